@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fast, exact, flexible training of Mixture-of-Experts models with DeepSpeed.
+
+Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported when it is
+first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe.versions import VERSION as __version__
+
+if TYPE_CHECKING:
+    from ds_fsmoe.components.alltoall import AllToAllBase
+    from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
+    from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
+    from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
+    from ds_fsmoe.components.experts.gpt import GPTFeedForward
+    from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
+    from ds_fsmoe.components.gate import GateBase
+    from ds_fsmoe.components.gates.topk import LinearGate
+    from ds_fsmoe.components.order import OrderBase
+    from ds_fsmoe.components.orders.sparse import SimpleOrder
+    from ds_fsmoe.components.routing import Routing
+    from ds_fsmoe.config import ConfigError
+    from ds_fsmoe.engine import initialize, install, uninstall
+    from ds_fsmoe.layer import FSMoELayer, LayerError, MoE
+    from ds_fsmoe.moe_layer import MOELayer, MoEOutput
+    from ds_fsmoe.registry import register_alltoall, register_expert, register_gate, register_order
+
+_MODULE_OF_NAME = {
+    "AllToAllBase": "components.alltoall",
+    "CallbackArgs": "components.callback",
+    "CallbackBase": "components.callback",
+    "ConfigError": "config",
+    "ExpertArgs": "components.expert",
+    "ExpertBase": "components.expert",
+    "FSMoELayer": "layer",
+    "FlatAllToAll": "components.alltoalls.flat",
+    "GPTFeedForward": "components.experts.gpt",
+    "GateBase": "components.gate",
+    "LayerError": "layer",
+    "LinearGate": "components.gates.topk",
+    "MOELayer": "moe_layer",
+    "MixtralFeedForward": "components.experts.mixtral",
+    "MoE": "layer",
+    "MoEOutput": "moe_layer",
+    "OrderBase": "components.order",
+    "Routing": "components.routing",
+    "SimpleOrder": "components.orders.sparse",
+    "initialize": "engine",
+    "install": "engine",
+    "register_alltoall": "registry",
+    "register_expert": "registry",
+    "register_gate": "registry",
+    "register_order": "registry",
+    "uninstall": "engine",
+}
+
+# Written out, because type checkers read it.
+__all__ = [
+    "AllToAllBase",
+    "CallbackArgs",
+    "CallbackBase",
+    "ConfigError",
+    "ExpertArgs",
+    "ExpertBase",
+    "FSMoELayer",
+    "FlatAllToAll",
+    "GPTFeedForward",
+    "GateBase",
+    "LayerError",
+    "LinearGate",
+    "MOELayer",
+    "MixtralFeedForward",
+    "MoE",
+    "MoEOutput",
+    "OrderBase",
+    "Routing",
+    "SimpleOrder",
+    "__version__",
+    "initialize",
+    "install",
+    "register_alltoall",
+    "register_expert",
+    "register_gate",
+    "register_order",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF_NAME.get(name)
+    if module is None:
+        raise AttributeError(f"module 'ds_fsmoe' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"ds_fsmoe.{module}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

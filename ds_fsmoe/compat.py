@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything private of DeepSpeed that we touch, in one place, checked before training starts.
+
+DeepSpeed has no plugin interface. An upgrade may move any of the names below; then the check here says which one,
+instead of an error from deep inside an hour later.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from ds_fsmoe.versions import SUPPORTED, TESTED
+
+
+class IncompatibleError(RuntimeError):
+    """The installed DeepSpeed, torch or Python is not one this package works with."""
+
+
+# "module:attribute" -> the leading parameters we rely on; None for what is not called.
+_PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
+    "deepspeed:initialize": (
+        "args",
+        "model",
+        "optimizer",
+        "model_parameters",
+        "training_data",
+        "lr_scheduler",
+        "distributed_port",
+        "mpu",
+        "dist_init_required",
+        "collate_fn",
+        "config",
+        "mesh_param",
+        "config_params",
+    ),
+    # deepspeed.initialize looks this class up among its module's globals when it is called.
+    "deepspeed:DeepSpeedEngine": None,
+    "deepspeed.runtime.engine:DeepSpeedEngine._configure_expert_parallel": ("self", "model", "collect_sources"),
+    "deepspeed.runtime.tensor_parallel.init_utils:load_ds_config": ("config",),
+    "deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap": (),
+    "deepspeed.moe.layer:MoE.__init__": ("self", "hidden_size", "expert", "num_experts", "ep_size", "k"),
+    "deepspeed.moe.layer:MoE.forward": ("self", "hidden_states", "used_token"),
+    "deepspeed.moe.sharded_moe:MOELayer.__init__": ("self", "gate", "experts", "ep_group_name", "ep_size"),
+    "deepspeed.moe.sharded_moe:MOELayer._set_ep_group": ("self", "ep_group"),
+    "deepspeed.moe.sharded_moe:TopKGate.__init__": (
+        "self",
+        "model_dim",
+        "num_experts",
+        "k",
+        "capacity_factor",
+        "eval_capacity_factor",
+        "min_capacity",
+        "noisy_gate_policy",
+        "drop_tokens",
+        "use_rts",
+        "ep_group",
+        "top2_2nd_expert_sampling",
+    ),
+    "deepspeed.moe.sharded_moe:TopKGate.forward": ("self", "input", "used_token", "sparse_routes", "use_tutel"),
+    "deepspeed.moe.sharded_moe:MOE_TIMER": None,
+    "deepspeed.moe.sharded_moe:FIRST_ALLTOALL_TIMER": None,
+    "deepspeed.moe.sharded_moe:SECOND_ALLTOALL_TIMER": None,
+    "deepspeed.moe.sharded_moe:TOPK_GATE_TIMER": None,
+}
+
+
+def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[str]:
+    """Hold what is installed against the supported ranges.
+
+    Returns:
+        A sentence for each version that is in range but not among the tested ones.
+
+    Raises:
+        IncompatibleError: a version out of range, with the range.
+    """
+    installed = {"python": ".".join(map(str, sys.version_info[:3])), "torch": version("torch")}
+    installed["deepspeed"] = version("deepspeed")
+    untested = []
+    for name, found in installed.items():
+        if not SpecifierSet(supported[name]).contains(Version(found).base_version, prereleases=True):
+            raise IncompatibleError(f"{name} {found} is installed; ds_fsmoe works with {name} {supported[name]}")
+        tested = TESTED.get(name)
+        if tested is not None and ".".join(found.split(".")[:2]) not in tested:
+            untested.append(f"{name} {found} has not been tested with ds_fsmoe; {', '.join(tested)} have")
+    return untested
+
+
+def check_private_names(expected: Mapping[str, tuple[str, ...] | None] = _PRIVATE_NAMES) -> None:
+    """Check that every private name still exists and still takes the parameters we pass.
+
+    Raises:
+        IncompatibleError: naming the first that does not.
+    """
+    for name, parameters in expected.items():
+        found = _find(name)
+        if parameters:
+            takes = tuple(inspect.signature(found).parameters)[: len(parameters)]
+            if takes != parameters:
+                raise IncompatibleError(
+                    f"deepspeed {version('deepspeed')}: {name} takes ({', '.join(takes)}), "
+                    f"not ({', '.join(parameters)}); ds_fsmoe works with deepspeed {SUPPORTED['deepspeed']}"
+                )
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for attribute in path.split("."):
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as error:
+        raise IncompatibleError(
+            f"deepspeed {version('deepspeed')} has no {name}; ds_fsmoe works with deepspeed {SUPPORTED['deepspeed']}"
+        ) from error
+    return found
+
+
+def load_ds_config(config: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A DeepSpeed config as DeepSpeed itself reads it: a dict, a path (JSON with comments) or base64.
+
+    Raises:
+        ValueError: none of these.
+    """
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config as read
+
+    return read(config)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an expert is, and how the experts of one rank are called."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ExpertArgs:
+    """What an expert is given."""
+
+    tokens: torch.Tensor
+    """[..., M]: the rows that arrived, empty slots (zero rows) among them."""
+
+
+class ExpertBase(nn.Module):
+    """One expert. A subclass says what is done to its tokens in :meth:`do_experts`, as in the paper's listing 1.
+
+    An expert's law: it is row-wise. Row i of the result depends on row i of the input alone, so that tokens may be
+    cut into chunks in any way. Any ``nn.Module`` from [..., M] to [..., M] that keeps this law is an expert too; this
+    class is there for the name the paper uses.
+    """
+
+    def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+        """``args.tokens`` [..., M] to [..., M]."""
+        raise TypeError(f"{type(self).__name__} must define do_experts(args)")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.do_experts(ExpertArgs(tokens))
+
+
+class LocalExperts(nn.Module):
+    """The experts of one rank, called one after another through ``module(...)``, so that module hooks run.
+
+    Args:
+        expert: copied ``num_local_experts`` times.
+        num_local_experts: e.
+    """
+
+    def __init__(self, expert: nn.Module, num_local_experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+
+    def forward(self, x_GeCM: torch.Tensor) -> torch.Tensor:
+        """[G, e, C, M] rows from G ranks for e experts to the same shape."""
+        return torch.stack([expert(x_GeCM[:, i]) for i, expert in enumerate(self.experts)], dim=1)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feed-forward network of GPT: two linear layers with an activation between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
+from ds_fsmoe.registry import register_expert
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+@register_expert("gpt")
+class GPTFeedForward(ExpertBase):
+    """``fc2(activation(fc1(x)))``.
+
+    Args:
+        model_dim: M.
+        expert_dim: H.
+        activation: ``"relu"``, ``"gelu"`` or ``"silu"``.
+        bias: whether the two linear layers have one.
+
+    Raises:
+        ValueError: unknown activation.
+    """
+
+    def __init__(self, model_dim: int, expert_dim: int, activation: str = "gelu", bias: bool = True) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"GPTFeedForward: activation = {activation!r}: the choices are {', '.join(ACTIVATIONS)}")
+        self.activation = activation
+        self.fc1 = nn.Linear(model_dim, expert_dim, bias=bias)
+        self.fc2 = nn.Linear(expert_dim, model_dim, bias=bias)
+
+    def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+        return self.fc2(ACTIVATIONS[self.activation](self.fc1(args.tokens)))

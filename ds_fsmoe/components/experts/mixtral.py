@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feed-forward network of Mixtral: SwiGLU, three linear layers without bias."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
+from ds_fsmoe.registry import register_expert
+
+
+@register_expert("mixtral")
+class MixtralFeedForward(ExpertBase):
+    """``w2(silu(w1(x)) * w3(x))``; the names w1 (gate), w2 (down) and w3 (up) are those of Mixtral's checkpoints.
+
+    Args:
+        model_dim: M.
+        expert_dim: H.
+    """
+
+    def __init__(self, model_dim: int, expert_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(model_dim, expert_dim, bias=False)
+        self.w2 = nn.Linear(expert_dim, model_dim, bias=False)
+        self.w3 = nn.Linear(model_dim, expert_dim, bias=False)
+
+    def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(args.tokens)) * self.w3(args.tokens))

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every gate is."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.components.routing import Routing
+
+
+class GateBase(nn.Module):
+    """Decides for every token which experts it goes to.
+
+    A gate is made without sizes (``LinearGate(k=2)``) and gets them from the layer that takes it in, through
+    :meth:`build`; that is how the paper's listing 2 writes it.
+
+    A gate's law: every slot names a token in range or is empty, no expert takes a token twice, the capacity is
+    respected, the weights match the gate's formula.
+    """
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        """Create the gate's parameters for tokens of ``model_dim`` (M) and ``num_experts`` (E). Called once."""
+        raise TypeError(f"{type(self).__name__} must define build(model_dim, num_experts)")
+
+    def forward(
+        self,
+        x_SM: torch.Tensor,
+        used_token_S: torch.Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Routing:
+        """Route the tokens.
+
+        Args:
+            x_SM: [S, M], this rank's tokens.
+            used_token_S: [S], nonzero for tokens that take part; ``None`` means all do.
+            group: the ranks that exchange tokens with this one and so must agree on the capacity.
+        """
+        raise TypeError(f"{type(self).__name__} must define forward(x_SM, used_token_S, group)")
+
+
+@functools.lru_cache(maxsize=256)
+def dropping_capacity(num_tokens: int, num_experts: int, factor: float, min_capacity: int) -> int:
+    """C when tokens are dropped: ``max(ceil(S / E * factor), min_capacity)``.
+
+    The product is rounded to float32 before it is rounded up, as stock DeepSpeed does: 10 tokens on one expert at
+    a factor of 1.1 get 11 slots, where float64 would give 12.
+    """
+    exact = torch.tensor(factor, dtype=torch.float32, device="cpu") * (num_tokens / num_experts)
+    return max(int(torch.ceil(exact)), min_capacity)
+
+
+def dropless_capacity(counts_E: torch.Tensor, group: dist.ProcessGroup | None) -> int:
+    """C when nothing is dropped: the largest count of tokens that any rank of ``group`` sends to any expert.
+
+    The one place in a step where the host has to wait for the device: buffers cannot be sized otherwise.
+    """
+    largest = counts_E.max()
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest)

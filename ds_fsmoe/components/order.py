@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every order is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from ds_fsmoe.components.routing import Routing
+
+
+class OrderBase(ABC):
+    """Moves tokens into the slots a gate gave them (order) and results back to their tokens (i-order).
+
+    An order's law: with one slot per token and weight 1, ``restore(arrange(x)) == x``.
+    """
+
+    @abstractmethod
+    def arrange(self, x_SM: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """[S, M] tokens to [E, C, M] slots; a slot that no token took is zero."""
+
+    @abstractmethod
+    def restore(self, y_ECM: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """[E, C, M] results to [S, M]: the weighted sum over a token's slots, zero where all were dropped."""

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``"fsmoe"`` block of ds_config.json: its fields, what they may hold, and what this version can do.
+
+Everything that is wrong with a block is found here, on every rank, before any process group is made, and said in one
+error that lists each path with its value and the choices. Every default means "the best that exists by now"; an
+option that a user sets to something this version cannot do is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ds_fsmoe import registry
+
+BLOCK = "fsmoe"
+
+Auto = Literal["auto"]
+
+
+class ConfigError(ValueError):
+    """A block that cannot be used. The message names every path, its value and the choices."""
+
+
+class _Block(BaseModel):
+    # Strict: "2" is not 2 and 1 is not true; a config says what it means.
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class GateBlock(_Block):
+    """``fsmoe.gate``. A field left out keeps the value of the layer's own gate."""
+
+    type: str = Field("topk", description="name of a gate on the shelf")
+    k: int | None = Field(None, description="experts per token, between 1 and the layer's num_experts")
+    capacity_factor: float | None = Field(None, gt=0, description="slots per expert while training, over the mean")
+    eval_capacity_factor: float | None = Field(None, gt=0, description="the same while evaluating")
+    min_capacity: int | None = Field(None, ge=0, description="slots per expert at the least")
+    drop_tokens: bool | None = Field(None, description="false: as many slots as the fullest expert needs")
+    drop_policy: Literal["probs", "position"] | None = Field(None, description="who stays in a full expert")
+
+
+class PipelineDegreeBlock(_Block):
+    """``fsmoe.pipeline_degree``: into how many chunks the tokens of a layer are cut."""
+
+    forward: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="chunks in the forward phase")
+    backward: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="chunks in the backward phase")
+    max: int = Field(16, ge=1, description="the largest degree that auto may choose")
+
+
+class GradientPartitionBlock(_Block):
+    """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
+
+    mode: Literal["adaptive", "fixed_chunk", "dense_only", "off"] = Field("off", description="off: DeepSpeed's own")
+    solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
+    chunk_bytes: int = Field(31457280, ge=1, description="slice size of fixed_chunk")
+
+
+class AutotuneBlock(_Block):
+    """``fsmoe.autotune``: measuring this cluster and choosing degrees from it."""
+
+    enabled: bool = Field(False, description="measure at the first training step")
+    cache_dir: str | None = Field(None, description="where measurements are kept")
+    retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
+
+
+class TopologyBlock(_Block):
+    """``fsmoe.topology``."""
+
+    ranks_per_node: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="ranks that share a host")
+
+
+class TraceBlock(_Block):
+    """``fsmoe.trace``: a timeline of chosen steps."""
+
+    enabled: bool = Field(False, description="write a trace")
+    start_step: int = Field(10, ge=0, description="first traced step")
+    num_steps: int = Field(3, ge=1, description="how many steps are traced")
+    path: str = Field("fsmoe_trace", description="folder of the trace files")
+
+
+class DebugBlock(_Block):
+    """``fsmoe.debug``."""
+
+    check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
+    hang_timeout_s: float = Field(300, gt=0, description="write what each rank was doing after this long")
+
+
+class FSMoEBlock(_Block):
+    """The whole block."""
+
+    enabled: bool = Field(False, description="false is exactly stock DeepSpeed")
+    schedule: Literal["deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best"] = "best"
+    gate: GateBlock | None = Field(None, description="left out: each layer keeps its own gate")
+    order: str = Field("auto", description="name of an order on the shelf")
+    alltoall: str = Field("auto", description="name of an all-to-all on the shelf")
+    esp_size: int = Field(1, ge=1, description="ranks that share one expert's hidden width")
+    pipeline_degree: PipelineDegreeBlock = PipelineDegreeBlock()
+    gradient_partition: GradientPartitionBlock = GradientPartitionBlock()
+    solver: Literal["exact", "slsqp"] = Field("exact", description="how degrees are searched")
+    autotune: AutotuneBlock = AutotuneBlock()
+    topology: TopologyBlock = TopologyBlock()
+    overlap: bool = Field(True, description="false: one lane, blocking")
+    recompute: bool = Field(False, description="recompute expert inputs instead of saving them")
+    deterministic: bool = Field(False, description="the same numbers in every run")
+    ops: Literal["auto", "reference", "required"] = Field("auto", description="compiled ops or plain torch")
+    hooks: list[str] = Field([], description="callbacks by dotted name")
+    plugins: list[str] = Field([], description="modules with parts of your own, imported before parts are looked up")
+    metrics: Literal["off", "brief", "detailed"] = "brief"
+    trace: TraceBlock = TraceBlock()
+    debug: DebugBlock = DebugBlock()
+
+
+# What the options ask for that this version cannot do yet: path -> (values that are true of this version, why not the
+# others). Only what a user wrote is held against it, so a default never is. Whoever brings a machine removes its row.
+_ONE_CHUNK = "layers run unchunked in this version"
+_NO_PLANNER = "degrees are not searched in this version"
+_NO_GRADIENTS = "gradients are reduced by DeepSpeed itself in this version"
+_NO_AUTOTUNE = "nothing is measured in this version"
+_NO_TRACE = "there is no trace in this version"
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "schedule": (("best", "deepspeed"), _ONE_CHUNK),
+    "esp_size": ((1,), "experts are not sharded in this version"),
+    "pipeline_degree.forward": (("auto", 1), _ONE_CHUNK),
+    "pipeline_degree.backward": (("auto", 1), _ONE_CHUNK),
+    "pipeline_degree.max": ((1,), _NO_PLANNER),
+    "gradient_partition.mode": (("off",), _NO_GRADIENTS),
+    "gradient_partition.solver": ((), _NO_GRADIENTS),
+    "gradient_partition.chunk_bytes": ((), _NO_GRADIENTS),
+    "solver": ((), _NO_PLANNER),
+    "autotune.enabled": ((False,), _NO_AUTOTUNE),
+    "autotune.cache_dir": ((None,), _NO_AUTOTUNE),
+    "autotune.retune_on_drift": ((False,), _NO_AUTOTUNE),
+    "topology.ranks_per_node": (("auto",), "nothing depends on nodes in this version"),
+    "overlap": ((False,), "nothing runs side by side in this version"),
+    "recompute": ((False,), "expert inputs are always saved in this version"),
+    "deterministic": ((False,), "determinism is torch's alone in this version: use torch.use_deterministic_algorithms"),
+    "hooks": (([],), "hooks are taken by ds_fsmoe.MOELayer(callbacks=...) only in this version"),
+    "metrics": (("off",), "no metrics are written in this version"),
+    "trace.enabled": ((False,), _NO_TRACE),
+    "trace.start_step": ((), _NO_TRACE),
+    "trace.num_steps": ((), _NO_TRACE),
+    "trace.path": ((), _NO_TRACE),
+    "debug.check_every": ((0,), "plans are not compared in this version, there is only one"),
+    "debug.hang_timeout_s": ((), "there is no watchdog in this version"),
+}
+
+
+def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
+    """The validated block of a DeepSpeed config, or ``None`` where there is none.
+
+    Raises:
+        ConfigError: the block is misspelt or wrong, or asks for what this version cannot do.
+    """
+    _refuse_misspelt_block(ds_config)
+    if BLOCK not in ds_config:
+        return None
+    written = ds_config[BLOCK]
+    if not isinstance(written, Mapping):
+        raise ConfigError(f'{BLOCK} = {_shown(written)}: must be an object, for example {{"enabled": true}}')
+    if isinstance(written.get("enabled", False), bool) and not written.get("enabled", False):
+        # Stock DeepSpeed runs: whatever else the block holds is for another day (and another version, perhaps).
+        return FSMoEBlock(enabled=False)
+    try:
+        block = FSMoEBlock.model_validate(dict(written))
+    except ValidationError as error:
+        raise ConfigError(_join(_sentences(error.errors()))) from None
+    _import_plugins(block)
+    problems = [*_refused(block), *_missing_parts(block)]
+    if problems:
+        raise ConfigError(_join(problems))
+    return block
+
+
+def _join(problems: Any) -> str:
+    problems = list(problems)
+    return problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *problems])
+
+
+def _refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
+    """DeepSpeed accepts unknown top-level keys in silence, so a misspelt block would do nothing, unnoticed."""
+    for key in ds_config:
+        letters = re.sub(r"[^a-z]", "", str(key).lower())
+        if key != BLOCK and difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8:
+            raise ConfigError(f'{key} = ...: no such block in a DeepSpeed config; did you mean "{BLOCK}"?')
+
+
+def _sentences(errors: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Pydantic's errors in this project's form, one per path: ``path = value: must be ...``."""
+    musts: dict[str, list[str]] = {}
+    for error in errors:
+        # A field of two types has an error per type, with the type as the last part of the location.
+        location = [part for part in error["loc"] if part not in ("int", "constrained-int", "literal['auto']")]
+        path = ".".join([BLOCK, *map(str, location)])
+        if error["type"] == "extra_forbidden":
+            choices = _fields_at(location[:-1])
+            near = difflib.get_close_matches(str(location[-1]), choices, n=1)
+            hint = f"did you mean {near[0]!r}? The keys are" if near else "the keys are"
+            musts[f"{path}: unknown key; {hint} {', '.join(choices)}"] = []
+            continue
+        must = "must be an object" if error["type"] == "model_type" else error["msg"]
+        must = re.sub(r"^[Ii]nput should be |^must be ", "", must).replace("a valid ", "a ").replace("a int", "an int")
+        musts.setdefault(f"{path} = {_shown(error['input'])}: must be ", []).append(must)
+    return [start + " or ".join(ends) for start, ends in musts.items()]
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands in the JSON file."""
+    return json.dumps(value, default=repr)
+
+
+def _fields_at(location: list[Any]) -> list[str]:
+    block: Any = FSMoEBlock
+    for name in location:
+        annotation = block.model_fields[name].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        block = next(each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel))
+    return list(block.model_fields)
+
+
+def _written(block: BaseModel, prefix: str = "") -> dict[str, Any]:
+    """Path -> value of every field that the user wrote, without the defaults."""
+    found: dict[str, Any] = {}
+    for name in block.model_fields_set:
+        value = getattr(block, name)
+        found |= _written(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name: value}
+    return found
+
+
+def _refused(block: FSMoEBlock) -> list[str]:
+    problems = []
+    for path, value in sorted(_written(block).items()):
+        values, why = _ONLY.get(path, ((value,), ""))
+        # 1 == True in Python, so the type is compared as well.
+        if not any(value == each and type(value) is type(each) for each in values):
+            instead = f"use {' or '.join(map(_shown, values))}, or leave it out" if values else "leave it out"
+            problems.append(f"{BLOCK}.{path} = {_shown(value)}: not yet: {why}; {instead}")
+    return problems
+
+
+def _import_plugins(block: FSMoEBlock) -> None:
+    for name in block.plugins:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"{BLOCK}.plugins = {_shown(name)}: cannot be imported: {error}") from error
+
+
+def _missing_parts(block: FSMoEBlock) -> list[str]:
+    wanted = {"order": block.order, "alltoall": block.alltoall, "gate.type": block.gate.type if block.gate else "auto"}
+    problems = []
+    for path, name in wanted.items():
+        names = registry.known(path.split(".")[0])
+        if name != "auto" and name not in names:
+            auto = () if path == "gate.type" else ("auto",)
+            problems.append(
+                f"{BLOCK}.{path} = {_shown(name)}: no such part; the choices are {', '.join((*auto, *names))}"
+            )
+    return problems
+
+
+def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateBlock | None) -> None:
+    """Hold a model's MoE layers against the number of ranks and the gate asked for.
+
+    Args:
+        layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``num_experts``, ``ep_size`` and gate's ``k`` are read.
+        world_size: ranks of the job; ``None`` where they are not known yet.
+        gate: the block's gate, or ``None``.
+
+    Raises:
+        ConfigError: naming layer, value and choices.
+    """
+    problems = []
+    for name, layer in layers.items():
+        if world_size is not None and (layer.ep_size < 1 or world_size % layer.ep_size):
+            fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
+            choices = [size for size in fitting if layer.num_experts % size == 0]
+            problems.append(
+                f"{name}.ep_size = {layer.ep_size}: must divide the {world_size} ranks; "
+                f"for {layer.num_experts} experts the choices are {', '.join(map(str, choices))}"
+            )
+        if gate is None:
+            continue
+        k = getattr(layer.deepspeed_moe.gate, "k", None) if gate.k is None else gate.k
+        if gate.k is not None and not 1 <= gate.k <= layer.num_experts:
+            problems.append(f"{BLOCK}.gate.k = {k}: must be between 1 and num_experts ({layer.num_experts} in {name})")
+        if gate.type == "topk" and gate.drop_policy is not None and k in (1, 2):
+            problems.append(
+                f"{BLOCK}.gate.drop_policy = {gate.drop_policy!r}: for k >= 3 only; k = {k} in {name} has its own rule "
+                "(k = 1: at random or first come, k = 2: first come); leave it out"
+            )
+    if problems:
+        raise ConfigError(_join(problems))
+
+
+def _zero_stage(ds_config: Mapping[str, Any]) -> int:
+    return int((ds_config.get("zero_optimization") or {}).get("stage", 0))
+
+
+def _on(ds_config: Mapping[str, Any], *path: str) -> bool:
+    for key in path:
+        ds_config = ds_config.get(key) if isinstance(ds_config, Mapping) else None
+    return bool(ds_config)
+
+
+# Blocks of DeepSpeed itself that do not go together with ours: a test of the config, and the sentence.
+_CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        lambda c: _zero_stage(c) == 3,
+        "zero_optimization.stage = 3: DeepSpeed refuses its MoE layers there; use 0, 1 or 2",
+    ),
+    (
+        lambda c: _on(c, "fp16", "enabled") and _zero_stage(c) == 0,
+        "fp16.enabled = true with zero_optimization.stage = 0: DeepSpeed 0.19.8 divides by a loss scale that it never "
+        "multiplied with; use stage 1 or 2, or bf16",
+    ),
+    (
+        lambda c: (c.get("zero_optimization") or {}).get("contiguous_gradients") is False,
+        "zero_optimization.contiguous_gradients = false: DeepSpeed averages expert gradients over the wrong ranks or "
+        "stops; leave it out",
+    ),
+    (
+        lambda c: _on(c, "expert_parallel", "enabled"),
+        "expert_parallel.enabled = true: AutoEP brings MoE layers of its own, which fsmoe does not replace; use one of them",
+    ),
+    (
+        lambda c: _on(c, "compile", "deepcompile"),
+        "compile.deepcompile = true: not supported together with fsmoe; set it to false",
+    ),
+    (
+        lambda c: _on(c, "hybrid_engine", "enabled"),
+        "hybrid_engine.enabled = true: not supported together with fsmoe; set it to false",
+    ),
+    (
+        lambda c: _on(c, "zero_optimization", "zenflow"),
+        "zero_optimization.zenflow: not supported together with fsmoe; leave it out",
+    ),
+)
+
+
+def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed's own blocks ask for that does not go together with an enabled ``fsmoe`` block.
+
+    Raises:
+        ConfigError: with what to change, all clashes at once.
+    """
+    problems = [sentence for clashes, sentence in _CLASHES if clashes(ds_config)]
+    if problems:
+        raise ConfigError(_join(f"with {BLOCK}.enabled = true: {problem}" for problem in problems))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door: ``initialize`` in place of ``deepspeed.initialize``, and ``install`` for scripts that call the latter.
+
+Every way in ends in the same mechanism. The block is read and checked; if it is enabled, DeepSpeed's own
+``initialize`` runs with our engine class in place of its own, and our engine makes the layers ours at the point where
+DeepSpeed itself replaces layers: the config and the process group are there, the optimizer is not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import log_dist, logger
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+from torch import nn
+
+from ds_fsmoe import compat
+from ds_fsmoe.config import ConfigError, FSMoEBlock, check_deepspeed_blocks, check_experts, read_block
+from ds_fsmoe.layer import (
+    FSMoEGate,
+    LayerError,
+    Parts,
+    StockMoE,
+    check_layers,
+    check_unused,
+    choose_parts,
+    find_layers,
+    give_back,
+    take_over,
+)
+from ds_fsmoe.versions import VERSION
+
+# Whoever imports this module first imports stock's function: install() replaces the attribute later, if asked to.
+_stock_initialize = deepspeed.initialize
+
+
+class FSMoEState:
+    """What is on, for one engine: ``engine.fsmoe``."""
+
+    def __init__(self, block: FSMoEBlock, layers: dict[str, StockMoE], parts: Parts) -> None:
+        self.block = block
+        self.layers = layers
+        self.parts = parts
+
+    @property
+    def num_layers(self) -> int:
+        """How many MoE layers are ours."""
+        return len(self.layers)
+
+    def chosen(self) -> dict[str, str]:
+        """What runs, a word or two per choice, in the order a token meets them."""
+        gates = sorted({_describe_gate(layer) for layer in self.layers.values()})
+        return {
+            "schedule": "deepspeed: one task after another",
+            "pipeline_degree": "forward 1, backward 1",
+            "gate": "; ".join(gates),
+            "order": self.parts.order_name,
+            "alltoall": self.parts.alltoall_name,
+            "ops": self.parts.ops_name,
+            "gradients": "DeepSpeed's own reduction",
+        }
+
+
+def _describe_gate(layer: StockMoE) -> str:
+    gate = layer.deepspeed_moe.gate
+    if not isinstance(gate, FSMoEGate):
+        return type(gate).__name__
+    return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"
+
+
+class FSMoEEngine(DeepSpeedEngine):
+    """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
+
+    fsmoe: FSMoEState
+
+    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+        sources = super()._configure_expert_parallel(model, collect_sources)
+        block = read_block(self.config)
+        layers = find_layers(model)
+        check_experts(layers, dist.get_world_size(), block.gate)
+        parts = choose_parts(block, get_accelerator().device_name())
+        for layer in layers.values():
+            replaced = take_over(layer, parts, block.gate)
+            # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
+            sources.sources.update({id(new): [old] for new, old in replaced.items()})
+            sources.discarded.update(id(old) for old in replaced.values())
+        self.fsmoe = FSMoEState(block, layers, parts)
+        chosen = ", ".join(f"{name}: {value}" for name, value in self.fsmoe.chosen().items())
+        log_dist(f"ds_fsmoe {VERSION} is on for {len(layers)} MoE layer(s) ({chosen})", ranks=[0])
+        return sources
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` that honours the ``"fsmoe"`` block: same arguments, same 4-tuple.
+
+    Without a block, or with ``"enabled": false``, DeepSpeed's own function runs and nothing else. Otherwise everything
+    that can be wrong is checked first, on every rank, before any process group is made.
+
+    Raises:
+        ConfigError: the block, or DeepSpeed blocks that do not go with it.
+        LayerError: the model.
+        IncompatibleError: the installed versions.
+    """
+    arguments = dict(locals())
+    written = next((each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each), None)
+    ds_config = {} if written is None else compat.load_ds_config(written)
+    block = read_block(ds_config)
+    if block is None or model is None:
+        return _stock_initialize(**arguments)
+    if not block.enabled:
+        _make_stock(model)
+        return _stock_initialize(**arguments)
+    _check_before_any_group(block, ds_config, model, mpu)
+    with _our_engine():
+        return _stock_initialize(**arguments)
+
+
+def _make_stock(model: nn.Module) -> None:
+    """``enabled: false`` means stock, for layers written as ``ds_fsmoe.MoE`` too."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
+    check_unused(layers)
+    for layer in layers.values():
+        give_back(layer)
+
+
+def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
+    for sentence in compat.check_versions():
+        logger.warning(sentence)
+    compat.check_private_names()
+    check_deepspeed_blocks(ds_config)
+    device_type = get_accelerator().device_name()
+    if block.ops == "required" and device_type != "cpu":
+        raise ConfigError(
+            f"fsmoe.ops = 'required': compiled ops exist for the CPU only in this version, and this is {device_type}; "
+            "use 'auto' or 'reference'"
+        )
+    if isinstance(model, PipelineModule):
+        raise LayerError("a PipelineModule is not supported in this version: set fsmoe.enabled to false")
+    if mpu is not None and bwc_tensor_model_parallel_world_size(mpu) > 1:
+        raise LayerError(
+            f"mpu has {bwc_tensor_model_parallel_world_size(mpu)} tensor-parallel ranks: duplicate tokens are not "
+            "dropped and gathered in this version; set fsmoe.enabled to false, or do without tensor parallelism"
+        )
+    layers = find_layers(model)
+    check_layers(layers)
+    check_unused(layers)
+    # Under a launcher that sets no WORLD_SIZE the engine checks again, as soon as the ranks have found each other.
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 0))
+    check_experts(layers, world_size or None, block.gate)
+
+
+@contextmanager
+def _our_engine() -> Iterator[None]:
+    """DeepSpeed looks its engine class up in its own module when ``initialize`` runs; ours is there meanwhile."""
+    stock_engine = deepspeed.DeepSpeedEngine
+    deepspeed.DeepSpeedEngine = FSMoEEngine
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine = stock_engine
+
+
+def install() -> None:
+    """From now on ``deepspeed.initialize`` is :func:`initialize`, for every library that calls it too.
+
+    Raises:
+        RuntimeError: a module holds stock's function under a name of its own already, and would go past us.
+    """
+    for name, module in list(sys.modules.items()):
+        held = vars(module).get("initialize") if hasattr(module, "__dict__") else None
+        if held is _stock_initialize and module not in (deepspeed, sys.modules[__name__]):
+            raise RuntimeError(
+                f"{name} did `from deepspeed import initialize` before ds_fsmoe.install(), and would go past it: call "
+                "install() first, or use ds_fsmoe.initialize"
+            )
+    deepspeed.initialize = initialize
+
+
+def uninstall() -> None:
+    """Undo :func:`install`."""
+    deepspeed.initialize = _stock_initialize

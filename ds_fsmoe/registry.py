@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shelf: every part of a layer by kind and name.
+
+A part is one file in its kind's folder under ``ds_fsmoe/components`` with one decorator, or a class with the same
+decorator in a module that the user names in ``"fsmoe": {"plugins": [...]}``. Nothing else has to be edited.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import TypeVar
+
+_FOLDER_OF_KIND: dict[str, str] = {
+    "gate": "ds_fsmoe.components.gates",
+    "order": "ds_fsmoe.components.orders",
+    "alltoall": "ds_fsmoe.components.alltoalls",
+    "expert": "ds_fsmoe.components.experts",
+}
+_PARTS: dict[str, dict[str, type]] = {kind: {} for kind in _FOLDER_OF_KIND}
+
+Part = TypeVar("Part", bound=type)
+
+
+def register(kind: str, name: str) -> Callable[[Part], Part]:
+    """Class decorator that puts a part on the shelf.
+
+    Args:
+        kind: ``"gate"``, ``"order"``, ``"alltoall"`` or ``"expert"``.
+        name: the word users write in the config.
+
+    Raises:
+        ValueError: unknown kind, or the name is taken by another class.
+    """
+    if kind not in _PARTS:
+        raise ValueError(f"register({kind!r}, {name!r}): the kinds of part are {', '.join(_PARTS)}")
+
+    def put_on_shelf(part: Part) -> Part:
+        taken = _PARTS[kind].get(name)
+        # Re-running a module (a notebook cell, a reload) defines the same class again; that is no clash.
+        if taken is not None and (taken.__module__, taken.__qualname__) != (part.__module__, part.__qualname__):
+            raise ValueError(
+                f"{kind} {name!r} is taken by {taken.__module__}.{taken.__qualname__}: choose another name"
+            )
+        _PARTS[kind][name] = part
+        return part
+
+    return put_on_shelf
+
+
+def register_gate(name: str) -> Callable[[Part], Part]:
+    """``register("gate", name)``."""
+    return register("gate", name)
+
+
+def register_order(name: str) -> Callable[[Part], Part]:
+    """``register("order", name)``."""
+    return register("order", name)
+
+
+def register_alltoall(name: str) -> Callable[[Part], Part]:
+    """``register("alltoall", name)``."""
+    return register("alltoall", name)
+
+
+def register_expert(name: str) -> Callable[[Part], Part]:
+    """``register("expert", name)``."""
+    return register("expert", name)
+
+
+def known(kind: str) -> tuple[str, ...]:
+    """Names on the shelf for one kind, sorted. Imports the kind's folder, and with it torch."""
+    folder = importlib.import_module(_FOLDER_OF_KIND[kind])
+    for module in pkgutil.iter_modules(folder.__path__):
+        importlib.import_module(f"{folder.__name__}.{module.name}")
+    return tuple(sorted(_PARTS[kind]))
+
+
+def lookup(kind: str, name: str) -> type:
+    """The class of a part.
+
+    Raises:
+        ValueError: no such part; the message lists the choices.
+    """
+    names = known(kind)
+    if name not in names:
+        raise ValueError(f"no {kind} is called {name!r}: the choices are {', '.join(map(repr, names))}")
+    return _PARTS[kind][name]

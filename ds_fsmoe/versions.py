@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The version of this package and the versions of others it works with, stated once.
+
+``setup.py`` builds the package's requirements from this table and ``ds_fsmoe.compat`` checks it when training
+starts. The file imports nothing, so that both can read it.
+"""
+
+VERSION = "0.1.0"
+
+# Outside these ranges training refuses to start: private names of DeepSpeed that we build on may have moved.
+SUPPORTED: dict[str, str] = {
+    "python": ">=3.11,<3.13",
+    "torch": ">=2.11,<2.14",
+    "deepspeed": "==0.19.8",
+}
+
+# What the test suite has run with, as "major.minor"; anything else in the supported range is untested and says so.
+TESTED: dict[str, tuple[str, ...]] = {
+    "python": ("3.11", "3.12"),
+    "torch": ("2.11", "2.13"),
+}
