@@ -12,7 +12,7 @@ import difflib
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -169,15 +169,16 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
     try:
         block = FSMoEBlock.model_validate(dict(written))
     except ValidationError as error:
-        raise ConfigError(_join(_sentences(error.errors()))) from None
+        raise ConfigError(join_problems(_sentences(error.errors()))) from None
     _import_plugins(block)
     problems = [*_refused(block), *_missing_parts(block)]
     if problems:
-        raise ConfigError(_join(problems))
+        raise ConfigError(join_problems(problems))
     return block
 
 
-def _join(problems: Any) -> str:
+def join_problems(problems: Iterable[str]) -> str:
+    """One sentence as it is, several under a heading."""
     problems = list(problems)
     return problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *problems])
 
@@ -262,93 +263,3 @@ def _missing_parts(block: FSMoEBlock) -> list[str]:
                 f"{BLOCK}.{path} = {_shown(name)}: no such part; the choices are {', '.join((*auto, *names))}"
             )
     return problems
-
-
-def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateBlock | None) -> None:
-    """Hold a model's MoE layers against the number of ranks and the gate asked for.
-
-    Args:
-        layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``num_experts``, ``ep_size`` and gate's ``k`` are read.
-        world_size: ranks of the job; ``None`` where they are not known yet.
-        gate: the block's gate, or ``None``.
-
-    Raises:
-        ConfigError: naming layer, value and choices.
-    """
-    problems = []
-    for name, layer in layers.items():
-        if world_size is not None and (layer.ep_size < 1 or world_size % layer.ep_size):
-            fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
-            choices = [size for size in fitting if layer.num_experts % size == 0]
-            problems.append(
-                f"{name}.ep_size = {layer.ep_size}: must divide the {world_size} ranks; "
-                f"for {layer.num_experts} experts the choices are {', '.join(map(str, choices))}"
-            )
-        if gate is None:
-            continue
-        k = getattr(layer.deepspeed_moe.gate, "k", None) if gate.k is None else gate.k
-        if gate.k is not None and not 1 <= gate.k <= layer.num_experts:
-            problems.append(f"{BLOCK}.gate.k = {k}: must be between 1 and num_experts ({layer.num_experts} in {name})")
-        if gate.type == "topk" and gate.drop_policy is not None and k in (1, 2):
-            problems.append(
-                f"{BLOCK}.gate.drop_policy = {gate.drop_policy!r}: for k >= 3 only; k = {k} in {name} has its own rule "
-                "(k = 1: at random or first come, k = 2: first come); leave it out"
-            )
-    if problems:
-        raise ConfigError(_join(problems))
-
-
-def _zero_stage(ds_config: Mapping[str, Any]) -> int:
-    return int((ds_config.get("zero_optimization") or {}).get("stage", 0))
-
-
-def _on(ds_config: Mapping[str, Any], *path: str) -> bool:
-    for key in path:
-        ds_config = ds_config.get(key) if isinstance(ds_config, Mapping) else None
-    return bool(ds_config)
-
-
-# Blocks of DeepSpeed itself that do not go together with ours: a test of the config, and the sentence.
-_CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
-    (
-        lambda c: _zero_stage(c) == 3,
-        "zero_optimization.stage = 3: DeepSpeed refuses its MoE layers there; use 0, 1 or 2",
-    ),
-    (
-        lambda c: _on(c, "fp16", "enabled") and _zero_stage(c) == 0,
-        "fp16.enabled = true with zero_optimization.stage = 0: DeepSpeed 0.19.8 divides by a loss scale that it never "
-        "multiplied with; use stage 1 or 2, or bf16",
-    ),
-    (
-        lambda c: (c.get("zero_optimization") or {}).get("contiguous_gradients") is False,
-        "zero_optimization.contiguous_gradients = false: DeepSpeed averages expert gradients over the wrong ranks or "
-        "stops; leave it out",
-    ),
-    (
-        lambda c: _on(c, "expert_parallel", "enabled"),
-        "expert_parallel.enabled = true: AutoEP brings MoE layers of its own, which fsmoe does not replace; use one of them",
-    ),
-    (
-        lambda c: _on(c, "compile", "deepcompile"),
-        "compile.deepcompile = true: not supported together with fsmoe; set it to false",
-    ),
-    (
-        lambda c: _on(c, "hybrid_engine", "enabled"),
-        "hybrid_engine.enabled = true: not supported together with fsmoe; set it to false",
-    ),
-    (
-        lambda c: _on(c, "zero_optimization", "zenflow"),
-        "zero_optimization.zenflow: not supported together with fsmoe; leave it out",
-    ),
-)
-
-
-def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
-    """Refuse what DeepSpeed's own blocks ask for that does not go together with an enabled ``fsmoe`` block.
-
-    Raises:
-        ConfigError: with what to change, all clashes at once.
-    """
-    problems = [sentence for clashes, sentence in _CLASHES if clashes(ds_config)]
-    if problems:
-        raise ConfigError(_join(f"with {BLOCK}.enabled = true: {problem}" for problem in problems))

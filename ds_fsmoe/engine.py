@@ -8,6 +8,7 @@ DeepSpeed itself replaces layers: the config and the process group are there, th
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,12 +21,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.utils import log_dist, logger
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 
 from ds_fsmoe import compat
-from ds_fsmoe.config import ConfigError, FSMoEBlock, check_deepspeed_blocks, check_experts, read_block
+from ds_fsmoe.config import ConfigError, FSMoEBlock, read_block
 from ds_fsmoe.layer import (
     FSMoEGate,
     LayerError,
@@ -38,6 +38,8 @@ from ds_fsmoe.layer import (
     give_back,
     take_over,
 )
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts
 from ds_fsmoe.versions import VERSION
 
 # Whoever imports this module first imports stock's function: install() replaces the attribute later, if asked to.
@@ -85,6 +87,8 @@ class FSMoEEngine(DeepSpeedEngine):
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         sources = super()._configure_expert_parallel(model, collect_sources)
+        for sentence in compat.check_versions():
+            log_on_rank_0(sentence, logging.WARNING)
         block = read_block(self.config)
         layers = find_layers(model)
         check_experts(layers, dist.get_world_size(), block.gate)
@@ -96,7 +100,7 @@ class FSMoEEngine(DeepSpeedEngine):
             sources.discarded.update(id(old) for old in replaced.values())
         self.fsmoe = FSMoEState(block, layers, parts)
         chosen = ", ".join(f"{name}: {value}" for name, value in self.fsmoe.chosen().items())
-        log_dist(f"ds_fsmoe {VERSION} is on for {len(layers)} MoE layer(s) ({chosen})", ranks=[0])
+        log_on_rank_0(f"ds_fsmoe {VERSION} is on for {len(layers)} MoE layer(s) ({chosen})")
         return sources
 
 
@@ -148,8 +152,7 @@ def _make_stock(model: nn.Module) -> None:
 
 
 def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
-    for sentence in compat.check_versions():
-        logger.warning(sentence)
+    compat.check_versions()
     compat.check_private_names()
     check_deepspeed_blocks(ds_config)
     device_type = get_accelerator().device_name()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model with two MoE layers of DeepSpeed's, and what the tests that train it have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+# Odd and prime, so that a wrong reshape cannot fit by accident.
+WIDTH, EXPERT_WIDTH, BATCH, LENGTH = 13, 29, 3, 7
+NUM_EXPERTS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    ep_size: int = 1
+    stage: int = 0
+    dtype: str = "fp32"
+    accumulation: int = 1
+    k: int = 1
+    drop_tokens: bool = True
+    use_residual: bool = False
+    moe_options: tuple[tuple[str, Any], ...] = ()
+
+    def ds_config(self, **blocks: Any) -> dict[str, Any]:
+        """The DeepSpeed config of this run. SGD, because Adam hides errors of scale."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "gradient_accumulation_steps": self.accumulation,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 4096},
+            # At stage 0 with ep_size > 1 DeepSpeed clips by a norm that depends on ep_size.
+            "gradient_clipping": 0.0 if self.stage == 0 else 1.0,
+            "steps_per_print": 1_000_000,
+        }
+        if self.dtype != "fp32":
+            config[self.dtype] = {"enabled": True}
+        return config | blocks
+
+
+class FeedForward(nn.Module):
+    """An expert as users write them: any module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, EXPERT_WIDTH)
+        self.fc2 = nn.Linear(EXPERT_WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+class SmallModel(nn.Module):
+    """Linear, MoE, linear, MoE; the same parameters on every rank and for every ep_size, by global expert id."""
+
+    def __init__(self, case: Case, rank: int, moe_class: type = MoE) -> None:
+        super().__init__()
+        options = dict(case.moe_options)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.moes = nn.ModuleList(
+            moe_class(
+                WIDTH,
+                FeedForward(),
+                num_experts=NUM_EXPERTS,
+                ep_size=case.ep_size,
+                k=case.k,
+                capacity_factor=1.25,
+                drop_tokens=case.drop_tokens,
+                use_residual=case.use_residual,
+                **options,
+            )
+            for _ in range(2)
+        )
+        self._initialise(rank % case.ep_size)
+
+    def _initialise(self, ep_rank: int) -> None:
+        for name, parameter in sorted(self.named_parameters()):
+            parts = name.split(".")
+            if "deepspeed_experts" in parts:
+                local_id = parts.index("deepspeed_experts") + 1
+                num_local = self.moes[0].num_local_experts
+                parts[local_id] = str(ep_rank * num_local + int(parts[local_id]))
+            generator = torch.Generator().manual_seed(sum(map(ord, "".join(parts))) * 7919 + int(parts[1] == "1"))
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5 / parameter.shape[-1] ** 0.5)
+
+    def forward(self, x_BLM: torch.Tensor, target_BLM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss and the output."""
+        y_BLM, aux_first, _ = self.moes[0](self.first(x_BLM))
+        y_BLM, aux_second, _ = self.moes[1](x_BLM + torch.tanh(self.middle(y_BLM)))
+        loss = ((y_BLM - target_BLM).float() ** 2).mean() + 0.01 * (aux_first + aux_second)
+        return loss, y_BLM
+
+
+def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and target of one micro step on one rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x_BLM, target_BLM = (torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
+    return x_BLM.to(dtype), target_BLM.to(dtype)

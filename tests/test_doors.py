@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three doors, one mechanism: initialize, install, and run for a script that stays untouched."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
+from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
+
+import ds_fsmoe
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+UNTOUCHED_SCRIPT = '''
+import argparse
+import deepspeed, torch
+from deepspeed.moe.layer import MoE
+from neighbour import WIDTH
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--say")
+args = parser.parse_args()
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+model = MoE(WIDTH, torch.nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)
+engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=list(model.parameters()))
+print(f"rank {args.local_rank} says {args.say}: {type(engine).__name__}, {type(model.deepspeed_moe).__name__}")
+'''
+
+
+@pytest.fixture()
+def installed():
+    ds_fsmoe.install()
+    yield
+    ds_fsmoe.uninstall()
+
+
+def test_initialize_takes_the_arguments_of_deepspeed() -> None:
+    ours, stocks = inspect.signature(ds_fsmoe.initialize), inspect.signature(deepspeed.initialize)
+    assert [(p.name, p.default, p.kind) for p in ours.parameters.values()] == [
+        (p.name, p.default, p.kind) for p in stocks.parameters.values()
+    ]
+
+
+def test_install_replaces_what_other_libraries_call(installed) -> None:
+    assert deepspeed.initialize is ds_fsmoe.initialize
+
+
+def test_uninstall_restores_stock() -> None:
+    stock = deepspeed.initialize
+    ds_fsmoe.install()
+    ds_fsmoe.install()
+    ds_fsmoe.uninstall()
+    assert deepspeed.initialize is stock
+
+
+def test_install_refuses_to_be_gone_past(monkeypatch) -> None:
+    early = types.ModuleType("early_bird")
+    early.initialize = deepspeed.initialize
+    monkeypatch.setitem(sys.modules, "early_bird", early)
+    with pytest.raises(RuntimeError, match="early_bird did `from deepspeed import initialize` before"):
+        ds_fsmoe.install()
+
+
+def look_through_every_door(rank: int, world_size: int) -> dict[str, tuple[str, str, str, bool]]:
+    """Door -> the classes of engine, inner layer and gate, and whether the engine says that it is on."""
+
+    def look(name: str, initialize, moe_class: type, **blocks) -> None:
+        case = Case(ep_size=2, stage=1)
+        model = SmallModel(case, rank, moe_class)
+        config = case.ds_config(**blocks)
+        engine, optimizer, loader, scheduler = initialize(model=model, model_parameters=model.parameters(), config=config)
+        assert optimizer is engine.optimizer
+        assert (loader, scheduler) == (None, None)
+        assert isinstance(engine, deepspeed.DeepSpeedEngine)
+        inner = model.moes[1].deepspeed_moe
+        assert isinstance(inner, StockMOELayer)
+        assert isinstance(inner.gate, StockTopKGate)
+        loss, _ = engine(*batch(0, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        state = getattr(engine, "fsmoe", None)
+        assert state is None or state.num_layers == 2
+        seen[name] = type(engine).__name__, type(inner).__name__, type(inner.gate).__name__, state is not None
+
+    seen: dict[str, tuple[str, str, str, bool]] = {}
+    stock = deepspeed.moe.layer.MoE
+    look("enabled", ds_fsmoe.initialize, stock, fsmoe={"enabled": True})
+    look("disabled", ds_fsmoe.initialize, stock, fsmoe={"enabled": False})
+    look("no block", ds_fsmoe.initialize, stock)
+    look("block without a door", deepspeed.initialize, stock, fsmoe={"enabled": True})
+    look("our MoE, disabled", ds_fsmoe.initialize, ds_fsmoe.MoE, fsmoe={"enabled": False})
+    look("our MoE, no door", deepspeed.initialize, ds_fsmoe.MoE)
+    ds_fsmoe.install()
+    look("installed, enabled", deepspeed.initialize, stock, fsmoe={"enabled": True})
+    look("installed, no block", deepspeed.initialize, stock)
+    return seen
+
+
+OURS = ("FSMoEEngine", "FSMoELayer", "FSMoEGate", True)
+STOCK = ("DeepSpeedEngine", "MOELayer", "TopKGate", False)
+
+
+def test_every_door_leads_to_our_layer_exactly_when_the_block_is_enabled(tmp_path: Path) -> None:
+    for seen in run_on_ranks(look_through_every_door, 2, tmp_path):
+        assert seen == {
+            "enabled": OURS,
+            "disabled": STOCK,
+            "no block": STOCK,
+            "block without a door": STOCK,
+            "our MoE, disabled": STOCK,
+            "our MoE, no door": ("DeepSpeedEngine", "FSMoELayer", "FSMoEGate", False),
+            "installed, enabled": OURS,
+            "installed, no block": STOCK,
+        }
+
+
+def test_an_untouched_script_trains_with_our_layer_through_run(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(UNTOUCHED_SCRIPT)
+    (tmp_path / "scripts" / "neighbour.py").write_text("WIDTH = 7\n")
+    config = tmp_path / "ds_config.json"
+    config.write_text(
+        '{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},\n'
+        ' // DeepSpeed reads comments, and so do we\n "fsmoe": {"enabled": true}}'
+    )
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [sys.executable, launcher, "--num_accelerators", "2", "--master_port", str(free_port())]
+    command += ["--module", "ds_fsmoe.run", "scripts/train.py", "--say", "hello", "--deepspeed_config", config]
+    root = str(Path(ds_fsmoe.__file__).parents[1])
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for rank in range(2):
+        assert f"rank {rank} says hello: FSMoEEngine, FSMoELayer" in done.stdout
+    assert "is on for 1 MoE layer(s)" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [([], "no script given"), (["absent.py"], "absent.py: no such file")])
+def test_run_says_what_is_missing(arguments: list[str], sentence: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_fsmoe.run", "--local_rank=0", *arguments],
+        env=os.environ | {"PYTHONPATH": str(Path(ds_fsmoe.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert "usage: deepspeed --module ds_fsmoe.run" in done.stderr
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

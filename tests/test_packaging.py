@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends up in the installed package, and that every form of installation finds the op builders."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("setuptools")
+requirements = pytest.importorskip("packaging.requirements")
+specifiers = pytest.importorskip("packaging.specifiers")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+VERSIONS = runpy.run_path(str(REPOSITORY / "ds_fsmoe" / "versions.py"))
+SITE_PACKAGES = sysconfig.get_path("purelib")
+
+FIND_BUILDERS = """
+import sys
+import ds_fsmoe
+from ds_fsmoe.ops import loading
+package = loading.import_op_builder()
+assert package.__name__ == "ds_fsmoe.ops.op_builder"
+assert "deepspeed" not in sys.modules
+assert "op_builder" not in sys.modules
+builder = package.builders("cpu")["fsmoe_rows"]
+print(loading.__file__)
+for source in builder.sources():
+    print(builder.deepspeed_src_path(source))
+"""
+
+
+def copy_of_the_repository(target: Path) -> Path:
+    """A copy to build in: setuptools leaves build/ and *.egg-info/ behind, and reads stale ones."""
+    target.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "CHANGELOG.md", "README.md"):
+        if (REPOSITORY / name).is_file():
+            shutil.copy(REPOSITORY / name, target)
+    for name in ("ds_fsmoe", "op_builder", "csrc"):
+        shutil.copytree(REPOSITORY / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    return target
+
+
+def build_wheel(source: Path, target: Path, **environment: str) -> Path:
+    """Builds with the setuptools of this environment, so that nothing is downloaded."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
+    result = subprocess.run(
+        [*command, "-w", str(target), str(source)],
+        env=os.environ | {"DS_BUILD_FSMOE": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+def run_python(script: str, path: list[Path | str], folder: Path, **environment: str) -> list[str]:
+    """Runs a script outside the checkout. Without the site module, so that no other installation of ours is found."""
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "DS_ACCELERATOR": "cpu"} | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    folder = tmp_path_factory.mktemp("wheel")
+    # A sitecustomize that hides torch and DeepSpeed: packaging must not need them.
+    hidden = folder / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = sys.modules['deepspeed'] = None\n")
+    source = copy_of_the_repository(folder / "source")
+    with zipfile.ZipFile(build_wheel(source, folder / "out", PYTHONPATH=str(hidden))) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return Parser().parsestr(wheel.read(name).decode())
+
+
+def test_builders_and_sources_travel_inside_the_package(wheel: zipfile.ZipFile) -> None:
+    packaged = set(wheel.namelist())
+    for folder, suffixes in (("op_builder", {".py"}), ("csrc", {".cpp", ".h", ".cu", ".cuh"})):
+        files = [file for file in (REPOSITORY / folder).rglob("*") if file.suffix in suffixes]
+        assert files
+        missing = {f"ds_fsmoe/ops/{file.relative_to(REPOSITORY).as_posix()}" for file in files} - packaged
+        assert not missing
+
+
+def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    files = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "ds_fsmoe").rglob("*.py")}
+    assert "ds_fsmoe/versions.py" in files
+    assert files - set(wheel.namelist()) == set()
+    assert "ds_fsmoe/py.typed" in wheel.namelist()
+
+
+def test_only_one_top_level_package_is_installed(wheel: zipfile.ZipFile) -> None:
+    top_level = {name.split("/")[0] for name in wheel.namelist()}
+    assert top_level == {"ds_fsmoe", f"ds_fsmoe-{VERSIONS['VERSION']}.dist-info"}
+
+
+def test_a_plain_wheel_holds_nothing_compiled(wheel: zipfile.ZipFile) -> None:
+    assert wheel.filename is not None
+    assert wheel.filename.endswith("-py3-none-any.whl")
+    assert not [name for name in wheel.namelist() if name.endswith(".so")]
+
+
+def test_only_numpy_and_scipy_are_needed_to_plan(metadata: Message) -> None:
+    found = [requirements.Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    assert {requirement.name for requirement in found if requirement.marker is None} == {"numpy", "scipy"}
+    assert {str(requirement.marker) for requirement in found if requirement.marker is not None} == {
+        'extra == "train"',
+        'extra == "dev"',
+        'extra == "mpi"',
+    }
+
+
+def test_versions_are_those_of_the_one_table(metadata: Message) -> None:
+    assert metadata["Name"].replace("-", "_") == "ds_fsmoe"
+    assert metadata["Version"] == VERSIONS["VERSION"]
+    supported = {name: specifiers.SpecifierSet(text) for name, text in VERSIONS["SUPPORTED"].items()}
+    assert specifiers.SpecifierSet(metadata["Requires-Python"]) == supported["python"]
+    found = [requirements.Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    ranges = {requirement.name: requirement.specifier for requirement in found if "train" in str(requirement.marker)}
+    assert ranges["torch"] == supported["torch"]
+    assert ranges["deepspeed"] == supported["deepspeed"]
+
+
+def test_the_licence_and_the_command_are_in_the_wheel(wheel: zipfile.ZipFile, metadata: Message) -> None:
+    assert metadata["License-Expression"] == "Apache-2.0"
+    info = f"ds_fsmoe-{VERSIONS['VERSION']}.dist-info"
+    assert b"Apache License" in wheel.read(f"{info}/licenses/LICENSE")
+    assert b"ds_fsmoe = ds_fsmoe.cli:main" in wheel.read(f"{info}/entry_points.txt")
+
+
+def test_the_installed_form_finds_its_builders(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    wheel.extractall(tmp_path / "site")
+    script = FIND_BUILDERS.replace('assert "deepspeed" not in sys.modules\n', "")
+    files = run_python(script, [tmp_path / "site", SITE_PACKAGES], tmp_path)
+    assert files[-1] == str(tmp_path / "site/ds_fsmoe/ops/csrc/cpu/rows.cpp")
+    assert Path(files[-1]).is_file()
+
+
+@pytest.mark.parametrize("mode", ["lenient", "strict", "compat"])
+def test_every_editable_form_finds_its_builders(mode: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    source = copy_of_the_repository(tmp_path / "source")
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1], eval(sys.argv[2]))"
+    settings = repr({"editable_mode": mode})
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path), settings],
+        cwd=source,
+        env=os.environ | {"DS_BUILD_FSMOE": "0"},
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
+    (editable,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(editable).extractall(tmp_path / "site")
+    activate = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
+    files = run_python(activate + FIND_BUILDERS, [SITE_PACKAGES], tmp_path)
+    assert Path(files[-1]).resolve() == source / "csrc/cpu/rows.cpp"
+
+
+def test_the_source_checkout_finds_its_builders(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    source = copy_of_the_repository(tmp_path / "source")
+    files = run_python(FIND_BUILDERS, [source, SITE_PACKAGES], tmp_path)
+    assert files[-1] == str(source / "csrc/cpu/rows.cpp")
+
+
+def test_a_wheel_built_with_ops_needs_no_build_to_run_them(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler")
+    source = copy_of_the_repository(tmp_path / "source")
+    archive = build_wheel(source, tmp_path / "out", DS_BUILD_FSMOE="1", MAX_JOBS="1")
+    zipfile.ZipFile(archive).extractall(tmp_path / "site")
+    extensions = tmp_path / "torch_extensions"
+    script = (
+        "import torch; from ds_fsmoe.ops import load_row_ops\n"
+        "ops = load_row_ops('required', 'cpu')\n"
+        "print(ops.name, ops.gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 2, 0])).tolist())\n"
+    )
+    path = [tmp_path / "site", SITE_PACKAGES]
+    output = run_python(script, path, tmp_path, TORCH_EXTENSIONS_DIR=str(extensions), CXX="false")
+    assert output[-1] == "compiled [[2.0], [0.0], [1.0]]"
+    assert not extensions.exists()
+
+
+def test_building_ops_into_a_wheel_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    source = copy_of_the_repository(tmp_path / "source")
+    result = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('setup.py')"],
+        env=os.environ | {"DS_BUILD_FSMOE": "1"},
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "--no-build-isolation" in result.stderr

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with our layer is training with stock DeepSpeed, bit for bit: the second oracle."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+STEPS = 5
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # (ranks, ep_size)
+
+
+def every_case() -> list[Case]:
+    """Stages x dtypes x accumulation x k x drop x residual."""
+    axes = itertools.product((0, 1, 2), ("fp32", "bf16"), (1, 3), (1, 2, 3), (True, False), (False, True))
+    return [Case(1, *axis) for axis in axes]
+
+
+def covering_cases() -> list[Case]:
+    """A twelfth of every case in which every pair of values of two axes occurs (checked below)."""
+    cases = []
+    for stage, half, triple in itertools.product((0, 1, 2), (False, True), (False, True)):
+        k = 1 + (stage + half + triple) % 3
+        drop_tokens = (k + stage // 2) % 2 == 0
+        use_residual = (triple + stage // 2) % 2 == 1
+        cases.append(Case(1, stage, "bf16" if half else "fp32", 3 if triple else 1, k, drop_tokens, use_residual))
+    return cases
+
+
+def random_draw_cases() -> list[Case]:
+    """Cases in which the gate draws random numbers: the draws have to come in stock's order."""
+    return [
+        Case(1, 1, "fp32", 1, 1, True, False, (("noisy_gate_policy", "RSample"),)),
+        Case(1, 1, "fp32", 1, 1, True, False, (("noisy_gate_policy", "Jitter"), ("use_rts", False))),
+        Case(1, 2, "bf16", 1, 1, True, True, (("noisy_gate_policy", "Jitter"),)),
+        Case(1, 1, "fp32", 1, 2, True, False, (("top2_2nd_expert_sampling", False),)),
+        Case(1, 1, "fp32", 1, 3, False, False, (("noisy_gate_policy", "Jitter"), ("min_capacity", 9))),
+    ]
+
+
+def train(case: Case, rank: int, initialize: Any, block: dict | None) -> dict[str, list[torch.Tensor]]:
+    """What one run computed: every number that a user could look at, by name."""
+    torch.manual_seed(0)
+    model = SmallModel(case, rank)
+    blocks = {} if block is None else {"fsmoe": block}
+    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))
+    seen: dict[str, list[torch.Tensor]] = {"losses": [], "outputs": [], "input gradients": [], "norms": []}
+    for name, parameter in model.named_parameters():
+        gradients = seen.setdefault(f"gradient of {name}", [])
+        parameter.register_hook(lambda gradient, gradients=gradients: gradients.append(gradient.clone()))
+    for step in range(STEPS * case.accumulation):
+        x_BLM, target_BLM = batch(step, rank, next(model.parameters()).dtype)
+        x_BLM.requires_grad_()
+        torch.manual_seed(step * 100 + rank)  # both runs draw the same numbers, if they draw in the same order
+        loss, y_BLM = engine(x_BLM, target_BLM)
+        engine.backward(loss)
+        engine.step()
+        seen["losses"].append(loss.detach())
+        seen["outputs"].append(y_BLM.detach())
+        seen["input gradients"].append(x_BLM.grad)
+        for i, moe in enumerate(model.moes):
+            seen.setdefault(f"counts {i}", []).append(moe.deepspeed_moe.exp_counts)
+            seen.setdefault(f"aux loss {i}", []).append(moe.deepspeed_moe.l_aux.detach())
+    seen["norms"] = [torch.tensor(float(engine.get_global_grad_norm() or 0.0))]
+    for name, parameter in model.named_parameters():
+        seen[f"parameter {name}"] = [parameter.detach().clone()]
+    engine.destroy()
+    return seen
+
+
+def differences(ours: dict[str, list[torch.Tensor]], stocks: dict[str, list[torch.Tensor]]) -> list[str]:
+    """Names of what is not equal bit for bit."""
+    assert ours.keys() == stocks.keys()
+    return [
+        name
+        for name in ours
+        if len(ours[name]) != len(stocks[name])
+        or not all(torch.equal(a, b) for a, b in zip(ours[name], stocks[name], strict=True))
+    ]
+
+
+def compare_with_stock(rank: int, world_size: int, cases: list[Case]) -> list[str]:
+    import deepspeed
+
+    import ds_fsmoe
+
+    found = []
+    for case in cases:
+        stocks = train(case, rank, deepspeed.initialize, None)
+        ours = train(case, rank, ds_fsmoe.initialize, {"enabled": True})
+        found += [f"{case}: {name}" for name in differences(ours, stocks)]
+        assert len(stocks["losses"]) == STEPS * case.accumulation
+        assert not torch.equal(stocks["losses"][0], stocks["losses"][-1])
+    return found
+
+
+def check_layout(cases: list[Case], world_size: int, ep_size: int, folder: Path) -> None:
+    cases = [replace(case, ep_size=ep_size) for case in cases]
+    for rank, found in enumerate(run_on_ranks(compare_with_stock, world_size, folder, cases, limit_s=1200)):
+        assert not found, f"rank {rank}: not equal to stock DeepSpeed: {found}"
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
+def test_training_equals_stock_bit_for_bit(world_size: int, ep_size: int, tmp_path: Path) -> None:
+    check_layout(covering_cases(), world_size, ep_size, tmp_path)
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(2, 2)])
+def test_random_draws_come_in_the_order_of_stock(world_size: int, ep_size: int, tmp_path: Path) -> None:
+    check_layout(random_draw_cases(), world_size, ep_size, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
+def test_training_equals_stock_in_the_whole_matrix(world_size: int, ep_size: int, tmp_path: Path) -> None:
+    check_layout(every_case(), world_size, ep_size, tmp_path)
+
+
+def test_the_covering_cases_hold_every_pair_of_values() -> None:
+    def pairs(cases: list[Case]) -> set:
+        fields = ("stage", "dtype", "accumulation", "k", "drop_tokens", "use_residual")
+        two = list(itertools.combinations(fields, 2))
+        return {(a, getattr(case, a), b, getattr(case, b)) for case in cases for a, b in two}
+
+    assert pairs(covering_cases()) == pairs(every_case())
+
+
+def break_something(rank: int, world_size: int) -> list[str]:
+    import deepspeed
+
+    import ds_fsmoe
+
+    case = Case(ep_size=2, stage=1, k=2)
+    stocks = train(case, rank, deepspeed.initialize, None)
+    gate = {"type": "topk", "capacity_factor": 0.5}
+    return differences(train(case, rank, ds_fsmoe.initialize, {"enabled": True, "gate": gate}), stocks)
+
+
+def test_the_comparison_sees_another_capacity(tmp_path: Path) -> None:
+    for found in run_on_ranks(break_something, 2, tmp_path):
+        assert "outputs" in found
+        assert "parameter first.weight" in found
