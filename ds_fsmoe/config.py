@@ -162,7 +162,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         return None
     written = ds_config[BLOCK]
     if not isinstance(written, Mapping):
-        raise ConfigError(f'{BLOCK} = {_shown(written)}: must be an object, for example {{"enabled": true}}')
+        raise ConfigError(f'{BLOCK} = {shown(written)}: must be an object, for example {{"enabled": true}}')
     if isinstance(written.get("enabled", False), bool) and not written.get("enabled", False):
         # Stock DeepSpeed runs: whatever else the block holds is for another day (and another version, perhaps).
         return FSMoEBlock(enabled=False)
@@ -206,11 +206,11 @@ def _sentences(errors: Iterable[Mapping[str, Any]]) -> list[str]:
             continue
         must = "must be an object" if error["type"] == "model_type" else error["msg"]
         must = re.sub(r"^[Ii]nput should be |^must be ", "", must).replace("a valid ", "a ").replace("a int", "an int")
-        musts.setdefault(f"{path} = {_shown(error['input'])}: must be ", []).append(must)
+        musts.setdefault(f"{path} = {shown(error['input'])}: must be ", []).append(must)
     return [start + " or ".join(ends) for start, ends in musts.items()]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as it stands in the JSON file."""
     return json.dumps(value, default=repr)
 
@@ -239,8 +239,8 @@ def _refused(block: FSMoEBlock) -> list[str]:
         values, why = _ONLY.get(path, ((value,), ""))
         # 1 == True in Python, so the type is compared as well.
         if not any(value == each and type(value) is type(each) for each in values):
-            instead = f"use {' or '.join(map(_shown, values))}, or leave it out" if values else "leave it out"
-            problems.append(f"{BLOCK}.{path} = {_shown(value)}: not yet: {why}; {instead}")
+            instead = f"use {' or '.join(map(shown, values))}, or leave it out" if values else "leave it out"
+            problems.append(f"{BLOCK}.{path} = {shown(value)}: not yet: {why}; {instead}")
     return problems
 
 
@@ -249,7 +249,7 @@ def _import_plugins(block: FSMoEBlock) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ConfigError(f"{BLOCK}.plugins = {_shown(name)}: cannot be imported: {error}") from error
+            raise ConfigError(f"{BLOCK}.plugins = {shown(name)}: cannot be imported: {error}") from error
 
 
 def _missing_parts(block: FSMoEBlock) -> list[str]:
@@ -260,6 +260,6 @@ def _missing_parts(block: FSMoEBlock) -> list[str]:
         if name != "auto" and name not in names:
             auto = () if path == "gate.type" else ("auto",)
             problems.append(
-                f"{BLOCK}.{path} = {_shown(name)}: no such part; the choices are {', '.join((*auto, *names))}"
+                f"{BLOCK}.{path} = {shown(name)}: no such part; the choices are {', '.join((*auto, *names))}"
             )
     return problems

@@ -20,7 +20,7 @@ import ds_fsmoe
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
-UNTOUCHED_SCRIPT = '''
+UNTOUCHED_SCRIPT = """
 import argparse
 import deepspeed, torch
 from deepspeed.moe.layer import MoE
@@ -34,10 +34,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 model = MoE(WIDTH, torch.nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)
 engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=list(model.parameters()))
 print(f"rank {args.local_rank} says {args.say}: {type(engine).__name__}, {type(model.deepspeed_moe).__name__}")
-'''
+"""
 
 
-@pytest.fixture()
+@pytest.fixture
 def installed():
     ds_fsmoe.install()
     yield
@@ -78,7 +78,9 @@ def look_through_every_door(rank: int, world_size: int) -> dict[str, tuple[str, 
         case = Case(ep_size=2, stage=1)
         model = SmallModel(case, rank, moe_class)
         config = case.ds_config(**blocks)
-        engine, optimizer, loader, scheduler = initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, optimizer, loader, scheduler = initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
         assert optimizer is engine.optimizer
         assert (loader, scheduler) == (None, None)
         assert isinstance(engine, deepspeed.DeepSpeedEngine)
@@ -145,7 +147,9 @@ def test_an_untouched_script_trains_with_our_layer_through_run(tmp_path: Path) -
     assert "is on for 1 MoE layer(s)" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [([], "no script given"), (["absent.py"], "absent.py: no such file")])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), [([], "no script given"), (["absent.py"], "absent.py: no such file")]
+)
 def test_run_says_what_is_missing(arguments: list[str], sentence: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ds_fsmoe.run", "--local_rank=0", *arguments],

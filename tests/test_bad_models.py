@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and surroundings that cannot be trained are refused on every rank, before any process group is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
+from torch import nn
+
+import ds_fsmoe
+from ds_fsmoe import compat
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel
+
+ENABLED = {"fsmoe": {"enabled": True}}
+
+
+def refused(model: nn.Module, blocks: dict[str, Any] = ENABLED, **arguments: Any) -> str:
+    """The message with which ``initialize`` refuses."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
+        ds_fsmoe.initialize(model=model, config=Case().ds_config(**blocks), **arguments)
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+def test_a_model_without_moe_layers_is_told_which_class_was_looked_for() -> None:
+    message = refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    assert message.startswith("fsmoe.enabled = true, but Sequential has no deepspeed.moe.layer.MoE among its 3 modules")
+
+
+def test_ep_size_has_to_divide_the_world(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    message = refused(SmallModel(Case(ep_size=4), rank=0))
+    assert "moes.0.ep_size = 4: must divide the 6 ranks; for 4 experts the choices are 1, 2" in message
+    assert "moes.1.ep_size = 4" in message
+
+
+def test_a_wrong_block_is_refused_before_any_process_group() -> None:
+    message = refused(SmallModel(Case(), rank=0), {"fsmoe": {"enabled": True, "gate": {"k": 7}}})
+    assert "fsmoe.gate.k = 7: must be between 1 and num_experts (4 in moes.0)" in message
+
+
+def test_a_misspelt_block_is_refused_through_the_door() -> None:
+    assert refused(SmallModel(Case(), rank=0), {"fs_moe": {}}).startswith("fs_moe = ...: no such block")
+
+
+def test_a_clash_with_a_block_of_deepspeed_is_refused() -> None:
+    message = refused(SmallModel(Case(), rank=0), ENABLED | {"zero_optimization": {"stage": 3}})
+    assert "zero_optimization.stage = 3" in message
+
+
+def test_a_changed_inner_layer_is_not_replaced_behind_its_owners_back() -> None:
+    class Changed(StockMOELayer):
+        pass
+
+    model = SmallModel(Case(), rank=0)
+    model.moes[1].deepspeed_moe.__class__ = Changed
+    assert "moes.1.deepspeed_moe is a" in refused(model)
+
+
+def test_tutel_kernels_are_not_dropped_in_silence() -> None:
+    model = SmallModel(Case(), rank=0)
+    model.moes[0].deepspeed_moe.use_tutel = True
+    assert refused(model).startswith("moes.0: use_tutel = True")
+
+
+def test_tensor_parallel_ranks_are_refused() -> None:
+    mpu = SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)
+    assert "2 tensor-parallel ranks" in refused(SmallModel(Case(), rank=0), mpu=mpu)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"num_experts": 5, "ep_size": 2}, "num_experts = 5 is not divisible by ep_size = 2; for 5 experts the sizes"),
+        ({"num_experts": 4, "ep_size": 0}, "for 4 experts the sizes are 1, 2, 4"),
+        ({"num_experts": 4, "k": 5}, r"k = 5: must be between 1 and num_experts \(4\)"),
+    ],
+)
+def test_our_moe_refuses_sizes_that_do_not_fit(arguments: dict, sentence: str) -> None:
+    with pytest.raises(ds_fsmoe.LayerError, match=sentence):
+        ds_fsmoe.MoE(7, nn.Linear(7, 7), **arguments)
+
+
+def initialize_twice(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for second_block in ({"enabled": True}, {"enabled": False}):
+        model = SmallModel(Case(ep_size=2), rank)
+        engine, *_ = ds_fsmoe.initialize(
+            model=model, model_parameters=model.parameters(), config=Case().ds_config(**ENABLED)
+        )
+        with pytest.raises(ValueError, match="process group already") as caught:
+            ds_fsmoe.initialize(model=model, config=Case().ds_config(fsmoe=second_block))
+        messages.append(str(caught.value))
+        engine.destroy()
+    return messages
+
+
+def test_a_second_initialize_on_the_same_model_is_refused(tmp_path: Path) -> None:
+    for messages in run_on_ranks(initialize_twice, 2, tmp_path):
+        assert messages == 2 * [
+            "moes.0 has a process group already: this model was given to initialize() before; build a new model for "
+            "every call"
+        ]
+
+
+def one_rank_is_wrong(rank: int, world_size: int) -> str:
+    """Nothing is exchanged before the checks, so ranks with equal configs fail alike and none is left waiting."""
+    with pytest.raises(ValueError, match="ep_size") as caught:
+        ds_fsmoe.initialize(model=SmallModel(Case(ep_size=4), 0), config=Case().ds_config(**ENABLED))
+    return str(caught.value)
+
+
+def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
+    first, second = run_on_ranks(one_rank_is_wrong, 2, tmp_path)
+    assert first == second
+
+
+def test_versions_out_of_range_are_refused_by_name() -> None:
+    with pytest.raises(compat.IncompatibleError, match=r"deepspeed 0\.19\.8 is installed; .* deepspeed ==0\.20\.1"):
+        compat.check_versions({"python": ">=3", "torch": ">=2", "deepspeed": "==0.20.1"})
+
+
+def test_a_name_that_deepspeed_moved_is_named() -> None:
+    with pytest.raises(compat.IncompatibleError, match=r"deepspeed 0\.19\.8 has no deepspeed\.moe\.layer:MoE\.gone"):
+        compat.check_private_names({"deepspeed.moe.layer:MoE.gone": None})
+    with pytest.raises(compat.IncompatibleError, match=r"takes \(self, hidden_states\), not \(self, x\)"):
+        compat.check_private_names({"deepspeed.moe.layer:MoE.forward": ("self", "x")})
+
+
+def test_the_installed_versions_fit() -> None:
+    compat.check_versions()
+    compat.check_private_names()
+
+
+def test_the_stock_layer_is_left_alone_when_initialize_refuses() -> None:
+    model = SmallModel(Case(), rank=0)
+    refused(model, ENABLED | {"zero_optimization": {"stage": 3}})
+    assert type(model.moes[0].deepspeed_moe) is StockMOELayer
+    assert isinstance(model.moes[0], MoE)
+    assert torch.is_tensor(model.moes[0].deepspeed_moe.gate.wg.weight)

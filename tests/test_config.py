@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fsmoe block: strict, complete, and every mistake is one sentence with path, value and choices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_fsmoe import registry
+from ds_fsmoe.components.orders.sparse import SimpleOrder
+from ds_fsmoe.config import ConfigError, FSMoEBlock, GateBlock, read_block
+from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts
+
+# The whole block as the documentation shows it, in values that this version can do.
+WHOLE_BLOCK = {
+    "enabled": True,
+    "schedule": "best",
+    "gate": {
+        "type": "topk",
+        "k": 3,
+        "capacity_factor": 1.2,
+        "eval_capacity_factor": 1.2,
+        "min_capacity": 4,
+        "drop_tokens": True,
+        "drop_policy": "probs",
+    },
+    "order": "auto",
+    "alltoall": "auto",
+    "esp_size": 1,
+    "pipeline_degree": {"forward": "auto", "backward": "auto"},
+    "gradient_partition": {"mode": "off"},
+    "autotune": {"enabled": False, "cache_dir": None, "retune_on_drift": False},
+    "topology": {"ranks_per_node": "auto"},
+    "overlap": False,
+    "recompute": False,
+    "deterministic": False,
+    "ops": "auto",
+    "hooks": [],
+    "plugins": [],
+    "metrics": "off",
+    "trace": {"enabled": False},
+    "debug": {"check_every": 0},
+}
+
+
+def test_enabled_alone_is_a_valid_block() -> None:
+    assert read_block({"fsmoe": {"enabled": True}}) == FSMoEBlock(enabled=True)
+
+
+def test_the_whole_block_is_valid() -> None:
+    assert read_block({"fsmoe": WHOLE_BLOCK}).gate.k == 3
+
+
+def test_no_block_is_none() -> None:
+    assert read_block({"train_batch_size": 8}) is None
+
+
+@pytest.mark.parametrize("block", [{}, {"enabled": False}, {"enabled": False, "schedule": "a newer one"}])
+def test_a_disabled_block_holds_nothing_against_anybody(block: dict) -> None:
+    assert read_block({"fsmoe": block}).enabled is False
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ({"gat": {}}, "fsmoe.gat: unknown key; did you mean 'gate'? The keys are enabled, schedule, gate, order"),
+        ({"gate": {"kk": 1}}, "fsmoe.gate.kk: unknown key; did you mean 'k'? The keys are type, k, capacity_factor"),
+        ({"debug": {"zzz": 1}}, "fsmoe.debug.zzz: unknown key; the keys are check_every, hang_timeout_s"),
+        ({"enabled": "yes"}, 'fsmoe.enabled = "yes": must be a boolean'),
+        ({"enabled": 1}, "fsmoe.enabled = 1: must be a boolean"),
+        ({"schedule": "fsmoo"}, "fsmoe.schedule = \"fsmoo\": must be 'deepspeed', 'tutel', 'tutel_improved'"),
+        ({"ops": "torch"}, "fsmoe.ops = \"torch\": must be 'auto', 'reference' or 'required'"),
+        ({"esp_size": "2"}, 'fsmoe.esp_size = "2": must be an integer'),
+        ({"esp_size": 0}, "fsmoe.esp_size = 0: must be greater than or equal to 1"),
+        ({"esp_size": True}, "fsmoe.esp_size = true: must be an integer"),
+        ({"gate": {"capacity_factor": 0}}, "fsmoe.gate.capacity_factor = 0: must be greater than 0"),
+        ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
+        ({"gate": "topk"}, 'fsmoe.gate = "topk": must be an object'),
+        ({"pipeline_degree": {"forward": 0}}, "fsmoe.pipeline_degree.forward = 0: must be greater than or equal to 1"),
+        (
+            {"pipeline_degree": {"backward": "x"}},
+            "fsmoe.pipeline_degree.backward = \"x\": must be an integer or 'auto'",
+        ),
+        ({"hooks": "a.b"}, 'fsmoe.hooks = "a.b": must be a list'),
+        ({"plugins": ["no.such"]}, "fsmoe.plugins = \"no.such\": cannot be imported: No module named 'no'"),
+        ({"order": "einsum"}, 'fsmoe.order = "einsum": no such part; the choices are auto, sparse'),
+        ({"alltoall": "2dh"}, 'fsmoe.alltoall = "2dh": no such part; the choices are auto, flat'),
+        ({"gate": {"type": "gshard"}}, 'fsmoe.gate.type = "gshard": no such part; the choices are topk'),
+    ],
+)
+def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True} | written})
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ({"schedule": "fsmoe"}, 'fsmoe.schedule = "fsmoe": not yet: layers run unchunked'),
+        ({"schedule": "tutel"}, 'use "best" or "deepspeed", or leave it out'),
+        ({"esp_size": 2}, "fsmoe.esp_size = 2: not yet: experts are not sharded in this version; use 1"),
+        ({"pipeline_degree": {"forward": 2}}, "fsmoe.pipeline_degree.forward = 2: not yet"),
+        ({"pipeline_degree": {"backward": 2}}, "fsmoe.pipeline_degree.backward = 2: not yet"),
+        ({"pipeline_degree": {"max": 8}}, "fsmoe.pipeline_degree.max = 8: not yet"),
+        ({"gradient_partition": {"mode": "adaptive"}}, 'fsmoe.gradient_partition.mode = "adaptive": not yet'),
+        ({"gradient_partition": {"solver": "de"}}, "fsmoe.gradient_partition.solver"),
+        ({"gradient_partition": {"chunk_bytes": 1000}}, "fsmoe.gradient_partition.chunk_bytes"),
+        ({"solver": "slsqp"}, "fsmoe.solver"),
+        ({"autotune": {"enabled": True}}, "fsmoe.autotune.enabled = true: not yet"),
+        ({"autotune": {"cache_dir": "x"}}, "fsmoe.autotune.cache_dir"),
+        ({"autotune": {"retune_on_drift": True}}, "fsmoe.autotune.retune_on_drift"),
+        ({"topology": {"ranks_per_node": 2}}, "fsmoe.topology.ranks_per_node"),
+        ({"overlap": True}, "fsmoe.overlap = true: not yet"),
+        ({"recompute": True}, "fsmoe.recompute"),
+        ({"deterministic": True}, "fsmoe.deterministic"),
+        ({"hooks": ["a.B"]}, "fsmoe.hooks"),
+        ({"metrics": "brief"}, "fsmoe.metrics"),
+        ({"trace": {"enabled": True}}, "fsmoe.trace.enabled"),
+        ({"trace": {"path": "x"}}, "fsmoe.trace.path"),
+        ({"debug": {"check_every": 5}}, "fsmoe.debug.check_every"),
+        ({"debug": {"hang_timeout_s": 5.0}}, "fsmoe.debug.hang_timeout_s"),
+    ],
+)
+def test_what_this_version_cannot_do_is_refused_and_never_ignored(written: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True} | written})
+    assert sentence in str(caught.value)
+    assert "not yet" in str(caught.value)
+
+
+def test_every_field_is_used_or_refused() -> None:
+    """A field that neither the layer reads nor this version refuses would be ignored in silence."""
+    from ds_fsmoe.config import _ONLY
+
+    def paths(block: Any, prefix: str = "") -> set[str]:
+        found: set[str] = set()
+        for name, field in block.model_fields.items():
+            inner = [
+                each
+                for each in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if hasattr(each, "model_fields")
+            ]
+            found |= paths(inner[0], f"{prefix}{name}.") if inner else {prefix + name}
+        return found
+
+    used = {"enabled", "order", "alltoall", "ops", "plugins", *(f"gate.{name}" for name in GateBlock.model_fields)}
+    assert paths(FSMoEBlock) == used | set(_ONLY)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True, "esp_size": 2, "schedule": "tutel", "order": "einsum"}})
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "3 problems:"
+    assert [line.split(" = ")[0] for line in lines[1:]] == ["fsmoe.esp_size", "fsmoe.schedule", "fsmoe.order"]
+
+
+@pytest.mark.parametrize("key", ["fs_moe", "fsMoE", "FSMOE", "fs-moe", "fsmo", "fmoe", "ds_fsmoe"])
+def test_a_misspelt_block_is_an_error(key: str) -> None:
+    with pytest.raises(ConfigError, match='did you mean "fsmoe"'):
+        read_block({key: {"enabled": True}})
+
+
+def test_no_key_of_deepspeed_is_taken_for_a_misspelt_block() -> None:
+    import inspect
+    import re
+
+    from deepspeed.runtime import config, constants
+
+    words = set(re.findall(r'"([a-z][a-z0-9_]+)"', inspect.getsource(config) + inspect.getsource(constants)))
+    assert {"fp16", "zero_optimization", "wandb"} - words <= {"wandb"}
+    read_block(dict.fromkeys(words))
+
+
+@pytest.mark.parametrize("written", [3, "on", ["enabled"], None])
+def test_a_block_that_is_no_object_is_an_error(written: object) -> None:
+    with pytest.raises(ConfigError, match=r'^fsmoe = .*: must be an object, for example \{"enabled": true\}'):
+        read_block({"fsmoe": written})
+
+
+def test_a_plugin_brings_its_part(tmp_path, monkeypatch) -> None:
+    (tmp_path / "my_order_plugin.py").write_text(
+        "from ds_fsmoe import SimpleOrder, register_order\n@register_order('mine')\nclass Mine(SimpleOrder): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    block = read_block({"fsmoe": {"enabled": True, "plugins": ["my_order_plugin"], "order": "mine"}})
+    assert issubclass(registry.lookup("order", block.order), SimpleOrder)
+    monkeypatch.delitem(registry._PARTS["order"], "mine")
+
+
+def layer(num_experts: int = 8, ep_size: int = 2, k: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_experts=num_experts, ep_size=ep_size, deepspeed_moe=SimpleNamespace(gate=SimpleNamespace(k=k))
+    )
+
+
+@pytest.mark.parametrize(
+    ("gate", "made", "sentence"),
+    [
+        ({"k": 0}, layer(), "fsmoe.gate.k = 0: must be between 1 and num_experts (8 in h.0)"),
+        ({"k": 9}, layer(), "fsmoe.gate.k = 9: must be between 1 and num_experts (8 in h.0)"),
+        ({"drop_policy": "probs"}, layer(k=2), 'fsmoe.gate.drop_policy = "probs": for k >= 3 only; k = 2 in h.0'),
+        ({}, layer(ep_size=8), "h.0.ep_size = 8: must divide the 4 ranks; for 8 experts the choices are 1, 2, 4"),
+    ],
+)
+def test_a_block_that_does_not_fit_the_model_is_refused(gate: dict, made: SimpleNamespace, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_experts({"h.0": made}, 4, GateBlock(**gate))
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sentence"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3"),
+        ({"fp16": {"enabled": True}}, "use stage 1 or 2, or bf16"),
+        ({"zero_optimization": {"stage": 1, "contiguous_gradients": False}}, "contiguous_gradients = false"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled = true: AutoEP"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile = true"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled = true"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
+    ],
+)
+def test_blocks_of_deepspeed_that_clash_are_refused(blocks: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_deepspeed_blocks(blocks)
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith("with fsmoe.enabled = true: ")
+
+
+@pytest.mark.parametrize(
+    "blocks", [{}, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}]
+)
+def test_blocks_of_deepspeed_that_go_along_are_not_refused(blocks: dict) -> None:
+    check_deepspeed_blocks(blocks)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gate chosen by config: settings of the layer's own gate, or another gate whose parameters are trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from torch import nn
+
+import ds_fsmoe
+from ds_fsmoe import registry
+from ds_fsmoe.components.gates.topk import LinearGate
+from ds_fsmoe.config import read_block
+from ds_fsmoe.layer import LayerError, choose_parts, take_over
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+
+class ScaledGate(LinearGate):
+    """Another gate: the same choice, its scores scaled by a parameter of its own."""
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        super().build(model_dim, num_experts)
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+
+    def forward(self, x_SM, used_token_S=None, group=None):
+        return super().forward(x_SM * self.scale, used_token_S, group)
+
+
+def train(rank: int, case: Case, optimizer: str, gate: dict[str, Any]) -> tuple[Any, SmallModel]:
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe={"enabled": True, "gate": gate})
+    arguments: dict[str, Any] = {"model": model}
+    if optimizer == "by config":
+        arguments["model_parameters"] = list(model.parameters())
+    else:
+        del config["optimizer"]
+        groups = [{"params": list(model.parameters()), "name": "all"}]
+        arguments["optimizer"] = torch.optim.SGD(split_params_into_different_moe_groups_for_optimizer(groups), lr=0.5)
+    engine, *_ = ds_fsmoe.initialize(config=config, **arguments)
+    loss, _ = engine(*batch(0, rank, torch.float32))
+    engine.backward(loss)
+    engine.step()
+    return engine, model
+
+
+def replaced_gate_is_trained(rank: int, world_size: int) -> dict[str, bool]:
+    registry.register_gate("scaled")(ScaledGate)
+    trained = {}
+    for stage in (0, 1, 2):
+        for optimizer in ("by config", "by the client"):
+            engine, model = train(rank, Case(ep_size=2, stage=stage), optimizer, {"type": "scaled", "k": 2})
+            gate = model.moes[0].deepspeed_moe.gate
+            assert type(gate) is ScaledGate
+            assert "deepspeed_moe.gate.scale" in model.moes[0].state_dict()
+            trained[f"stage {stage}, optimizer {optimizer}"] = gate.scale.item() != 1.5
+            engine.destroy()
+    return trained
+
+
+def test_a_replaced_gate_is_trained_whoever_made_the_optimizer(tmp_path: Path) -> None:
+    seen = run_on_ranks(replaced_gate_is_trained, 2, tmp_path)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 6
+    assert all(seen[0].values()), seen[0]
+
+
+def settings_of_the_own_gate(rank: int, world_size: int) -> tuple:
+    engine, model = train(rank, Case(ep_size=2, stage=1), "by config", {"k": 2, "capacity_factor": 0.5})
+    moe = model.moes[0].deepspeed_moe
+    return moe.gate.k, moe.gate.capacity_factor, moe.gate.min_capacity, engine.fsmoe.chosen()["gate"]
+
+
+def test_settings_left_out_stay_those_of_the_layer(tmp_path: Path) -> None:
+    for seen in run_on_ranks(settings_of_the_own_gate, 2, tmp_path):
+        assert seen == (2, 0.5, 4, "topk, k = 2, capacity factor 0.5")
+
+
+class ExpertishGate(ScaledGate):
+    def build(self, model_dim: int, num_experts: int) -> None:
+        super().build(model_dim, num_experts)
+        self.expert_bias = nn.Parameter(torch.zeros(num_experts))
+
+
+def test_a_gate_that_deepspeed_could_not_save_is_refused(monkeypatch) -> None:
+    monkeypatch.setitem(registry._PARTS["gate"], "expertish", ExpertishGate)
+    block = read_block({"fsmoe": {"enabled": True, "gate": {"type": "expertish"}}})
+    layer = SmallModel(Case(), rank=0).moes[0]
+    with pytest.raises(LayerError, match="has a parameter 'expert_bias'"):
+        take_over(layer, choose_parts(block, "cpu"), block.gate)
+
+
+class CallersGate(deepspeed.moe.sharded_moe.TopKGate):
+    """A user's own subclass of stock's gate: everything to expert 1."""
+
+    def forward(self, input, used_token=None, sparse_routes=False, use_tutel=False):
+        tokens = torch.arange(input.shape[0])
+        weights = torch.softmax(input.float() @ self.wg.weight.float().t(), dim=1)[:, 1]
+        counts = torch.tensor([0, input.shape[0], 0, 0])
+        return weights.sum() * 0, input.shape[0], 4, torch.ones_like(tokens)[None], tokens[None], weights[None], counts
+
+
+def own_gate_class_is_kept(rank: int, world_size: int) -> tuple[str, bool, list[int]]:
+    outputs = []
+    for initialize, blocks in ((deepspeed.initialize, {}), (ds_fsmoe.initialize, {"fsmoe": {"enabled": True}})):
+        case = Case(ep_size=2, stage=1)
+        model = SmallModel(case, rank)
+        for moe in model.moes:
+            moe.deepspeed_moe.gate.__class__ = CallersGate
+        engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))
+        outputs.append(engine(*batch(0, rank, torch.float32))[1])
+        engine.destroy()
+    inner = model.moes[0].deepspeed_moe
+    return type(inner.gate).__name__, torch.equal(*outputs), inner.exp_counts.tolist()
+
+
+def test_a_users_own_subclass_of_stocks_gate_keeps_its_say(tmp_path: Path) -> None:
+    for seen in run_on_ranks(own_gate_class_is_kept, 2, tmp_path):
+        assert seen == ("CallersGate", True, [0, 21, 0, 0])
