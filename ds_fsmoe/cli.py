@@ -57,11 +57,9 @@ def _version_row(name: str, found: str | None) -> tuple[str, str, str, str]:
     # A laptop that plans has no packaging library; without it the range is shown and left unjudged.
     if importlib.util.find_spec("packaging") is None:
         return name, found, "[OKAY]", works
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
+    from ds_fsmoe.compat import in_range
 
-    fits = SpecifierSet(SUPPORTED[name]).contains(Version(found).base_version, prereleases=True)
-    return name, found, "[OKAY]" if fits else "[FAIL]", works
+    return name, found, "[OKAY]" if in_range(name, found) else "[FAIL]", works
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -72,6 +72,11 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
 }
 
 
+def in_range(name: str, found: str, supported: Mapping[str, str] = SUPPORTED) -> bool:
+    """Whether a version of "python", "torch" or "deepspeed" is one this package works with; a "+cpu" is ignored."""
+    return SpecifierSet(supported[name]).contains(Version(found).base_version, prereleases=True)
+
+
 def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[str]:
     """Hold what is installed against the supported ranges.
 
@@ -85,7 +90,7 @@ def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[str]:
     installed["deepspeed"] = version("deepspeed")
     untested = []
     for name, found in installed.items():
-        if not SpecifierSet(supported[name]).contains(Version(found).base_version, prereleases=True):
+        if not in_range(name, found, supported):
             raise IncompatibleError(f"{name} {found} is installed; ds_fsmoe works with {name} {supported[name]}")
         tested = TESTED.get(name)
         if tested is not None and ".".join(found.split(".")[:2]) not in tested:

@@ -8,9 +8,11 @@ objects, same state-dict names, every ``isinstance`` still true.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -230,9 +232,10 @@ def take_over(layer: StockMoE, parts: Parts, gate: GateBlock | None = None) -> d
 
 def _replace_gate(layer: StockMoE, gate: GateBlock) -> dict[nn.Parameter, nn.Parameter]:
     stock = layer.deepspeed_moe.gate
+    gate_class: type[GateBase] = registry.lookup("gate", gate.type)
     options = {name: getattr(gate, name) for name in gate.model_fields_set - {"type"}}
     try:
-        ours: GateBase = registry.lookup("gate", gate.type)(**options)
+        ours = gate_class(**_inherited_options(gate_class, stock) | options)
     except TypeError as error:
         raise LayerError(f"fsmoe.gate: the gate {gate.type!r} does not take {options}: {error}") from error
     ours.build(stock.wg.in_features, stock.wg.out_features)
@@ -245,6 +248,14 @@ def _replace_gate(layer: StockMoE, gate: GateBlock) -> dict[nn.Parameter, nn.Par
             )
     layer.deepspeed_moe.gate = ours
     return dict.fromkeys(ours.parameters(), stock.wg.weight)
+
+
+def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict[str, Any]:
+    """What a block leaves out stays as the layer has it, as far as the new gate knows such a thing."""
+    parameters = inspect.signature(gate_class).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    names = ("k", "capacity_factor", "eval_capacity_factor", "min_capacity", "drop_tokens")
+    return {name: getattr(stock, name) for name in names if takes_all or name in parameters}
 
 
 def give_back(layer: StockMoE) -> None:

@@ -39,8 +39,8 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
             problems.append(f"{BLOCK}.gate.k = {k}: must be between 1 and num_experts ({layer.num_experts} in {name})")
         if gate.type == "topk" and gate.drop_policy is not None and k in (1, 2):
             problems.append(
-                f"{BLOCK}.gate.drop_policy = {shown(gate.drop_policy)}: for k >= 3 only; k = {k} in {name} has its own rule "
-                "(k = 1: at random or first come, k = 2: first come); leave it out"
+                f"{BLOCK}.gate.drop_policy = {shown(gate.drop_policy)}: for k >= 3 only; k = {k} in {name} has its own "
+                "rule (k = 1: at random or first come, k = 2: first come); leave it out"
             )
     if problems:
         raise ConfigError(join_problems(problems))

@@ -58,6 +58,8 @@ def replaced_gate_is_trained(rank: int, world_size: int) -> dict[str, bool]:
             gate = model.moes[0].deepspeed_moe.gate
             assert type(gate) is ScaledGate
             assert "deepspeed_moe.gate.scale" in model.moes[0].state_dict()
+            assert gate.settings.k == 2
+            assert gate.settings.capacity_factor == 1.25  # left out of the block, so it stays the layer's
             trained[f"stage {stage}, optimizer {optimizer}"] = gate.scale.item() != 1.5
             engine.destroy()
     return trained

@@ -18,8 +18,7 @@ def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
         [N, M] in the dtype of ``x_RM``: row ``index_N[n]`` of ``x_RM``, or zeros.
     """
     num_rows, width = x_RM.shape
-    # A zero row in row R's place, and not a product with a mask: a product would turn inf into nan, and -0 would
-    # depend on the mask. Selecting keeps every bit, forward and backward.
+    # Empty slots select a row of zeros. Masking the result instead would multiply, and inf times 0 is nan.
     padded_RM = torch.cat([x_RM, x_RM.new_zeros(1, width)])
     is_empty_N = (index_N < 0) | (index_N >= num_rows)
     return padded_RM.index_select(0, torch.where(is_empty_N, num_rows, index_N))
