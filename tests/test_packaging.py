@@ -168,10 +168,10 @@ def test_the_installed_form_finds_its_builders(wheel: zipfile.ZipFile, tmp_path:
 def test_every_editable_form_finds_its_builders(mode: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     source = copy_of_the_repository(tmp_path / "source")
-    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1], eval(sys.argv[2]))"
-    settings = repr({"editable_mode": mode})
+    settings = {"editable_mode": mode}
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r}, {settings!r})"
     subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path), settings],
+        [sys.executable, "-c", build],
         cwd=source,
         env=os.environ | {"DS_BUILD_FSMOE": "0"},
         capture_output=True,

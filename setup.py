@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packaging. A plain install compiles nothing and needs no torch; ops are built when a run first asks for them.
+
+To compile them into the wheel instead, with the torch they will run with:
+``DS_BUILD_FSMOE=1 pip install --no-build-isolation .``
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+VERSIONS = runpy.run_path(str(ROOT / "ds_fsmoe" / "versions.py"))
+SUPPORTED = VERSIONS["SUPPORTED"]
+
+
+def compiled_ops() -> dict[str, Any]:
+    """The arguments of ``setup`` that compile every op into the wheel, or none of them."""
+    if os.environ.get("DS_BUILD_FSMOE", "0") != "1":
+        return {}
+    sys.path.insert(0, str(ROOT))  # build back ends do not put the project on the path
+    try:
+        import deepspeed  # noqa: F401
+        from torch.utils.cpp_extension import BuildExtension
+    except ImportError as err:
+        raise SystemExit(
+            f"DS_BUILD_FSMOE=1 compiles against the installed torch and deepspeed, but {err}. "
+            "Install them first and pass --no-build-isolation to pip."
+        ) from err
+    import op_builder
+
+    builders = [b for device_type in op_builder.DEVICE_TYPES for b in op_builder.builders(device_type).values()]
+    return {"ext_modules": [b.builder() for b in builders], "cmdclass": {"build_ext": BuildExtension}}
+
+
+readme = ROOT / "README.md"
+setup(
+    name="ds_fsmoe",
+    version=VERSIONS["VERSION"],
+    description="Faster, exact training of Mixture-of-Experts models with DeepSpeed",
+    long_description=readme.read_text(encoding="utf-8") if readme.is_file() else "",
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    python_requires=SUPPORTED["python"],
+    # Planning and simulating need no more than this. Training does: that is the extra.
+    install_requires=["numpy", "scipy"],
+    extras_require={
+        "train": [
+            f"torch{SUPPORTED['torch']}",
+            f"deepspeed{SUPPORTED['deepspeed']}",
+            "packaging",
+            "pydantic>=2",
+            "tqdm",
+        ],
+        "mpi": ["mpi4py"],
+        "dev": ["packaging", "pip", "pytest>=8", "ruff", "setuptools>=77"],
+    },
+    # Builders and sources travel inside the package. A top-level op_builder would collide with the one in DeepSpeed's
+    # source tree.
+    packages=[
+        *find_packages(include=["ds_fsmoe", "ds_fsmoe.*"]),
+        "ds_fsmoe.ops.op_builder",
+        *(f"ds_fsmoe.ops.op_builder.{name}" for name in find_packages("op_builder")),
+        "ds_fsmoe.ops.csrc",
+    ],
+    package_dir={"ds_fsmoe.ops.op_builder": "op_builder", "ds_fsmoe.ops.csrc": "csrc"},
+    package_data={
+        "ds_fsmoe": ["py.typed"],
+        "ds_fsmoe.ops.csrc": ["**/*.cpp", "**/*.h", "**/*.cu", "**/*.cuh"],
+    },
+    include_package_data=False,
+    entry_points={"console_scripts": ["ds_fsmoe = ds_fsmoe.cli:main"]},
+    zip_safe=False,
+    **compiled_ops(),
+)

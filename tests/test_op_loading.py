@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the row ops are chosen, built and loaded: choices, locks, several ranks, and what importing must not do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from ds_fsmoe.ops import load_row_ops, loading  # noqa: E402
+from tests.ranks import run_on_ranks  # noqa: E402
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", ["auto", "reference"])
+def test_auto_and_reference_take_the_reference_on_any_device(mode: str, device_type: str) -> None:
+    assert load_row_ops(mode, device_type).name == "reference"
+
+
+def test_an_unknown_mode_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="ops = 'fast': must be one of 'auto', 'reference', 'required'"):
+        load_row_ops("fast", "cpu")
+
+
+def test_required_is_refused_on_devices_without_compiled_ops() -> None:
+    with pytest.raises(ValueError, match=r"for the CPU only, and this run is on 'cuda'; use 'auto' or 'reference'"):
+        load_row_ops("required", "cuda")
+
+
+@pytest.fixture
+def fresh_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty build folder, in a process that seems to have loaded nothing yet and in which torch may not wait."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    def wait(baton: object) -> None:
+        raise AssertionError("torch waits for the lock, and it does that without a limit")
+
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setattr("torch.utils.file_baton.FileBaton.wait", wait)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def leave_lock(extensions: Path, age_s: float) -> Path:
+    lock = extensions / loading.LIBRARY / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - age_s, time.time() - age_s))
+    return lock
+
+
+def test_a_stale_lock_is_named_with_its_age_and_the_cure(fresh_extensions: Path) -> None:
+    lock = leave_lock(fresh_extensions, age_s=3600)
+    with pytest.raises(RuntimeError, match=rf"{re.escape(str(lock))} is 36\d\d s old.*delete it") as caught:
+        load_row_ops("required", "cpu")
+    assert "fsmoe_rows" in str(caught.value)
+    assert "'auto' or 'reference'" in str(caught.value)
+
+
+def test_a_fresh_lock_is_waited_for_until_it_is_stale(fresh_extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading.import_op_builder().builders("cpu")  # imports the module that the next line changes
+    monkeypatch.setattr(sys.modules["ds_fsmoe.ops.op_builder.builder"], "STALE_LOCK_S", 2.0)
+    leave_lock(fresh_extensions, age_s=0)
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="delete it"):
+        load_row_ops("required", "cpu")
+    assert time.monotonic() - start_s > 1.0
+
+
+def test_importing_builds_and_loads_nothing(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch, ds_fsmoe.ops, ds_fsmoe.ops.loading, ds_fsmoe.ops.reference, ds_fsmoe.ops.rows\n"
+        "ds_fsmoe.ops.load_row_ops('auto', 'cpu').gather_rows(torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64))\n"
+        "assert 'deepspeed' not in sys.modules\n"
+        "assert not [name for name in sys.modules if 'op_builder' in name]\n"
+        "assert not hasattr(torch.ops.fsmoe, 'gather_rows')\n"
+    )
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True, timeout=120)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_deepspeed_starts_with_our_builders_on_its_path(tmp_path: Path) -> None:
+    # DeepSpeed looks for a name in a top-level op_builder to recognise its own source tree: ours must not have it.
+    script = (
+        "import op_builder, deepspeed, deepspeed.accelerator\n"
+        "assert not hasattr(op_builder, '__deepspeed__')\n"
+        "accelerator = deepspeed.accelerator.get_accelerator()\n"
+        "assert accelerator.op_builder_dir().startswith('deepspeed.'), accelerator.op_builder_dir()\n"
+        "assert deepspeed.ops.op_builder.CPUAdamBuilder().name == 'cpu_adam'\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu"}
+    subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True, timeout=120)
+
+
+def test_a_torch_upgrade_changes_the_build_and_hides_the_prebuilt_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = loading.import_op_builder().builders("cpu")["fsmoe_rows"]
+    before = (builder.cxx_args(), builder.absolute_name())
+    monkeypatch.setattr(sys.modules["ds_fsmoe.ops.op_builder.builder"], "TORCH_TAG", "9_9_9")
+    assert builder.cxx_args() != before[0]
+    assert builder.absolute_name() != before[1]
+
+
+def load_three_times(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    """What came of three attempts on this rank: the rows it gathered, or the error."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    def attempt(extensions: Path) -> str:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions)
+        try:
+            ops = load_row_ops("required", "cpu")
+        except RuntimeError as err:
+            return str(err)
+        return str(ops.gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 2, 0])).tolist())
+
+    outcomes = {"good": attempt(folder / "good")}
+    # Rank 0 keeps the library it has in its process, so the lock in this folder is in the way of rank 1 alone.
+    if rank == 1:
+        OpBuilder._loaded_ops.clear()
+    outcomes["lock on rank 1"] = attempt(folder / "locked")
+    OpBuilder._loaded_ops.clear()
+    if rank == 0:
+        os.environ["CXX"] = "false"
+    # Folders of their own here: what rank 1 does shows in its folder, and no lock of rank 0 can hide it.
+    outcomes["no compiler on rank 0"] = attempt(folder / f"broken{rank}")
+    return outcomes
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
+def test_local_rank_0_builds_and_all_ranks_agree_on_the_outcome(tmp_path: Path) -> None:
+    leave_lock(tmp_path / "locked", age_s=3600)
+    for outcomes in run_on_ranks(load_three_times, 2, tmp_path / "ranks", tmp_path):
+        assert outcomes["good"] == "[[2.0], [0.0], [1.0]]"
+        locked = outcomes["lock on rank 1"]
+        assert "on rank 1" in locked
+        assert str(tmp_path / "locked" / "fsmoe_rows" / "lock") in locked
+        failed = outcomes["no compiler on rank 0"]
+        assert "compiled op fsmoe_rows" in failed
+        assert "on rank 0" in failed
+        assert "'auto' or 'reference'" in failed
+    assert (tmp_path / "broken0").exists()
+    assert not (tmp_path / "broken1").exists(), "rank 1 tried to build, although rank 0 had not succeeded"
+    compiles = [line for line in (tmp_path / "good/fsmoe_rows/.ninja_log").read_text().splitlines() if "rows.o" in line]
+    assert len(compiles) == 1
