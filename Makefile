@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# make demo    the main job, with stock DeepSpeed and with ours, and a table that compares them
+# make test    the tests (those marked slow left out); make test-full runs all of them
+# make lint    ruff: rules and format
+# Each sets up .venv first, if that is not there or the requirements have changed.
+
+VENV := .venv
+READY := $(VENV)/.ready
+# With its folder on the PATH, for the launcher and for ninja.
+RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
+
+# One thread per rank: the ranks share the cores. Ops are compiled into a folder of our own, so that a lock left behind
+# by another program cannot hold us up.
+export OMP_NUM_THREADS ?= 1
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
+
+.PHONY: setup demo test test-full lint format clean
+
+setup: $(READY)
+
+$(READY): setup.py pyproject.toml ds_fsmoe/versions.py tools/setup_venv.sh
+	@echo "== setup: a virtual environment in $(VENV) (some minutes, once)"
+	@tools/setup_venv.sh
+
+demo: $(READY)
+	@echo "== demo: the main job twice, stock DeepSpeed and ours (about two minutes)"
+	@$(RUN) examples/demo.py $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
+
+test: $(READY)
+	@echo "== test: the test suite without what is marked slow (some minutes)"
+	@$(RUN) -m pytest -m "not slow" --durations=10
+
+test-full: $(READY)
+	@echo "== test-full: all tests (about half an hour)"
+	@$(RUN) -m pytest --durations=20
+
+lint: $(READY)
+	@echo "== lint: ruff"
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+format: $(READY)
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .ruff_cache

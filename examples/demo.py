@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the main job twice, with stock DeepSpeed's MoE layers and with ours, and prints one table that compares them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = ROOT / "runs"
+TITLE_OF_RUN = {"deepspeed": "stock DeepSpeed", "fsmoe": "ds_fsmoe"}
+# Relative; the same numbers in the same order are expected, so anything but 0 would be a surprise.
+TOLERANCE = 1e-6
+TIME_LIMIT_S = 600
+
+
+def free_port() -> int:
+    """A port for the ranks to meet at, so that two demos do not get in each other's way."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def num_ranks() -> int:
+    """Two, or one where there is a single GPU."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return 2
+    return 1 if len(listed.splitlines()) == 1 else 2
+
+
+def run(moe: str, steps: int) -> dict[str, Any]:
+    """One launch of the main job.
+
+    Returns:
+        What the main job measured (its ``--metrics``).
+
+    Raises:
+        SystemExit: it failed or took too long; its last lines are printed.
+    """
+    metrics = RUNS / f"{moe}.json"
+    metrics.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(num_ranks())]
+    command += ["--master_port", str(free_port()), str(ROOT / "examples" / "train.py")]
+    command += ["--deepspeed_config", str(ROOT / "ds_configs" / "gpt_moe_small.json"), "--moe", moe]
+    command += ["--steps", str(steps), "--metrics", str(metrics), "--save-dir", str(RUNS / f"checkpoints_{moe}")]
+    log = RUNS / f"{moe}.log"
+    print(f"demo: training with {TITLE_OF_RUN[moe]}; its log is {log.relative_to(ROOT)}", flush=True)
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job,
+        tqdm(total=steps, unit="step", disable=not sys.stderr.isatty()) as progress,
+    ):
+        limit = threading.Timer(TIME_LIMIT_S, job.terminate)
+        limit.start()
+        for line in job.stdout:
+            file.write(line)
+            file.flush()
+            seen = re.match(r"step (\d+)/", line)
+            if seen:
+                progress.update(int(seen.group(1)) - progress.n)
+                if progress.disable:
+                    print("demo:   " + line.rstrip(), flush=True)
+        limit.cancel()
+    if job.returncode or not metrics.exists():
+        print("\n".join(log.read_text().splitlines()[-25:]), file=sys.stderr)
+        raise SystemExit(f"demo: the run with {TITLE_OF_RUN[moe]} failed (exit status {job.returncode}); see {log}")
+    return json.loads(metrics.read_text())
+
+
+def compared_rows(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[list[tuple[str, str, str, str]], float]:
+    """Rows of the table, and the largest relative difference of two losses, of all steps and not only those shown."""
+    rows = []
+    last = len(stock["losses"]) - 1
+    named = [("validation before", stock["validation_first"], ours["validation_first"])]
+    named += [
+        (f"loss, step {i + 1}", stock["losses"][i], ours["losses"][i])
+        for i in sorted({0, last // 4, last // 2, 3 * last // 4, last})
+    ]
+    named += [("validation after", stock["validation_last"], ours["validation_last"])]
+    for name, a, b in named:
+        rows.append((name, f"{a:.6f}", f"{b:.6f}", "same" if a == b else f"{abs(b / a - 1):.1e}"))
+    every = list(zip(stock["losses"], ours["losses"], strict=True)) + [(a, b) for _, a, b in named]
+    ratio = ours["step_ms"] / stock["step_ms"]
+    rows.append(("step, median ms", f"{stock['step_ms']:.1f}", f"{ours['step_ms']:.1f}", f"x {ratio:.2f}"))
+    speeds = [f"{each['tokens_per_s']:.0f}" for each in (stock, ours)]
+    rows.append(("tokens per second", *speeds, f"x {1 / ratio:.2f}"))
+    return rows, max(abs(b / a - 1) for a, b in every)
+
+
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Markdown, aligned for the eye as well."""
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    lines = [heads, tuple("-" * width for width in widths), *rows]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+
+
+def main() -> int:
+    """Exit status 0 if the losses agree and the validation loss fell, 1 if not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100, help="steps of each run (%(default)s)")
+    steps = parser.parse_args().steps
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    RUNS.mkdir(exist_ok=True)
+    start = time.monotonic()
+    stock, ours = run("deepspeed", steps), run("fsmoe", steps)
+
+    rows, difference = compared_rows(stock, ours)
+    agree = difference <= TOLERANCE
+    fell = all(each["validation_last"] < each["validation_first"] for each in (stock, ours))
+    verdict = "the same, bit for bit" if difference == 0 else f"largest relative difference {difference:.1e}"
+    text = "\n".join(
+        [
+            "",
+            table(("", TITLE_OF_RUN["deepspeed"], TITLE_OF_RUN["fsmoe"], "difference"), rows),
+            "",
+            f"Losses of all {steps} steps: {verdict}; {'within' if agree else 'NOT WITHIN'} the tolerance of "
+            f"{TOLERANCE:g} (relative). Validation loss {'fell' if fell else 'DID NOT FALL'}.",
+            "The two ran one after the other, so the times say that both work and are no benchmark.",
+            "Chosen: " + "; ".join(f"{name}: {value}" for name, value in ours["chosen"].items()) + ".",
+        ]
+    )
+    print(text)
+    (RUNS / "demo.md").write_text(text + "\n")
+    print(f"demo: {time.monotonic() - start:.0f} s; the table is in {(RUNS / 'demo.md').relative_to(ROOT)}")
+    return 0 if agree and fell else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job as a user launches it, small: both kinds of layer learn the same, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_doors import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = [
+    "--width",
+    "26",
+    "--heads",
+    "2",
+    "--layers",
+    "2",
+    "--seq-len",
+    "31",
+    "--num-experts",
+    "4",
+    "--eval-batches",
+    "4",
+]
+
+
+def launch(folder: Path, moe: str, config: str, steps: int = 25) -> dict:
+    """What the main job measured."""
+    metrics, checkpoints = folder / f"{moe}.json", folder / f"checkpoints_{moe}"
+    command = [
+        Path(sys.executable).with_name("deepspeed"),
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
+    command += ["examples/train.py", "--deepspeed_config", f"ds_configs/{config}", "--moe", moe, *SMALL]
+    command += ["--steps", str(steps), "--metrics", metrics, "--save-dir", checkpoints]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert ("ds_fsmoe 0.1.0 is on for 2 MoE layer(s)" in done.stdout) == (moe == "fsmoe")
+    tag = (checkpoints / "latest").read_text()
+    written = {file.name for file in (checkpoints / tag).iterdir()}
+    experts = {f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt" for layer in range(2) for e in range(4)}
+    assert experts < written
+    assert "mp_rank_00_model_states.pt" in written
+    return json.loads(metrics.read_text())
+
+
+@pytest.mark.parametrize("config", ["gpt_moe_small.json", "gpt_moe_small_bf16_zero2.json"])
+def test_the_main_job_learns_and_equals_stock(config: str, tmp_path: Path) -> None:
+    stock, ours = (launch(tmp_path, moe, config) for moe in ("deepspeed", "fsmoe"))
+    assert len(ours["losses"]) == 25
+    assert ours["losses"] == stock["losses"]
+    assert ours["validation_last"] == stock["validation_last"]
+    assert ours["validation_last"] < 0.8 * ours["validation_first"]
+    assert ours["moe"] == "ds_fsmoe, 2 layers"
+    assert ours["chosen"]["gate"] == "topk, k = 2, capacity factor 1.25"
+    assert stock["chosen"] == {}

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Makes .venv with everything that the Makefile's commands need, on a machine that has nothing but Python.
+#   PYTHON=/path/to/python3.11 tools/setup_venv.sh     to choose the interpreter
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv
+cpu_torch="torch==2.13.0+cpu"
+cpu_index="https://download.pytorch.org/whl/cpu"
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
+
+python=""
+for candidate in "${PYTHON:-}" python3.11 python3.12 python3; do
+    # A shim can be on the PATH and still not run, so each candidate is tried.
+    if [ -n "$candidate" ] && fits "$candidate"; then python=$candidate; break; fi
+done
+[ -n "$python" ] || fail "no Python 3.11 or 3.12 found (looked for \$PYTHON, python3.11, python3.12, python3)"
+say "using $("$python" -c 'import platform, sys; print("Python", platform.python_version(), sys.executable)')"
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+# "train" needs a torch in this range; an image that brings one keeps it.
+torch_range=$("$python" -c 'import runpy; print("torch" + runpy.run_path("ds_fsmoe/versions.py")["SUPPORTED"]["torch"])')
+brings_torch() {
+    "$python" - <<'CHECK' 2>/dev/null
+import runpy
+from importlib.metadata import version
+found = tuple(int(part) for part in version("torch").split("+")[0].split(".")[:2])
+supported = runpy.run_path("ds_fsmoe/versions.py")["SUPPORTED"]["torch"]
+low, high = (tuple(int(n) for n in bound.lstrip("<>=").split(".")[:2]) for bound in supported.split(","))
+raise SystemExit(not low <= found < high)
+CHECK
+}
+
+shared=""
+if has_gpu && brings_torch; then
+    shared=--system-site-packages
+    say "this machine has a GPU and a torch in range ($torch_range): keeping it"
+fi
+say "making $venv"
+rm -rf "$venv"
+"$python" -m venv $shared "$venv" || fail "cannot make a virtual environment: is Python's venv module installed?"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+if [ -z "$shared" ] && has_gpu; then
+    say "installing $torch_range (GPU build; several GB)"
+    pip install --quiet "$torch_range"
+elif [ -z "$shared" ]; then
+    say "installing $cpu_torch (no GPU here)"
+    # A configured wheel folder or mirror may have it; PyTorch's own index of CPU builds does.
+    pip install --quiet "$cpu_torch" 2>/dev/null || pip install --quiet "$cpu_torch" --index-url "$cpu_index" ||
+        fail "no CPU build of torch 2.13.0 for this Python, neither from the configured indexes nor from $cpu_index"
+fi
+say "installing ds_fsmoe with DeepSpeed and the tools of the tests"
+pip install --quiet -e '.[train,dev]'
+"$venv/bin/python" -m ds_fsmoe env
+touch "$venv/.ready"
+say "done"
