@@ -97,6 +97,7 @@ def compared_rows(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[list[tup
     rows.append(("step, median ms", f"{stock['step_ms']:.1f}", f"{ours['step_ms']:.1f}", f"x {ratio:.2f}"))
     speeds = [f"{each['tokens_per_s']:.0f}" for each in (stock, ours)]
     rows.append(("tokens per second", *speeds, f"x {1 / ratio:.2f}"))
+    rows += [(f"chosen {name}", stock["chosen"].get(name, "-"), value, "") for name, value in ours["chosen"].items()]
     return rows, max(abs(b / a - 1) for a, b in every)
 
 
@@ -129,7 +130,6 @@ def main() -> int:
             f"Losses of all {steps} steps: {verdict}; {'within' if agree else 'NOT WITHIN'} the tolerance of "
             f"{TOLERANCE:g} (relative). Validation loss {'fell' if fell else 'DID NOT FALL'}.",
             "The two ran one after the other, so the times say that both work and are no benchmark.",
-            "Chosen: " + "; ".join(f"{name}: {value}" for name, value in ours["chosen"].items()) + ".",
         ]
     )
     print(text)

@@ -37,6 +37,42 @@ print(f"rank {args.local_rank} says {args.say}: {type(engine).__name__}, {type(m
 """
 
 
+ACCELERATE_SCRIPT = """
+import ds_fsmoe
+
+ds_fsmoe.install()
+import deepspeed, torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from deepspeed.moe.layer import MoE
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = MoE(7, torch.nn.Linear(7, 7), num_experts=4, ep_size=2)
+
+    def forward(self, x):
+        y, aux_loss, _ = self.moe(x)
+        return y.square().mean() + aux_loss
+
+
+config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 0}}
+config |= {"zero_allow_untested_optimizer": True, "fsmoe": {"enabled": True}}
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(20, 7), batch_size=5)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    accelerator.backward(model(x))
+    optimizer.step()
+rank = torch.distributed.get_rank()
+print(f"rank {rank}: {type(model).__name__}, {type(model.module.moe.deepspeed_moe).__name__}")
+"""
+
+
 @pytest.fixture
 def installed():
     ds_fsmoe.install()
@@ -135,16 +171,18 @@ def test_an_untouched_script_trains_with_our_layer_through_run(tmp_path: Path) -
         '{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},\n'
         ' // DeepSpeed reads comments, and so do we\n "fsmoe": {"enabled": true}}'
     )
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [sys.executable, launcher, "--num_accelerators", "2", "--master_port", str(free_port())]
-    command += ["--module", "ds_fsmoe.run", "scripts/train.py", "--say", "hello", "--deepspeed_config", config]
-    root = str(Path(ds_fsmoe.__file__).parents[1])
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    arguments = ["--module", "ds_fsmoe.run", "scripts/train.py", "--say", "hello", "--deepspeed_config", str(config)]
+    said = launch(tmp_path, *arguments)
     for rank in range(2):
-        assert f"rank {rank} says hello: FSMoEEngine, FSMoELayer" in done.stdout
-    assert "is on for 1 MoE layer(s)" in done.stdout + done.stderr
+        assert f"rank {rank} says hello: FSMoEEngine, FSMoELayer" in said
+    assert "is on for 1 MoE layer(s)" in said
+
+
+def test_accelerate_trains_with_our_layer_after_install(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ACCELERATE_SCRIPT)
+    said = launch(tmp_path, "train.py", ACCELERATE_USE_DEEPSPEED="true")
+    for rank in range(2):
+        assert f"rank {rank}: FSMoEEngine, FSMoELayer" in said
 
 
 @pytest.mark.parametrize(
@@ -161,6 +199,17 @@ def test_run_says_what_is_missing(arguments: list[str], sentence: str) -> None:
     assert done.returncode == 1
     assert sentence in done.stderr
     assert "usage: deepspeed --module ds_fsmoe.run" in done.stderr
+
+
+def launch(folder: Path, *arguments: str, **environment: str) -> str:
+    """What a job of two ranks printed, started in a folder by DeepSpeed's launcher."""
+    launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    root = str(Path(ds_fsmoe.__file__).parents[1])
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | environment
+    command = [*launcher, "--master_port", str(free_port()), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 def free_port() -> int:

@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.test_doors import free_port
+from tests.test_doors import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [
@@ -30,22 +27,13 @@ SMALL = [
 ]
 
 
-def launch(folder: Path, moe: str, config: str, steps: int = 25) -> dict:
+def main_job(folder: Path, moe: str, config: str, steps: int = 25) -> dict:
     """What the main job measured."""
     metrics, checkpoints = folder / f"{moe}.json", folder / f"checkpoints_{moe}"
-    command = [
-        Path(sys.executable).with_name("deepspeed"),
-        "--num_accelerators",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    command += ["examples/train.py", "--deepspeed_config", f"ds_configs/{config}", "--moe", moe, *SMALL]
-    command += ["--steps", str(steps), "--metrics", metrics, "--save-dir", checkpoints]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert ("ds_fsmoe 0.1.0 is on for 2 MoE layer(s)" in done.stdout) == (moe == "fsmoe")
+    arguments = [str(ROOT / "examples/train.py"), "--deepspeed_config", str(ROOT / "ds_configs" / config), "--moe", moe]
+    arguments += [*SMALL, "--steps", str(steps), "--metrics", str(metrics), "--save-dir", str(checkpoints)]
+    said = launch(folder, *arguments)
+    assert ("ds_fsmoe 0.1.0 is on for 2 MoE layer(s)" in said) == (moe == "fsmoe")
     tag = (checkpoints / "latest").read_text()
     written = {file.name for file in (checkpoints / tag).iterdir()}
     experts = {f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt" for layer in range(2) for e in range(4)}
@@ -56,7 +44,7 @@ def launch(folder: Path, moe: str, config: str, steps: int = 25) -> dict:
 
 @pytest.mark.parametrize("config", ["gpt_moe_small.json", "gpt_moe_small_bf16_zero2.json"])
 def test_the_main_job_learns_and_equals_stock(config: str, tmp_path: Path) -> None:
-    stock, ours = (launch(tmp_path, moe, config) for moe in ("deepspeed", "fsmoe"))
+    stock, ours = (main_job(tmp_path, moe, config) for moe in ("deepspeed", "fsmoe"))
     assert len(ours["losses"]) == 25
     assert ours["losses"] == stock["losses"]
     assert ours["validation_last"] == stock["validation_last"]

@@ -181,7 +181,7 @@ def test_every_editable_form_finds_its_builders(mode: str, tmp_path: Path) -> No
     (editable,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(editable).extractall(tmp_path / "site")
     activate = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
-    files = run_python(activate + FIND_BUILDERS, [SITE_PACKAGES], tmp_path)
+    files = run_python(activate + FIND_BUILDERS, [tmp_path / "site", SITE_PACKAGES], tmp_path)
     assert Path(files[-1]).resolve() == source / "csrc/cpu/rows.cpp"
 
 
