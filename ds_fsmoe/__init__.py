@@ -95,7 +95,15 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF_NAME.get(name)
     if module is None:
         raise AttributeError(f"module 'ds_fsmoe' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"ds_fsmoe.{module}"), name)
+    try:
+        found = getattr(importlib.import_module(f"ds_fsmoe.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] == "ds_fsmoe":
+            raise
+        raise ModuleNotFoundError(
+            f"ds_fsmoe.{name} needs {error.name}, which is not installed: pip install 'ds_fsmoe[train]'",
+            name=error.name,
+        ) from error
     globals()[name] = found
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -114,7 +115,8 @@ def train(engine: Any, text: Text, args: argparse.Namespace, batch_size: int) ->
     times_ms: list[float] = []
     first_rank = dist.get_rank() == 0
     on_terminal = sys.stderr.isatty()
-    progress = tqdm(total=args.steps, unit="step", disable=not (first_rank and on_terminal))
+    columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
+    progress = tqdm(total=args.steps, unit="step", ncols=columns, disable=not (first_rank and on_terminal))
     while len(losses) < args.steps:
         start = time.perf_counter()
         step_losses = []

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import ds_fsmoe
@@ -16,7 +15,6 @@ from ds_fsmoe import (
     ExpertBase,
     GPTFeedForward,
     LinearGate,
-    MixtralFeedForward,
     MOELayer,
     MoEOutput,
     SimpleOrder,
@@ -119,41 +117,6 @@ def test_a_hook_may_reshape_the_input_and_shape_it_back() -> None:
             return args.tensor.reshape(4, 6, M)
 
     assert make_layer(callbacks=[Patches()])(torch.randn(4, 6, M)).shape == (4, 6, M)
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
-def test_the_gpt_expert_is_its_formula(activation: str) -> None:
-    expert = GPTFeedForward(M, H, activation=activation)
-    x = torch.randn(3, 7, M)
-    inner = getattr(F, activation)(x @ expert.fc1.weight.T + expert.fc1.bias)
-    torch.testing.assert_close(expert(x), inner @ expert.fc2.weight.T + expert.fc2.bias)
-
-
-def test_the_mixtral_expert_is_its_formula() -> None:
-    expert = MixtralFeedForward(M, H)
-    x = torch.randn(3, 7, M)
-    gate = x @ expert.w1.weight.T
-    expected = (gate * torch.sigmoid(gate) * (x @ expert.w3.weight.T)) @ expert.w2.weight.T
-    torch.testing.assert_close(expert(x), expected)
-
-
-@pytest.mark.parametrize("name", registry.known("expert"))
-def test_an_expert_is_row_wise(name: str) -> None:
-    expert = registry.lookup("expert", name)(M, H).double()
-    x_NM = torch.randn(11, M, dtype=torch.double)
-    y_NM = expert(x_NM)
-    shuffled = torch.randperm(11)
-    torch.testing.assert_close(expert(x_NM[shuffled]), y_NM[shuffled], rtol=0, atol=1e-14)
-    torch.testing.assert_close(torch.cat([expert(x_NM[:4]), expert(x_NM[4:])]), y_NM, rtol=0, atol=1e-14)
-    assert expert(x_NM[:0]).shape == (0, M)
-
-
-def test_module_hooks_of_an_expert_run() -> None:
-    layer = make_layer()
-    called = []
-    layer.experts.experts[3].register_forward_hook(lambda *_: called.append(3))
-    layer(torch.randn(17, M))
-    assert called == [3]
 
 
 def test_parts_of_ones_own_are_found_by_name() -> None:
