@@ -103,7 +103,16 @@ class FSMoELayer(StockMOELayer):
     parts: Parts
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., M] to [..., M]; leaves ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads them."""
+        """[..., M] to [..., M]; leaves ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads them.
+
+        Raises:
+            RuntimeError: the experts are spread over ranks, and nobody has made the process group.
+        """
+        if self.ep_size > 1 and self.ep_group is None:
+            raise RuntimeError(
+                f"this MoE layer spreads its experts over ep_size = {self.ep_size} ranks and has no process group yet: "
+                "call initialize() before the first forward"
+            )
         result = token_path(
             hidden_states,
             used_token,

@@ -146,3 +146,11 @@ def test_the_stock_layer_is_left_alone_when_initialize_refuses() -> None:
     assert type(model.moes[0].deepspeed_moe) is StockMOELayer
     assert isinstance(model.moes[0], MoE)
     assert torch.is_tensor(model.moes[0].deepspeed_moe.gate.wg.weight)
+
+
+def test_a_layer_over_ranks_does_not_run_before_it_has_its_ranks() -> None:
+    layer = ds_fsmoe.MoE(7, nn.Linear(7, 7), num_experts=4, ep_size=2)
+    with pytest.raises(RuntimeError, match="over ep_size = 2 ranks and has no process group yet: call initialize"):
+        layer(torch.randn(5, 7))
+    alone = ds_fsmoe.MoE(7, nn.Linear(7, 7), num_experts=4)
+    assert alone(torch.randn(5, 7))[0].shape == (5, 7)

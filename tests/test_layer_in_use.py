@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways in which models use a layer besides one plain training step: ours does what stock does in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+Use = Callable[[Any, SmallModel, int], list[torch.Tensor]]
+
+
+def gradients(model: SmallModel) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def evaluate(engine: Any, model: SmallModel, rank: int) -> list[torch.Tensor]:
+    engine.eval()
+    with torch.no_grad():
+        results = engine(*batch(0, rank, torch.float32))
+    engine.train()
+    return list(results)
+
+
+def two_forwards_before_the_backward(engine: Any, model: SmallModel, rank: int) -> list[torch.Tensor]:
+    losses = [engine(*batch(step, rank, torch.float32))[0] for step in range(2)]
+    engine.backward(losses[0] + 2 * losses[1])
+    return [*losses, *gradients(model)]
+
+
+def recompute(engine: Any, model: SmallModel, rank: int, reentrant: bool) -> list[torch.Tensor]:
+    x_BLM, target_BLM = batch(0, rank, torch.float32)
+    hidden = model.first(x_BLM.requires_grad_())
+    y_BLM = checkpoint(lambda h: model.moes[0](h)[0], hidden, use_reentrant=reentrant)
+    loss = (y_BLM - target_BLM).square().mean()
+    engine.backward(loss)
+    return [loss, x_BLM.grad, *gradients(model)]
+
+
+def few_tokens(engine: Any, model: SmallModel, rank: int) -> list[torch.Tensor]:
+    x_BLM, target_BLM = batch(0, rank, torch.float32)
+    # Stock wants at least min_capacity tokens at k = 1, so both get as many as that.
+    loss, y_BLM = engine(x_BLM[:1, :4], target_BLM[:1, :4])
+    engine.backward(loss)
+    return [loss, y_BLM, *gradients(model)]
+
+
+def strided_input(engine: Any, model: SmallModel, rank: int) -> list[torch.Tensor]:
+    x_BLM, target_BLM = batch(0, rank, torch.float32)
+    loss, y_BLM = engine(x_BLM.transpose(0, 1), target_BLM.transpose(0, 1))
+    engine.backward(loss)
+    return [loss, y_BLM, *gradients(model)]
+
+
+USES: dict[str, Use] = {
+    "evaluation": evaluate,
+    "two forwards before the backward": two_forwards_before_the_backward,
+    "reentrant recomputation": lambda *args: recompute(*args, reentrant=True),
+    "recomputation": lambda *args: recompute(*args, reentrant=False),
+    "few tokens": few_tokens,
+    "strided input": strided_input,
+}
+
+
+def compare(rank: int, world_size: int) -> list[str]:
+    import deepspeed
+
+    import ds_fsmoe
+
+    different = []
+    for name, use in USES.items():
+        for k, drop_tokens in ((1, True), (2, False), (3, True)):
+            seen = []
+            for initialize, blocks in ((deepspeed.initialize, {}), (ds_fsmoe.initialize, {"fsmoe": {"enabled": True}})):
+                case = Case(ep_size=2, stage=0, k=k, drop_tokens=drop_tokens)
+                model = SmallModel(case, rank)
+                config = case.ds_config(**blocks)
+                engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+                torch.manual_seed(rank)
+                seen.append(use(engine, model, rank))
+                engine.destroy()
+            assert len(seen[0]) == len(seen[1])
+            if not all(torch.equal(a, b) for a, b in zip(*seen, strict=True)):
+                different.append(f"{name}, k = {k}")
+    return different
+
+
+def test_every_use_gives_stocks_numbers(tmp_path: Path) -> None:
+    for different in run_on_ranks(compare, 2, tmp_path):
+        assert not different
+
+
+def timed_run(rank: int, world_size: int) -> list[float]:
+    import ds_fsmoe
+
+    case = Case(ep_size=2, stage=1)
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe={"enabled": True}, wall_clock_breakdown=True)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    loss, _ = engine(*batch(0, rank, torch.float32))
+    engine.backward(loss)
+    engine.step()
+    inner = model.moes[0].deepspeed_moe
+    return [inner.time_moe, inner.time_falltoall, inner.time_salltoall, inner.gate.gate_time]
+
+
+def test_stocks_wall_clock_breakdown_finds_its_times(tmp_path: Path) -> None:
+    for moe_ms, first_ms, second_ms, gate_ms in run_on_ranks(timed_run, 2, tmp_path):
+        assert min(first_ms, second_ms, gate_ms) > 0
+        assert moe_ms > first_ms + second_ms + gate_ms
+
+
+def masked_run(rank: int, world_size: int) -> list[bool]:
+    import ds_fsmoe
+
+    case = Case(ep_size=2, stage=0, k=2, moe_options=(("top2_2nd_expert_sampling", False),))
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe={"enabled": True})
+    ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    x_BLM, _ = batch(0, rank, torch.float32)
+    used = torch.arange(21) % 4 != 0
+    y_BLM, _, counts_E = model.moes[0](x_BLM, used)
+    masked = y_BLM.reshape(21, -1)[~used]
+    return [bool((masked == 0).all()), int(counts_E.sum()) == 2 * int(used.sum())]
+
+
+def test_masked_tokens_come_back_as_zero_for_every_k(tmp_path: Path) -> None:
+    for seen in run_on_ranks(masked_run, 2, tmp_path):
+        assert seen == [True, True]
