@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule is data: a list of tasks, each on a lane, in the order in which they are issued.
+
+The same list is simulated against a clock and run on streams, it can be printed, and it is the same on every rank. The
+words for tasks follow the direction of travel, so they hold in both phases: tokens (forward) or gradients (backward)
+go A2A_IN, GATHER, EXPERT, REDUCE, A2A_OUT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+
+class Lane(StrEnum):
+    """A resource that does one task at a time."""
+
+    COMPUTE = "compute"
+    INTRA = "intra"
+    """The links inside a node."""
+    INTER = "inter"
+    """The links between nodes."""
+
+
+# Kinds are plain words, so that a new operation needs no change here: a name, a lane and a cost will do.
+A2A_IN = "A2A_IN"
+GATHER = "GATHER"
+EXPERT = "EXPERT"
+EXPERT_DX = "EXPERT_DX"
+EXPERT_DW = "EXPERT_DW"
+REDUCE = "REDUCE"
+A2A_OUT = "A2A_OUT"
+GRAD = "GRAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One operation on one chunk."""
+
+    kind: str
+    lane: Lane
+    chunk: int = 0
+    size: float = 0.0
+    """In the unit of the kind's cost."""
+    after: tuple[int, ...] = ()
+    """Indices of the tasks whose results this one needs."""
+    layer: int = 0
+
+    @property
+    def name(self) -> str:
+        """Stable and readable: ``L03/A2A_IN/chunk1``."""
+        return f"L{self.layer:02d}/{self.kind}/chunk{self.chunk}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Tasks in the order of issue. A lane runs its own in this order and none before those in ``after`` are done.
+
+    A task may only need tasks issued before it, so walking the list in order can never wait for what comes later:
+    no schedule deadlocks.
+
+    Raises:
+        ValueError: a task needs one that is issued later, or itself, or one that does not exist.
+    """
+
+    tasks: tuple[Task, ...]
+
+    def __post_init__(self) -> None:
+        for index, task in enumerate(self.tasks):
+            for needed in task.after:
+                if not 0 <= needed < index:
+                    raise ValueError(
+                        f"task {index} ({task.name}) needs task {needed}: a task may only need tasks issued before it"
+                    )
+
+    @cached_property
+    def lanes(self) -> dict[Lane, tuple[int, ...]]:
+        """Lane -> indices of its tasks, in their order."""
+        return {lane: tuple(i for i, task in enumerate(self.tasks) if task.lane is lane) for lane in Lane}
+
+    def degree(self, kind: str = EXPERT) -> int:
+        """Number of chunks of a kind of task."""
+        return len({(task.layer, task.chunk) for task in self.tasks if task.kind == kind})
+
+    def __str__(self) -> str:
+        width = len(str(len(self.tasks)))
+        lines = []
+        for index, task in enumerate(self.tasks):
+            needs = f"  after {', '.join(map(str, task.after))}" if task.after else ""
+            lines.append(f"{index:{width}d}  {task.lane:7s}  {task.name}{needs}")
+        return "\n".join(lines)
+
+
+class Draft:
+    """A schedule being written: tasks are added in the order of issue and named by the index they get."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] = []
+
+    def add(
+        self, kind: str, lane: Lane, *, chunk: int = 0, size: float = 0.0, after: Iterable[int] = (), layer: int = 0
+    ) -> int:
+        """Append a task; returns its index."""
+        self._tasks.append(Task(kind, lane, chunk, size, tuple(after), layer))
+        return len(self._tasks) - 1
+
+    def finish(self) -> Schedule:
+        """The schedule."""
+        return Schedule(tuple(self._tasks))
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule played against a clock: when every task would start and end, and what the whole waits for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.schedule import Lane, Schedule, Task
+
+_INSTANT_MS = 1e-12  # what floating point leaves of a finished task
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How lanes slow each other down. All zero: every lane has the machine to itself."""
+
+    links: float = 0.0
+    """kappa: while both links are busy, what is left of each task takes 1 + kappa times as long."""
+    compute: float = 0.0
+    """While any link is busy, what is left of a compute task takes 1 + this times as long."""
+
+    def __post_init__(self) -> None:
+        if self.links < 0 or self.compute < 0:
+            raise ValueError(f"Contention: links = {self.links}, compute = {self.compute}: must be at least 0")
+
+    def slowdown(self, lane: Lane, busy: set[Lane]) -> float:
+        """The factor by which a task on ``lane`` is slowed while the lanes in ``busy`` are at work."""
+        if lane is Lane.COMPUTE:
+            return 1.0 + self.compute if busy & {Lane.INTRA, Lane.INTER} else 1.0
+        return 1.0 + self.links if {Lane.INTRA, Lane.INTER} <= busy else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task in time."""
+
+    task: Task
+    start_ms: float
+    end_ms: float
+    waited_for: int | None
+    """Index of the task whose end let this one start; ``None`` for one that waited for nothing but the host."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans, in the order of the schedule's tasks."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the start to the end of the last task."""
+        return max((span.end_ms for span in self.spans), default=0.0)
+
+    def busy_ms(self, lane: Lane) -> float:
+        """Time in which a lane is at work."""
+        return sum(span.end_ms - span.start_ms for span in self.spans if span.task.lane is lane)
+
+    def idle_ms(self, lane: Lane) -> float:
+        """Time in which a lane has nothing to do, or waits."""
+        return self.makespan_ms - self.busy_ms(lane)
+
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of tasks that the end waits for, first to last: each ended when the next one started."""
+        if not self.spans:
+            return ()
+        index: int | None = max(range(len(self.spans)), key=lambda i: self.spans[i].end_ms)
+        path = []
+        while index is not None:
+            path.append(self.spans[index])
+            index = self.spans[index].waited_for
+        return tuple(reversed(path))
+
+    def gantt(self, width: int = 100) -> str:
+        """The timeline as text, one row per lane; a task is drawn as the last letters of its kind and its chunk."""
+        scale = width / self.makespan_ms if self.makespan_ms else 0.0
+        rows = []
+        for lane in Lane:
+            row = [" "] * width
+            for span in (each for each in self.spans if each.task.lane is lane):
+                first = min(width - 1, int(span.start_ms * scale))
+                last = max(first + 1, min(width, int(span.end_ms * scale)))
+                label = f"|{span.task.kind}{span.task.chunk}".ljust(last - first, "-")
+                row[first:last] = label[: last - first]
+            rows.append(f"{lane:7s} {''.join(row)}")
+        return "\n".join([*rows, f"{self.makespan_ms:.3f} ms"])
+
+    def chrome_trace(self) -> str:
+        """JSON for Perfetto and chrome://tracing, one row per lane; times there are in microseconds."""
+        events = [
+            {
+                "name": span.task.name,
+                "cat": span.task.kind,
+                "ph": "X",
+                "pid": 0,
+                "tid": span.task.lane.value,
+                "ts": span.start_ms * 1e3,
+                "dur": (span.end_ms - span.start_ms) * 1e3,
+            }
+            for span in self.spans
+        ]
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Mapping[str, LinearCost],
+    contention: Contention = Contention(),
+    host_ms: float = 0.0,
+) -> Timeline:
+    """Play a schedule.
+
+    Args:
+        schedule: what is to be done.
+        costs: kind -> cost; every kind in the schedule has to be there.
+        contention: how lanes slow each other down.
+        host_ms: what it costs the host to issue one task. The host issues in the order of the list and never waits,
+            so task i cannot start before (i + 1) * host_ms.
+
+    Raises:
+        ValueError: a kind without a cost, with those there are.
+    """
+    missing = sorted({task.kind for task in schedule.tasks} - set(costs))
+    if missing:
+        raise ValueError(f"no cost for {', '.join(missing)}: there are costs for {', '.join(sorted(costs))}")
+    work_ms = [costs[task.kind].ms(task.size) for task in schedule.tasks]
+    if contention == Contention():
+        return _walk(schedule, work_ms, host_ms)
+    return _play(schedule, work_ms, contention, host_ms)
+
+
+def _walk(schedule: Schedule, work_ms: list[float], host_ms: float) -> Timeline:
+    """Without contention a task's times follow from those before it in the list."""
+    spans: list[Span] = []
+    last_of_lane: dict[Lane, int] = {}
+    for index, task in enumerate(schedule.tasks):
+        start_ms, waited_for = host_ms * (index + 1), None
+        for needed in (*task.after, *_present(last_of_lane.get(task.lane))):
+            if spans[needed].end_ms > start_ms or (waited_for is None and spans[needed].end_ms == start_ms):
+                start_ms, waited_for = spans[needed].end_ms, needed
+        spans.append(Span(task, start_ms, start_ms + work_ms[index], waited_for))
+        last_of_lane[task.lane] = index
+    return Timeline(tuple(spans))
+
+
+def _present(index: int | None) -> tuple[int, ...]:
+    return () if index is None else (index,)
+
+
+def _play(schedule: Schedule, work_ms: list[float], contention: Contention, host_ms: float) -> Timeline:
+    """With contention a task's speed depends on what else is running, so time goes from event to event."""
+    tasks = schedule.tasks
+    waiting = {lane: list(indices) for lane, indices in schedule.lanes.items()}
+    last_of_lane: dict[Lane, int] = {}
+    running: dict[Lane, int] = {}
+    left_ms = list(work_ms)
+    spans: dict[int, Span] = {}
+    started: dict[int, tuple[float, int | None]] = {}
+    now_ms = 0.0
+    while running or any(waiting.values()):
+        for lane, queue in waiting.items():
+            if lane in running or not queue:
+                continue
+            index = queue[0]
+            needed = (*tasks[index].after, *_present(last_of_lane.get(lane)))
+            if host_ms * (index + 1) > now_ms + _INSTANT_MS or not all(each in spans for each in needed):
+                continue
+            latest = max(needed, key=lambda each: spans[each].end_ms, default=None)
+            bound = latest is not None and spans[latest].end_ms >= now_ms - _INSTANT_MS
+            started[index] = now_ms, latest if bound else None
+            running[lane] = queue.pop(0)
+        busy = set(running)
+        slowdown = {lane: contention.slowdown(lane, busy) for lane in running}
+        # To the next end of a task, or to the next moment at which the host has issued one.
+        until_ms = [left_ms[index] * slowdown[lane] for lane, index in running.items()]
+        issued_ms = [host_ms * (queue[0] + 1) - now_ms for queue in waiting.values() if queue]
+        step_ms = min([*until_ms, *(each for each in issued_ms if each > _INSTANT_MS)])
+        now_ms += step_ms
+        for lane, index in list(running.items()):
+            left_ms[index] -= step_ms / slowdown[lane]
+            if left_ms[index] <= _INSTANT_MS:
+                start_ms, waited_for = started[index]
+                spans[index] = Span(tasks[index], start_ms, now_ms, waited_for)
+                last_of_lane[lane] = running.pop(lane)
+    return Timeline(tuple(spans[index] for index in range(len(tasks))))
