@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Into how many chunks a layer is cut: the exact answer, and the paper's (section 4.2, algorithm 1) beside it.
+
+Both speak of the paper's order of tasks on three independent lanes: the inter-node link runs IN1..INr, the gradient
+slice, OUT1..OUTr; the intra-node link G1..Gr, R1..Rr; compute E1..Er. For that order the makespan has a closed form,
+so the exact search is a minimum over a few numbers. The paper's four cases equal it where gathering and reducing take
+equally long, and mispredict about a fifth of other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import minimize
+
+from ds_fsmoe.planning.cost import LinearCost
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One kind of work of a layer, before it is cut."""
+
+    cost: LinearCost
+    size: float
+    """Of the whole layer, in the unit of the cost."""
+
+    def chunk_ms(self, degree: float) -> float:
+        """Time of one of ``degree`` equal chunks."""
+        return self.cost.ms(self.size / degree)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One MoE layer in one phase (forward or backward). The two all-to-alls are equal."""
+
+    a2a: Load
+    gather: Load
+    expert: Load
+    reduce: Load
+    grad_ms: float = 0.0
+    """The gradient slice that travels in this layer; 0 in the forward phase."""
+
+    def chunk_times_ms(self, degree: float) -> tuple[float, float, float, float]:
+        """a, g, e, s of the paper: all-to-all, gather, expert, reduce-scatter of one chunk."""
+        return (
+            self.a2a.chunk_ms(degree),
+            self.gather.chunk_ms(degree),
+            self.expert.chunk_ms(degree),
+            self.reduce.chunk_ms(degree),
+        )
+
+
+BOTTLENECKS = ("inter-node link", "one lane's chunks in a row", "intra-node link")
+
+
+def _bounds_ms(phase: Phase, degree: int) -> tuple[float, float, float]:
+    """The three chains, one of which is the longest: through the inter-node link alone, through one lane's chunks with
+    one chunk of everything else around them, and through all gathers and then all reduces."""
+    a, g, e, s = phase.chunk_times_ms(degree)
+    return (
+        2 * degree * a + phase.grad_ms,
+        2 * a + g + e + s + (degree - 1) * max(a, g, e, s),
+        2 * a + g + s + (degree - 1) * (max(a, g) + max(a, s)),
+    )
+
+
+def makespan_ms(phase: Phase, degree: int) -> float:
+    """Exact time of the layer at this degree."""
+    return max(_bounds_ms(phase, degree))
+
+
+@dataclass(frozen=True)
+class DegreeChoice:
+    """A degree, and why."""
+
+    degree: int
+    makespan_ms: float
+    runner_up: int | None
+    """The best other degree; ``None`` if only one was allowed."""
+    margin: float
+    """How much longer the runner-up takes, as a share of the chosen one's time."""
+    bottleneck: str
+    """What the layer waits for at the chosen degree."""
+    paper_case: int
+    """The case (1 to 4) of the paper's figure 4 that this is."""
+
+    def explain(self) -> str:
+        """One sentence."""
+        runner = "no other was allowed" if self.runner_up is None else f"{self.runner_up} takes {self.margin:+.1%}"
+        return (
+            f"degree {self.degree}: {self.makespan_ms:.3f} ms, bound by the {self.bottleneck} "
+            f"(case {self.paper_case} of the paper); {runner}"
+        )
+
+
+def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:
+    """The best integer, by the closed form at every integer. Ties take the smaller degree: fewer, larger tasks.
+
+    Raises:
+        ValueError: ``max_degree`` below 1.
+    """
+    _check(max_degree)
+    times_ms = [makespan_ms(phase, degree) for degree in range(1, max_degree + 1)]
+    degree = 1 + min(range(max_degree), key=times_ms.__getitem__)
+    return _choice(phase, degree, times_ms)
+
+
+def choose_slsqp(phase: Phase, max_degree: int = 16) -> DegreeChoice:
+    """The paper's algorithm 1: each case's formula minimised over real r >= 1 under its predicates, the best rounded.
+
+    It is here to be compared with. Its makespan is the true one at the degree it chooses, not its own formula's.
+
+    Raises:
+        ValueError: ``max_degree`` below 1.
+    """
+    _check(max_degree)
+    best: tuple[float, float] | None = None
+    for case, clauses in _CLAUSES.items():
+        for clause in clauses:
+            found = _minimise(phase, case, clause, max_degree)
+            if found is not None and (best is None or found < best):
+                best = found
+    degree = 1 if best is None else min(max_degree, max(1, round(best[1])))
+    return _choice(phase, degree, [makespan_ms(phase, each) for each in range(1, max_degree + 1)])
+
+
+def _check(max_degree: int) -> None:
+    if max_degree < 1:
+        raise ValueError(f"max_degree = {max_degree}: must be at least 1")
+
+
+def _choice(phase: Phase, degree: int, times_ms: list[float]) -> DegreeChoice:
+    chosen_ms = times_ms[degree - 1]
+    others = [each for each in range(1, len(times_ms) + 1) if each != degree]
+    runner_up = min(others, key=lambda each: times_ms[each - 1], default=None)
+    margin = 0.0 if runner_up is None or not chosen_ms else times_ms[runner_up - 1] / chosen_ms - 1.0
+    bounds_ms = _bounds_ms(phase, degree)
+    bottleneck = BOTTLENECKS[bounds_ms.index(max(bounds_ms))]
+    return DegreeChoice(degree, chosen_ms, runner_up, margin, bottleneck, paper_case(phase, degree))
+
+
+# The paper's predicates Q1 to Q7 as differences: a predicate holds where its value is above 0.
+_Predicate = Callable[[Phase, float], float]
+
+
+def _q1(p: Phase, r: float) -> float:
+    a, g, _, _ = p.chunk_times_ms(r)
+    return a - g
+
+
+def _q2(p: Phase, r: float) -> float:
+    a, _, e, _ = p.chunk_times_ms(r)
+    return r * e - 2 * (r - 1) * a
+
+
+def _q3(p: Phase, r: float) -> float:
+    _, g, e, s = p.chunk_times_ms(r)
+    return r * e - (r - 1) * (g + s)
+
+
+def _q4(p: Phase, r: float) -> float:
+    _, g, _, s = p.chunk_times_ms(r)
+    return p.grad_ms - (g + s)
+
+
+def _q5(p: Phase, r: float) -> float:
+    a, g, e, s = p.chunk_times_ms(r)
+    return p.grad_ms - (r * e - 2 * (r - 1) * a + g + s)
+
+
+def _q6(p: Phase, r: float) -> float:
+    a, g, _, s = p.chunk_times_ms(r)
+    return p.grad_ms - (r * g + r * s - 2 * (r - 1) * a)
+
+
+# Q7 has the same formula as Q5 and stands for the other value of Q1.
+_q7 = _q5
+
+# Case -> its clauses; a clause is a list of (predicate, whether it holds).
+_Clause = tuple[tuple[_Predicate, bool], ...]
+_CLAUSES: dict[int, tuple[_Clause, ...]] = {
+    1: (
+        ((_q1, True), (_q2, False), (_q4, True)),
+        ((_q1, True), (_q2, True), (_q5, True)),
+        ((_q1, False), (_q3, False), (_q6, True)),
+        ((_q1, False), (_q3, True), (_q7, True)),
+    ),
+    2: (((_q1, True), (_q2, True), (_q5, False)), ((_q1, False), (_q3, True), (_q7, False))),
+    3: (((_q1, True), (_q2, False), (_q4, False)),),
+    4: (((_q1, False), (_q3, False), (_q6, False)),),
+}
+
+
+def paper_case(phase: Phase, degree: float) -> int:
+    """The case of the paper's figure 4 whose predicates hold; they leave no layer out and fit none twice."""
+    for case, clauses in _CLAUSES.items():
+        if any(all((predicate(phase, degree) > 0) == holds for predicate, holds in clause) for clause in clauses):
+            return case
+    raise AssertionError("the predicates of the four cases are exhaustive")
+
+
+def paper_case_ms(phase: Phase, case: int, degree: float) -> float:
+    """The paper's formula for one case (equations 2 and following), whether or not it applies."""
+    a, g, e, s = phase.chunk_times_ms(degree)
+    return {
+        1: 2 * degree * a + phase.grad_ms,
+        2: 2 * a + g + s + degree * e,
+        3: 2 * degree * a + g + s,
+        4: 2 * a + degree * (g + s),
+    }[case]
+
+
+def _minimise(phase: Phase, case: int, clause: _Clause, max_degree: int) -> tuple[float, float] | None:
+    """(time, r) of the best real r that SLSQP finds for one clause, or ``None`` where it finds none that fits."""
+    constraints = [
+        {"type": "ineq", "fun": lambda r, q=predicate, sign=1.0 if holds else -1.0: sign * q(phase, float(r[0]))}
+        for predicate, holds in clause
+    ]
+    found = minimize(
+        lambda r: paper_case_ms(phase, case, float(r[0])),
+        x0=np.array([min(2.0, float(max_degree))]),
+        bounds=[(1.0, float(max_degree))],
+        constraints=constraints,
+        method="SLSQP",
+    )
+    fits = all(constraint["fun"](found.x) >= -1e-6 for constraint in constraints)
+    return (float(found.fun), float(found.x[0])) if found.success and fits else None

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The degree of the pipeline: the exact choice is the best there is, the paper's is comparable with it."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.degree import (
+    BOTTLENECKS,
+    Load,
+    Phase,
+    choose_exact,
+    choose_slsqp,
+    makespan_ms,
+    paper_case,
+    paper_case_ms,
+)
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE
+from ds_fsmoe.planning.timeline import simulate
+from tests.test_planning_seam import paper_layer
+
+
+def random_phase(rng: random.Random, equal_links: bool = False) -> Phase:
+    def load() -> Load:
+        return Load(LinearCost(rng.choice([0.0, 0.3 * rng.random()]), rng.random()), 20 * rng.random())
+
+    gather = load()
+    return Phase(load(), gather, load(), gather if equal_links else load(), rng.choice([0.0, 30 * rng.random()]))
+
+
+def simulated_ms(phase: Phase, degree: int) -> float:
+    costs = {A2A_IN: phase.a2a.cost, A2A_OUT: phase.a2a.cost, GATHER: phase.gather.cost, EXPERT: phase.expert.cost}
+    costs |= {REDUCE: phase.reduce.cost, GRAD: LinearCost(phase.grad_ms, 0.0)}
+    sizes = {A2A_IN: phase.a2a.size, GATHER: phase.gather.size, EXPERT: phase.expert.size, REDUCE: phase.reduce.size}
+    return simulate(paper_layer(degree, sizes, 0.0), costs).makespan_ms
+
+
+def test_the_exact_choice_is_the_best_of_all_integers_by_simulation() -> None:
+    rng = random.Random(0)
+    for _ in range(80):
+        phase = random_phase(rng)
+        choice = choose_exact(phase, 64)
+        times_ms = [simulated_ms(phase, degree) for degree in range(1, 65)]
+        assert choice.makespan_ms == pytest.approx(min(times_ms), rel=1e-12)
+        assert times_ms[choice.degree - 1] == pytest.approx(min(times_ms), rel=1e-12)
+
+
+def test_ties_take_the_smaller_degree() -> None:
+    nothing = Load(LinearCost(0.0, 0.0), 1.0)
+    phase = Phase(Load(LinearCost(0.0, 1.0), 5.0), nothing, nothing, nothing)
+    assert makespan_ms(phase, 1) == makespan_ms(phase, 7) == 10.0
+    assert choose_exact(phase).degree == 1
+
+
+def test_the_time_is_convex_in_the_degree() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        phase = random_phase(rng)
+        times_ms = [makespan_ms(phase, degree) for degree in range(1, 33)]
+        for left, middle, right in zip(times_ms, times_ms[1:], times_ms[2:], strict=False):
+            assert right - middle >= middle - left - 1e-9
+
+
+def test_the_four_cases_of_the_paper_are_exact_where_both_intra_node_collectives_are_equal() -> None:
+    rng = random.Random(2)
+    seen = set()
+    for _ in range(2000):
+        phase, degree = random_phase(rng, equal_links=True), rng.randint(1, 16)
+        case = paper_case(phase, degree)
+        seen.add(case)
+        assert paper_case_ms(phase, case, degree) == pytest.approx(makespan_ms(phase, degree), rel=1e-9)
+    assert seen == {1, 2, 3, 4}
+
+
+def test_the_four_cases_mispredict_some_layers_where_they_differ() -> None:
+    rng = random.Random(3)
+    wrong = 0
+    for _ in range(1000):
+        phase, degree = random_phase(rng), rng.randint(2, 16)
+        predicted_ms = paper_case_ms(phase, paper_case(phase, degree), degree)
+        wrong += abs(predicted_ms / makespan_ms(phase, degree) - 1) > 1e-6
+    assert 50 < wrong < 500
+
+
+def test_the_papers_method_is_never_better_and_seldom_much_worse() -> None:
+    rng = random.Random(4)
+    losses = []
+    for _ in range(60):
+        phase = random_phase(rng)
+        losses.append(choose_slsqp(phase).makespan_ms / choose_exact(phase).makespan_ms - 1)
+    assert min(losses) >= -1e-12
+    assert max(losses) > 0.001
+    assert sum(losses) / len(losses) < 0.05
+
+
+def test_a_choice_says_why() -> None:
+    quick, slow = Load(LinearCost(0.1, 0.0), 1.0), Load(LinearCost(0.1, 1.0), 40.0)
+    choice = choose_exact(Phase(slow, quick, quick, quick, grad_ms=9.0))
+    assert choice.bottleneck == "inter-node link" == BOTTLENECKS[0]
+    assert choice.paper_case == 1
+    assert choice.degree == 1
+    assert choice.explain() == (
+        "degree 1: 89.200 ms, bound by the inter-node link (case 1 of the paper); 2 takes +0.2%"
+    )
+    assert choose_exact(Phase(quick, quick, slow, quick), 1).runner_up is None
+
+
+def test_a_degree_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_degree = 0: must be at least 1"):
+        choose_exact(random_phase(random.Random(5)), 0)
+
+
+def test_an_exact_choice_takes_well_under_a_millisecond() -> None:
+    phase = random_phase(random.Random(6))
+    start = time.perf_counter()
+    for _ in range(100):
+        choose_exact(phase, 16)
+    assert (time.perf_counter() - start) / 100 < 1e-3
