@@ -64,7 +64,7 @@ setup(
             "tqdm",
         ],
         "mpi": ["mpi4py"],
-        "dev": ["accelerate", "packaging", "pip", "pytest>=8", "ruff", "setuptools>=77"],
+        "dev": ["accelerate", "packaging", "pip", "pytest>=8", "ruff", "setuptools>=77", "transformers"],
     },
     # Builders and sources travel inside the package. A top-level op_builder would collide with the one in DeepSpeed's
     # source tree.

@@ -37,12 +37,11 @@ print(f"rank {args.local_rank} says {args.say}: {type(engine).__name__}, {type(m
 """
 
 
-ACCELERATE_SCRIPT = """
+MODEL_FOR_LIBRARIES = """
 import ds_fsmoe
 
 ds_fsmoe.install()
 import deepspeed, torch
-from accelerate import Accelerator, DeepSpeedPlugin
 from deepspeed.moe.layer import MoE
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -55,22 +54,43 @@ class Model(torch.nn.Module):
 
     def forward(self, x):
         y, aux_loss, _ = self.moe(x)
-        return y.square().mean() + aux_loss
+        return {"loss": y.square().mean() + aux_loss}
 
 
-config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 0}}
-config |= {"zero_allow_untested_optimizer": True, "fsmoe": {"enabled": True}}
+def say(engine):
+    rank = torch.distributed.get_rank()
+    print(f"rank {rank}: {type(engine).__name__}, {type(engine.module.moe.deepspeed_moe).__name__}")
+
+
+config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 1, "fsmoe": {"enabled": True}}
+"""
+TRAIN_WITH = {
+    "accelerate": """
+from accelerate import Accelerator, DeepSpeedPlugin
+
+config |= {"zero_optimization": {"stage": 0}, "zero_allow_untested_optimizer": True}
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = torch.utils.data.DataLoader(torch.randn(20, 7), batch_size=5)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for x in loader:
-    accelerator.backward(model(x))
+    accelerator.backward(model(x)["loss"])
     optimizer.step()
-rank = torch.distributed.get_rank()
-print(f"rank {rank}: {type(model).__name__}, {type(model.module.moe.deepspeed_moe).__name__}")
-"""
+say(model)
+""",
+    "trainer": """
+from transformers import Trainer, TrainingArguments
+
+config |= {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+data = [{"x": row} for row in torch.randn(20, 7)]
+quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+args = TrainingArguments("out", per_device_train_batch_size=5, num_train_epochs=1, deepspeed=config, **quiet)
+trainer = Trainer(model=Model(), args=args, train_dataset=data)
+trainer.train()
+say(trainer.deepspeed)
+""",
+}
 
 
 @pytest.fixture
@@ -178,8 +198,9 @@ def test_an_untouched_script_trains_with_our_layer_through_run(tmp_path: Path) -
     assert "is on for 1 MoE layer(s)" in said
 
 
-def test_accelerate_trains_with_our_layer_after_install(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(ACCELERATE_SCRIPT)
+@pytest.mark.parametrize("library", TRAIN_WITH)
+def test_a_library_that_calls_deepspeed_trains_with_our_layer_after_install(library: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MODEL_FOR_LIBRARIES + TRAIN_WITH[library])
     said = launch(tmp_path, "train.py", ACCELERATE_USE_DEEPSPEED="true")
     for rank in range(2):
         assert f"rank {rank}: FSMoEEngine, FSMoELayer" in said
