@@ -10,24 +10,15 @@ from itertools import pairwise
 import pytest
 
 from ds_fsmoe.planning.cost import LinearCost, fit
+from ds_fsmoe.planning.presets import PRESETS, LayerSizes, layer_schedule
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Draft, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import Contention, simulate
 
 
 def paper_layer(degree: int, sizes: dict[str, float], grad_size: float | None = None) -> Schedule:
     """Fig. 3(d): inter link IN1..INr, gradient, OUT1..OUTr; intra link G1..Gr, R1..Rr; compute E1..Er."""
-    draft = Draft()
-    chunks = range(degree)
-    size = {kind: sizes[kind] / degree for kind in sizes}
-    enter = [draft.add(A2A_IN, Lane.INTER, chunk=c, size=size[A2A_IN]) for c in chunks]
-    if grad_size is not None:
-        draft.add(GRAD, Lane.INTER, size=grad_size)
-    gather = [draft.add(GATHER, Lane.INTRA, chunk=c, size=size[GATHER], after=[enter[c]]) for c in chunks]
-    expert = [draft.add(EXPERT, Lane.COMPUTE, chunk=c, size=size[EXPERT], after=[gather[c]]) for c in chunks]
-    reduce = [draft.add(REDUCE, Lane.INTRA, chunk=c, size=size[REDUCE], after=[expert[c]]) for c in chunks]
-    for c in chunks:
-        draft.add(A2A_OUT, Lane.INTER, chunk=c, size=size[A2A_IN], after=[reduce[c]])
-    return draft.finish()
+    whole = LayerSizes(sizes[A2A_IN], sizes[GATHER], sizes[EXPERT], sizes[REDUCE])
+    return layer_schedule(whole, degree, PRESETS["fsmoe"], () if grad_size is None else (grad_size,))
 
 
 def random_layer(rng: random.Random) -> tuple[dict[str, LinearCost], dict[str, float], float, int]:
