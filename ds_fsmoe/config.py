@@ -30,19 +30,19 @@ class ConfigError(ValueError):
 
 class _Block(BaseModel):
     # Strict: "2" is not 2 and 1 is not true; a config says what it means.
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class GateBlock(_Block):
-    """``fsmoe.gate``. A field left out keeps the value of the layer's own gate."""
+    """``fsmoe.gate``. What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error."""
 
     type: str = Field("topk", description="name of a gate on the shelf")
-    k: int | None = Field(None, description="experts per token, between 1 and the layer's num_experts")
-    capacity_factor: float | None = Field(None, gt=0, description="slots per expert while training, over the mean")
-    eval_capacity_factor: float | None = Field(None, gt=0, description="the same while evaluating")
-    min_capacity: int | None = Field(None, ge=0, description="slots per expert at the least")
-    drop_tokens: bool | None = Field(None, description="false: as many slots as the fullest expert needs")
-    drop_policy: Literal["probs", "position"] | None = Field(None, description="who stays in a full expert")
+    k: int = Field(None, description="experts per token, between 1 and the layer's num_experts")
+    capacity_factor: float = Field(None, gt=0, description="slots per expert while training, over the mean")
+    eval_capacity_factor: float = Field(None, gt=0, description="the same while evaluating")
+    min_capacity: int = Field(None, ge=0, description="slots per expert at the least")
+    drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs")
+    drop_policy: Literal["probs", "position"] = Field(None, description="who stays in a full expert")
 
 
 class PipelineDegreeBlock(_Block):
@@ -163,13 +163,15 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
     written = ds_config[BLOCK]
     if not isinstance(written, Mapping):
         raise ConfigError(f'{BLOCK} = {shown(written)}: must be an object, for example {{"enabled": true}}')
-    if isinstance(written.get("enabled", False), bool) and not written.get("enabled", False):
-        # Stock DeepSpeed runs: whatever else the block holds is for another day (and another version, perhaps).
-        return FSMoEBlock(enabled=False)
+    if written and "enabled" not in written and set(written) <= set(FSMoEBlock.model_fields):
+        raise ConfigError(f'{BLOCK}.enabled is missing: write "enabled": true, or false for stock DeepSpeed')
     try:
         block = FSMoEBlock.model_validate(dict(written))
     except ValidationError as error:
         raise ConfigError(join_problems(_sentences(error.errors()))) from None
+    if not block.enabled:
+        # Stock DeepSpeed runs, so what this version can do is not asked.
+        return block
     _import_plugins(block)
     problems = [*_refused(block), *_missing_parts(block)]
     if problems:
@@ -187,7 +189,7 @@ def _refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
     """DeepSpeed accepts unknown top-level keys in silence, so a misspelt block would do nothing, unnoticed."""
     for key in ds_config:
         letters = re.sub(r"[^a-z]", "", str(key).lower())
-        if key != BLOCK and difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8:
+        if key != BLOCK and (BLOCK in letters or difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8):
             raise ConfigError(f'{key} = ...: no such block in a DeepSpeed config; did you mean "{BLOCK}"?')
 
 
@@ -248,17 +250,17 @@ def _import_plugins(block: FSMoEBlock) -> None:
     for name in block.plugins:
         try:
             importlib.import_module(name)
-        except ImportError as error:
+        except Exception as error:  # whatever the module, or a name that is none, brings up
             raise ConfigError(f"{BLOCK}.plugins = {shown(name)}: cannot be imported: {error}") from error
 
 
 def _missing_parts(block: FSMoEBlock) -> list[str]:
-    wanted = {"order": block.order, "alltoall": block.alltoall, "gate.type": block.gate.type if block.gate else "auto"}
+    wanted = {"order": block.order, "alltoall": block.alltoall, "gate.type": block.gate.type if block.gate else "topk"}
     problems = []
     for path, name in wanted.items():
         names = registry.known(path.split(".")[0])
-        if name != "auto" and name not in names:
-            auto = () if path == "gate.type" else ("auto",)
+        auto = () if path == "gate.type" else ("auto",)
+        if name not in (*auto, *names):
             problems.append(
                 f"{BLOCK}.{path} = {shown(name)}: no such part; the choices are {', '.join((*auto, *names))}"
             )

@@ -32,6 +32,7 @@ from ds_fsmoe.layer import (
     Parts,
     StockMoE,
     check_layers,
+    check_parts,
     check_unused,
     choose_parts,
     find_layers,
@@ -133,20 +134,21 @@ def initialize(
     written = next((each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each), None)
     ds_config = {} if written is None else compat.load_ds_config(written)
     block = read_block(ds_config)
-    if block is None or model is None:
+    if model is None:
         return _stock_initialize(**arguments)
-    if not block.enabled:
-        _make_stock(model)
+    if block is None or not block.enabled:
+        _make_stock(model, block is not None)
         return _stock_initialize(**arguments)
     _check_before_any_group(block, ds_config, model, mpu)
     with _our_engine():
         return _stock_initialize(**arguments)
 
 
-def _make_stock(model: nn.Module) -> None:
-    """``enabled: false`` means stock, for layers written as ``ds_fsmoe.MoE`` too."""
+def _make_stock(model: nn.Module, has_block: bool) -> None:
+    """Not enabled means stock, for layers written as ``ds_fsmoe.MoE`` too."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
-    check_unused(layers)
+    if has_block:
+        check_unused(layers)
     for layer in layers.values():
         give_back(layer)
 
@@ -169,11 +171,12 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
             "dropped and gathered in this version; set fsmoe.enabled to false, or do without tensor parallelism"
         )
     layers = find_layers(model)
-    check_layers(layers)
+    check_layers(layers, block.gate)
     check_unused(layers)
     # Under a launcher that sets no WORLD_SIZE the engine checks again, as soon as the ranks have found each other.
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 0))
     check_experts(layers, world_size or None, block.gate)
+    check_parts(block, layers)
 
 
 @contextmanager
@@ -194,10 +197,12 @@ def install() -> None:
         RuntimeError: a module holds stock's function under a name of its own already, and would go past us.
     """
     for name, module in list(sys.modules.items()):
-        held = vars(module).get("initialize") if hasattr(module, "__dict__") else None
-        if held is _stock_initialize and module not in (deepspeed, sys.modules[__name__]):
+        if module in (deepspeed, sys.modules[__name__]) or not hasattr(module, "__dict__"):
+            continue
+        held = next((alias for alias, value in list(vars(module).items()) if value is _stock_initialize), None)
+        if held is not None:
             raise RuntimeError(
-                f"{name} did `from deepspeed import initialize` before ds_fsmoe.install(), and would go past it: call "
+                f"{name} took deepspeed.initialize in before ds_fsmoe.install(), as {held}, and would go past it: call "
                 "install() first, or use ds_fsmoe.initialize"
             )
     deepspeed.initialize = initialize

@@ -65,8 +65,26 @@ def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
     order_name = "sparse" if block.order == "auto" else block.order
     alltoall_name = "flat" if block.alltoall == "auto" else block.alltoall
     order_class = registry.lookup("order", order_name)
-    order = order_class(ops.gather_rows) if issubclass(order_class, SimpleOrder) else order_class()
-    return Parts(order, registry.lookup("alltoall", alltoall_name)(), order_name, alltoall_name, ops.name)
+    order = order_class(ops.gather_rows) if order_class is SimpleOrder else order_class()
+    alltoall = registry.lookup("alltoall", alltoall_name)()
+    for part, base, name in ((order, OrderBase, order_name), (alltoall, AllToAllBase, alltoall_name)):
+        if not isinstance(part, base):
+            raise LayerError(f"the part {name!r} is a {type(part).__name__}: it must be a subclass of {base.__name__}")
+    return Parts(order, alltoall, order_name, alltoall_name, ops.name)
+
+
+def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
+    """Try the parts a block asks for, without building ops and without memory for parameters.
+
+    Raises:
+        LayerError: a part that cannot be made.
+        ValueError: an option that the part refuses.
+    """
+    choose_parts(block.model_copy(update={"ops": "reference"}), "cpu")
+    if block.gate is not None and block.gate.type != "topk":
+        with torch.device("meta"):
+            for layer in layers.values():
+                _make_gate(layer, block.gate)
 
 
 class FSMoEGate(StockTopKGate):
@@ -129,7 +147,7 @@ class FSMoELayer(StockMOELayer):
 
     def _set_ep_group(self, ep_group: dist.ProcessGroup) -> None:
         self.ep_group = ep_group
-        if isinstance(self.gate, StockTopKGate):
+        if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
             self.gate._set_ep_group(ep_group)
 
     def _timed(self, name: str) -> AbstractContextManager:
@@ -174,7 +192,8 @@ def find_layers(model: nn.Module) -> dict[str, StockMoE]:
     Raises:
         LayerError: there is none.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
+    named = ((name or type(model).__name__, module) for name, module in model.named_modules())
+    layers = {name: module for name, module in named if isinstance(module, StockMoE)}
     if not layers:
         raise LayerError(
             f"fsmoe.enabled = true, but {type(model).__name__} has no deepspeed.moe.layer.MoE among its "
@@ -184,8 +203,8 @@ def find_layers(model: nn.Module) -> dict[str, StockMoE]:
     return layers
 
 
-def check_layers(layers: dict[str, StockMoE]) -> None:
-    """Refuse layers that were changed by somebody else.
+def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
+    """Refuse layers that were changed by somebody else, as far as a change would be lost.
 
     Raises:
         LayerError: naming the layer.
@@ -199,6 +218,11 @@ def check_layers(layers: dict[str, StockMoE]) -> None:
             )
         if inner.use_tutel:
             raise LayerError(f"{name}: use_tutel = True runs Tutel's kernels, which ds_fsmoe replaces; leave it out")
+        if gate is not None and type(inner.gate) not in (StockTopKGate, FSMoEGate):
+            raise LayerError(
+                f"{name} has a gate of its own, a {type(inner.gate).__name__}, which fsmoe.gate would not reach: leave "
+                "fsmoe.gate out, or give the layer stock's gate"
+            )
 
 
 def check_unused(layers: dict[str, StockMoE]) -> None:
@@ -241,22 +265,29 @@ def take_over(layer: StockMoE, parts: Parts, gate: GateBlock | None = None) -> d
 
 def _replace_gate(layer: StockMoE, gate: GateBlock) -> dict[nn.Parameter, nn.Parameter]:
     stock = layer.deepspeed_moe.gate
+    ours = _make_gate(layer, gate).to(device=stock.wg.weight.device, dtype=stock.wg.weight.dtype)
+    layer.deepspeed_moe.gate = ours
+    return dict.fromkeys(ours.parameters(), stock.wg.weight)
+
+
+def _make_gate(layer: StockMoE, gate: GateBlock) -> GateBase:
+    stock = layer.deepspeed_moe.gate
     gate_class: type[GateBase] = registry.lookup("gate", gate.type)
     options = {name: getattr(gate, name) for name in gate.model_fields_set - {"type"}}
     try:
         ours = gate_class(**_inherited_options(gate_class, stock) | options)
     except TypeError as error:
         raise LayerError(f"fsmoe.gate: the gate {gate.type!r} does not take {options}: {error}") from error
-    ours.build(stock.wg.in_features, stock.wg.out_features)
-    ours.to(device=stock.wg.weight.device, dtype=stock.wg.weight.dtype)
-    for name, _ in ours.named_parameters():
+    if not isinstance(ours, GateBase):
+        raise LayerError(f"fsmoe.gate: {gate.type!r} is a {gate_class.__name__}: it must be a subclass of GateBase")
+    ours.build_once(stock.wg.in_features, stock.wg.out_features)
+    for name in ours.state_dict():
         if "expert" in name:
             raise LayerError(
-                f"fsmoe.gate: the gate {gate.type!r} has a parameter {name!r}; DeepSpeed takes every name with "
-                "'expert' in it for an expert's when it saves: rename it"
+                f"fsmoe.gate: the gate {gate.type!r} has a parameter or buffer {name!r}; DeepSpeed takes every name "
+                "with 'expert' in it for an expert's when it saves: rename it"
             )
-    layer.deepspeed_moe.gate = ours
-    return dict.fromkeys(ours.parameters(), stock.wg.weight)
+    return ours
 
 
 def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict[str, Any]:

@@ -83,11 +83,17 @@ def token_path(
             x_ECM = alltoall(x_ECM, group)
         x_ECM = hooked("after_dispatch_hook", x_ECM, routing)
         # Dimension 0 now runs over the ranks the rows came from, then over the experts of this rank.
-        y_GeCM = experts(x_ECM.reshape(-1, num_local_experts, *x_ECM.shape[1:]))
+        num_sources = x_ECM.shape[0] // num_local_experts
+        y_GeCM = experts(x_ECM.reshape(num_sources, num_local_experts, *x_ECM.shape[1:]))
         y_ECM = hooked("before_combine_hook", y_GeCM.reshape(x_ECM.shape), routing)
         with timed("2nd_a2a"):
             y_ECM = alltoall(y_ECM, group)
         y_ECM = hooked("after_combine_hook", y_ECM, routing)
+        if y_ECM.shape[:2] != (routing.num_experts, routing.capacity):
+            raise ValueError(
+                f"{tuple(y_ECM.shape)} came back for {routing.num_experts} experts of {routing.capacity} slots: a hook "
+                "or an expert has changed the number of rows"
+            )
         y = hooked("before_moe_end_hook", order.restore(y_ECM, routing).reshape(x.shape), routing)
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
 
@@ -105,14 +111,15 @@ class MOELayer(nn.Module):
         expert_impl: one expert: a name on the shelf (then ``expert_dim`` is needed) or any row-wise ``nn.Module``,
             copied for each expert of this rank.
         expert_dim: H, for an expert named.
-        alltoall_impl: an all-to-all; ``None`` means the backend's own.
+        alltoall_impl: an all-to-all, or its name on the shelf.
         callbacks: hooks, called in turn.
-        group: the ranks that share the experts; ``None`` means this process alone.
+        group: the ranks that share the experts; ``None`` means this process alone. Every rank has to be given the same
+            gate parameters: nothing is broadcast here.
         return_stats: ``True`` makes ``forward`` return a :class:`MoEOutput` instead of the output tensor.
 
     Raises:
         ValueError: sizes that do not fit together, or a part that does not exist.
-        TypeError: a gate or an order that is none.
+        TypeError: a part that is none of its kind.
     """
 
     def __init__(
@@ -124,27 +131,32 @@ class MOELayer(nn.Module):
         num_experts: int,
         expert_impl: str | nn.Module = "gpt",
         expert_dim: int | None = None,
-        alltoall_impl: AllToAllBase | None = None,
+        alltoall_impl: str | AllToAllBase = "flat",
         callbacks: Sequence[CallbackBase] = (),
         group: dist.ProcessGroup | None = None,
         return_stats: bool = False,
     ) -> None:
         super().__init__()
-        for name, part, base in (("gate_impl", gate_impl, GateBase), ("order_impl", order_impl, OrderBase)):
+        if isinstance(alltoall_impl, str):
+            alltoall_impl = registry.lookup("alltoall", alltoall_impl)()
+        parts = [("gate_impl", gate_impl, GateBase), ("order_impl", order_impl, OrderBase)]
+        parts += [("alltoall_impl", alltoall_impl, AllToAllBase)]
+        parts += [("callbacks", callback, CallbackBase) for callback in callbacks]
+        for name, part, base in parts:
             if not isinstance(part, base):
                 raise TypeError(f"MOELayer: {name} = {part!r}: must be an instance of {base.__name__}")
         num_ranks = 1 if group is None else dist.get_world_size(group)
         if num_experts < 1 or num_experts % num_ranks:
             raise ValueError(f"MOELayer: num_experts = {num_experts}: must be a multiple of the {num_ranks} rank(s)")
         if isinstance(expert_impl, str):
-            if expert_dim is None:
+            if expert_dim is None or expert_dim < 1:
                 raise ValueError(f"MOELayer: expert_impl = {expert_impl!r} needs expert_dim, the expert's hidden width")
             expert_impl = registry.lookup("expert", expert_impl)(model_dim, expert_dim)
-        gate_impl.build(model_dim, num_experts)
+        gate_impl.build_once(model_dim, num_experts)
         self.gate = gate_impl
         self.experts = LocalExperts(expert_impl, num_experts // num_ranks)
         self.order = order_impl
-        self.alltoall = alltoall_impl or registry.lookup("alltoall", "flat")()
+        self.alltoall = alltoall_impl
         self.callbacks = tuple(callbacks)
         self.group = group
         self.num_local_experts = num_experts // num_ranks

@@ -32,11 +32,13 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
                 f"{name}.ep_size = {layer.ep_size}: must divide the {world_size} ranks; "
                 f"for {layer.num_experts} experts the choices are {', '.join(map(str, choices))}"
             )
+        own_k = getattr(layer.deepspeed_moe.gate, "k", 1)
+        k = own_k if gate is None or gate.k is None else gate.k
+        if not 1 <= k <= layer.num_experts:
+            where = f"{BLOCK}.gate.k" if k != own_k else f"{name}: k"
+            problems.append(f"{where} = {k}: must be between 1 and num_experts ({layer.num_experts} in {name})")
         if gate is None:
             continue
-        k = getattr(layer.deepspeed_moe.gate, "k", None) if gate.k is None else gate.k
-        if gate.k is not None and not 1 <= gate.k <= layer.num_experts:
-            problems.append(f"{BLOCK}.gate.k = {k}: must be between 1 and num_experts ({layer.num_experts} in {name})")
         if gate.type == "topk" and gate.drop_policy is not None and k in (1, 2):
             problems.append(
                 f"{BLOCK}.gate.drop_policy = {shown(gate.drop_policy)}: for k >= 3 only; k = {k} in {name} has its own "
@@ -46,8 +48,19 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
         raise ConfigError(join_problems(problems))
 
 
-def _zero_stage(ds_config: Mapping[str, Any]) -> int:
-    return int((ds_config.get("zero_optimization") or {}).get("stage", 0))
+def _zero(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The zero_optimization block; what is no object is DeepSpeed's to refuse."""
+    block = ds_config.get("zero_optimization")
+    return block if isinstance(block, Mapping) else {}
+
+
+def _zero_stage(ds_config: Mapping[str, Any]) -> Any:
+    return _zero(ds_config).get("stage", 0)
+
+
+def _tensor_parallel_size(ds_config: Mapping[str, Any]) -> Any:
+    block = ds_config.get("tensor_parallel")
+    return block.get("autotp_size", 0) if isinstance(block, Mapping) else 0
 
 
 def _on(ds_config: Mapping[str, Any], *path: str) -> bool:
@@ -68,13 +81,17 @@ _CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
         "multiplied with; use stage 1 or 2, or bf16",
     ),
     (
-        lambda c: (c.get("zero_optimization") or {}).get("contiguous_gradients") is False,
+        lambda c: _zero(c).get("contiguous_gradients") is False,
         "zero_optimization.contiguous_gradients = false: DeepSpeed averages expert gradients over the wrong ranks or "
         "stops; leave it out",
     ),
     (
         lambda c: _on(c, "expert_parallel", "enabled"),
         "expert_parallel.enabled = true: AutoEP brings MoE layers of its own; use one of the two",
+    ),
+    (
+        lambda c: _tensor_parallel_size(c) not in (0, 1),
+        "tensor_parallel.autotp_size: duplicate tokens are not dropped and gathered in this version; set it to 1",
     ),
     (
         lambda c: _on(c, "compile", "deepcompile"),

@@ -128,7 +128,7 @@ def main() -> int:
             "",
             f"Losses of all {steps} steps: {verdict}; {'within' if agree else 'NOT WITHIN'} the tolerance of "
             f"{TOLERANCE:g} (relative). Validation loss {'fell' if fell else 'DID NOT FALL'}.",
-            "The two ran one after the other, so their times are no comparison; benchmarks/bench_unchunked.py makes one.",
+            "The two ran one after the other, so their times are no comparison: benchmarks/ has one.",
         ]
     )
     print(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws of every all-to-all on the shelf, on real ranks."""
+"""All-to-alls: every registered one, on real process groups."""
 
 from __future__ import annotations
 
@@ -10,52 +10,122 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe import registry
+from ds_fsmoe.components.alltoall import AllToAllBase
 from tests.ranks import run_on_ranks
 
-ROWS, M = 3, 5
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
 
 
-def blocks(rank: int, world_size: int) -> torch.Tensor:
-    """Block g says who sends it and to whom."""
-    x = torch.arange(world_size * ROWS * M, dtype=torch.double).view(world_size * ROWS, M)
-    return x + 1000 * rank
+def tokens_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """What a rank sends: known to all of them."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
+    return (x * 1000).to(dtype)
 
 
-def exchange(rank: int, world_size: int) -> dict[str, bool]:
-    group = dist.group.WORLD
-    laws = {}
+def expected_on(me: int, members: list[int], shape: tuple[int, ...], dtype: torch.dtype = torch.float64):
+    """Block ``me`` of everyone's tensor, in the order of the group."""
+    size = len(members)
+    return torch.cat([tokens_of(rank, shape, dtype).chunk(size)[me] for rank in members])
+
+
+def groups_to_try(world_size: int) -> list[tuple[dist.ProcessGroup, list[int]]]:
+    """All ranks, and (of four) groups in which a rank's number in the group is not its number in the world."""
+    rank = dist.get_rank()
+    parts = [list(range(world_size))]
+    if world_size == 4:
+        parts += [[0, 2], [1, 3], [2, 3], [0, 1]]
+    made = [(dist.new_group(part), part) for part in parts]
+    return [(group, part) for group, part in made if rank in part]
+
+
+def every_law(rank: int, world_size: int) -> dict[str, dict[str, bool]]:
+    """Law -> whether it held, for every all-to-all."""
+    groups = groups_to_try(world_size)
+    found = {}
     for name in registry.known("alltoall"):
         alltoall = registry.lookup("alltoall", name)()
-        x = blocks(rank, world_size)
-        y = alltoall(x, group)
-        mine = slice(rank * ROWS, (rank + 1) * ROWS)
-        expected = torch.cat([blocks(sender, world_size)[mine] for sender in range(world_size)])
-        laws[f"{name}: block g goes to rank g"] = torch.equal(y, expected)
-        laws[f"{name}: twice is the identity"] = torch.equal(alltoall(y, group), x)
-
-        leaf = x.clone().requires_grad_()
-        weight = blocks(rank, world_size) * 7
-        (alltoall(leaf, group) * weight).sum().backward()
-        laws[f"{name}: the gradient travels back"] = torch.equal(leaf.grad, alltoall(weight, group))
-
-        strided = x.t().contiguous().t()
-        laws[f"{name}: strides do not matter"] = torch.equal(alltoall(strided, group), y)
-        empty = torch.zeros(0, M, requires_grad=True)
-        alltoall(empty, group).sum().backward()
-        laws[f"{name}: nothing is exchanged as nothing"] = empty.grad.shape == (0, M)
-        for dtype in (torch.bfloat16, torch.float32):
-            laws[f"{name}: {dtype}"] = torch.equal(alltoall(x.to(dtype), group), y.to(dtype))
-    return laws
+        held: dict[str, bool] = {}
+        for group, members in groups:
+            for law, holds in laws_in_a_group(alltoall, group, members, rank).items():
+                held[law] = held.get(law, True) and holds
+        found[name] = held
+    return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_an_alltoall_keeps_its_laws(world_size: int, tmp_path: Path) -> None:
-    for laws in run_on_ranks(exchange, world_size, tmp_path):
-        assert len(laws) == 7 * len(registry.known("alltoall"))
-        assert all(laws.values()), [law for law, kept in laws.items() if not kept]
+def laws_in_a_group(alltoall: AllToAllBase, group: dist.ProcessGroup, members: list[int], rank: int) -> dict[str, bool]:
+    size, me = len(members), members.index(rank)
+    shape = (3 * size, 5, 7)
+    x = tokens_of(rank, shape)
+    held = {}
+
+    y = alltoall(x, group)
+    held["block g goes to rank g of the group"] = torch.equal(y, expected_on(me, members, shape))
+    held["twice is the identity"] = torch.equal(alltoall(y, group), x)
+    held["the input is left alone"] = torch.equal(x, tokens_of(rank, shape))
+    held["every type travels unchanged"] = all(
+        torch.equal(alltoall(tokens_of(rank, shape, dtype), group), expected_on(me, members, shape, dtype))
+        for dtype in DTYPES
+    )
+
+    apart = x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    held["the input need not be contiguous"] = not apart.is_contiguous() and torch.equal(alltoall(apart, group), y)
+
+    empties = [(0, 7), (size, 0, 7), (3 * size, 5, 0)]
+    held["nothing can be sent"] = all(alltoall(torch.zeros(empty), group).shape == empty for empty in empties)
+
+    x.requires_grad_()
+    dy = tokens_of(rank + 50, shape)
+    (dx,) = torch.autograd.grad(alltoall(x, group), x, dy)
+    sent_back = torch.cat([tokens_of(other + 50, shape).chunk(size)[me] for other in members])
+    held["the gradient travels the same way back"] = torch.equal(dx, sent_back)
+
+    (dx,) = torch.autograd.grad(alltoall(x, group).sum(), x)  # an expanded gradient has no memory of its own
+    held["the gradient need not be contiguous"] = torch.equal(dx, torch.ones_like(x))
+
+    nothing = torch.zeros(size, 0, 7, requires_grad=True)
+    (dx,) = torch.autograd.grad(alltoall(nothing, group), nothing, torch.zeros(size, 0, 7))
+    held["nothing has a gradient too"] = dx.shape == nothing.shape
+
+    # d/dx of |dx|^2, where dx = a2a(a2a(x)^2 derivative): 2 * a2a(y) * 2 -> 8 * x.
+    (dx,) = torch.autograd.grad((alltoall(x, group) ** 2).sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad((dx**2).sum(), x)
+    held["the gradient has a gradient"] = torch.allclose(ddx, 8 * x, rtol=1e-14, atol=0)
+    return held
 
 
-@pytest.mark.parametrize("name", registry.known("alltoall"))
-def test_a_group_of_one_leaves_everything_as_it_is(name: str) -> None:
-    x = torch.randn(4, 5)
-    assert registry.lookup("alltoall", name)()(x, None) is x
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_all_to_all_keeps_the_laws(world_size: int, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_on_ranks(every_law, world_size, tmp_path)):
+        assert set(found) == set(registry.known("alltoall"))
+        for name, held in found.items():
+            broken = [law for law, holds in held.items() if not holds]
+            assert len(held) == 10
+            assert not broken, f"{name} on rank {rank} of {world_size}"
+
+
+def agree_with_flat(rank: int, world_size: int) -> dict[str, bool]:
+    group = dist.group.WORLD
+    x = tokens_of(rank, (world_size * 5, 11), torch.bfloat16)
+    flat = registry.lookup("alltoall", "flat")()(x, group)
+    assert not torch.equal(flat, x)
+    return {
+        name: torch.equal(registry.lookup("alltoall", name)()(x, group), flat) for name in registry.known("alltoall")
+    }
+
+
+def test_all_algorithms_equal_flat_bit_for_bit(tmp_path: Path) -> None:
+    for found in run_on_ranks(agree_with_flat, 4, tmp_path):
+        assert found == dict.fromkeys(registry.known("alltoall"), True)
+
+
+def alone(rank: int, world_size: int) -> dict[str, bool]:
+    x = tokens_of(0, (6, 7))
+    return {name: registry.lookup("alltoall", name)()(x, dist.group.WORLD) is x for name in registry.known("alltoall")}
+
+
+def test_one_rank_keeps_its_tokens(tmp_path: Path) -> None:
+    x = tokens_of(0, (6, 7))
+    for name in registry.known("alltoall"):
+        assert registry.lookup("alltoall", name)()(x, None) is x
+    (found,) = run_on_ranks(alone, 1, tmp_path)
+    assert found == dict.fromkeys(registry.known("alltoall"), True)

@@ -154,3 +154,13 @@ def test_a_layer_over_ranks_does_not_run_before_it_has_its_ranks() -> None:
         layer(torch.randn(5, 7))
     alone = ds_fsmoe.MoE(7, nn.Linear(7, 7), num_experts=4)
     assert alone(torch.randn(5, 7))[0].shape == (5, 7)
+
+
+def test_a_stock_layer_with_more_choices_than_experts_is_refused() -> None:
+    model = nn.Sequential(MoE(7, nn.Linear(7, 7), num_experts=4, k=5))
+    assert "0: k = 5: must be between 1 and num_experts (4 in 0)" in refused(model)
+
+
+def test_a_model_that_is_a_layer_itself_has_a_name_in_messages(monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert refused(MoE(7, nn.Linear(7, 7), num_experts=4, ep_size=2)).startswith("MoE.ep_size = 2: must divide the 3")

@@ -57,9 +57,25 @@ def test_no_block_is_none() -> None:
     assert read_block({"train_batch_size": 8}) is None
 
 
-@pytest.mark.parametrize("block", [{}, {"enabled": False}, {"enabled": False, "schedule": "a newer one"}])
-def test_a_disabled_block_holds_nothing_against_anybody(block: dict) -> None:
+@pytest.mark.parametrize("block", [{}, {"enabled": False}, {"enabled": False, "schedule": "tutel", "order": "einsum"}])
+def test_a_disabled_block_is_not_asked_what_this_version_can_do(block: dict) -> None:
     assert read_block({"fsmoe": block}).enabled is False
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        ({"enable": True}, "fsmoe.enable: unknown key; did you mean 'enabled'?"),
+        ({"Enabled": True, "schedule": "best"}, "fsmoe.Enabled: unknown key; did you mean 'enabled'?"),
+        ({"enabled": False, "gat": 3}, "fsmoe.gat: unknown key; did you mean 'gate'?"),
+        ({"enabled": False, "schedule": "a newer one"}, 'fsmoe.schedule = "a newer one": must be'),
+        ({"schedule": "best"}, 'fsmoe.enabled is missing: write "enabled": true, or false for stock DeepSpeed'),
+    ],
+)
+def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": block})
+    assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +92,11 @@ def test_a_disabled_block_holds_nothing_against_anybody(block: dict) -> None:
         ({"esp_size": 0}, "fsmoe.esp_size = 0: must be greater than or equal to 1"),
         ({"esp_size": True}, "fsmoe.esp_size = true: must be an integer"),
         ({"gate": {"capacity_factor": 0}}, "fsmoe.gate.capacity_factor = 0: must be greater than 0"),
+        ({"gate": {"capacity_factor": float("inf")}}, "fsmoe.gate.capacity_factor = Infinity: must be a finite number"),
+        ({"gate": {"drop_tokens": None}}, "fsmoe.gate.drop_tokens = null: must be a boolean"),
+        ({"gate": {"k": None}}, "fsmoe.gate.k = null: must be an integer"),
+        ({"gate": {"type": "auto"}}, 'fsmoe.gate.type = "auto": no such part; the choices are topk'),
+        ({"plugins": [""]}, 'fsmoe.plugins = "": cannot be imported'),
         ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
         ({"gate": "topk"}, 'fsmoe.gate = "topk": must be an object'),
         ({"pipeline_degree": {"forward": 0}}, "fsmoe.pipeline_degree.forward = 0: must be greater than or equal to 1"),
@@ -159,7 +180,7 @@ def test_all_problems_are_told_at_once() -> None:
     assert [line.split(" = ")[0] for line in lines[1:]] == ["fsmoe.esp_size", "fsmoe.schedule", "fsmoe.order"]
 
 
-@pytest.mark.parametrize("key", ["fs_moe", "fsMoE", "FSMOE", "fs-moe", "fsmo", "fmoe", "ds_fsmoe"])
+@pytest.mark.parametrize("key", ["fs_moe", "fsMoE", "FSMOE", "fs-moe", "fsmo", "fmoe", "ds_fsmoe", "fsmoe_config"])
 def test_a_misspelt_block_is_an_error(key: str) -> None:
     with pytest.raises(ConfigError, match='did you mean "fsmoe"'):
         read_block({key: {"enabled": True}})
@@ -220,6 +241,7 @@ def test_a_block_that_does_not_fit_the_model_is_refused(gate: dict, made: Simple
         ({"fp16": {"enabled": True}}, "use stage 1 or 2, or bf16"),
         ({"zero_optimization": {"stage": 1, "contiguous_gradients": False}}, "contiguous_gradients = false"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled = true: AutoEP"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: duplicate tokens are not dropped"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile = true"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled = true"),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
@@ -233,7 +255,14 @@ def test_blocks_of_deepspeed_that_clash_are_refused(blocks: dict, sentence: str)
 
 
 @pytest.mark.parametrize(
-    "blocks", [{}, {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}]
+    "blocks",
+    [
+        {},
+        {"zero_optimization": True},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+        {"bf16": {"enabled": True}},
+    ],
 )
 def test_blocks_of_deepspeed_that_go_along_are_not_refused(blocks: dict) -> None:
     check_deepspeed_blocks(blocks)

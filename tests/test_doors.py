@@ -121,9 +121,9 @@ def test_uninstall_restores_stock() -> None:
 
 def test_install_refuses_to_be_gone_past(monkeypatch) -> None:
     early = types.ModuleType("early_bird")
-    early.initialize = deepspeed.initialize
+    early.ds_init = deepspeed.initialize
     monkeypatch.setitem(sys.modules, "early_bird", early)
-    with pytest.raises(RuntimeError, match="early_bird did `from deepspeed import initialize` before"):
+    with pytest.raises(RuntimeError, match=r"early_bird took deepspeed\.initialize in before .* as ds_init"):
         ds_fsmoe.install()
 
 
@@ -157,6 +157,7 @@ def look_through_every_door(rank: int, world_size: int) -> dict[str, tuple[str, 
     look("no block", ds_fsmoe.initialize, stock)
     look("block without a door", deepspeed.initialize, stock, fsmoe={"enabled": True})
     look("our MoE, disabled", ds_fsmoe.initialize, ds_fsmoe.MoE, fsmoe={"enabled": False})
+    look("our MoE, no block", ds_fsmoe.initialize, ds_fsmoe.MoE)
     look("our MoE, no door", deepspeed.initialize, ds_fsmoe.MoE)
     ds_fsmoe.install()
     look("installed, enabled", deepspeed.initialize, stock, fsmoe={"enabled": True})
@@ -176,6 +177,7 @@ def test_every_door_leads_to_our_layer_exactly_when_the_block_is_enabled(tmp_pat
             "no block": STOCK,
             "block without a door": STOCK,
             "our MoE, disabled": STOCK,
+            "our MoE, no block": STOCK,
             "our MoE, no door": ("DeepSpeedEngine", "FSMoELayer", "FSMoEGate", False),
             "installed, enabled": OURS,
             "installed, no block": STOCK,

@@ -16,7 +16,7 @@ import ds_fsmoe
 from ds_fsmoe import registry
 from ds_fsmoe.components.gates.topk import LinearGate
 from ds_fsmoe.config import read_block
-from ds_fsmoe.layer import LayerError, choose_parts, take_over
+from ds_fsmoe.layer import LayerError, check_layers, choose_parts, take_over
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
@@ -86,14 +86,14 @@ def test_settings_left_out_stay_those_of_the_layer(tmp_path: Path) -> None:
 class ExpertishGate(ScaledGate):
     def build(self, model_dim: int, num_experts: int) -> None:
         super().build(model_dim, num_experts)
-        self.expert_bias = nn.Parameter(torch.zeros(num_experts))
+        self.register_buffer("expert_bias", torch.zeros(num_experts))
 
 
 def test_a_gate_that_deepspeed_could_not_save_is_refused(monkeypatch) -> None:
     monkeypatch.setitem(registry._PARTS["gate"], "expertish", ExpertishGate)
     block = read_block({"fsmoe": {"enabled": True, "gate": {"type": "expertish"}}})
     layer = SmallModel(Case(), rank=0).moes[0]
-    with pytest.raises(LayerError, match="has a parameter 'expert_bias'"):
+    with pytest.raises(LayerError, match="has a parameter or buffer 'expert_bias'"):
         take_over(layer, choose_parts(block, "cpu"), block.gate)
 
 
@@ -124,3 +124,46 @@ def own_gate_class_is_kept(rank: int, world_size: int) -> tuple[str, bool, list[
 def test_a_users_own_subclass_of_stocks_gate_keeps_its_say(tmp_path: Path) -> None:
     for seen in run_on_ranks(own_gate_class_is_kept, 2, tmp_path):
         assert seen == ("CallersGate", True, [0, 21, 0, 0])
+
+
+def test_a_gate_block_is_refused_where_it_would_not_reach_the_gate() -> None:
+    layers = {"h.0": SmallModel(Case(), rank=0).moes[0]}
+    layers["h.0"].deepspeed_moe.gate.__class__ = CallersGate
+    check_layers(layers, None)
+    with pytest.raises(
+        LayerError, match=r"h\.0 has a gate of its own, a CallersGate, which fsmoe\.gate would not reach"
+    ):
+        check_layers(layers, read_block({"fsmoe": {"enabled": True, "gate": {"k": 2}}}).gate)
+
+
+class WrappedGate(nn.Module):
+    """A user's module around stock's gate, as one that logs would be."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def _set_ep_group(self, group) -> None:
+        self.inner._set_ep_group(group)
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+def wrapped_gate_gets_its_group(rank: int, world_size: int) -> bool:
+    outputs = []
+    for initialize, blocks in ((deepspeed.initialize, {}), (ds_fsmoe.initialize, {"fsmoe": {"enabled": True}})):
+        case = Case(ep_size=2, stage=1, k=2, drop_tokens=False)
+        model = SmallModel(case, rank)
+        for moe in model.moes:
+            moe.deepspeed_moe.gate = WrappedGate(moe.deepspeed_moe.gate)
+        config = case.ds_config(**blocks)
+        engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        torch.manual_seed(rank)
+        outputs.append(engine(*batch(0, rank, torch.float32))[1])
+        engine.destroy()
+    return torch.equal(*outputs)
+
+
+def test_a_wrapped_gate_agrees_with_the_other_ranks_on_the_capacity(tmp_path: Path) -> None:
+    assert all(run_on_ranks(wrapped_gate_gets_its_group, 2, tmp_path))

@@ -1,155 +1,417 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's listings: parts of one's own, and a layer put together by hand that is a normal nn.Module."""
+"""The layer put together by hand: a normal nn.Module, the paper's listings, parts of one's own, mistakes."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-import ds_fsmoe
 from ds_fsmoe import (
+    AllToAllBase,
+    CallbackArgs,
     CallbackBase,
+    ExpertArgs,
     ExpertBase,
+    GateBase,
     GPTFeedForward,
     LinearGate,
     MOELayer,
     MoEOutput,
+    OrderBase,
+    Routing,
     SimpleOrder,
+    register_alltoall,
+    register_expert,
+    register_gate,
+    register_order,
     registry,
 )
+from tests.ranks import run_on_ranks
 
-M, H, E = 13, 29, 5
-
-
-def make_layer(**arguments: Any) -> MOELayer:
-    arguments = {"model_dim": M, "num_experts": E, "expert_dim": H} | arguments
-    return MOELayer(arguments.pop("gate_impl", LinearGate(k=2)), SimpleOrder(), **arguments)
+M, H, S = 13, 29, 23
 
 
-def test_it_is_a_normal_module() -> None:
+def make_layer(gate: GateBase | None = None, num_experts: int = 5, **options: Any) -> MOELayer:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(M, M), make_layer(), nn.LayerNorm(M))
-    x_BLM = torch.randn(3, 7, M, requires_grad=True)
-    y_BLM = model(x_BLM)
-    assert y_BLM.shape == x_BLM.shape
-    y_BLM.square().sum().backward()
-    assert x_BLM.grad.abs().sum() > 0
-    other = nn.Sequential(nn.Linear(M, M), make_layer(), nn.LayerNorm(M))
-    other.load_state_dict(model.state_dict())
-    torch.manual_seed(1)
-    expected = model(x_BLM)
-    torch.manual_seed(1)
-    assert torch.equal(other(x_BLM), expected)
-    assert model.double()(x_BLM.double()).dtype == torch.float64
+    options = {"expert_dim": H} | options
+    return MOELayer(gate or LinearGate(k=2), SimpleOrder(), model_dim=M, num_experts=num_experts, **options)
 
 
-def test_statistics_come_when_asked_for() -> None:
-    result = make_layer(return_stats=True)(torch.randn(3, 7, M))
-    assert isinstance(result, MoEOutput)
-    assert result.output.shape == (3, 7, M)
+# ---- a normal nn.Module
+
+
+def test_the_layer_works_in_a_sequential() -> None:
+    model = nn.Sequential(nn.Linear(M, M), make_layer(), nn.Linear(M, 3))
+    x_BLM = torch.randn(2, 7, M, requires_grad=True)
+    y = model(x_BLM)
+    assert y.shape == (2, 7, 3)
+    y.square().sum().backward()
+    for tensor in (x_BLM, *model.parameters()):
+        assert tensor.grad is not None
+    assert x_BLM.grad.norm() > 0
+    assert model[1].gate.wg.weight.grad.norm() > 0
+
+
+def test_an_expert_without_tokens_gets_zero_gradients_not_none() -> None:
+    layer = make_layer(LinearGate(k=1, drop_tokens=False), num_experts=23)
+    layer(torch.randn(3, M)).sum().backward()
+    norms = [sum(p.grad.norm().item() for p in expert.parameters()) for expert in layer.experts.experts]
+    assert 1 <= sum(norm > 0 for norm in norms) <= 3
+    assert sum(norm == 0 for norm in norms) >= 20
+
+
+def test_leading_dimensions_of_the_input_do_not_matter() -> None:
+    layer = make_layer(LinearGate(k=2, top2_2nd_expert_sampling=False))
+    x_BLM = torch.randn(2, 7, M)
+    assert torch.equal(layer(x_BLM), layer(x_BLM.view(14, M)).view(2, 7, M))
+    assert torch.equal(layer(x_BLM.transpose(0, 1)), layer(x_BLM.transpose(0, 1).contiguous()))
+
+
+def test_state_goes_to_another_layer_and_back() -> None:
+    layer = make_layer(LinearGate(k=3))
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    torch.manual_seed(99)
+    other = MOELayer(LinearGate(k=3), SimpleOrder(), model_dim=M, num_experts=5, expert_dim=H)
+    x_SM = torch.randn(S, M)
+    assert not torch.equal(other(x_SM), layer(x_SM))
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(other(x_SM), layer(x_SM))
+    names = {f"experts.experts.{i}.fc{j}.{kind}" for i in range(5) for j in (1, 2) for kind in ("weight", "bias")}
+    assert set(layer.state_dict()) == names | {"gate.wg.weight"}
+
+
+def test_evaluation_reaches_the_gate() -> None:
+    gate = LinearGate(k=1, capacity_factor=0.01, eval_capacity_factor=100.0, min_capacity=0)
+    layer = make_layer(gate)
+    x_SM = torch.randn(S, M)
+    rows_dropped = [int((layer.train(training)(x_SM) == 0).all(dim=1).sum()) for training in (True, False)]
+    assert rows_dropped[0] >= S - 5
+    assert rows_dropped[1] == 0
+
+
+def test_statistics_come_when_they_are_asked_for() -> None:
+    x_BLM = torch.randn(2, 7, M)
+    layer = make_layer(LinearGate(k=3))
+    with_stats = make_layer(LinearGate(k=3), return_stats=True)
+    result = with_stats(x_BLM)
+    assert type(result) is MoEOutput
+    assert torch.equal(result.output, layer(x_BLM))
     assert result.aux_loss.shape == ()
-    assert result.counts_E.sum() == 2 * 21
+    assert result.aux_loss > 0
+    assert result.counts_E.shape == (5,)
+    assert result.counts_E.sum() == 3 * 14
 
 
-def test_an_expert_of_ones_own_as_in_listing_1() -> None:
-    class CustomizedExpert(ExpertBase):
-        def do_experts(self, args):
-            return 3 * args.tokens
-
-    layer = make_layer(expert_impl=CustomizedExpert(), gate_impl=LinearGate(k=2, drop_tokens=False))
-    x_SM = torch.randn(17, M)
-    torch.testing.assert_close(layer(x_SM), 3 * x_SM)
+def test_unused_tokens_come_back_as_zeros() -> None:
+    used_S = torch.arange(S) % 3 > 0
+    y_SM = make_layer(LinearGate(k=2, drop_tokens=False))(torch.randn(S, M), used_S)
+    assert (y_SM[~used_S] == 0).all()
+    assert (y_SM[used_S] != 0).any(dim=1).all()
 
 
-def test_the_six_hooks_are_called_once_each_in_the_order_of_the_way() -> None:
-    class Diary(CallbackBase):
-        def __init__(self) -> None:
-            self.seen: list[tuple[str, tuple[int, ...], bool]] = []
+@pytest.mark.parametrize("num_tokens", [0, S], ids=["no token", "no used token"])
+def test_a_dropless_batch_without_used_tokens_goes_through(num_tokens: int) -> None:
+    y_SM = make_layer(LinearGate(k=1, drop_tokens=False))(torch.randn(num_tokens, M), torch.zeros(num_tokens))
+    assert y_SM.shape == (num_tokens, M)
+    assert not y_SM.any()
 
-        def __getattribute__(self, name: str) -> Any:
-            if not name.endswith("_hook"):
-                return object.__getattribute__(self, name)
-            return lambda args: self.seen.append((name, tuple(args.tensor.shape), args.routing is not None))
 
-    diary = Diary()
-    make_layer(callbacks=[diary], gate_impl=LinearGate(k=1, min_capacity=4))(torch.randn(2, 10, M))
-    slots = (E, 4, M)
-    assert diary.seen == [
-        ("before_moe_start_hook", (2, 10, M), False),
-        ("before_dispatch_hook", slots, True),
-        ("after_dispatch_hook", slots, True),
-        ("before_combine_hook", slots, True),
-        ("after_combine_hook", slots, True),
-        ("before_moe_end_hook", (2, 10, M), True),
+# ---- the paper's listings
+
+
+class CustomizedExpert(ExpertBase):
+    """Listing 1, with something in its body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(M))
+
+    def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+        return 3 * args.tokens + self.shift
+
+
+class CustomizedCallback(CallbackBase):
+    """Listing 1 as it is printed: ``pass`` changes nothing."""
+
+    def before_moe_start_hook(self, args: CallbackArgs) -> None:
+        pass
+
+
+def test_the_papers_listings_run() -> None:
+    gate_impl, order_impl = LinearGate(), SimpleOrder()
+    kwargs = {"expert_impl": CustomizedExpert(), "callbacks": [CustomizedCallback()]}
+    moe_module = MOELayer(gate_impl, order_impl, model_dim=M, num_experts=5, **kwargs)
+    assert isinstance(moe_module, nn.Module)
+    # One expert is enough for every token at a capacity factor of 5; the weight is the gate's probability.
+    gate_impl.settings = LinearGate(capacity_factor=5.0).settings
+    x_SM = torch.randn(S, M)
+    prob_S1 = torch.softmax(x_SM @ gate_impl.wg.weight.t(), dim=1).amax(dim=1, keepdim=True)
+    torch.testing.assert_close(moe_module(x_SM), 3 * x_SM * prob_S1)
+
+
+POINTS = [
+    "before_moe_start_hook",
+    "before_dispatch_hook",
+    "after_dispatch_hook",
+    "before_combine_hook",
+    "after_combine_hook",
+    "before_moe_end_hook",
+]
+
+
+def hooks(**at: Callable[[CallbackArgs], torch.Tensor | None]) -> CallbackBase:
+    """A callback with these hooks."""
+    methods = {name: lambda self, args, do=do: do(args) for name, do in at.items()}
+    return type("Hooks", (CallbackBase,), methods)()
+
+
+def test_each_of_the_six_points_is_called_once_and_in_order() -> None:
+    seen: list[tuple[str, tuple[int, ...], bool]] = []
+
+    def note(name: str) -> Callable[[CallbackArgs], None]:
+        return lambda args: seen.append((name, tuple(args.tensor.shape), args.routing is None))
+
+    callback = hooks(**{name: note(name) for name in POINTS})
+    layer = make_layer(LinearGate(k=2, capacity_factor=1.5, min_capacity=0), callbacks=[callback])
+    layer(torch.randn(2, 7, M))
+    capacity = 9  # ceil(14 / 5 * 1.5 * 2)
+    slots = (5, capacity, M)
+    shapes = [(2, 7, M), slots, slots, slots, slots, (2, 7, M)]
+    assert seen == [(name, shape, name == POINTS[0]) for name, shape in zip(POINTS, shapes, strict=True)]
+
+
+def test_several_callbacks_are_called_in_turn_each_seeing_what_the_last_one_left() -> None:
+    callbacks = [
+        hooks(before_moe_end_hook=lambda args: args.tensor + 1),
+        CallbackBase(),
+        hooks(before_moe_end_hook=lambda args: args.tensor * 10),
     ]
-    assert {name for name in vars(CallbackBase) if name.endswith("_hook")} == {name for name, _, _ in diary.seen}
+    x_SM = torch.randn(S, M)
+    plain = make_layer(LinearGate(k=3))(x_SM)
+    assert torch.equal(make_layer(LinearGate(k=3), callbacks=callbacks)(x_SM), (plain + 1) * 10)
 
 
-def test_a_hook_may_replace_what_travels_and_has_its_gradient() -> None:
-    class HalfOnTheWire(CallbackBase):
-        def before_dispatch_hook(self, args):
-            return args.tensor.to(torch.bfloat16)
-
-        def after_dispatch_hook(self, args):
-            return args.tensor.float()
-
-    torch.manual_seed(0)
-    plain = make_layer(gate_impl=LinearGate(k=1, use_rts=False))
-    hooked = make_layer(gate_impl=LinearGate(k=1, use_rts=False), callbacks=[HalfOnTheWire(), CallbackBase()])
-    hooked.load_state_dict(plain.state_dict())
-    x_SM = torch.randn(17, M, requires_grad=True)
-    assert not torch.equal(hooked(x_SM), plain(x_SM))
-    torch.testing.assert_close(hooked(x_SM), plain(x_SM), rtol=2e-2, atol=2e-2)
-    hooked(x_SM).sum().backward()
-    assert x_SM.grad.abs().sum() > 0
+@pytest.mark.parametrize("point", POINTS)
+def test_what_a_hook_returns_travels_on_with_its_gradient(point: str) -> None:
+    factor = torch.full((), 0.5, requires_grad=True)
+    layer = make_layer(LinearGate(k=3), callbacks=[hooks(**{point: lambda args: args.tensor * factor})])
+    x_SM = torch.randn(S, M)
+    y_SM = layer(x_SM)
+    assert not torch.allclose(y_SM, make_layer(LinearGate(k=3))(x_SM))
+    y_SM.square().sum().backward()
+    assert factor.grad.abs() > 1e-4
 
 
-def test_a_hook_may_reshape_the_input_and_shape_it_back() -> None:
-    class Patches(CallbackBase):
-        def before_moe_start_hook(self, args):
-            return args.tensor.reshape(2, -1, M)
-
-        def before_moe_end_hook(self, args):
-            assert args.tensor.shape == (2, 12, M)
-            return args.tensor.reshape(4, 6, M)
-
-    assert make_layer(callbacks=[Patches()])(torch.randn(4, 6, M)).shape == (4, 6, M)
+def test_a_hook_may_give_the_input_other_leading_dimensions() -> None:
+    shapes = hooks(
+        before_moe_start_hook=lambda args: args.tensor.flatten(0, 1)[: 3 * 4].view(3, 4, M),
+        before_moe_end_hook=lambda args: args.tensor.view(12, M),
+    )
+    x_BLM = torch.randn(2, 7, M)
+    y_SM = make_layer(LinearGate(k=3), callbacks=[shapes])(x_BLM)
+    assert torch.equal(y_SM, make_layer(LinearGate(k=3))(x_BLM.view(14, M)[:12]))
 
 
-def test_parts_of_ones_own_are_found_by_name() -> None:
-    @ds_fsmoe.register_expert("triple_for_a_test")
-    class Triple(ExpertBase):
-        def __init__(self, model_dim: int, expert_dim: int) -> None:
-            super().__init__()
+def send_as_bfloat16(rank: int, world_size: int) -> tuple[list[torch.dtype], float, float]:
+    """(what arrived, largest difference to sending float64, largest output); half the experts are on another rank."""
+    arrived = []
 
-        def do_experts(self, args):
-            return 3 * args.tokens
+    def narrow(args: CallbackArgs) -> torch.Tensor:
+        return args.tensor.bfloat16()
 
-    assert "triple_for_a_test" in registry.known("expert")
-    assert isinstance(make_layer(expert_impl="triple_for_a_test").experts.experts[0], Triple)
-    with pytest.raises(ValueError, match="expert 'triple_for_a_test' is taken by"):
-        ds_fsmoe.register_expert("triple_for_a_test")(GPTFeedForward)
-    del registry._PARTS["expert"]["triple_for_a_test"]
+    def widen(args: CallbackArgs) -> torch.Tensor:
+        arrived.append(args.tensor.dtype)
+        return args.tensor.double()
+
+    compress = hooks(
+        before_dispatch_hook=narrow, after_dispatch_hook=widen, before_combine_hook=narrow, after_combine_hook=widen
+    )
+    outputs = []
+    for callbacks in ([], [compress]):
+        layer = make_layer(LinearGate(k=3), num_experts=4, callbacks=callbacks, group=dist.group.WORLD).double()
+        x_SM = torch.randn(S, M, dtype=torch.float64, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        outputs.append(layer(x_SM))
+        outputs[-1].sum().backward()
+        assert x_SM.grad.dtype == torch.float64
+    difference = (outputs[0] - outputs[1]).abs().max().item()
+    return arrived, difference, outputs[0].abs().max().item()
+
+
+def test_hooks_may_compress_what_is_sent(tmp_path: Path) -> None:
+    for arrived, difference, largest in run_on_ranks(send_as_bfloat16, 2, tmp_path):
+        assert arrived == [torch.bfloat16, torch.bfloat16]
+        assert 0 < difference < 2**-6 * max(largest, 1.0)
+
+
+# ---- parts of one's own
+
+
+class RoundRobinGate(GateBase):
+    """Token s to expert s mod E, with a weight that says which token it was."""
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def forward(self, x_SM, used_token_S=None, group=None) -> Routing:
+        tokens_S = torch.arange(x_SM.shape[0])
+        capacity = -(-x_SM.shape[0] // self.num_experts)
+        slots_KS = (tokens_S % self.num_experts * capacity + tokens_S // self.num_experts)[None]
+        weights_KS = tokens_S[None] + 1.0
+        counts_E = torch.bincount(tokens_S % self.num_experts, minlength=self.num_experts)
+        return Routing(slots_KS, weights_KS, torch.zeros(()), counts_E, capacity, self.num_experts)
+
+
+class LoudOrder(OrderBase):
+    """The sparse order, its results negated."""
+
+    def arrange(self, x_SM, routing) -> torch.Tensor:
+        return SimpleOrder().arrange(x_SM, routing)
+
+    def restore(self, y_ECM, routing) -> torch.Tensor:
+        return -SimpleOrder().restore(y_ECM, routing)
+
+
+class LocalAllToAll(AllToAllBase):
+    """Never asked to exchange anything in one process."""
+
+    def exchange(self, x, group) -> torch.Tensor:
+        raise AssertionError("there is one rank only")
+
+
+class TenfoldExpert(ExpertBase):
+    def __init__(self, model_dim: int, expert_dim: int) -> None:
+        super().__init__()
+
+    def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+        return 10 * args.tokens
+
+
+@pytest.fixture
+def own_shelf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the shelf, so that parts of a test are gone after it."""
+    parts = {kind: {name: registry.lookup(kind, name) for name in registry.known(kind)} for kind in registry._PARTS}
+    monkeypatch.setattr(registry, "_PARTS", parts)
+
+
+def test_parts_of_ones_own_are_found_by_name(own_shelf: None) -> None:
+    register_gate("round_robin")(RoundRobinGate)
+    register_order("loud")(LoudOrder)
+    register_alltoall("local")(LocalAllToAll)
+    register_expert("tenfold")(TenfoldExpert)
+    parts = {"gate": "round_robin", "order": "loud", "alltoall": "local"}
+    made = {kind: registry.lookup(kind, name)() for kind, name in parts.items()}
+    assert all(name in registry.known(kind) for kind, name in parts.items())
+    layer = MOELayer(
+        made["gate"],
+        made["order"],
+        model_dim=M,
+        num_experts=5,
+        expert_impl="tenfold",
+        expert_dim=H,
+        alltoall_impl=made["alltoall"],
+        return_stats=True,
+    )
+    x_SM = torch.randn(S, M)
+    result = layer(x_SM)
+    torch.testing.assert_close(result.output, -10 * x_SM * torch.arange(1.0, S + 1)[:, None])
+    assert result.counts_E.tolist() == [5, 5, 5, 4, 4]
+
+
+def test_a_name_belongs_to_one_class_and_a_kind_is_one_of_four(own_shelf: None) -> None:
+    register_order("loud")(LoudOrder)
+    assert register_order("loud")(LoudOrder) is LoudOrder  # a reload is no clash
+    with pytest.raises(ValueError, match=r"order 'loud' is taken by tests\.test_layer_by_hand\.LoudOrder"):
+        register_order("loud")(SimpleOrder)
+    with pytest.raises(ValueError, match="the kinds of part are gate, order, alltoall, expert"):
+        registry.register("router", "mine")
+    with pytest.raises(ValueError, match=r"no order is called 'quiet': the choices are .*'loud'"):
+        registry.lookup("order", "quiet")
+
+
+# ---- mistakes
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "sentence"),
+    ("wrong", "error", "sentence"),
     [
-        ({"expert_impl": "lstm"}, ValueError, "no expert is called 'lstm': the choices are 'gpt', 'mixtral'"),
+        ({"gate_impl": nn.Linear(M, 5)}, TypeError, "gate_impl = Linear.*must be an instance of GateBase"),
+        ({"gate_impl": LinearGate}, TypeError, "gate_impl = .*must be an instance of GateBase"),
+        ({"gate_impl": "topk"}, TypeError, "gate_impl = 'topk': must be an instance of GateBase"),
+        ({"order_impl": SimpleOrder}, TypeError, "order_impl = .*must be an instance of OrderBase"),
+        ({"order_impl": None}, TypeError, "order_impl = None: must be an instance of OrderBase"),
+        ({"gate_impl": LinearGate(k=6)}, ValueError, r"k = 6: must be between 1 and num_experts \(5\)"),
+        ({"num_experts": 0}, ValueError, "num_experts = 0: must be a multiple"),
+        ({"num_experts": -4}, ValueError, "num_experts = -4: must be a multiple"),
         ({"expert_dim": None}, ValueError, "expert_impl = 'gpt' needs expert_dim"),
-        ({"num_experts": 0}, ValueError, "num_experts = 0: must be a multiple of the 1 rank"),
-        ({"gate_impl": LinearGate(k=9)}, ValueError, r"k = 9: must be between 1 and num_experts \(5\)"),
-        ({"gate_impl": nn.Linear(3, 3)}, TypeError, "gate_impl = .*: must be an instance of GateBase"),
+        ({"expert_impl": "gpt2"}, ValueError, "no expert is called 'gpt2': the choices are 'gpt', 'mixtral'"),
+        ({"expert_impl": GPTFeedForward}, TypeError, "GPTFeedForward is not a Module"),
     ],
+    ids=str,
 )
-def test_parts_that_do_not_fit_are_named(arguments: dict, error: type[Exception], sentence: str) -> None:
+def test_a_wrong_part_is_refused_by_name(wrong: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    options = {"gate_impl": LinearGate(), "order_impl": SimpleOrder(), "model_dim": M, "num_experts": 5}
     with pytest.raises(error, match=sentence):
-        make_layer(**arguments)
+        MOELayer(**(options | {"expert_dim": H} | wrong))
 
 
-def test_an_unknown_kind_of_part_is_named() -> None:
-    with pytest.raises(ValueError, match="the kinds of part are gate, order, alltoall, expert"):
-        registry.register("router", "x")
+@pytest.mark.parametrize("wrong", [{"alltoall_impl": "fat"}, {"alltoall_impl": 3}, {"callbacks": [object()]}], ids=str)
+def test_an_all_to_all_and_callbacks_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        make_layer(**wrong)
+
+
+def test_a_gate_is_not_taken_from_the_layer_that_has_it() -> None:
+    gate = LinearGate(k=2)
+    first = make_layer(gate)
+    weight = first.gate.wg.weight
+    with pytest.raises(ValueError, match="gate"):
+        make_layer(gate, num_experts=7)
+    assert first.gate.wg.weight is weight
+
+
+def refuse_uneven_experts(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError, match="num_experts") as caught:
+        make_layer(num_experts=5, group=dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_experts_that_cannot_be_spread_evenly_are_refused_on_every_rank(tmp_path: Path) -> None:
+    sentences = run_on_ranks(refuse_uneven_experts, 2, tmp_path)
+    assert sentences == ["MOELayer: num_experts = 5: must be a multiple of the 2 rank(s)"] * 2
+
+
+def test_an_expert_may_return_its_bias_beside_its_output() -> None:
+    class WithBias(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return 2 * x, None
+
+    gate = LinearGate(k=2, drop_tokens=False)
+    layer = MOELayer(gate, SimpleOrder(), model_dim=M, num_experts=5, expert_impl=WithBias())
+    x_SM = torch.randn(17, M)
+    torch.testing.assert_close(layer(x_SM), 2 * x_SM)
+
+
+def test_a_hook_that_loses_rows_is_found_out() -> None:
+    class Loses(CallbackBase):
+        def before_dispatch_hook(self, args):
+            return args.tensor[:, :1]
+
+    options = {"model_dim": M, "num_experts": 5, "expert_dim": H, "callbacks": [Loses()]}
+    layer = MOELayer(LinearGate(k=2), SimpleOrder(), **options)
+    with pytest.raises(ValueError, match="a hook or an expert has changed the number of rows"):
+        layer(torch.randn(17, M))
+
+
+def test_a_mask_has_one_entry_per_token() -> None:
+    layer = MOELayer(LinearGate(k=1), SimpleOrder(), model_dim=M, num_experts=5, expert_dim=H)
+    with pytest.raises(ValueError, match="used_token has 1 entries for 17 tokens"):
+        layer(torch.randn(17, M), torch.zeros(1))

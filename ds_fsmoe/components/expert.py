@@ -48,4 +48,6 @@ class LocalExperts(nn.Module):
 
     def forward(self, x_GeCM: torch.Tensor) -> torch.Tensor:
         """[G, e, C, M] rows from G ranks for e experts to the same shape."""
-        return torch.stack([expert(x_GeCM[:, i]) for i, expert in enumerate(self.experts)], dim=1)
+        outputs = [expert(x_GeCM[:, i]) for i, expert in enumerate(self.experts)]
+        # As in stock: an expert may return (output, bias) and keeps the bias to itself.
+        return torch.stack([each[0] if isinstance(each, tuple) else each for each in outputs], dim=1)

@@ -22,8 +22,23 @@ class GateBase(nn.Module):
     respected, the weights match the gate's formula.
     """
 
+    _is_built = False
+
+    def build_once(self, model_dim: int, num_experts: int) -> None:
+        """What a layer calls when it takes the gate in: :meth:`build`, and never again.
+
+        Raises:
+            ValueError: impossible sizes, or a gate that another layer has already.
+        """
+        if self._is_built:
+            raise ValueError(f"this {type(self).__name__} belongs to another layer: make a gate for every layer")
+        if model_dim < 1 or num_experts < 1:
+            raise ValueError(f"model_dim = {model_dim}, num_experts = {num_experts}: both must be at least 1")
+        self.build(model_dim, num_experts)
+        self._is_built = True
+
     def build(self, model_dim: int, num_experts: int) -> None:
-        """Create the gate's parameters for tokens of ``model_dim`` (M) and ``num_experts`` (E). Called once."""
+        """Create the gate's parameters for tokens of ``model_dim`` (M) and ``num_experts`` (E)."""
         raise TypeError(f"{type(self).__name__} must define build(model_dim, num_experts)")
 
     def forward(
@@ -46,8 +61,8 @@ class GateBase(nn.Module):
 def dropping_capacity(num_tokens: int, num_experts: int, factor: float, min_capacity: int) -> int:
     """C when tokens are dropped: ``max(ceil(S / E * factor), min_capacity)``.
 
-    The product is rounded to float32 before it is rounded up, as stock DeepSpeed does: 10 tokens on one expert at
-    a factor of 1.1 get 11 slots, where float64 would give 12.
+    S / E, the factor and their product are each rounded to float32 before the product is rounded up, as in stock
+    DeepSpeed: 10 tokens on one expert at a factor of 1.1 get 11 slots, where float64 would give 12.
     """
     exact = torch.tensor(factor, dtype=torch.float32, device="cpu") * (num_tokens / num_experts)
     return max(int(torch.ceil(exact)), min_capacity)

@@ -36,7 +36,7 @@ class TopKSettings:
     drop_policy: str = "probs"
     """k >= 3: who stays when an expert is full: the largest ``"probs"``, or first come by ``"position"``."""
     use_rts: bool = True
-    """k = 1: who stays when an expert is full is drawn at random instead of first come."""
+    """k = 1: who stays when an expert is full is drawn at random; without it, it is as ``torch.topk`` breaks ties."""
     top2_2nd_expert_sampling: bool = True
     """k = 2: the second expert is sampled (Gumbel noise on the logits) instead of being the second best."""
 
@@ -86,9 +86,13 @@ def _check(settings: TopKSettings) -> None:
         )
     if settings.drop_policy not in ("probs", "position"):
         raise ValueError(f"LinearGate: drop_policy = {settings.drop_policy!r}: the choices are 'probs', 'position'")
+    for name, least in (("k", None), ("min_capacity", 0)):
+        value = getattr(settings, name)
+        if type(value) is not int or (least is not None and value < least):
+            raise ValueError(f"LinearGate: {name} = {value!r}: must be an integer{'' if least is None else ' >= 0'}")
     for name in ("capacity_factor", "eval_capacity_factor"):
-        if not getattr(settings, name) > 0:
-            raise ValueError(f"LinearGate: {name} = {getattr(settings, name)}: must be above 0")
+        if not 0 < getattr(settings, name) < float("inf"):
+            raise ValueError(f"LinearGate: {name} = {getattr(settings, name)}: must be above 0 and finite")
 
 
 def route_top_k(
@@ -108,6 +112,9 @@ def route_top_k(
         training: chooses the capacity factor and switches the router's noise.
         used_token_S: [S], nonzero for tokens that take part (the masked ones take no slot); ``None`` means all.
         group: the ranks over which a dropless capacity is agreed.
+
+    Raises:
+        ValueError: a mask of another length than the tokens.
     """
     router_dtype = torch.promote_types(x_SM.dtype, torch.float32)
     x_SM = x_SM.to(router_dtype)
@@ -116,7 +123,11 @@ def route_top_k(
         one = torch.ones((), dtype=torch.float32, device=x_SM.device)
         x_SM = x_SM * torch.distributions.Uniform(one * (1.0 - _JITTER), one * (1.0 + _JITTER)).rsample(x_SM.shape)
     logits_SE = F.linear(x_SM, weight_EM.to(router_dtype))
-    used_S = None if used_token_S is None else used_token_S.reshape(-1).ne(0)
+    used_S = None
+    if used_token_S is not None:
+        used_S = used_token_S.reshape(-1).ne(0)
+        if len(used_S) != len(x_SM):
+            raise ValueError(f"used_token has {len(used_S)} entries for {len(x_SM)} tokens: one per token is needed")
     settings = replace(settings, noisy_gate_policy=noise)
     route = {1: _route_top_1, 2: _route_top_2}.get(settings.k, _route_more)
     return route(logits_SE, settings, settings.factor(training), used_S, group)
@@ -129,6 +140,11 @@ def _gumbel_like(logits_SE: torch.Tensor) -> torch.Tensor:
 
 def _mask_used(mask_SE: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
     return mask_SE if used_S is None else mask_SE * used_S.unsqueeze(1).to(mask_SE.dtype)
+
+
+def _share_E(chosen_SE: torch.Tensor, probs_SE: torch.Tensor) -> torch.Tensor:
+    """The share of tokens that chose each expert, in float32 at least (under autocast the logits may be less)."""
+    return chosen_SE.to(torch.promote_types(probs_SE.dtype, torch.float32)).mean(dim=0)
 
 
 def _capacity(
@@ -163,7 +179,7 @@ def _route_top_1(
     chosen_SE = _mask_used(F.one_hot(expert_S, num_experts), used_S)
     counts_E = chosen_SE.sum(dim=0)
     capacity = _capacity(counts_E, num_tokens, settings, factor, group)
-    aux_loss = torch.sum(probs_SE.mean(dim=0) * chosen_SE.to(probs_SE.dtype).mean(dim=0)) * num_experts
+    aux_loss = torch.sum(probs_SE.mean(dim=0) * _share_E(chosen_SE, probs_SE)) * num_experts
 
     # Who stays: the `capacity` largest of a random number per (token, expert), or of the bare 0/1 mask. Ties in the
     # bare mask fall as topk lets them, which is stock's choice too.
@@ -205,7 +221,7 @@ def _route_top_2(
 
     position_first_SE = torch.cumsum(first_SE, dim=0) - 1
     position_second_SE = torch.cumsum(second_SE, dim=0) - 1 + first_SE.sum(dim=0, keepdim=True)
-    aux_loss = torch.mean(probs_SE.mean(dim=0) * first_SE.to(probs_SE.dtype).mean(dim=0)) * num_experts * num_experts
+    aux_loss = torch.mean(probs_SE.mean(dim=0) * _share_E(first_SE, probs_SE)) * num_experts * num_experts
     counts_E = (first_SE + second_SE).sum(dim=0)
     capacity = _capacity(counts_E, num_tokens, settings, factor, group)
     if settings.drop_tokens:
@@ -241,7 +257,7 @@ def _route_more(
     chosen_SE = torch.zeros_like(probs_SE, dtype=torch.bool).scatter_(1, expert_SK, True)
     chosen_SE = chosen_SE if used_S is None else chosen_SE & used_S.unsqueeze(1)
     counts_E = chosen_SE.sum(dim=0)
-    balance_E = probs_SE.mean(dim=0) * chosen_SE.to(probs_SE.dtype).mean(dim=0)
+    balance_E = probs_SE.mean(dim=0) * _share_E(chosen_SE, probs_SE)
     aux_loss = torch.mean(balance_E) * num_experts * num_experts / settings.k
 
     capacity = _capacity(counts_E, num_tokens, settings, factor, group)

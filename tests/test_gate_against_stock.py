@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The top-k gate gives the numbers of stock DeepSpeed's, bit for bit, and draws what stock draws."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from deepspeed.moe.sharded_moe import TopKGate, topkgating
+
+from ds_fsmoe.components.gates.topk import LinearGate, route_top_k
+from ds_fsmoe.components.routing import Routing
+
+
+def stock_as_routing(outcome: tuple) -> Routing:
+    aux_loss, capacity, num_experts, expert_KS, position_KS, weights_KS, counts_E = outcome
+    capacity = int(capacity)
+    slots_KS = torch.where(expert_KS >= 0, expert_KS.long() * capacity + position_KS.long(), num_experts * capacity)
+    return Routing(slots_KS, weights_KS, aux_loss, counts_E, capacity, num_experts)
+
+
+def assert_same_routing(ours: Routing, stocks: Routing) -> None:
+    assert (ours.capacity, ours.num_experts) == (stocks.capacity, stocks.num_experts)
+    for name in ("slots_KS", "weights_KS", "aux_loss", "counts_E"):
+        assert getattr(ours, name).dtype == getattr(stocks, name).dtype, name
+        assert torch.equal(getattr(ours, name), getattr(stocks, name)), name
+
+
+def gradients_of(routing: Routing, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    factor_KS = torch.linspace(-1.7, 2.3, routing.weights_KS.numel()).reshape(routing.weights_KS.shape)
+    return torch.autograd.grad((routing.weights_KS * factor_KS).sum() + 0.01 * routing.aux_loss, tensors)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("drop_tokens", [True, False], ids=["drop", "dropless"])
+@pytest.mark.parametrize("random_choice", [True, False], ids=["random", "not random"])
+@pytest.mark.parametrize("noise", [None, "Jitter", "RSample"])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_top_k_equals_stock_number_for_number(
+    k: int, noise: str | None, random_choice: bool, drop_tokens: bool, dtype: torch.dtype, training: bool
+) -> None:
+    for (num_tokens, num_experts, width), factor in itertools.product(
+        [(23, 5, 13), (7, 11, 3), (97, 7, 29)], (0.6, 1.3)
+    ):
+        options = {
+            "k": k,
+            "capacity_factor": factor,
+            "eval_capacity_factor": factor * 1.5,
+            "min_capacity": 2,
+            "noisy_gate_policy": noise,
+            "drop_tokens": drop_tokens,
+            "use_rts": random_choice,
+            "top2_2nd_expert_sampling": random_choice,
+        }
+        torch.manual_seed(3)
+        stock = TopKGate(width, num_experts, **options).to(dtype).train(training)
+        gate = LinearGate(**options)
+        gate.build(width, num_experts)
+        gate.to(dtype).train(training).load_state_dict(stock.state_dict())
+        x_SM = torch.randn(num_tokens, width).to(dtype).requires_grad_()
+
+        torch.manual_seed(5)
+        stocks = stock_as_routing(stock(x_SM, None, True))
+        stocks_random_state = torch.get_rng_state()
+        torch.manual_seed(5)
+        ours = gate(x_SM)
+        assert_same_routing(ours, stocks)
+        assert torch.equal(torch.get_rng_state(), stocks_random_state)
+        ours_and_stocks = zip(
+            gradients_of(ours, x_SM, gate.wg.weight), gradients_of(stocks, x_SM, stock.wg.weight), strict=True
+        )
+        for our_gradient, stocks_gradient in ours_and_stocks:
+            assert stocks_gradient.abs().max() > 0
+            assert torch.equal(our_gradient, stocks_gradient)
+
+
+@pytest.mark.parametrize("k", [3, 5])
+def test_dropping_by_position_equals_stocks_function(k: int) -> None:
+    # Stock has this policy in its function only; its gate module never asks for it.
+    logits_SE = torch.randn(53, 11, generator=torch.Generator().manual_seed(k))
+    stocks = stock_as_routing(topkgating(logits_SE, k, 0.7, 2, drop_policy="position", sparse_routes=True))
+    settings = LinearGate(k=k, capacity_factor=0.7, min_capacity=2, drop_policy="position").settings
+    ours = route_top_k(logits_SE, torch.eye(11), settings, training=True)
+    assert (stocks.slots_KS == stocks.num_slots).any()
+    assert_same_routing(ours, stocks)
+
+
+def test_unused_tokens_are_masked_as_in_stocks_top_1() -> None:
+    gate = LinearGate(k=1, capacity_factor=0.6, min_capacity=2)
+    gate.build(13, 5)
+    stock = TopKGate(13, 5, k=1, capacity_factor=0.6, min_capacity=2)
+    stock.load_state_dict(gate.state_dict())
+    x_SM = torch.randn(23, 13, generator=torch.Generator().manual_seed(0))
+    used_S = torch.arange(23) % 4 > 0
+    torch.manual_seed(5)
+    stocks = stock_as_routing(stock(x_SM, used_S.long(), True))
+    torch.manual_seed(5)
+    assert_same_routing(gate(x_SM, used_S), stocks)
