@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import re
 import socket
@@ -15,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +41,17 @@ def num_ranks() -> int:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
     except FileNotFoundError:
         return 2
-    return 1 if len(listed.splitlines()) == 1 else 2
+    # Without a driver nvidia-smi complains on standard output: only lines that name a GPU count.
+    return 1 if sum(line.startswith("GPU ") for line in listed.splitlines()) == 1 else 2
+
+
+def end(job: subprocess.Popen[str]) -> None:
+    """End a launch and its ranks: the launcher hands on an interrupt only, and ended alone leaves them running."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(job.pid)
+        for process in (launcher, *launcher.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def run(moe: str, steps: int) -> dict[str, Any]:
@@ -48,7 +61,7 @@ def run(moe: str, steps: int) -> dict[str, Any]:
         What the main job measured (its ``--metrics``).
 
     Raises:
-        SystemExit: it failed or took too long; its last lines are printed.
+        SystemExit: it failed or took too long, and its last lines are printed; or it trained with the other layers.
     """
     metrics = RUNS / f"{moe}.json"
     metrics.unlink(missing_ok=True)
@@ -63,7 +76,9 @@ def run(moe: str, steps: int) -> dict[str, Any]:
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job,
         tqdm(total=steps, unit="step", disable=not sys.stderr.isatty()) as progress,
     ):
-        limit = threading.Timer(TIME_LIMIT_S, job.terminate)
+        limit = threading.Timer(TIME_LIMIT_S, end, (job,))
+        limit.daemon = True  # an interrupted demo does not wait for it
+        start = time.monotonic()
         limit.start()
         for line in job.stdout:
             file.write(line)
@@ -76,8 +91,21 @@ def run(moe: str, steps: int) -> dict[str, Any]:
         limit.cancel()
     if job.returncode or not metrics.exists():
         print("\n".join(log.read_text().splitlines()[-25:]), file=sys.stderr)
-        raise SystemExit(f"demo: the run with {TITLE_OF_RUN[moe]} failed (exit status {job.returncode}); see {log}")
-    return json.loads(metrics.read_text())
+        late = time.monotonic() - start >= TIME_LIMIT_S
+        what = f"took longer than {TIME_LIMIT_S} s" if late else f"failed (exit status {job.returncode})"
+        raise SystemExit(f"demo: the run with {TITLE_OF_RUN[moe]} {what}; see {log}")
+    measured = json.loads(metrics.read_text())
+    # Two runs of the same layers would agree as well, and show nothing.
+    if bool(measured["chosen"]) != (moe == "fsmoe"):
+        raise SystemExit(f"demo: the run meant for {TITLE_OF_RUN[moe]} trained with {measured['moe']}; see {log}")
+    return measured
+
+
+def relative_difference(stock: float, ours: float) -> float:
+    """0 for the same number only; infinite if one is not finite, since NaN would pass every comparison unseen."""
+    if not (math.isfinite(stock) and math.isfinite(ours)):
+        return math.inf
+    return 0.0 if stock == ours else abs(ours - stock) / max(abs(stock), abs(ours))
 
 
 def compared_rows(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[list[tuple[str, str, str, str]], float]:
@@ -91,13 +119,14 @@ def compared_rows(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[list[tup
     ]
     named += [("validation after", stock["validation_last"], ours["validation_last"])]
     for name, a, b in named:
-        rows.append((name, f"{a:.6f}", f"{b:.6f}", "same" if a == b else f"{abs(b / a - 1):.1e}"))
+        difference = relative_difference(a, b)
+        rows.append((name, f"{a:.6f}", f"{b:.6f}", f"{difference:.1e}" if difference else "same"))
     every = list(zip(stock["losses"], ours["losses"], strict=True)) + [(a, b) for _, a, b in named]
     # No ratio: the runs follow one another, and a machine may change its speed meanwhile.
     rows.append(("step, median ms", f"{stock['step_ms']:.1f}", f"{ours['step_ms']:.1f}", ""))
     rows.append(("tokens per second", f"{stock['tokens_per_s']:.0f}", f"{ours['tokens_per_s']:.0f}", ""))
     rows += [(f"chosen {name}", stock["chosen"].get(name, "-"), value, "") for name, value in ours["chosen"].items()]
-    return rows, max(abs(b / a - 1) for a, b in every)
+    return rows, max(relative_difference(a, b) for a, b in every)
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -76,13 +76,25 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The DeepSpeed config, with ``--moe`` put into its fsmoe block."""
+    """The DeepSpeed config, with ``--moe`` put into its fsmoe block.
+
+    Raises:
+        SystemExit: the file cannot be read or is no JSON object; one sentence says so.
+    """
     # Comments are allowed, as DeepSpeed allows them.
     import hjson
 
-    config = json.loads(json.dumps(hjson.loads(Path(args.deepspeed_config).read_text())))
-    if args.moe is not None:
-        config["fsmoe"] = config.get("fsmoe", {}) | {"enabled": args.moe == "fsmoe"}
+    at_fault = f"train.py: error: --deepspeed_config {args.deepspeed_config}"
+    try:
+        config = json.loads(json.dumps(hjson.loads(Path(args.deepspeed_config).read_text())))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{at_fault}: cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SystemExit(f"{at_fault}: must hold a JSON object")
+    block = config.get("fsmoe", {})
+    # A block that is no object is left for ds_fsmoe to name.
+    if args.moe is not None and isinstance(block, dict):
+        config["fsmoe"] = block | {"enabled": args.moe == "fsmoe"}
     # Handed over as a dict below; DeepSpeed wants to see only one of the two.
     args.deepspeed_config = None
     return config
@@ -204,6 +216,7 @@ def main() -> None:
             "validation_first": validation_first,
             "validation_last": validation_last,
             "step_ms": step_ms,
+            "step_times_ms": times_ms,
             "tokens_per_s": tokens_per_step(engine, args, batch_size) / step_ms * 1e3,
             "checkpoint": args.save_dir,
             "chosen": {} if state is None else state.chosen(),

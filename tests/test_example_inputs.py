@@ -52,6 +52,24 @@ def test_a_missing_config_is_named(capsys) -> None:
     assert refused(capsys).startswith("--deepspeed_config FILE is needed")
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("{bad", "cannot be read as JSON: "), ("[1]", "must hold a JSON object")],
+)
+def test_a_config_that_is_no_json_object_is_one_sentence(content: str, sentence: str, tmp_path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        read_config(parse_arguments(["--deepspeed_config", str(file), "--moe", "fsmoe"]))
+    assert str(caught.value.code).startswith(f"train.py: error: --deepspeed_config {file}: {sentence}")
+
+
+def test_a_block_that_is_no_object_is_left_for_ds_fsmoe_to_name(tmp_path) -> None:
+    file = tmp_path / "block.json"
+    file.write_text('{"fsmoe": true}')
+    assert read_config(parse_arguments(["--deepspeed_config", str(file), "--moe", "fsmoe"]))["fsmoe"] is True
+
+
 def test_an_empty_text_is_named(capsys, tmp_path) -> None:
     (tmp_path / "empty.txt").touch()
     sentence = refused(capsys, *with_config("--text", str(tmp_path / "empty.txt")))

@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job as a user launches it, small: both kinds of layer learn the same, to the last bit."""
+"""The main job as a user launches it, small: both kinds of layer learn the same, to the last bit.
+
+And the demo around it: what it calls the same, and what it does with a run that hangs or was not the one asked for.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.test_doors import launch
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import demo  # noqa: E402
+
 SMALL = [
     "--width",
     "26",
@@ -52,3 +65,81 @@ def test_the_main_job_learns_and_equals_stock(config: str, tmp_path: Path) -> No
     assert ours["moe"] == "ds_fsmoe, 2 layers"
     assert ours["chosen"]["gate"] == "topk, k = 2, capacity factor 1.25"
     assert stock["chosen"] == {}
+    assert len(ours["step_times_ms"]) == 25
+
+
+def measured(chosen: dict[str, str], losses: tuple[float, ...] = (3.0, 2.0, 1.0, 1.0)) -> dict:
+    """What the main job writes, made up."""
+    rest = {"validation_first": 5.0, "validation_last": 2.0, "step_ms": 1.0, "tokens_per_s": 1.0}
+    return {"moe": "layers of some kind", "losses": list(losses), "chosen": chosen, **rest}
+
+
+def test_the_demo_calls_only_equal_finite_losses_the_same() -> None:
+    stock = measured({})
+    assert demo.compared_rows(stock, measured({}))[1] == 0
+    one_bit_off = measured({}, (3.0, math.nextafter(2.0, 3.0), 1.0, 1.0))
+    assert 0 < demo.compared_rows(stock, one_bit_off)[1] < 1e-15
+    for lost in (math.nan, math.inf):
+        diverged = measured({}, (3.0, 2.0, lost, 1.0))
+        assert demo.compared_rows(stock, diverged)[1] == math.inf
+        assert demo.compared_rows(diverged, diverged)[1] == math.inf
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Lets the demo launch a script of the test's in place of DeepSpeed's launcher."""
+
+    def put(script: str) -> None:
+        file = tmp_path / "stand_in.py"
+        file.write_text(script)
+        popen = subprocess.Popen
+        monkeypatch.setattr(subprocess, "Popen", lambda _, **settings: popen([sys.executable, str(file)], **settings))
+
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.setattr(demo, "RUNS", tmp_path)
+    monkeypatch.setattr(demo, "num_ranks", lambda: 2)
+    return put
+
+
+@pytest.mark.parametrize(("moe", "chosen"), [("fsmoe", {}), ("deepspeed", {"gate": "topk"})])
+def test_the_demo_refuses_to_compare_a_run_of_the_other_layers(moe: str, chosen: dict, stand_in, tmp_path) -> None:
+    stand_in(f"open({str(tmp_path / moe)!r} + '.json', 'w').write({json.dumps(measured(chosen))!r})")
+    with pytest.raises(SystemExit, match="trained with layers of some kind"):
+        demo.run(moe, 4)
+
+
+def test_the_demo_ends_a_launch_over_its_time_limit_with_all_its_ranks(stand_in, tmp_path, monkeypatch) -> None:
+    # A launcher that, like DeepSpeed's, waits for a rank that would outlive it and holds its output open.
+    rank = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    stand_in(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])")
+    monkeypatch.setattr(demo, "TIME_LIMIT_S", 3)
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match="took longer than 3 s"):
+        demo.run("deepspeed", 4)
+    assert time.monotonic() - start < 30
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_failed_launch_shows_its_last_lines(stand_in, capsys) -> None:
+    stand_in("raise SystemExit('out of luck')")
+    with pytest.raises(SystemExit, match=r"failed \(exit status 1\)"):
+        demo.run("deepspeed", 4)
+    assert "out of luck" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("listed", "ranks"),
+    [
+        ("NVIDIA-SMI has failed: no driver", 2),
+        ("GPU 0: one", 1),
+        ("GPU 0: one\n  MIG 1g", 1),
+        ("GPU 0: a\nGPU 1: b", 2),
+    ],
+)
+def test_the_demo_takes_one_rank_only_where_there_is_one_gpu(listed: str, ranks: int, tmp_path, monkeypatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<END\n{listed}\nEND\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert demo.num_ranks() == ranks

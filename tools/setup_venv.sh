@@ -20,7 +20,8 @@ done
 [ -n "$python" ] || fail "no Python 3.11 or 3.12 found (looked for \$PYTHON, python3.11, python3.12, python3)"
 say "using $("$python" -c 'import platform, sys; print("Python", platform.python_version(), sys.executable)')"
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+# Read to its end: with pipefail, a grep that stops at the first of many GPUs would make the listing a failure.
+has_gpu() { command -v nvidia-smi >/dev/null && [[ $(nvidia-smi -L 2>/dev/null) == *"GPU "* ]]; }
 # "train" needs a torch in this range; an image that brings one keeps it.
 torch_range=$("$python" -c 'import runpy; print("torch" + runpy.run_path("ds_fsmoe/versions.py")["SUPPORTED"]["torch"])')
 brings_torch() {
