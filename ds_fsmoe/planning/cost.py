@@ -34,9 +34,9 @@ class LinearCost:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"LinearCost: {name} = {value}: must be a finite number of at least 0")
 
-    def ms(self, size: float) -> float:
-        """Milliseconds of a task of this size."""
-        return self.alpha_ms + size * self.beta_ms
+    def ms(self, size: float, launches: int = 1) -> float:
+        """Milliseconds of a task of this size, done in so many launches."""
+        return launches * self.alpha_ms + size * self.beta_ms
 
 
 @dataclass(frozen=True)

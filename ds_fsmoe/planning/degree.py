@@ -3,19 +3,23 @@
 
 Both speak of the paper's order of tasks on three independent lanes: the inter-node link runs IN1..INr, the gradient
 slice, OUT1..OUTr; the intra-node link G1..Gr, R1..Rr; compute E1..Er. For that order the makespan has a closed form,
-so the exact search is a minimum over a few numbers. The paper's four cases equal it where gathering and reducing take
+so the exact search is a minimum over a few numbers. So has the order with one stream of traffic (IN1 G1 .. INr Gr, the
+gradient slice, R1 OUT1 .. Rr OUTr). The paper's four cases equal the first form where gathering and reducing take
 equally long, and mispredict about a fifth of other layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-from scipy.optimize import minimize
 
 from ds_fsmoe.planning.cost import LinearCost
+
+TIE = 1e-12
+"""Times closer than this share are equal: floating point adds the same numbers in different orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +29,15 @@ class Load:
     cost: LinearCost
     size: float
     """Of the whole layer, in the unit of the cost."""
+    launches: int = 1
+    """Per chunk."""
 
     def chunk_ms(self, degree: float) -> float:
         """Time of one of ``degree`` equal chunks."""
-        return self.cost.ms(self.size / degree)
+        return self.cost.ms(self.size / degree, self.launches)
+
+
+NOTHING = Load(LinearCost(0.0, 0.0), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,8 @@ class Phase:
     reduce: Load
     grad_ms: float = 0.0
     """The gradient slice that travels in this layer; 0 in the forward phase."""
+    links: Literal["paper", "shared"] = "paper"
+    """Two links side by side, or one stream of all traffic."""
 
     def chunk_times_ms(self, degree: float) -> tuple[float, float, float, float]:
         """a, g, e, s of the paper: all-to-all, gather, expert, reduce-scatter of one chunk."""
@@ -53,12 +64,20 @@ class Phase:
 
 
 BOTTLENECKS = ("inter-node link", "one lane's chunks in a row", "intra-node link")
+STREAM = "one stream of traffic"
 
 
-def _bounds_ms(phase: Phase, degree: int) -> tuple[float, float, float]:
-    """The three chains, one of which is the longest: through the inter-node link alone, through one lane's chunks with
-    one chunk of everything else around them, and through all gathers and then all reduces."""
+def bounds_ms(phase: Phase, degree: int) -> tuple[float, float, float]:
+    """The chains of tasks, one of which is the longest. The first alone grows with the gradient slice.
+
+    Through the inter-node link alone (or the one stream), through one lane's chunks with one chunk of everything else
+    around them, and through all gathers and then all reduces.
+    """
     a, g, e, s = phase.chunk_times_ms(degree)
+    if phase.links == "shared":
+        enter, leave = a + g, s + a
+        row = enter + e + leave + (degree - 1) * max(enter, e, leave)
+        return degree * (enter + leave) + phase.grad_ms, row, 0.0
     return (
         2 * degree * a + phase.grad_ms,
         2 * a + g + e + s + (degree - 1) * max(a, g, e, s),
@@ -68,7 +87,13 @@ def _bounds_ms(phase: Phase, degree: int) -> tuple[float, float, float]:
 
 def makespan_ms(phase: Phase, degree: int) -> float:
     """Exact time of the layer at this degree."""
-    return max(_bounds_ms(phase, degree))
+    return max(bounds_ms(phase, degree))
+
+
+def smallest_of_best(times_ms: Sequence[float]) -> int:
+    """Index of the first time that is as good as the best."""
+    enough_ms = min(times_ms) * (1 + TIE)
+    return next(index for index, time_ms in enumerate(times_ms) if time_ms <= enough_ms)
 
 
 @dataclass(frozen=True)
@@ -83,16 +108,14 @@ class DegreeChoice:
     """How much longer the runner-up takes, as a share of the chosen one's time."""
     bottleneck: str
     """What the layer waits for at the chosen degree."""
-    paper_case: int
-    """The case (1 to 4) of the paper's figure 4 that this is."""
+    paper_case: int | None
+    """The case (1 to 4) of the paper's figure 4 that this is; ``None`` in one stream, of which it does not speak."""
 
     def explain(self) -> str:
         """One sentence."""
         runner = "no other was allowed" if self.runner_up is None else f"{self.runner_up} takes {self.margin:+.1%}"
-        return (
-            f"degree {self.degree}: {self.makespan_ms:.3f} ms, bound by the {self.bottleneck} "
-            f"(case {self.paper_case} of the paper); {runner}"
-        )
+        case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
+        return f"degree {self.degree}: {self.makespan_ms:.3f} ms, bound by the {self.bottleneck}{case}; {runner}"
 
 
 def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:
@@ -103,8 +126,7 @@ def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:
     """
     _check(max_degree)
     times_ms = [makespan_ms(phase, degree) for degree in range(1, max_degree + 1)]
-    degree = 1 + min(range(max_degree), key=times_ms.__getitem__)
-    return _choice(phase, degree, times_ms)
+    return _choice(phase, 1 + smallest_of_best(times_ms), times_ms)
 
 
 def choose_slsqp(phase: Phase, max_degree: int = 16) -> DegreeChoice:
@@ -113,9 +135,11 @@ def choose_slsqp(phase: Phase, max_degree: int = 16) -> DegreeChoice:
     It is here to be compared with. Its makespan is the true one at the degree it chooses, not its own formula's.
 
     Raises:
-        ValueError: ``max_degree`` below 1.
+        ValueError: ``max_degree`` below 1, or a layer with one stream of traffic.
     """
     _check(max_degree)
+    if phase.links == "shared":
+        raise ValueError("solver = 'slsqp': the paper's four cases speak of two links side by side, not of one stream")
     best: tuple[float, float] | None = None
     for case, clauses in _CLAUSES.items():
         for clause in clauses:
@@ -136,8 +160,10 @@ def _choice(phase: Phase, degree: int, times_ms: list[float]) -> DegreeChoice:
     others = [each for each in range(1, len(times_ms) + 1) if each != degree]
     runner_up = min(others, key=lambda each: times_ms[each - 1], default=None)
     margin = 0.0 if runner_up is None or not chosen_ms else times_ms[runner_up - 1] / chosen_ms - 1.0
-    bounds_ms = _bounds_ms(phase, degree)
-    bottleneck = BOTTLENECKS[bounds_ms.index(max(bounds_ms))]
+    chains_ms = bounds_ms(phase, degree)
+    bottleneck = BOTTLENECKS[chains_ms.index(max(chains_ms))]
+    if phase.links == "shared":
+        return DegreeChoice(degree, chosen_ms, runner_up, margin, bottleneck.replace("inter-node link", STREAM), None)
     return DegreeChoice(degree, chosen_ms, runner_up, margin, bottleneck, paper_case(phase, degree))
 
 
@@ -214,6 +240,8 @@ def paper_case_ms(phase: Phase, case: int, degree: float) -> float:
 
 def _minimise(phase: Phase, case: int, clause: _Clause, max_degree: int) -> tuple[float, float] | None:
     """(time, r) of the best real r that SLSQP finds for one clause, or ``None`` where it finds none that fits."""
+    from scipy.optimize import minimize  # only the paper's method needs it, and loading it takes a second
+
     constraints = [
         {"type": "ineq", "fun": lambda r, q=predicate, sign=1.0 if holds else -1.0: sign * q(phase, float(r[0]))}
         for predicate, holds in clause

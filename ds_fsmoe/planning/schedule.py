@@ -8,7 +8,7 @@ go A2A_IN, GATHER, EXPERT, REDUCE, A2A_OUT.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -32,7 +32,22 @@ EXPERT_DX = "EXPERT_DX"
 EXPERT_DW = "EXPERT_DW"
 REDUCE = "REDUCE"
 A2A_OUT = "A2A_OUT"
+# A hierarchical all-to-all is two tasks: these are its part inside the node, the two above its part between nodes.
+A2A_IN_NODE = "A2A_IN_NODE"
+A2A_OUT_NODE = "A2A_OUT_NODE"
+# The rest of a transformer block.
+MP_GATHER = "MP_GATHER"
+ATTENTION = "ATTENTION"
+SOFTMAX = "SOFTMAX"
+MP_REDUCE = "MP_REDUCE"
+ROUTE = "ROUTE"
+ORDER = "ORDER"
+RESTORE = "RESTORE"
+# Slices of gradients: of what every data-parallel rank holds, and of experts among those that hold the same ones.
 GRAD = "GRAD"
+EXPERT_GRAD = "EXPERT_GRAD"
+HOLD = "HOLD"
+"""Does nothing; it keeps a lane waiting while a task elsewhere needs that lane too (see ``Draft.add``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +58,12 @@ class Task:
     lane: Lane
     chunk: int = 0
     size: float = 0.0
-    """In the unit of the kind's cost."""
+    """In the unit of the kind's cost: bytes of traffic, floating-point operations of computation."""
     after: tuple[int, ...] = ()
     """Indices of the tasks whose results this one needs."""
     layer: int = 0
+    launches: int = 1
+    """How many launches it takes: each costs the kind's alpha."""
 
     @property
     def name(self) -> str:
@@ -98,17 +115,35 @@ class Draft:
 
     def __init__(self) -> None:
         self._tasks: list[Task] = []
+        self._last: dict[Lane, int] = {}
 
     def add(
-        self, kind: str, lane: Lane, *, chunk: int = 0, size: float = 0.0, after: Iterable[int] = (), layer: int = 0
+        self,
+        kind: str,
+        *lanes: Lane,
+        chunk: int = 0,
+        size: float = 0.0,
+        after: Iterable[int] = (),
+        layer: int = 0,
+        launches: int = 1,
     ) -> int:
-        """Append a task; returns its index."""
-        self._tasks.append(Task(kind, lane, chunk, size, tuple(after), layer))
+        """Append a task; returns its index.
+
+        A task that needs two lanes at once runs on the first. It starts when the second has done what was issued to
+        it before, and a HOLD keeps the second waiting until it is done.
+        """
+        lane, *others = lanes
+        needs = dict.fromkeys((*after, *(self._last[each] for each in others if each in self._last)))
+        index = self._append(Task(kind, lane, chunk, size, tuple(needs), layer, launches))
+        for each in others:
+            self._append(Task(HOLD, each, chunk, 0.0, (index,), layer))
+        return index
+
+    def _append(self, task: Task) -> int:
+        self._tasks.append(task)
+        self._last[task.lane] = len(self._tasks) - 1
         return len(self._tasks) - 1
 
     def finish(self) -> Schedule:
         """The schedule."""
         return Schedule(tuple(self._tasks))
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self._tasks)

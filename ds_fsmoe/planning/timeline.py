@@ -126,7 +126,7 @@ def simulate(
     missing = sorted({task.kind for task in schedule.tasks} - set(costs))
     if missing:
         raise ValueError(f"no cost for {', '.join(missing)}: there are costs for {', '.join(sorted(costs))}")
-    work_ms = [costs[task.kind].ms(task.size) for task in schedule.tasks]
+    work_ms = [costs[task.kind].ms(task.size, task.launches) for task in schedule.tasks]
     if contention == Contention():
         return _walk(schedule, work_ms, host_ms)
     return _play(schedule, work_ms, contention, host_ms)

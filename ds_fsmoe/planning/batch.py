@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many timelines at once, of which only the makespans are wanted: what a search over plans asks for.
+
+The same clock as ``timeline.simulate``, to the same result, but one step moves every candidate on by one event, so
+that a thousand of them cost little more than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_fsmoe.planning.schedule import Lane, Schedule
+from ds_fsmoe.planning.timeline import Contention
+
+_LANES = tuple(Lane)
+_COMPUTE, _INTRA, _INTER = (_LANES.index(each) for each in (Lane.COMPUTE, Lane.INTRA, Lane.INTER))
+_NUM_LANES = len(_LANES)
+_OTHERS = tuple(tuple(each for each in range(_NUM_LANES) if each != lane) for lane in range(_NUM_LANES))
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Template:
+    """The order of a schedule without its times. A lane keeps its order, so "these tasks are done" comes down to "so
+    many are done on each lane"."""
+
+    num_tasks: int
+    lane_tasks: tuple[np.ndarray, ...]
+    """Per lane: indices of its tasks."""
+    needs: tuple[np.ndarray, ...]
+    """Per lane: [its tasks, lanes], how many tasks have to be done on every lane before this one."""
+    after: tuple[tuple[int, ...], ...]
+    """Per task: what it waits for, the one before it on its lane included."""
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Template:
+        """Compile a schedule."""
+        lane_tasks = [schedule.lanes[lane] for lane in _LANES]
+        place = {index: (lane, i) for lane, tasks in enumerate(lane_tasks) for i, index in enumerate(tasks)}
+        needs, after = [], [()] * len(schedule.tasks)
+        for lane, tasks in enumerate(lane_tasks):
+            table = np.zeros((len(tasks), len(_LANES)), dtype=np.int64)
+            for i, index in enumerate(tasks):
+                table[i, lane] = i
+                for needed in schedule.tasks[index].after:
+                    other, j = place[needed]
+                    table[i, other] = max(table[i, other], j + 1)
+                after[index] = (*schedule.tasks[index].after, *((tasks[i - 1],) if i else ()))
+            needs.append(table)
+        return cls(
+            len(schedule.tasks),
+            tuple(np.asarray(each, dtype=np.int64) for each in lane_tasks),
+            tuple(needs),
+            tuple(after),
+        )
+
+
+def makespans_ms(
+    jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention = Contention(), host_ms: float = 0.0
+) -> list[np.ndarray]:
+    """When each candidate would be through.
+
+    Args:
+        jobs: an order, and the times of its tasks in ms, [tasks, candidates].
+        contention: how lanes slow each other down.
+        host_ms: what it costs the host to issue one task.
+
+    Returns:
+        Per job: [candidates], in ms.
+    """
+    # Walking is quicker for one order with many candidates, stepping for many orders with few.
+    if contention == Contention() and len(jobs) <= 4:
+        return [_walk(template, task_ms, host_ms) for template, task_ms in jobs]
+    return _play(jobs, contention, host_ms)
+
+
+def _walk(template: Template, task_ms: np.ndarray, host_ms: float) -> np.ndarray:
+    end_ms = np.empty_like(task_ms, dtype=float)
+    for index, after in enumerate(template.after):
+        start_ms = host_ms * (index + 1)
+        for needed in after:
+            start_ms = np.maximum(start_ms, end_ms[needed])
+        end_ms[index] = start_ms + task_ms[index]
+    return end_ms.max(axis=0) if template.num_tasks else np.zeros(task_ms.shape[1])
+
+
+def _play(jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention, host_ms: float) -> list[np.ndarray]:
+    counts = [task_ms.shape[1] for _, task_ms in jobs]
+    starts = np.cumsum([0, *counts])
+    width = 1 + max((len(tasks) for template, _ in jobs for tasks in template.lane_tasks), default=0)
+    # Rows of one table: order by order, task by task. One more task than a lane has ends it: its needs are never met.
+    needs = np.full((_NUM_LANES, _NUM_LANES, len(jobs) * width), _NEVER)
+    issue_ms = np.zeros((_NUM_LANES, len(jobs) * width))
+    work_ms = np.zeros((_NUM_LANES, width, starts[-1]))
+    for job, (template, task_ms) in enumerate(jobs):
+        for lane, tasks in enumerate(template.lane_tasks):
+            here = slice(job * width, job * width + len(tasks))
+            needs[lane, :, here] = template.needs[lane].T
+            issue_ms[lane, here] = host_ms * (tasks + 1)
+            work_ms[lane, : len(tasks), starts[job] : starts[job + 1]] = task_ms[tasks]
+    columns = np.arange(starts[-1])
+    row = np.repeat(np.arange(len(jobs)) * width, counts)
+    left_tasks = np.repeat([template.num_tasks for template, _ in jobs], counts)
+    instant_ms = 1e-13 * work_ms.sum(axis=(0, 1)) + 1e-300
+    result_ms = np.zeros(starts[-1])
+
+    done = np.zeros((_NUM_LANES, starts[-1]), dtype=np.int64)
+    left_ms = work_ms[:, 0].copy()
+    now_ms = np.zeros(starts[-1])
+    ready = np.empty_like(left_ms, dtype=bool)
+    beside, traffic = 1.0 + contention.links, 1.0 + contention.compute
+    while len(columns):
+        if not left_tasks.all():
+            over = left_tasks == 0
+            result_ms[columns[over]] = now_ms[over]
+            columns, row, left_tasks, instant_ms, now_ms = (
+                each[~over] for each in (columns, row, left_tasks, instant_ms, now_ms)
+            )
+            done, left_ms, ready = (np.ascontiguousarray(each[:, ~over]) for each in (done, left_ms, ready))
+            continue
+        at = row + done
+        for lane in range(_NUM_LANES):
+            # What it needs on its own lane is done: it is next.
+            first, second = _OTHERS[lane]
+            ready[lane] = (done[first] >= needs[lane, first][at[lane]]) & (
+                done[second] >= needs[lane, second][at[lane]]
+            )
+        until_ms = np.inf
+        if host_ms:
+            early_ms = np.stack([issue_ms[lane][at[lane]] for lane in range(_NUM_LANES)]) - now_ms
+            held = ready & (early_ms > instant_ms)
+            until_ms = np.where(held, early_ms, np.inf).min(axis=0)
+            ready &= ~held
+        slowdown = np.ones_like(left_ms)
+        slowdown[_INTRA] = slowdown[_INTER] = np.where(ready[_INTRA] & ready[_INTER], beside, 1.0)
+        if contention.compute:
+            slowdown[_COMPUTE] = np.where(ready[_INTRA] | ready[_INTER], traffic, 1.0)
+        step_ms = np.minimum(np.where(ready, left_ms * slowdown, np.inf).min(axis=0), until_ms)
+        now_ms = now_ms + step_ms
+        left_ms -= ready * (step_ms / slowdown)
+        ended = ready & (left_ms <= instant_ms)
+        done += ended
+        left_tasks = left_tasks - ended.sum(axis=0)
+        for lane in range(_NUM_LANES):
+            of = np.flatnonzero(ended[lane])
+            left_ms[lane, of] = work_ms[lane, done[lane, of], columns[of]]
+    return np.split(result_ms, starts[1:-1])

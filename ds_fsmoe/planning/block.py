@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer as a schedule, and layer after layer as one: the orders of the paper's figure 3, and two beyond it.
+
+A block has two windows for gradient slices: one inside its MoE part, right behind the last tokens that come in, and
+one beside the rest of the layer (attention and its collectives). What is in a window runs while the lanes have nothing
+else to do; what is too long for it makes the layer longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, Draft, Lane, Schedule
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
+
+Links = Literal["shared", "paper", "reduce_first"]
+ORDERS: tuple[Links, ...] = ("shared", "paper", "reduce_first")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of the gradients, sent in one launch."""
+
+    kind: str
+    lanes: tuple[Lane, ...]
+    size_bytes: float
+    newest_layer: int = -1
+    """The layer that was the last to add to it, in the order of the backward; -1: it was there before all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """How one layer is run in one phase.
+
+    Raises:
+        ValueError: shares that are not positive or do not sum to 1, or an unknown order.
+    """
+
+    shares: tuple[float, ...] = (1.0,)
+    """Of the tokens, one per chunk."""
+    links: Links = "shared"
+    """The traffic of the MoE part: all in one stream; on its own links, all gathers before all reduces; or each reduce
+    ahead of the gather two chunks later."""
+    late_dw: int = 0
+    """In so many of the last chunks the experts' weight gradients wait until all input gradients are on their way."""
+    held_dw: int = 0
+    """So many of those wait until the rest of the layer has been computed, too: until its last collective."""
+    carried_dw: int = 0
+    """So many of those wait until the next layer's first tokens are on their way: the lane is idle until they come."""
+    moe_slices: tuple[Slice, ...] = ()
+    dense_slices: tuple[Slice, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.shares or min(self.shares) <= 0 or abs(sum(self.shares) - 1) > 1e-6:
+            raise ValueError(f"shares = {self.shares}: must be above 0 and sum to 1")
+        if self.links not in ORDERS:
+            raise ValueError(f"links = {self.links!r}: the choices are {', '.join(ORDERS)}")
+
+    @property
+    def degree(self) -> int:
+        """Number of chunks."""
+        return len(self.shares)
+
+
+def equal_shares(degree: int) -> tuple[float, ...]:
+    """Chunks of one size.
+
+    Raises:
+        ValueError: a degree below 1.
+    """
+    if degree < 1:
+        raise ValueError(f"degree = {degree}: must be at least 1")
+    return (1.0 / degree,) * degree
+
+
+@dataclass
+class Passed:
+    """What later tasks can wait for, and what is still to be done for earlier layers."""
+
+    layer: dict[int, int] = field(default_factory=dict)
+    """Layer -> the task with which it was through: its dense gradients exist."""
+    experts: dict[int, list[int]] = field(default_factory=dict)
+    """Layer -> the tasks after which the gradients of its experts exist."""
+    carried: list[Callable[[], None]] = field(default_factory=list)
+    """Weight gradients that wait for the next layer; each call appends one."""
+
+    def add_carried(self) -> None:
+        """Append what was carried here."""
+        for add in self.carried:
+            add()
+        self.carried = []
+
+
+def add_block(
+    draft: Draft, work: BlockWork, plan: BlockPlan, layer: int, after: Sequence[int], passed: Passed
+) -> tuple[int, ...]:
+    """Write one layer into a schedule.
+
+    Args:
+        draft: what it is appended to.
+        work: what the layer does in this phase.
+        plan: how.
+        layer: its place in the order of this phase.
+        after: the tasks it waits for.
+        passed: what earlier layers left; filled in.
+
+    Returns:
+        The tasks that what comes next waits for.
+    """
+    last = tuple(after)
+    for each in work.before:
+        last = (_add(draft, each, layer, last),)
+    passed.add_carried()
+    passed.experts[layer] = []
+    last, late = _add_moe(draft, work.moe, plan, layer, last, passed)
+    held_from = len(late) - min(plan.held_dw, len(late))
+    carried_from = len(late) - min(plan.carried_dw, plan.held_dw, len(late))
+
+    def add_late(chunk: int, inputs: tuple[int, ...]) -> None:
+        passed.experts[layer].append(_add(draft, work.moe.expert_dw, layer, inputs, chunk, plan))
+
+    for each in late[:held_from]:
+        add_late(*each)
+    # Gradients of this layer's own experts come last: they wait for what is held.
+    own = [each for each in plan.dense_slices if each.newest_layer == layer]
+    others = [each for each in plan.dense_slices if each.newest_layer != layer]
+    # Behind the first collective, so that a slice that needs both links does not hold it up.
+    open_at = next((i + 1 for i, each in enumerate(work.after) if Lane.COMPUTE not in each.lanes), 0)
+    for i, each in enumerate((*work.after, None)):
+        if i == open_at:
+            _add_slices(draft, others, layer, passed, len(plan.moe_slices))
+        if each is not None:
+            last = (_add(draft, each, layer, last),)
+    for each in late[held_from:carried_from]:
+        add_late(*each)
+    passed.carried = [partial(add_late, *each) for each in late[carried_from:]]
+    _add_slices(draft, own, layer, passed, len(plan.moe_slices) + len(others))
+    if last:
+        passed.layer[layer] = last[-1]
+    return last
+
+
+_Late = list[tuple[int, tuple[int, ...]]]
+
+
+def _add_moe(
+    draft: Draft, moe: MoEWork, plan: BlockPlan, layer: int, after: tuple[int, ...], passed: Passed
+) -> tuple[tuple[int, ...], _Late]:
+    """The chunks. Returns what comes next waits for, and the chunks (with what they wait for) whose weight gradients
+    are put off."""
+    degree = plan.degree
+    at: list[tuple[int, ...]] = [after] * degree  # chunk -> the tasks that its next one waits for
+    late: _Late = []
+    late_from = degree - (plan.late_dw if moe.expert_dw is not None else 0)
+
+    def step(chunk: int, works: Iterable[Work]) -> None:
+        for each in works:
+            at[chunk] = (_add(draft, each, layer, at[chunk], chunk, plan),)
+
+    def experts(chunk: int) -> None:
+        if chunk >= late_from:
+            late.append((chunk, at[chunk]))
+            step(chunk, (moe.expert_dx,))
+        else:
+            step(chunk, (moe.expert,))
+            passed.experts[layer].extend(at[chunk])
+
+    # An all-to-all that needs both links leaves nothing to gather beside it: then chunk by chunk, as in one stream.
+    chunk_by_chunk = plan.links == "shared" or any(len(each.lanes) > 1 for each in (*moe.enter, *moe.leave))
+    for chunk in range(degree):
+        step(chunk, moe.enter)
+        if chunk_by_chunk:
+            step(chunk, moe.gather)
+    _add_slices(draft, plan.moe_slices, layer, passed)
+    reduce_ahead = plan.links == "reduce_first" and not chunk_by_chunk
+    for chunk in range(degree):
+        if not chunk_by_chunk:
+            step(chunk, moe.gather)
+        if reduce_ahead and chunk >= 1:
+            step(chunk - 1, moe.reduce)
+        experts(chunk)
+    for chunk in range(degree):
+        if not reduce_ahead or chunk == degree - 1:
+            step(chunk, moe.reduce)
+        step(chunk, moe.leave)
+    return tuple(dict.fromkeys(index for each in at for index in each)), late
+
+
+def _add(
+    draft: Draft, work: Work, layer: int, after: Iterable[int], chunk: int | None = None, plan: BlockPlan | None = None
+) -> int:
+    """Append one operation, or with a plan one chunk of it."""
+    lanes, size = work.lanes, work.size
+    if plan is not None and chunk is not None:
+        size *= plan.shares[chunk]
+        if plan.links == "shared" and Lane.COMPUTE not in lanes:
+            lanes = (Lane.INTER,)
+    return draft.add(work.kind, *lanes, chunk=chunk or 0, size=size, after=after, layer=layer, launches=work.launches)
+
+
+def _add_slices(draft: Draft, slices: Iterable[Slice], layer: int, passed: Passed, first: int = 0) -> None:
+    for index, each in enumerate(slices, first):
+        needs: Sequence[int] = ()
+        if each.newest_layer >= 0:
+            # A gradient that does not exist yet has no task to wait for: asking for it fails here.
+            is_expert = each.kind == EXPERT_GRAD
+            needs = passed.experts[each.newest_layer] if is_expert else (passed.layer[each.newest_layer],)
+        draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=needs, layer=layer)
+
+
+def block_schedule(work: BlockWork, plan: BlockPlan, layer: int = 0) -> Schedule:
+    """One layer in one phase, as in the middle of many equal ones: what the one before carried over, it does."""
+    draft, passed = Draft(), Passed()
+    _carry_in(draft, work, plan, layer, passed)
+    add_block(draft, work, plan, layer, (), passed)
+    return draft.finish()
+
+
+def _carry_in(draft: Draft, work: BlockWork, plan: BlockPlan, layer: int, passed: Passed) -> None:
+    """As if an equal layer had come before."""
+    count = min(plan.carried_dw, plan.held_dw, plan.late_dw, plan.degree)
+    for chunk in range(plan.degree - count, plan.degree):
+        passed.carried.append(partial(_add, draft, work.moe.expert_dw, layer, (), chunk, plan))
+
+
+def model_schedule(
+    layers: Sequence[Layer],
+    plans: Sequence[BlockPlan],
+    phase: Literal["forward", "backward"],
+    tail: Sequence[Slice] = (),
+    forward_plans: Sequence[BlockPlan] = (),
+    endless: bool = False,
+) -> Schedule:
+    """Layer after layer, in the order in which the phase meets them.
+
+    Args:
+        layers: in the order of the phase: the backward begins with the last.
+        plans: one per layer.
+        phase: which. A layer that recomputes runs its forward again, ahead of its backward.
+        tail: slices of gradients that travel when all layers are through.
+        forward_plans: one per layer, in the same order; needed where layers recompute.
+        endless: these layers are the middle of many: the first does what one like the last would carry over to it,
+            and what the last carries over is not done here.
+    """
+    draft, passed = Draft(), Passed()
+    if endless and layers:
+        _carry_in(draft, getattr(layers[-1], phase), plans[-1], 0, passed)
+    last: tuple[int, ...] = ()
+    for index, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
+        if phase == "backward" and layer.recompute:
+            last = add_block(draft, layer.forward, forward_plans[index], index, last, Passed())
+        last = add_block(draft, getattr(layer, phase), plan, index, last, passed)
+    if not endless:
+        passed.add_carried()
+    # The tail waits for everything: for the weight gradients that were put off, too.
+    everything = tuple(dict.fromkeys((*last, *(each for done in passed.experts.values() for each in done))))
+    for index, each in enumerate(tail):
+        draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=everything, layer=len(layers))
+    return draft.finish()

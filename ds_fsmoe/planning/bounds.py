@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What no plan can beat: printed beside every plan, so that one sees what is left to gain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.shares import SMALLEST
+from ds_fsmoe.planning.workload import BlockWork, Work
+
+
+def lower_bound_ms(
+    work: BlockWork, costs: Mapping[str, LinearCost], max_degree: int = 16, grad_ms: float = 0.0
+) -> float:
+    """A time that one layer takes in one phase in any order this package can write down, at any degree up to
+    ``max_degree``, equal chunks or not.
+
+    It is the larger of two kinds of bound. The longest chain: what comes before the MoE part, the MoE part's own
+    bound, what comes after. And for each lane all its work, after the shortest possible time to its first task.
+    Inside the MoE part: a chunk has to go all the way (the longest chunk is at least an equal one), and each lane has
+    to do all its work between the shortest way to it and the shortest way from it. Weight gradients can be put off,
+    so only their lane waits for them.
+
+    Args:
+        work: the layer.
+        costs: kind -> cost.
+        max_degree: the highest degree.
+        grad_ms: gradients that this layer has to make room for on the inter-node link.
+    """
+
+    def ms(each: Work, share: float = 1.0) -> float:
+        return costs[each.kind].ms(each.size * share, each.launches)
+
+    def sum_ms(works: Sequence[Work], share: float = 1.0) -> float:
+        return sum(ms(each, share) for each in works)
+
+    moe = work.moe
+    needed = moe.expert if moe.expert_dx is None else moe.expert_dx
+    way = [*moe.enter, *moe.gather, needed, *moe.reduce, *moe.leave]
+    first = SMALLEST / max_degree
+    moe_ms = sum_ms(way, 1.0 / max_degree)
+    for lane in Lane:
+        mine = [i for i, each in enumerate(way) if each.lanes[0] is lane]
+        if not mine:
+            continue
+        head_ms, tail_ms = sum_ms(way[: mine[0]], first), sum_ms(way[mine[-1] + 1 :], first)
+        moe_ms = max(moe_ms, head_ms + sum(ms(way[i]) for i in mine) + tail_ms)
+    before_ms, after_ms = sum_ms(work.before), sum_ms(work.after)
+    bound_ms = before_ms + moe_ms + after_ms
+
+    to_experts_ms = before_ms + sum_ms((*moe.enter, *moe.gather), first)
+    experts_ms = ms(moe.expert)
+    if moe.expert_dx is not None and moe.expert_dw is not None:
+        experts_ms = min(experts_ms, ms(moe.expert_dx) + ms(moe.expert_dw))
+    compute_ms = to_experts_ms + experts_ms + sum_ms([each for each in work.after if Lane.COMPUTE in each.lanes])
+    inter = [each for each in (*moe.enter, *moe.gather, *moe.reduce, *moe.leave) if each.lanes[0] is Lane.INTER]
+    return max(bound_ms, compute_ms, sum_ms(inter) + grad_ms)

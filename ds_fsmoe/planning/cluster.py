@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster in numbers: what its operations cost, measured or published, read from a JSON file.
+
+The files in ``clusters/`` are the paper's two testbeds and, at the same time, the examples to write one's own after.
+What a size means, for every collective: the bytes of the largest buffer of one rank (what an all-to-all sends, what an
+all-gather ends with, what a reduce-scatter starts from, what an all-reduce reduces).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.timeline import Contention
+
+_FOLDER = Path(__file__).parent / "clusters"
+_COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
+UNITS: Mapping[str, str] = MappingProxyType(
+    {f"{link}.{name}": "byte" for link in ("inter", "intra") for name in _COLLECTIVES}
+    | {"gemm": "flop", "attention": "flop", "softmax": "score", "routing": "flop", "order": "byte"}
+)
+"""Operation -> what its slope is per. ``inter`` is a group with one rank per node, ``intra`` one inside a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What one operation costs, and where that is from."""
+
+    cost: LinearCost
+    ranks: int | None = None
+    """Size of the group it was measured in; ``None``: not known, or not a collective."""
+    source: str = ""
+
+    def among(self, ranks: int) -> LinearCost:
+        """The cost in a group of another size: of a buffer, (N-1)/N goes over the wire."""
+        if ranks == 1:
+            return LinearCost(0.0, 0.0)
+        if self.ranks in (None, ranks):
+            return self.cost
+        share = ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
+        return LinearCost(self.cost.alpha_ms, self.cost.beta_ms * share)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes, and what things cost there."""
+
+    name: str
+    num_nodes: int
+    gpus_per_node: int
+    operations: Mapping[str, Operation]
+    contention: Contention = Contention()
+    host_ms: float = 0.0
+    """What it costs the host to launch one operation."""
+    source: str = ""
+
+    def operation(self, name: str, needed_by: str) -> Operation:
+        """One operation.
+
+        Args:
+            name: as in ``UNITS``.
+            needed_by: who asks, for the message.
+
+        Raises:
+            ValueError: the cluster has no number for it.
+        """
+        if name not in self.operations:
+            raise ValueError(
+                f"cluster {self.name}: operations.{name} is missing, and {needed_by} needs it: "
+                f"there are {', '.join(self.operations) or 'none'}"
+            )
+        return self.operations[name]
+
+
+def names() -> tuple[str, ...]:
+    """The clusters that come with the package."""
+    return tuple(sorted(each.stem for each in _FOLDER.glob("*.json")))
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """A cluster by name, or from a JSON file of one's own.
+
+    Raises:
+        ValueError: no such name or file, or a file with a field that is wrong; it names the field and the choices.
+    """
+    path = _FOLDER / f"{name_or_path}.json"
+    if name_or_path not in names():
+        path = Path(name_or_path)
+        if not path.is_file():
+            near = difflib.get_close_matches(name_or_path, names(), 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"no cluster is called {name_or_path!r}, and there is no such file: {hint}"
+                f"the choices are {', '.join(names())}, or the path of a JSON file written like one of them"
+            )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cluster file {path}: cannot be read as JSON: {error}") from error
+    return _Reader(f"cluster file {path}").cluster(data)
+
+
+class _Reader:
+    """Reads a cluster file field by field, and says of a wrong one where it is."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def wrong(self, path: str, sentence: str) -> ValueError:
+        return ValueError(f"{self._file}: {path}{sentence}")
+
+    def cluster(self, data: Any) -> Cluster:
+        fields = ("name", "source", "num_nodes", "gpus_per_node", "contention", "host_ms", "operations")
+        self.known("", data, fields)
+        for needed in ("num_nodes", "gpus_per_node", "operations"):
+            if needed not in data:
+                raise self.wrong(needed, " is missing")
+        contention = data.get("contention", {})
+        self.known("contention", contention, ("links", "compute", "source"))
+        self.known("operations", data["operations"], tuple(UNITS))
+        return Cluster(
+            name=str(data.get("name", Path(self._file).stem)),
+            num_nodes=self.count("num_nodes", data["num_nodes"]),
+            gpus_per_node=self.count("gpus_per_node", data["gpus_per_node"]),
+            operations=MappingProxyType(
+                {name: self.operation(name, value) for name, value in data["operations"].items()}
+            ),
+            contention=Contention(
+                *(self.number(f"contention.{key}", contention.get(key, 0.0)) for key in ("links", "compute"))
+            ),
+            host_ms=self.number("host_ms", data.get("host_ms", 0.0)),
+            source=str(data.get("source", "")),
+        )
+
+    def operation(self, name: str, data: Any) -> Operation:
+        path, slope = f"operations.{name}", f"beta_ms_per_{UNITS[name]}"
+        collective = "." in name
+        self.known(path, data, ("alpha_ms", slope, "source", *(("ranks",) if collective else ())))
+        for needed in ("alpha_ms", slope):
+            if needed not in data:
+                raise self.wrong(f"{path}.{needed}", " is missing")
+        cost = LinearCost(*(self.number(f"{path}.{key}", data[key]) for key in ("alpha_ms", slope)))
+        ranks = data.get("ranks")
+        if ranks is not None and self.count(f"{path}.ranks", ranks) < 2:
+            raise self.wrong(f"{path}.ranks", f" = {ranks}: a collective is measured among at least 2")
+        return Operation(cost, ranks, str(data.get("source", "")))
+
+    def known(self, path: str, data: Any, fields: tuple[str, ...]) -> None:
+        if not isinstance(data, dict):
+            raise self.wrong(path, f"{' ' if path else ''}must be a JSON object")
+        for key in data:
+            if key not in fields:
+                near = difflib.get_close_matches(key, fields, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                where = f"{path}.{key}" if path else key
+                raise self.wrong(where, f": no such field: {hint}the choices are {', '.join(fields)}")
+
+    def number(self, path: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise self.wrong(path, f" = {json.dumps(value)}: must be a finite number of at least 0")
+        return float(value)
+
+    def count(self, path: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.wrong(path, f" = {json.dumps(value)}: must be a whole number of at least 1")
+        return value

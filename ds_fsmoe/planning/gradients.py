@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of the gradients travels in which layer's backward (paper, section 5), counted in bytes.
+
+Gradients come into being layer by layer and wait in a queue, first in, first out. On its way the backward passes
+windows, two per layer, in which they can be sent beside the layer's own work: for free up to a point, from there on at
+the price of a longer layer. What is left at the end is sent alone. A window is only offered what the queue holds by
+then, so nothing is ever sent before it exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ds_fsmoe.planning.block import Slice
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
+
+CHUNK_BYTES = 30 * 2**20
+"""Lina's best size of a slice (its section 4)."""
+Mode = Literal["exposed", "dense_only", "fixed_chunk", "adaptive"]
+MODES: tuple[Mode, ...] = ("exposed", "dense_only", "fixed_chunk", "adaptive")
+SOLVERS = ("dp", "de")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The gradients of one layer, of one kind."""
+
+    kind: str
+    lanes: tuple[Lane, ...]
+    size_bytes: int
+    cost: LinearCost
+    layer: int = -1
+    """In the order of the backward; -1: it was there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of the backward beside which gradients can travel."""
+
+    layer: int
+    kind: Literal["moe", "dense"]
+    num_pieces: int
+    """How many pieces of the queue exist when it opens."""
+    extra_ms: Callable[[np.ndarray], np.ndarray]
+    """Time of gradients sent in it -> how much longer the layer gets. Never falls; 0 for nothing."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who sends what."""
+
+    slices: tuple[tuple[Slice, ...], ...]
+    """One entry per window."""
+    tail: tuple[Slice, ...]
+    """What is sent when the backward is over."""
+    extra_ms: float
+    """By how much all layers get longer, the tail included."""
+
+    @property
+    def size_bytes(self) -> float:
+        """All that is sent."""
+        return sum(each.size_bytes for slices in (*self.slices, self.tail) for each in slices)
+
+
+class _Queue:
+    """The pieces end to end, measured by the time their bytes take; cut into equal steps."""
+
+    def __init__(self, pieces: Sequence[Piece], num_steps: int) -> None:
+        self.pieces = [each for each in pieces if each.size_bytes > 0]
+        # A gradient that costs nothing per byte still has a length, or it could not be told from none.
+        lengths = [max(each.size_bytes * each.cost.beta_ms, each.size_bytes * 1e-18) for each in self.pieces]
+        self.ends = np.concatenate([[0.0], np.cumsum(lengths)])
+        self.num_steps = num_steps if self.pieces else 0
+        self.step_ms = float(self.ends[-1]) / self.num_steps if self.num_steps else 0.0
+        self._counts = np.cumsum([0, *(each.size_bytes > 0 for each in pieces)])
+        at_ms = np.arange(self.num_steps + 1) * self.step_ms
+        is_expert = [each.kind == EXPERT_GRAD for each in self.pieces]
+        self.expert_ms = np.interp(at_ms, self.ends, np.concatenate([[0.0], np.cumsum(lengths * np.array(is_expert))]))
+        self.alphas_ms = [
+            max(
+                (each.cost.alpha_ms for each, that in zip(self.pieces, is_expert, strict=True) if that is kind),
+                default=0.0,
+            )
+            for kind in (False, True)
+        ]
+        self.has = [False in is_expert, True in is_expert]
+
+    def exists(self, num_pieces: int) -> int:
+        """How many steps of the queue exist when so many pieces do."""
+        if not self.num_steps:
+            return 0
+        return int(self.ends[self._counts[num_pieces]] / self.step_ms * (1 + 1e-12) + 1e-9)
+
+    def start_up_ms(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Launching what lies between two steps: once per kind of gradient in there."""
+        expert_ms = self.expert_ms[last] - self.expert_ms[first]
+        tiny = 1e-9 * max(self.step_ms, 1e-300)
+        dense_ms = (last - first) * self.step_ms - expert_ms
+        return self.alphas_ms[0] * (dense_ms > tiny) + self.alphas_ms[1] * (expert_ms > tiny)
+
+    def slices(self, first: int, last: int) -> tuple[Slice, ...]:
+        """What lies between two steps, one slice per kind; cut so that slices of adjacent stretches sum exactly."""
+        if first == last:
+            return ()
+        found: dict[str, Slice] = {}
+        for place, piece in enumerate(self.pieces):
+            start, end = self.ends[place], self.ends[place + 1]
+            cuts = []
+            for step in (first, last):
+                share = (step * self.step_ms - start) / (end - start)
+                at_end = step == self.num_steps
+                cuts.append(piece.size_bytes if at_end else round(piece.size_bytes * min(1.0, max(0.0, share))))
+            size_bytes = cuts[1] - cuts[0]
+            if size_bytes > 0:
+                before = found[piece.kind].size_bytes if piece.kind in found else 0
+                found[piece.kind] = Slice(piece.kind, piece.lanes, before + size_bytes, piece.layer)
+        return tuple(found.values())
+
+    def partition(self, cuts: Sequence[int], extra_ms: float) -> Partition:
+        """From the step up to which each window has emptied the queue."""
+        bounds = [0, *cuts]
+        slices = tuple(self.slices(a, b) for a, b in zip(bounds, cuts, strict=False))
+        return Partition(slices, self.slices(bounds[-1], self.num_steps), extra_ms)
+
+    def tail_ms(self, first: int) -> float:
+        """Sending the rest alone."""
+        rest = np.array([first]), np.array([self.num_steps])
+        return float(self.start_up_ms(*rest)[0]) + (self.num_steps - first) * self.step_ms
+
+
+def partition(
+    pieces: Sequence[Piece],
+    windows: Sequence[Window],
+    mode: Mode,
+    *,
+    solver: str = "dp",
+    chunk_bytes: int = CHUNK_BYTES,
+    num_steps: int | None = None,
+    seed: int = 0,
+) -> Partition:
+    """Give every window its slices.
+
+    Args:
+        pieces: the queue, in the order in which the gradients come into being.
+        windows: in the order in which the backward passes them.
+        mode: all at the end; all that is there beside each layer's dense part; in slices of one size wherever the
+            link would be idle (Lina); or where they cost least.
+        solver: for ``adaptive``: "dp", exact up to the steps of the queue, or "de", the paper's two steps with
+            differential evolution.
+        chunk_bytes: for ``fixed_chunk``.
+        num_steps: into how many the queue is cut; ``None``: from 16 to 256 per layer, so that models stay quick.
+        seed: for "de".
+
+    Raises:
+        ValueError: an unknown mode or solver, or a chunk below one byte.
+    """
+    if mode not in MODES:
+        raise ValueError(f"gradient_partition.mode = {mode!r}: the choices are {', '.join(MODES)}")
+    if solver not in SOLVERS:
+        raise ValueError(f"gradient_partition.solver = {solver!r}: the choices are {', '.join(SOLVERS)}")
+    if chunk_bytes < 1:
+        raise ValueError(f"gradient_partition.chunk_bytes = {chunk_bytes}: must be at least 1")
+    if num_steps is None:
+        num_steps = max(1, len(pieces)) * max(16, min(256, 2048 // max(1, len(pieces))))
+    queue = _Queue(pieces, num_steps)
+    if not queue.pieces:
+        return Partition(((),) * len(windows), (), 0.0)
+    if mode == "exposed":
+        return queue.partition([0] * len(windows), queue.tail_ms(0))
+    if mode == "dense_only":
+        return _evaluated(queue, windows, _dense_only(queue, windows))
+    if mode == "fixed_chunk":
+        return _fixed_chunk(pieces, windows, chunk_bytes)
+    cuts = _dp(queue, windows) if solver == "dp" else _de(queue, windows, seed)
+    return _evaluated(queue, windows, cuts)
+
+
+def _evaluated(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int]) -> Partition:
+    total_ms, before = 0.0, 0
+    for window, cut in zip(windows, cuts, strict=True):
+        time_ms = queue.start_up_ms(np.array([before]), np.array([cut])) + (cut - before) * queue.step_ms
+        total_ms += float(window.extra_ms(time_ms)[0])
+        before = cut
+    return queue.partition(cuts, total_ms + queue.tail_ms(before))
+
+
+def _dense_only(queue: _Queue, windows: Sequence[Window]) -> list[int]:
+    cuts, sent = [], 0
+    for window in windows:
+        sent = queue.exists(window.num_pieces) if window.kind == "dense" else sent
+        cuts.append(sent)
+    return cuts
+
+
+def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
+    """The cheapest way to empty the queue, by dynamic programming over windows and what has been sent by then."""
+    steps = queue.num_steps
+    best_ms = np.full(steps + 1, np.inf)
+    best_ms[0] = 0.0
+    choices = []
+    two_kinds = all(queue.has)
+    alphas_ms = [queue.alphas_ms[0]] if not queue.has[1] else [queue.alphas_ms[1]] if not queue.has[0] else None
+    seen: dict[int, np.ndarray] = {}
+    for place, window in enumerate(windows):
+        exists = queue.exists(window.num_pieces)
+        size = np.arange(exists + 1)
+        # Equal layers share their function, so a window's prices are asked for once per longest slice.
+        if two_kinds:
+            combos_ms = (queue.alphas_ms[0], queue.alphas_ms[1], sum(queue.alphas_ms))
+            extra_ms = np.stack([_prices(window, queue, size, alpha) for alpha in combos_ms])
+        else:
+            key = id(window.extra_ms)
+            if key not in seen or len(seen[key][0]) < exists + 1:
+                seen[key] = _prices(window, queue, np.arange(steps + 1), alphas_ms[0])[None]
+            extra_ms = seen[key][:, : exists + 1]
+        # The last layer may take all that is left: that saves the launch at the very end.
+        is_last = place >= len(windows) - 2
+        longest = exists if is_last else min(_worth_sending(extra_ms, queue.step_ms), exists)
+        # candidates[j, m]: emptied up to j, of which m in this window.
+        padded = np.concatenate([np.full(longest, np.inf), best_ms])
+        before_ms = np.lib.stride_tricks.sliding_window_view(padded, longest + 1)[:, ::-1]
+        if two_kinds:
+            last = np.arange(steps + 1)[:, None]
+            first = np.maximum(0, last - np.arange(longest + 1))
+            tiny = 1e-9 * queue.step_ms
+            expert_ms = queue.expert_ms[last] - queue.expert_ms[first]
+            dense_ms = (last - first) * queue.step_ms - expert_ms
+            kinds = np.where(expert_ms <= tiny, 0, np.where(dense_ms <= tiny, 1, 2))
+            price_ms = extra_ms[kinds, np.broadcast_to(np.arange(longest + 1), kinds.shape)]
+        else:
+            price_ms = extra_ms[0, : longest + 1]
+        total_ms = before_ms + price_ms
+        choice = total_ms.argmin(axis=1)
+        best_ms = total_ms[np.arange(steps + 1), choice]
+        best_ms[exists + 1 :] = np.inf
+        choices.append(choice)
+    first = np.arange(steps + 1)
+    rest_ms = queue.start_up_ms(first, np.full(steps + 1, steps)) + (steps - first) * queue.step_ms
+    at = int((best_ms + rest_ms).argmin())
+    cuts = []
+    for choice in reversed(choices):
+        cuts.append(at)
+        at -= int(choice[at])
+    return cuts[::-1]
+
+
+def _prices(window: Window, queue: _Queue, size: np.ndarray, alpha_ms: float) -> np.ndarray:
+    extra_ms = window.extra_ms(np.where(size > 0, alpha_ms + size * queue.step_ms, 0.0))
+    extra_ms[0] = 0.0
+    return extra_ms
+
+
+def _worth_sending(extra_ms: np.ndarray, step_ms: float) -> int:
+    """From some size on, each more step makes the layer longer by itself: as much as sending it at the very end."""
+    rises = np.diff(extra_ms, axis=1) < step_ms * (1 - 1e-9)
+    useful = np.flatnonzero(rises.any(axis=0))
+    return int(useful[-1]) + 1 if len(useful) else 1
+
+
+def _free_steps(queue: _Queue, window: Window, first: int, exists: int) -> int:
+    """How many steps from ``first`` on travel for nothing."""
+    last = np.arange(first, exists + 1)
+    time_ms = queue.start_up_ms(np.full(len(last), first), last) + (last - first) * queue.step_ms
+    free = window.extra_ms(time_ms) <= 1e-9 * max(1.0, queue.step_ms)
+    free[0] = True
+    return int(np.flatnonzero(free)[-1])
+
+
+def _de(queue: _Queue, windows: Sequence[Window], seed: int) -> list[int]:
+    """The paper's two steps: first what travels for nothing, then the rest over the MoE parts by evolution."""
+    from scipy.optimize import differential_evolution
+
+    moe = [index for index, window in enumerate(windows) if window.kind == "moe"]
+
+    def cuts(shares: np.ndarray) -> list[int]:
+        share_of = dict(zip(moe, shares, strict=True))
+        result, sent = [], 0
+        for index, window in enumerate(windows):
+            exists = max(sent, queue.exists(window.num_pieces))
+            sent += _free_steps(queue, window, sent, exists)
+            sent += round(share_of.get(index, 0.0) * (exists - sent))
+            result.append(sent)
+        return result
+
+    none = cuts(np.zeros(len(moe)))
+    if not moe or none[-1] == queue.num_steps:
+        return none
+    found = differential_evolution(
+        lambda shares: _evaluated_ms(queue, windows, cuts(shares)),
+        [(0.0, 1.0)] * len(moe),
+        seed=seed,
+        maxiter=30,
+        popsize=8,
+        polish=False,
+    )
+    return min((none, cuts(found.x)), key=lambda each: _evaluated_ms(queue, windows, each))
+
+
+def _evaluated_ms(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int]) -> float:
+    before = np.array([0, *cuts[:-1]])
+    last = np.array(cuts)
+    times_ms = queue.start_up_ms(before, last) + (last - before) * queue.step_ms
+    pairs = zip(windows, times_ms, strict=True)
+    extra_ms = sum(float(window.extra_ms(np.array([time_ms]))[0]) for window, time_ms in pairs)
+    return extra_ms + queue.tail_ms(int(last[-1]))
+
+
+def _fixed_chunk(pieces: Sequence[Piece], windows: Sequence[Window], chunk_bytes: int) -> Partition:
+    """Lina's rule as a static list: while a window's link would be idle, send one more slice; the last may overrun."""
+    waiting: list[Slice] = []
+    costs = {each.kind: each.cost for each in pieces}
+
+    def arrive(first: int, last: int) -> None:
+        for piece in pieces[first:last]:
+            whole, rest = divmod(piece.size_bytes, chunk_bytes)
+            sizes = [chunk_bytes] * whole + ([rest] if rest else [])
+            waiting.extend(Slice(piece.kind, piece.lanes, size, piece.layer) for size in sizes)
+
+    def ms(slices: Sequence[Slice]) -> float:
+        return sum(costs[each.kind].ms(each.size_bytes) for each in slices)
+
+    sent, total_ms, arrived = [], 0.0, 0
+    for window in windows:
+        arrive(arrived, window.num_pieces)
+        arrived = max(arrived, window.num_pieces)
+        here: list[Slice] = []
+        while waiting and float(window.extra_ms(np.array([ms(here) + 1e-9]))[0]) <= 1e-8:
+            here.append(waiting.pop(0))
+        total_ms += float(window.extra_ms(np.array([ms(here)]))[0]) if here else 0.0
+        sent.append(tuple(here))
+    arrive(arrived, len(pieces))
+    return Partition(tuple(sent), tuple(waiting), total_ms + ms(waiting))

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of the paper's table 4, and the models of its figures 6 to 8."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.planning.workload import Shape
+
+NUM_LAYERS_OF_TABLE_4 = 1458
+
+
+def table_4(testbed: str, num_experts: int) -> Iterator[Shape]:
+    """All 1458 layers for testbed "a" or "b", which has shorter sequences; k = 2."""
+    lengths = (512, 1024, 2048) if testbed == "a" else (256, 512, 1024)
+    for B, heads, L, M, scale, factor, ffn in itertools.product(
+        (1, 2, 4), (8, 16, 32), lengths, (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4, None), ("gpt", "mixtral")
+    ):
+        yield Shape(B, L, M, scale * M, num_experts, 2, factor, ffn, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model by name."""
+
+    num_layers: int
+    shape: Shape
+
+    def with_(self, **changes: object) -> Model:
+        """The same with another shape."""
+        return Model(self.num_layers, replace(self.shape, **changes))
+
+
+# Samples, length and experts are the paper's for its testbed A (its section 6.4); they are meant to be replaced.
+MODELS: dict[str, Model] = {
+    "gpt2-xl": Model(48, Shape(1, 1024, 1600, 6400, 6, 2, 1.2, "gpt", 25)),
+    "mixtral-7b": Model(32, Shape(1, 1024, 4096, 14336, 6, 2, 1.2, "mixtral", 32, 8)),
+    "mixtral-22b": Model(56, Shape(1, 1024, 6144, 16384, 6, 2, 1.2, "mixtral", 48, 8)),
+}
+
+
+def model(name: str) -> Model:
+    """A model by name.
+
+    Raises:
+        ValueError: no such name, with those there are.
+    """
+    if name not in MODELS:
+        raise ValueError(f"no model is called {name!r}: the choices are {', '.join(MODELS)}")
+    return MODELS[name]

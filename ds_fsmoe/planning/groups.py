@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks talk to each other, and over which links.
+
+Per pipeline stage, world = mp x dp = esp x ep x edp. MP and ESP groups are neighbours, EP strides over ESP groups, DP
+and EDP over what is left. None of the sizes has to equal another, or the number of GPUs per node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_fsmoe.planning.schedule import Lane
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a kind of group lies."""
+
+    size: int
+    per_node: int
+    """The most ranks that a group has in one node."""
+    lanes: tuple[Lane, ...]
+    """The links it crosses: none (one rank), the one inside the node, the one between nodes (at most one rank of a
+    group in a node), or both, the one between nodes first."""
+
+    @property
+    def nodes(self) -> int:
+        """Over how many nodes a group spreads."""
+        return -(-self.size // self.per_node)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Sizes of the process groups.
+
+    Raises:
+        ValueError: a size below 1, or sizes that do not multiply to the world.
+    """
+
+    world: int
+    gpus_per_node: int
+    mp: int = 1
+    """Model parallel: attention is split over so many ranks."""
+    esp: int = 1
+    """Expert sharding: each expert is split over so many ranks."""
+    ep: int = 1
+    """Expert parallel: the experts are spread over so many ranks."""
+    dp: int | None = None
+    """Data parallel; ``None``: what is left of the world."""
+    pp: int = 1
+    """Pipeline stages."""
+
+    def __post_init__(self) -> None:
+        for name in ("world", "gpus_per_node", "mp", "esp", "ep", "pp", *(() if self.dp is None else ("dp",))):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value}: must be a whole number of at least 1")
+        if self.world % self.pp:
+            raise ValueError(f"pp = {self.pp}: must divide the world size {self.world}")
+        if self.stage % self.mp or (self.dp is not None and self.mp * self.dp != self.stage):
+            dp = "any dp" if self.dp is None else f"dp = {self.dp}"
+            raise ValueError(
+                f"mp = {self.mp} and {dp} do not multiply to the {self.stage} ranks "
+                f"{'of a pipeline stage' if self.pp > 1 else 'of the world'}"
+            )
+        if self.stage % (self.ep * self.esp):
+            raise ValueError(
+                f"ep = {self.ep} times esp = {self.esp} = {self.ep * self.esp}: must divide the {self.stage} ranks "
+                f"{'of a pipeline stage' if self.pp > 1 else 'of the world'}"
+            )
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // self.pp
+
+    @property
+    def edp(self) -> int:
+        """Expert data parallel: so many ranks hold the same experts."""
+        return self.stage // (self.ep * self.esp)
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """Where the groups lie: ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
+        dp = self.stage // self.mp
+        strides = {
+            "mp": (self.mp, 1),
+            "dp": (dp, self.mp),
+            "esp": (self.esp, 1),
+            "ep": (self.ep, self.esp),
+            "edp": (self.edp, self.ep * self.esp),
+        }
+        return {name: self._place(size, stride) for name, (size, stride) in strides.items()}
+
+    def _ranks(self, size: int, stride: int) -> Iterator[range]:
+        for block in range(0, self.world, size * stride):
+            for first in range(block, block + stride):
+                yield range(first, first + size * stride, stride)
+
+    def _place(self, size: int, stride: int) -> Placement:
+        if size == 1:
+            return Placement(1, 1, ())
+        # Looked up rank by rank: where nodes and groups do not line up, the worst group counts.
+        nodes = [Counter(rank // self.gpus_per_node for rank in ranks) for ranks in self._ranks(size, stride)]
+        per_node = max(max(each.values()) for each in nodes)
+        if all(len(each) == 1 for each in nodes):
+            return Placement(size, per_node, (Lane.INTRA,))
+        return Placement(size, per_node, (Lane.INTER,) if per_node == 1 else (Lane.INTER, Lane.INTRA))

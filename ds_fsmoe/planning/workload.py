@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer has to do: the bytes and floating-point operations of every task of a generalised MoE layer.
+
+A generalised layer is a transformer block as the paper draws it (figure 2): the all-gather of model parallelism,
+attention, the reduce-scatter, gate and order, then chunk by chunk dispatch, gather, experts, reduce, combine, and the
+order back. Volumes are those of its section 2, but with group sizes that are independent of one another. Left out:
+norms, biases and embeddings, which are a thousandth of it.
+
+Letters (GShard's): B samples, L positions, S tokens on a rank, M width, H expert width, E experts, K experts per token,
+F = K * capacity factor, the copies that each token is sent as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Groups, Placement
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_IN_NODE,
+    A2A_OUT,
+    A2A_OUT_NODE,
+    ATTENTION,
+    EXPERT,
+    EXPERT_DW,
+    EXPERT_DX,
+    EXPERT_GRAD,
+    GATHER,
+    GRAD,
+    HOLD,
+    MP_GATHER,
+    MP_REDUCE,
+    ORDER,
+    REDUCE,
+    RESTORE,
+    ROUTE,
+    SOFTMAX,
+    Lane,
+)
+
+GEMMS = {"gpt": 2, "mixtral": 3}
+"""Matrix products of an expert: two layers, or the three of SwiGLU."""
+AllToAll = Literal["flat", "2dh"]
+ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A generalised layer.
+
+    Raises:
+        ValueError: a size below 1, heads that do not divide, or an unknown kind of expert.
+    """
+
+    B: int
+    """Samples per model-parallel group."""
+    L: int
+    M: int
+    H: int
+    E: int
+    K: int = 2
+    capacity_factor: float | None = 1.2
+    """``None``: no token is dropped."""
+    ffn: str = "gpt"
+    heads: int = 16
+    kv_heads: int | None = None
+    """Heads of keys and values; ``None``: as many as of queries."""
+    dtype_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("B", "L", "M", "H", "E", "K", "heads", "dtype_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value}: must be a whole number of at least 1")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
+            raise ValueError(f"capacity_factor = {self.capacity_factor}: must be above 0, or none where nothing drops")
+        if self.K > self.E:
+            raise ValueError(f"K = {self.K}: must be at most the number of experts, E = {self.E}")
+        if self.ffn not in GEMMS:
+            raise ValueError(f"ffn = {self.ffn!r}: the choices are {', '.join(GEMMS)}")
+        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+            raise ValueError(f"kv_heads = {self.kv_heads}: must divide the number of heads, {self.heads}")
+
+    @property
+    def F(self) -> float:
+        """Copies that a token is sent as."""
+        return self.K * (1.0 if self.capacity_factor is None else self.capacity_factor)
+
+    @property
+    def attention_weights(self) -> float:
+        """Elements of the four projections."""
+        return (2 + 2 * (self.kv_heads or self.heads) / self.heads) * self.M**2
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operation, before it is cut."""
+
+    kind: str
+    lanes: tuple[Lane, ...]
+    size: float = 0.0
+    """Bytes of traffic, floating-point operations of computation."""
+    launches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoEWork:
+    """The part of a layer that is cut into chunks. What a group of one would do is not there."""
+
+    enter: tuple[Work, ...]
+    """The all-to-all to the experts: nothing, one operation, or its parts inside a node and between nodes."""
+    gather: tuple[Work, ...]
+    expert: Work
+    reduce: tuple[Work, ...]
+    leave: tuple[Work, ...]
+    expert_dx: Work | None = None
+    """In backward: the part of ``expert`` that the tokens' way back waits for; ``expert_dw`` is the rest."""
+    expert_dw: Work | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """One layer in one phase, in the order of time."""
+
+    before: tuple[Work, ...]
+    moe: MoEWork
+    after: tuple[Work, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What one layer's backward leaves to be summed over ranks."""
+
+    kind: str
+    """GRAD: exists when the layer is through. EXPERT_GRAD: exists when its experts' weight gradients do."""
+    lanes: tuple[Lane, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The work of one layer in a training step."""
+
+    forward: BlockWork
+    backward: BlockWork
+    gradients: tuple[Gradient, ...]
+    recompute: bool = False
+    """Whether the forward runs once more ahead of the backward."""
+
+
+def layer_work(shape: Shape, groups: Groups, alltoall: AllToAll = "flat", recompute: bool = False) -> Layer:
+    """Bytes and floating-point operations of one layer on one rank (paper, section 2; in bytes, not elements).
+
+    Raises:
+        ValueError: experts that do not divide over the EP ranks; heads or width that do not over the MP ranks.
+    """
+    for name, value, over, ranks in (
+        ("E", shape.E, "ep", groups.ep),
+        ("H", shape.H, "esp", groups.esp),
+        ("heads", shape.heads, "mp", groups.mp),
+    ):
+        if value % ranks:
+            raise ValueError(f"{name} = {value}: must be divisible by {over} = {ranks}")
+    at = groups.placements
+    # With model parallelism each of its ranks holds its share of the tokens after the reduce-scatter.
+    tokens_S = shape.B * shape.L / groups.mp
+    row_bytes = shape.M * shape.dtype_bytes
+    sent_bytes = shape.F * tokens_S * row_bytes
+    gathered_bytes = sent_bytes * groups.esp
+    local_e = shape.E // groups.ep
+    gemms = GEMMS[shape.ffn]
+    # Each gathers the rows of esp ranks, and multiplies them with its esp-th part of H.
+    expert_flops = 2 * gemms * shape.F * tokens_S * shape.M * shape.H
+    expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * local_e)
+
+    enter, leave = _all_to_all(at["ep"], sent_bytes, alltoall)
+    gather, reduce = (_collective(kind, at["esp"], gathered_bytes) for kind in (GATHER, REDUCE))
+    mp_gather, mp_reduce = (
+        _collective(kind, at["mp"], shape.B * shape.L * row_bytes) for kind in (MP_GATHER, MP_REDUCE)
+    )
+    products = shape.B * shape.L * shape.attention_weights + 2 * shape.B * shape.L**2 * shape.M
+    attention = Work(ATTENTION, (Lane.COMPUTE,), 2 * products / groups.mp)
+    softmax = Work(SOFTMAX, (Lane.COMPUTE,), shape.B * shape.heads * shape.L**2 / groups.mp)
+    route = Work(ROUTE, (Lane.COMPUTE,), 2 * tokens_S * shape.M * shape.E)
+    moved_bytes = (shape.F + 1) * tokens_S * row_bytes
+    order, restore = (Work(kind, (Lane.COMPUTE,), moved_bytes) for kind in (ORDER, RESTORE))
+
+    forward = BlockWork(
+        (*mp_gather, attention, softmax, *mp_reduce, route, order),
+        MoEWork(enter, gather, expert, reduce, leave),
+        (restore,),
+    )
+    twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
+    backward = BlockWork(
+        (restore,),
+        MoEWork(enter, gather, twice, reduce, leave, replace(expert, kind=EXPERT_DX), replace(expert, kind=EXPERT_DW)),
+        # What the forward reduced, the backward gathers, and the other way round.
+        (
+            order,
+            route,
+            *mp_gather,
+            replace(softmax, size=2 * softmax.size, launches=2),
+            replace(attention, size=2 * attention.size, launches=2),
+            *mp_reduce,
+        ),
+    )
+    dense_bytes = round(shape.attention_weights / groups.mp + shape.M * shape.E) * shape.dtype_bytes
+    expert_bytes = local_e * gemms * shape.M * (shape.H // groups.esp) * shape.dtype_bytes
+    gradients = tuple(
+        Gradient(kind, at[group].lanes, size_bytes)
+        for kind, group, size_bytes in ((GRAD, "dp", dense_bytes), (EXPERT_GRAD, "edp", expert_bytes))
+        if at[group].size > 1
+    )
+    return Layer(forward, backward, gradients, recompute)
+
+
+def _collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
+    return (Work(kind, at.lanes, size_bytes),) if at.size > 1 else ()
+
+
+def _all_to_all(at: Placement, size_bytes: float, alltoall: AllToAll) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    if alltoall not in ALLTOALLS:
+        raise ValueError(f"alltoall = {alltoall!r}: the choices are {', '.join(ALLTOALLS)}")
+    if len(at.lanes) < 2 or alltoall == "flat":
+        return _collective(A2A_IN, at, size_bytes), _collective(A2A_OUT, at, size_bytes)
+    # Exchange inside the node first, then among equals of other nodes; on the way out the other way round.
+    enter = Work(A2A_IN_NODE, (Lane.INTRA,), size_bytes), Work(A2A_IN, (Lane.INTER,), size_bytes)
+    leave = Work(A2A_OUT, (Lane.INTER,), size_bytes), Work(A2A_OUT_NODE, (Lane.INTRA,), size_bytes)
+    return enter, leave
+
+
+def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") -> Mapping[str, LinearCost]:
+    """What each kind of task costs in these groups on this cluster.
+
+    A group with several ranks in a node that also spans nodes is charged what it sends between nodes: an all-to-all
+    all that is meant for other nodes; the ring of another collective crosses each node's link once, for all of the
+    group's ranks there.
+
+    Raises:
+        ValueError: the cluster has no number for an operation that a group needs.
+    """
+    costs = {HOLD: LinearCost(0.0, 0.0)}
+    for kind, name in (
+        *((each, "gemm") for each in (EXPERT, EXPERT_DX, EXPERT_DW)),
+        (ATTENTION, "attention"),
+        (SOFTMAX, "softmax"),
+        (ROUTE, "routing"),
+        *((each, "order") for each in (ORDER, RESTORE)),
+    ):
+        costs[kind] = cluster.operation(name, "every layer").cost
+    for kinds, group, collective in (
+        ((A2A_IN, A2A_OUT), "ep", "all_to_all"),
+        ((GATHER,), "esp", "all_gather"),
+        ((REDUCE,), "esp", "reduce_scatter"),
+        ((MP_GATHER,), "mp", "all_gather"),
+        ((MP_REDUCE,), "mp", "reduce_scatter"),
+        ((GRAD,), "dp", "all_reduce"),
+        ((EXPERT_GRAD,), "edp", "all_reduce"),
+    ):
+        at = groups.placements[group]
+        if at.size > 1:
+            costs |= dict.fromkeys(kinds, _cost_among(cluster, group, at, collective))
+    at = groups.placements["ep"]
+    if len(at.lanes) == 2 and alltoall == "2dh":
+        inside = cluster.operation("intra.all_to_all", f"2dh over the EP group ({at.per_node} ranks in a node)")
+        costs |= dict.fromkeys((A2A_IN_NODE, A2A_OUT_NODE), inside.among(at.per_node))
+    return costs
+
+
+def _cost_among(cluster: Cluster, group: str, at: Placement, collective: str) -> LinearCost:
+    lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
+    if at.lanes == (Lane.INTRA,):
+        return cluster.operation(f"intra.{collective}", lies).among(at.size)
+    cost = cluster.operation(f"inter.{collective}", lies).among(at.nodes)
+    share = 1 if collective == "all_to_all" else at.per_node
+    return LinearCost(cost.alpha_ms, cost.beta_ms / share)
