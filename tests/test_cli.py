@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.commands import env
 from ds_fsmoe.versions import SUPPORTED, VERSION
 
 
@@ -33,7 +34,7 @@ def test_env_fails_on_a_version_out_of_range(capsys, monkeypatch) -> None:
 
 
 def test_what_is_missing_is_no_failure_on_a_laptop_that_plans(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(cli, "_installed", lambda name: None if name in ("torch", "deepspeed") else "1.0")
+    monkeypatch.setattr(env, "_installed", lambda name: None if name in ("torch", "deepspeed") else "1.0")
     assert cli.main(["env"]) == 0
     assert rows_of(capsys.readouterr().out)["torch"][:3] == ["not", "installed", "[NO]"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_fsmoe.planning.schedule import Lane, Schedule
-from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.planning.timeline import IDEAL, Contention
 
 _LANES = tuple(Lane)
 _COMPUTE, _INTRA, _INTER = (_LANES.index(each) for each in (Lane.COMPUTE, Lane.INTRA, Lane.INTER))
@@ -50,16 +50,12 @@ class Template:
                     table[i, other] = max(table[i, other], j + 1)
                 after[index] = (*schedule.tasks[index].after, *((tasks[i - 1],) if i else ()))
             needs.append(table)
-        return cls(
-            len(schedule.tasks),
-            tuple(np.asarray(each, dtype=np.int64) for each in lane_tasks),
-            tuple(needs),
-            tuple(after),
-        )
+        indices = tuple(np.asarray(each, dtype=np.int64) for each in lane_tasks)
+        return cls(len(schedule.tasks), indices, tuple(needs), tuple(after))
 
 
 def makespans_ms(
-    jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention = Contention(), host_ms: float = 0.0
+    jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention = IDEAL, host_ms: float = 0.0
 ) -> list[np.ndarray]:
     """When each candidate would be through.
 
@@ -72,7 +68,7 @@ def makespans_ms(
         Per job: [candidates], in ms.
     """
     # Walking is quicker for one order with many candidates, stepping for many orders with few.
-    if contention == Contention() and len(jobs) <= 4:
+    if contention == IDEAL and len(jobs) <= 4:
         return [_walk(template, task_ms, host_ms) for template, task_ms in jobs]
     return _play(jobs, contention, host_ms)
 

@@ -75,7 +75,7 @@ def _uneven(planner: Planner, plan: ModelPlan, beyond: Beyond) -> ModelPlan:
     seen: dict[tuple[BlockWork, BlockPlan], BlockPlan] = {}
 
     def improved(work: BlockWork, block: BlockPlan, choice: Choice) -> BlockPlan:
-        key = work, _without_ages(block)
+        key = work, block.without_ages()
         if key not in seen:
             seen[key] = _improved(planner, work, key[1], choice, beyond)
         found = seen[key]
@@ -124,14 +124,6 @@ def _neighbours(order: Order, reduce_first: bool) -> list[Order]:
     degrees = {max(2, each) for each in (order.degree + 1, order.degree, order.degree - 1, -(-order.degree // 2))}
     links = {order.links, *(("paper", "reduce_first") if order.links != "shared" and reduce_first else ())}
     return [replace(order, degree=degree, links=each) for degree in sorted(degrees) for each in sorted(links)]
-
-
-def _without_ages(block: BlockPlan) -> BlockPlan:
-    """For a layer looked at alone, all its gradients are from before."""
-    moe, dense = (
-        tuple(replace(each, newest_layer=-1) for each in slices) for slices in (block.moe_slices, block.dense_slices)
-    )
-    return replace(block, moe_slices=moe, dense_slices=dense)
 
 
 def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: Sequence[Gradient] = ()) -> ModelPlan:

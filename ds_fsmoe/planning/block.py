@@ -9,7 +9,7 @@ else to do; what is too long for it makes the layer longer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -63,6 +63,13 @@ class BlockPlan:
     def degree(self) -> int:
         """Number of chunks."""
         return len(self.shares)
+
+    def without_ages(self) -> BlockPlan:
+        """For a layer looked at alone: all its gradients are from before."""
+        moe, dense = (
+            tuple(replace(each, newest_layer=-1) for each in slices) for slices in (self.moe_slices, self.dense_slices)
+        )
+        return replace(self, moe_slices=moe, dense_slices=dense)
 
 
 def equal_shares(degree: int) -> tuple[float, ...]:
@@ -155,10 +162,13 @@ def _add_moe(
     at: list[tuple[int, ...]] = [after] * degree  # chunk -> the tasks that its next one waits for
     late: _Late = []
     late_from = degree - (plan.late_dw if moe.expert_dw is not None else 0)
+    # Where nothing leaves the node there is one link anyhow.
+    traffic = (*moe.enter, *moe.gather, *moe.reduce, *moe.leave)
+    stream = Lane.INTER if any(Lane.INTER in each.lanes for each in traffic) else None
 
     def step(chunk: int, works: Iterable[Work]) -> None:
         for each in works:
-            at[chunk] = (_add(draft, each, layer, at[chunk], chunk, plan),)
+            at[chunk] = (_add(draft, each, layer, at[chunk], chunk, plan, stream),)
 
     def experts(chunk: int) -> None:
         if chunk >= late_from:
@@ -168,17 +178,13 @@ def _add_moe(
             step(chunk, (moe.expert,))
             passed.experts[layer].extend(at[chunk])
 
-    # An all-to-all that needs both links leaves nothing to gather beside it: then chunk by chunk, as in one stream.
-    chunk_by_chunk = plan.links == "shared" or any(len(each.lanes) > 1 for each in (*moe.enter, *moe.leave))
+    # Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
+    reduce_ahead = plan.links == "reduce_first"
     for chunk in range(degree):
         step(chunk, moe.enter)
-        if chunk_by_chunk:
-            step(chunk, moe.gather)
-    _add_slices(draft, plan.moe_slices, layer, passed)
-    reduce_ahead = plan.links == "reduce_first" and not chunk_by_chunk
-    for chunk in range(degree):
-        if not chunk_by_chunk:
-            step(chunk, moe.gather)
+        step(chunk, moe.gather)
+        if chunk == degree - 1:
+            _add_slices(draft, plan.moe_slices, layer, passed)
         if reduce_ahead and chunk >= 1:
             step(chunk - 1, moe.reduce)
         experts(chunk)
@@ -190,14 +196,20 @@ def _add_moe(
 
 
 def _add(
-    draft: Draft, work: Work, layer: int, after: Iterable[int], chunk: int | None = None, plan: BlockPlan | None = None
+    draft: Draft,
+    work: Work,
+    layer: int,
+    after: Iterable[int],
+    chunk: int | None = None,
+    plan: BlockPlan | None = None,
+    stream: Lane | None = None,
 ) -> int:
-    """Append one operation, or with a plan one chunk of it."""
+    """Append one operation, or with a plan one chunk of it; in one stream of traffic, on that."""
     lanes, size = work.lanes, work.size
     if plan is not None and chunk is not None:
         size *= plan.shares[chunk]
-        if plan.links == "shared" and Lane.COMPUTE not in lanes:
-            lanes = (Lane.INTER,)
+        if plan.links == "shared" and stream is not None and Lane.COMPUTE not in lanes:
+            lanes = (stream,)
     return draft.add(work.kind, *lanes, chunk=chunk or 0, size=size, after=after, layer=layer, launches=work.launches)
 
 

@@ -18,7 +18,7 @@ from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule, equ
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import NOTHING, Load, Phase, bounds_ms
 from ds_fsmoe.planning.schedule import HOLD, Lane
-from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
 
 
@@ -45,7 +45,7 @@ class BlockTimes:
         self,
         work: BlockWork,
         costs: Mapping[str, LinearCost],
-        contention: Contention = Contention(),
+        contention: Contention = IDEAL,
         host_ms: float = 0.0,
         grad_lanes: tuple[Lane, ...] = (Lane.INTER,),
     ) -> None:
@@ -73,7 +73,7 @@ class BlockTimes:
             and all(each.lanes == (Lane.INTRA,) for each in (*moe.gather, *moe.reduce))
         )
         """Whether its groups lie as the paper's do: all-to-alls and gradients between nodes, the rest inside."""
-        self._ideal = self.is_papers and contention == Contention() and not host_ms
+        self._ideal = self.is_papers and contention == IDEAL and not host_ms
         self._before_ms, self._after_ms = (self._sum_ms(each) for each in (work.before, work.after))
 
     def _sum_ms(self, works: Sequence[Work]) -> float:

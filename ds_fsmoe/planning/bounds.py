@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.shares import SMALLEST
-from ds_fsmoe.planning.workload import BlockWork, Work
+from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, Work
 
 
 def lower_bound_ms(
@@ -21,7 +21,7 @@ def lower_bound_ms(
     bound, what comes after. And for each lane all its work, after the shortest possible time to its first task.
     Inside the MoE part: a chunk has to go all the way (the longest chunk is at least an equal one), and each lane has
     to do all its work between the shortest way to it and the shortest way from it. Weight gradients can be put off,
-    so only their lane waits for them.
+    even into the next layer, so they count for their lane only.
 
     Args:
         work: the layer.
@@ -50,10 +50,46 @@ def lower_bound_ms(
     before_ms, after_ms = sum_ms(work.before), sum_ms(work.after)
     bound_ms = before_ms + moe_ms + after_ms
 
-    to_experts_ms = before_ms + sum_ms((*moe.enter, *moe.gather), first)
     experts_ms = ms(moe.expert)
     if moe.expert_dx is not None and moe.expert_dw is not None:
         experts_ms = min(experts_ms, ms(moe.expert_dx) + ms(moe.expert_dw))
-    compute_ms = to_experts_ms + experts_ms + sum_ms([each for each in work.after if Lane.COMPUTE in each.lanes])
-    inter = [each for each in (*moe.enter, *moe.gather, *moe.reduce, *moe.leave) if each.lanes[0] is Lane.INTER]
-    return max(bound_ms, compute_ms, sum_ms(inter) + grad_ms)
+    computed = [each for each in (*work.before, *work.after) if Lane.COMPUTE in each.lanes]
+    return max(bound_ms, sum_ms(computed) + experts_ms, _inter_ms(work, costs) + grad_ms)
+
+
+def _inter_ms(work: BlockWork, costs: Mapping[str, LinearCost]) -> float:
+    """What only the link between nodes can do, in one piece."""
+    moe = work.moe
+    works = (*work.before, *moe.enter, *moe.gather, *moe.reduce, *moe.leave, *work.after)
+    return sum(costs[each.kind].ms(each.size, each.launches) for each in works if each.lanes[0] is Lane.INTER)
+
+
+def step_bounds_ms(
+    layers: Sequence[Layer], costs: Mapping[str, LinearCost], max_degree: int = 16, carried: Sequence[Gradient] = ()
+) -> tuple[float, float]:
+    """The same for a whole forward and a whole backward: layer after layer, or all that one lane has to do.
+
+    Args:
+        layers: of the model.
+        costs: kind -> cost.
+        max_degree: the highest degree.
+        carried: gradients that wait when the backward begins.
+    """
+    alone_ms = {layer: tuple(lower_bound_ms(each, costs, max_degree) for each in _phases(layer)) for layer in {*layers}}
+    forward_ms = sum(alone_ms[layer][0] for layer in layers)
+    backward_ms = sum(alone_ms[layer][1] + (alone_ms[layer][0] if layer.recompute else 0.0) for layer in layers)
+    # Gradients can travel together, so each kind has to be launched once.
+    gradients = (*carried, *(each for layer in layers for each in layer.gradients))
+    between = [each for each in gradients if Lane.INTER in each.lanes]
+    grads_ms = sum(costs[each.kind].ms(each.size_bytes, 0) for each in between)
+    grads_ms += sum(costs[kind].alpha_ms for kind in {each.kind for each in between})
+    traffic_ms = sum(_inter_ms(each, costs) for layer in layers for each in _backward_parts(layer))
+    return forward_ms, max(backward_ms, traffic_ms + grads_ms)
+
+
+def _phases(layer: Layer) -> tuple[BlockWork, BlockWork]:
+    return layer.forward, layer.backward
+
+
+def _backward_parts(layer: Layer) -> tuple[BlockWork, ...]:
+    return (layer.forward, layer.backward) if layer.recompute else (layer.backward,)

@@ -14,7 +14,7 @@ from ds_fsmoe.planning.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsq
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
 
-LANE_NAMES = {Lane.COMPUTE: "compute", Lane.INTRA: "intra-node link", Lane.INTER: "inter-node link"}
+LANE_NAMES = {Lane.COMPUTE: "computation", Lane.INTRA: "intra-node link", Lane.INTER: "inter-node link"}
 
 
 @dataclass(frozen=True, slots=True)

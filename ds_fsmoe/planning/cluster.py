@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.planning.timeline import IDEAL, Contention
 
 _FOLDER = Path(__file__).parent / "clusters"
 _COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
@@ -56,7 +56,7 @@ class Cluster:
     num_nodes: int
     gpus_per_node: int
     operations: Mapping[str, Operation]
-    contention: Contention = Contention()
+    contention: Contention = IDEAL
     host_ms: float = 0.0
     """What it costs the host to launch one operation."""
     source: str = ""

@@ -16,7 +16,7 @@ from ds_fsmoe.planning.degree import smallest_of_best
 from ds_fsmoe.planning.gradients import CHUNK_BYTES, Partition, Piece, Window, partition
 from ds_fsmoe.planning.presets import Switches
 from ds_fsmoe.planning.schedule import Lane, Schedule
-from ds_fsmoe.planning.timeline import Contention, Timeline, simulate
+from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 
 SOLVERS = {"exact": choose, "slsqp": choose_as_the_paper}
@@ -31,7 +31,7 @@ class Settings:
         ValueError: a degree below 1, or an unknown solver.
     """
 
-    contention: Contention = Contention()
+    contention: Contention = IDEAL
     """How lanes slow each other down, as the plan assumes."""
     host_ms: float = 0.0
     """What it costs the host to issue one task."""
@@ -71,15 +71,13 @@ class ModelPlan:
         )
 
     def timelines(
-        self, costs: Mapping[str, LinearCost], contention: Contention = Contention(), host_ms: float = 0.0
+        self, costs: Mapping[str, LinearCost], contention: Contention = IDEAL, host_ms: float = 0.0
     ) -> tuple[Timeline, Timeline]:
         """Both phases, played."""
         forward, backward = (simulate(each, costs, contention, host_ms) for each in self.schedules())
         return forward, backward
 
-    def step_ms(
-        self, costs: Mapping[str, LinearCost], contention: Contention = Contention(), host_ms: float = 0.0
-    ) -> float:
+    def step_ms(self, costs: Mapping[str, LinearCost], contention: Contention = IDEAL, host_ms: float = 0.0) -> float:
         """Predicted time of a step's forward and backward."""
         return sum(each.makespan_ms for each in self.timelines(costs, contention, host_ms))
 

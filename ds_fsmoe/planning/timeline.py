@@ -33,6 +33,9 @@ class Contention:
         return 1.0 + self.links if {Lane.INTRA, Lane.INTER} <= busy else 1.0
 
 
+IDEAL = Contention()
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One task in time."""
@@ -108,7 +111,7 @@ class Timeline:
 def simulate(
     schedule: Schedule,
     costs: Mapping[str, LinearCost],
-    contention: Contention = Contention(),
+    contention: Contention = IDEAL,
     host_ms: float = 0.0,
 ) -> Timeline:
     """Play a schedule.
@@ -127,7 +130,7 @@ def simulate(
     if missing:
         raise ValueError(f"no cost for {', '.join(missing)}: there are costs for {', '.join(sorted(costs))}")
     work_ms = [costs[task.kind].ms(task.size, task.launches) for task in schedule.tasks]
-    if contention == Contention():
+    if contention == IDEAL:
         return _walk(schedule, work_ms, host_ms)
     return _play(schedule, work_ms, contention, host_ms)
 

@@ -156,12 +156,11 @@ def layer_work(shape: Shape, groups: Groups, alltoall: AllToAll = "flat", recomp
     """Bytes and floating-point operations of one layer on one rank (paper, section 2; in bytes, not elements).
 
     Raises:
-        ValueError: experts that do not divide over the EP ranks; heads or width that do not over the MP ranks.
+        ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks.
     """
     for name, value, over, ranks in (
         ("E", shape.E, "ep", groups.ep),
         ("H", shape.H, "esp", groups.esp),
-        ("heads", shape.heads, "mp", groups.mp),
     ):
         if value % ranks:
             raise ValueError(f"{name} = {value}: must be divisible by {over} = {ranks}")

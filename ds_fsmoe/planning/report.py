@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model on a cluster under every system: what ``ds_fsmoe plan`` prints and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from ds_fsmoe.planning.best import plan_by_name
+from ds_fsmoe.planning.block import BlockPlan, block_schedule, equal_shares
+from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
+from ds_fsmoe.planning.choose import Choice
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings
+from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.timeline import Timeline, simulate
+from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
+
+_LINKS = {"shared": "one stream", "paper": "two links", "reduce_first": "two links, reduces first"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Plans and predictions."""
+
+    cluster: Cluster
+    groups: Groups
+    shape: Shape
+    settings: Settings
+    costs: Mapping[str, LinearCost]
+    layers: tuple[Layer, ...]
+    """Of one pipeline stage."""
+    plans: Mapping[str, ModelPlan]
+    times_ms: Mapping[str, tuple[float, float]]
+    """Preset -> forward, backward."""
+    bounds_ms: tuple[float, float]
+    """Forward, backward: no plan is faster."""
+    preset_name: str
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The one that is shown."""
+        return self.plans[self.preset_name]
+
+    @property
+    def tail_bytes(self) -> float:
+        """Gradients that travel when the backward is over."""
+        return sum(each.size_bytes for each in self.plan.tail)
+
+    def head(self) -> list[tuple[str, str]]:
+        """What was assumed."""
+        s, g, at = self.shape, self.groups, self.groups.placements
+        drop = "nothing dropped" if s.capacity_factor is None else f"capacity factor {s.capacity_factor:g}"
+        kappa = self.settings.contention
+        lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in at.items() if place.size > 1)
+        return [
+            (
+                "model",
+                f"{len(self.layers) * g.pp} layers, B = {s.B}, L = {s.L}, M = {s.M}, H = {s.H}, E = {s.E}, k = {s.K}, "
+                f"{drop}, {s.ffn} experts, {s.heads} heads, {8 * s.dtype_bytes}-bit",
+            ),
+            ("groups", f"{g.world} ranks, {g.gpus_per_node} per node: {lies or 'one rank each'}"),
+            *([("stages", f"{g.pp}; times are those of one stage and one micro-batch")] if g.pp > 1 else []),
+            (
+                "links",
+                f"kappa = {kappa.links:g} while both are busy, computation {kappa.compute:+.0%} beside traffic, "
+                f"{self.settings.host_ms * 1e3:g} us to launch a task",
+            ),
+        ]
+
+    def block_timelines(self, preset_name: str) -> list[tuple[str, Timeline]]:
+        """The middle layer of a plan, in both phases."""
+        plan = self.plans[preset_name]
+        middle = len(self.layers) // 2
+        layer = self.layers[middle]
+        pairs = (("forward", layer.forward, plan.forward[middle]), ("backward", layer.backward, plan.backward[middle]))
+        return [(phase, self._simulate(work, block)) for phase, work, block in pairs]
+
+    def _simulate(self, work: Any, block: BlockPlan) -> Timeline:
+        schedule = block_schedule(work, block.without_ages())
+        return simulate(schedule, self.costs, self.settings.contention, self.settings.host_ms)
+
+    def trace(self) -> str:
+        """The step for Perfetto: a process per phase."""
+        timelines = self.plan.timelines(self.costs, self.settings.contention, self.settings.host_ms)
+        events = []
+        for pid, (phase, timeline) in enumerate(zip(("forward", "backward"), timelines, strict=True)):
+            events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": phase}})
+            events += [event | {"pid": pid} for event in json.loads(timeline.chrome_trace())["traceEvents"]]
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    def plan_rows(self) -> list[dict[str, Any]]:
+        """The plan, layer by layer. Layers are counted from the front, in both phases."""
+        last = len(self.layers) - 1
+        forward = zip(self.plan.forward, self.plan.forward_choices, strict=True)
+        backward = zip(self.plan.backward, self.plan.backward_choices, strict=True)
+        return [
+            *({"layer": index} | self._row("forward", index, *each) for index, each in enumerate(forward)),
+            *(
+                {"layer": last - index} | self._row("backward", last - index, *each)
+                for index, each in enumerate(backward)
+            ),
+        ]
+
+    def plan_groups(self) -> list[list[dict[str, Any]]]:
+        """The same, neighbours with one degree and order together: they may differ in what gradients they send."""
+        decided = ("phase", "degree", "order", "shares")
+        return [list(same) for _, same in groupby(self.plan_rows(), key=lambda row: [row[name] for name in decided])]
+
+    def _row(self, phase: str, index: int, block: BlockPlan, choice: Choice) -> dict[str, Any]:
+        layer = self.layers[index]
+        work = layer.forward if phase == "forward" else layer.backward
+        key = (work, phase, block.without_ages())
+        if key not in self._rows:
+            slices = (*block.moe_slices, *block.dense_slices)
+            grads_ms = sum(self.costs[each.kind].ms(each.size_bytes) for each in slices)
+            late = (
+                f", {block.late_dw} weight gradients late ({block.held_dw} held, {block.carried_dw} carried over)"
+                if block.late_dw
+                else ""
+            )
+            self._rows[key] = {
+                "phase": phase,
+                "degree": block.degree,
+                "order": _LINKS[block.links] + late,
+                "ms": self._simulate(work, block).makespan_ms,
+                "bound_ms": lower_bound_ms(work, self.costs, self.settings.max_degree, grads_ms),
+                "moe_bytes": sum(each.size_bytes for each in block.moe_slices),
+                "dense_bytes": sum(each.size_bytes for each in block.dense_slices),
+                "shares": [] if block.shares == equal_shares(block.degree) else list(block.shares),
+                "why": choice.explain(),
+            }
+        return self._rows[key]
+
+    @cached_property
+    def _rows(self) -> dict[tuple, dict[str, Any]]:
+        return {}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in plain types."""
+        return {
+            "cluster": self.cluster.name,
+            "source": self.cluster.source,
+            "shape": asdict(self.shape),
+            "groups": asdict(self.groups) | {"edp": self.groups.edp},
+            "num_layers_per_stage": len(self.layers),
+            "contention": asdict(self.settings.contention),
+            "host_ms": self.settings.host_ms,
+            "solver": self.settings.solver,
+            "gradient_solver": self.settings.gradient_solver,
+            "presets": {
+                name: {
+                    "forward_ms": forward_ms,
+                    "backward_ms": backward_ms,
+                    "step_ms": forward_ms + backward_ms,
+                    "over_deepspeed": sum(self.times_ms["deepspeed"]) / (forward_ms + backward_ms),
+                    "over_tutel": sum(self.times_ms["tutel"]) / (forward_ms + backward_ms),
+                }
+                for name, (forward_ms, backward_ms) in self.times_ms.items()
+            },
+            "lower_bound_ms": {"forward": self.bounds_ms[0], "backward": self.bounds_ms[1]},
+            "plan": {"preset": self.preset_name, "layers": self.plan_rows(), "tail_bytes": self.tail_bytes},
+        }
+
+
+def report(
+    cluster: Cluster,
+    groups: Groups,
+    shape: Shape,
+    num_layers: int,
+    settings: Settings,
+    preset_name: str,
+    alltoall: AllToAll = "flat",
+    recompute: bool = False,
+) -> Report:
+    """Plan a model the way every system would.
+
+    Raises:
+        ValueError: an unknown preset, or whatever the parts refuse.
+    """
+    if preset_name not in NAMES:
+        raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
+    costs = kind_costs(cluster, groups, alltoall)
+    layers = (layer_work(shape, groups, alltoall, recompute),) * (num_layers // groups.pp)
+    planner = Planner(costs, settings)
+    plans = {name: plan_by_name(planner, name, layers) for name in NAMES}
+    times_ms = {
+        name: tuple(each.makespan_ms for each in plan.timelines(costs, settings.contention, settings.host_ms))
+        for name, plan in plans.items()
+    }
+    bounds = step_bounds_ms(layers, costs, settings.max_degree)
+    return Report(cluster, groups, shape, settings, costs, layers, plans, times_ms, bounds, preset_name)
+
+
+def _lies(lanes: tuple) -> str:
+    return {0: "", 1: f" ({'/'.join(lanes)})", 2: " (both links)"}[len(lanes)]
