@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo    the main job, with stock DeepSpeed and with ours, and a table that compares them
-# make test    the tests (those marked slow left out); make test-full runs all of them
+# make test    the tests (those marked slow left out); make test-full runs all of them. Those of the planner run in an
+#              environment of their own that has no torch: make test-planning
 # make lint    ruff: rules and format
 # Each sets up .venv first, if that is not there or the requirements have changed.
 
 VENV := .venv
 READY := $(VENV)/.ready
+PLANNING := .venv-planning
+PLANNING_READY := $(PLANNING)/.ready
 # With its folder on the PATH, for the launcher and for ninja.
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 
@@ -14,7 +17,7 @@ RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo test test-full lint format clean
+.PHONY: setup demo test test-planning test-full lint format clean
 
 setup: $(READY)
 
@@ -26,13 +29,21 @@ demo: $(READY)
 	@echo "== demo: the main job twice, stock DeepSpeed and ours (about two minutes)"
 	@$(RUN) examples/demo.py $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
 
-test: $(READY)
-	@echo "== test: the test suite without what is marked slow (some minutes)"
-	@$(RUN) -m pytest -m "not slow" --durations=10
+$(PLANNING_READY): setup.py ds_fsmoe/versions.py tools/setup_venv.sh
+	@echo "== setup: a virtual environment without torch in $(PLANNING) (half a minute, once)"
+	@tools/setup_venv.sh planning
 
-test-full: $(READY)
+test: $(READY) test-planning
+	@echo "== test: the test suite without what is marked slow (some minutes)"
+	@$(RUN) -m pytest -m "not slow" --durations=10 --ignore tests/planning
+
+test-planning: $(PLANNING_READY)
+	@echo "== test: the planner, where there is no torch (about a minute)"
+	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest --durations=5 tests/planning
+
+test-full: $(READY) test-planning
 	@echo "== test-full: all tests (about half an hour)"
-	@$(RUN) -m pytest --durations=20
+	@$(RUN) -m pytest --durations=20 --ignore tests/planning
 
 lint: $(READY)
 	@echo "== lint: ruff"
@@ -44,4 +55,4 @@ format: $(READY)
 	@$(RUN) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PLANNING) build dist runs *.egg-info .pytest_cache .ruff_cache

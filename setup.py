@@ -63,8 +63,18 @@ setup(
             "pydantic>=2",
             "tqdm",
         ],
+        "plot": ["matplotlib"],
         "mpi": ["mpi4py"],
-        "dev": ["accelerate", "packaging", "pip", "pytest>=8", "ruff", "setuptools>=77", "transformers"],
+        "dev": [
+            "ds_fsmoe[dev-planning,plot]",
+            "accelerate",
+            "packaging",
+            "pip",
+            "ruff",
+            "setuptools>=77",
+            "transformers",
+        ],
+        "dev-planning": ["hypothesis", "pytest>=8"],
     },
     # Builders and sources travel inside the package. A top-level op_builder would collide with the one in DeepSpeed's
     # source tree.
@@ -76,7 +86,7 @@ setup(
     ],
     package_dir={"ds_fsmoe.ops.op_builder": "op_builder", "ds_fsmoe.ops.csrc": "csrc"},
     package_data={
-        "ds_fsmoe": ["py.typed"],
+        "ds_fsmoe": ["py.typed", "planning/clusters/*.json"],
         "ds_fsmoe.ops.csrc": ["**/*.cpp", "**/*.h", "**/*.cu", "**/*.cuh"],
     },
     include_package_data=False,

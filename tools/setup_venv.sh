@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Makes .venv with everything that the Makefile's commands need, on a machine that has nothing but Python.
+#   tools/setup_venv.sh planning                       .venv-planning instead: what planning needs, and no torch
 #   PYTHON=/path/to/python3.11 tools/setup_venv.sh     to choose the interpreter
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=.venv
+venv=.venv${1:+-$1}
 cpu_torch="torch==2.13.0+cpu"
 cpu_index="https://download.pytorch.org/whl/cpu"
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+case "${1:-}" in "" | planning) ;; *) fail "unknown argument $1: the choice is planning, or nothing" ;; esac
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
 
 python=""
@@ -19,6 +21,18 @@ for candidate in "${PYTHON:-}" python3.11 python3.12 python3; do
 done
 [ -n "$python" ] || fail "no Python 3.11 or 3.12 found (looked for \$PYTHON, python3.11, python3.12, python3)"
 say "using $("$python" -c 'import platform, sys; print("Python", platform.python_version(), sys.executable)')"
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+no_venv="cannot make a virtual environment: is Python's venv module installed?"
+if [ "${1:-}" = planning ]; then
+    say "making $venv, without torch"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || fail "$no_venv"
+    pip install --quiet -e '.[plot,dev-planning]'
+    touch "$venv/.ready"
+    say "done"
+    exit
+fi
 
 # Read to its end: with pipefail, a grep that stops at the first of many GPUs would make the listing a failure.
 has_gpu() { command -v nvidia-smi >/dev/null && [[ $(nvidia-smi -L 2>/dev/null) == *"GPU "* ]]; }
@@ -42,8 +56,7 @@ if has_gpu && brings_torch; then
 fi
 say "making $venv"
 rm -rf "$venv"
-"$python" -m venv $shared "$venv" || fail "cannot make a virtual environment: is Python's venv module installed?"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+"$python" -m venv $shared "$venv" || fail "$no_venv"
 
 if [ -z "$shared" ] && has_gpu; then
     say "installing $torch_range (GPU build; several GB)"

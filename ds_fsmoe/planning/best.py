@@ -109,20 +109,24 @@ def _improved(planner: Planner, work: BlockWork, block: BlockPlan, choice: Choic
 
     best, best_ms = block, time_ms(block)
     # Chunks of the right sizes need to be fewer.
-    for order in _neighbours(choice.order, beyond.reduce_first):
+    for order in _candidates(choice.order, beyond):
         shares = best_shares(times, order, moe_ms, dense_ms)
         if shares is None:
             continue
-        candidate = replace(block, shares=shares, links=order.links)
+        put_off = {name: getattr(order, name) for name in ("late_dw", "held_dw", "carried_dw")}
+        candidate = replace(block, shares=shares, links=order.links, **put_off)
         candidate_ms = time_ms(candidate)
         if candidate_ms < best_ms * (1 - 1e-6):
             best, best_ms = candidate, candidate_ms
     return best
 
 
-def _neighbours(order: Order, reduce_first: bool) -> list[Order]:
+def _candidates(order: Order, beyond: Beyond) -> list[Order]:
+    """Orders that may gain from uneven chunks, of which fewer are needed."""
+    links = {order.links}
+    if order.links != "shared":
+        links |= {"paper", "reduce_first"} if beyond.reduce_first else {"paper"}
     degrees = {max(2, each) for each in (order.degree + 1, order.degree, order.degree - 1, -(-order.degree // 2))}
-    links = {order.links, *(("paper", "reduce_first") if order.links != "shared" and reduce_first else ())}
     return [replace(order, degree=degree, links=each) for degree in sorted(degrees) for each in sorted(links)]
 
 

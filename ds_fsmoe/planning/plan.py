@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,12 +16,14 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import smallest_of_best
 from ds_fsmoe.planning.gradients import CHUNK_BYTES, Partition, Piece, Window, partition
 from ds_fsmoe.planning.presets import Switches
-from ds_fsmoe.planning.schedule import Lane, Schedule
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 
 SOLVERS = {"exact": choose, "slsqp": choose_as_the_paper}
 _CURVE_POINTS = 17
+_Price = Callable[[np.ndarray], np.ndarray]
+"""Time of gradients in a window -> how much longer the layer gets."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Settings:
     """How to plan.
 
     Raises:
-        ValueError: a degree below 1, or an unknown solver.
+        ValueError: a degree below 1, a cost of the host that is none, or an unknown solver.
     """
 
     contention: Contention = IDEAL
@@ -44,6 +47,8 @@ class Settings:
     def __post_init__(self) -> None:
         if isinstance(self.max_degree, bool) or not isinstance(self.max_degree, int) or self.max_degree < 1:
             raise ValueError(f"pipeline_degree.max = {self.max_degree}: must be a whole number of at least 1")
+        if not (math.isfinite(self.host_ms) and self.host_ms >= 0):
+            raise ValueError(f"host_ms = {self.host_ms}: must be a finite number of at least 0")
         if self.solver not in SOLVERS:
             raise ValueError(f"solver = {self.solver!r}: the choices are {', '.join(SOLVERS)}")
 
@@ -90,7 +95,8 @@ class Planner:
     settings: Settings = field(default_factory=Settings)
     _times: dict[tuple[BlockWork, tuple[Lane, ...]], BlockTimes] = field(default_factory=dict)
     _choices: dict[tuple, Choice] = field(default_factory=dict)
-    _curves: dict[tuple, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
+    _pairs: dict[tuple, tuple[tuple[Order, ...], tuple[Order, ...]]] = field(default_factory=dict)
+    _curves: dict[tuple, tuple[_Price, _Price]] = field(default_factory=dict)
 
     def plan(
         self,
@@ -111,20 +117,24 @@ class Planner:
             backward: open_orders(backward) if open_orders else switches.orders(self.settings.max_degree, backward)
             for backward in (False, True)
         }
+        # Layers that are equal are planned once, and told apart by a number from here on.
+        numbers: dict[Layer, int] = {}
+        kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]
+        pairs = [(orders[False], orders[True])] * len(numbers)
         if switches.pipeline == "common" and open_orders is None:
-            common = {layer: self._common(layer, orders) for layer in dict.fromkeys(layers)}
-            pairs = [common[layer] for layer in layers]
-        else:
-            pairs = [(orders[False], orders[True])] * len(layers)
-        forward = [self._choose(layer.forward, pair[0]) for layer, pair in zip(layers, pairs, strict=True)]
-        backward_layers, backward_orders = layers[::-1], [pair[1] for pair in pairs][::-1]
-        split = self._partition(backward_layers, backward_orders, switches, carried)
+            pairs = [self._common(layer, orders[False], orders[True]) for layer in numbers]
+        forwards = [self._choose(layer.forward, pairs[kind][0]) for layer, kind in numbers.items()]
+        split = self._partition(list(numbers), kinds[::-1], pairs, switches, carried)
+        chosen: dict[tuple, Choice] = {}
         backward, plans = [], []
-        for index, layer in enumerate(backward_layers):
+        for index, kind in enumerate(kinds[::-1]):
             moe, dense = split.slices[2 * index : 2 * index + 2]
-            choice = self._choose(layer.backward, backward_orders[index], moe, dense)
-            backward.append(choice)
-            plans.append(choice.order.plan(moe, dense))
+            key = (kind, *(tuple((each.kind, each.size_bytes) for each in slices) for slices in (moe, dense)))
+            if key not in chosen:
+                chosen[key] = self._choose(layers[-1 - index].backward, pairs[kind][1], moe, dense)
+            backward.append(chosen[key])
+            plans.append(chosen[key].order.plan(moe, dense))
+        forward = [forwards[kind] for kind in kinds]
         return ModelPlan(
             tuple(layers),
             tuple(choice.order.plan() for choice in forward),
@@ -157,14 +167,22 @@ class Planner:
         return self._choices[key]
 
     def _common(
-        self, layer: Layer, orders: Mapping[bool, tuple[Order, ...]]
+        self, layer: Layer, forward: tuple[Order, ...], backward: tuple[Order, ...]
     ) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
         """One degree for both phases: the one with the smallest sum. Gradients do not enter into it."""
+        key = layer, forward, backward
+        if key not in self._pairs:
+            self._pairs[key] = self._common_uncached(*key)
+        return self._pairs[key]
+
+    def _common_uncached(
+        self, layer: Layer, forward: tuple[Order, ...], backward: tuple[Order, ...]
+    ) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
         phases = []
-        for backward, work in ((False, layer.forward), (True, layer.backward)):
-            times_ms = self.times(work).times_ms(orders[backward])[:, 0]
+        for orders, work in ((forward, layer.forward), (backward, layer.backward)):
+            times_ms = self.times(work).times_ms(orders)[:, 0]
             best_ms: dict[int, tuple[float, Order]] = {}
-            for order, time_ms in zip(orders[backward], times_ms, strict=True):
+            for order, time_ms in zip(orders, times_ms, strict=True):
                 if order.degree not in best_ms or time_ms < best_ms[order.degree][0]:
                     best_ms[order.degree] = (time_ms, order)
             phases.append(best_ms)
@@ -174,25 +192,32 @@ class Planner:
 
     def _partition(
         self,
-        layers: Sequence[Layer],
-        orders: Sequence[tuple[Order, ...]],
+        kinds_of_layers: Sequence[Layer],
+        kinds: Sequence[int],
+        pairs: Sequence[tuple[tuple[Order, ...], tuple[Order, ...]]],
         switches: Switches,
         carried: Sequence[Gradient],
     ) -> Partition:
         def piece(gradient: Gradient, layer: int) -> Piece:
             return Piece(gradient.kind, gradient.lanes, gradient.size_bytes, self.costs[gradient.kind], layer)
 
+        grads = [*carried, *(each for layer in kinds_of_layers for each in layer.gradients)]
+        # What is sent at the end has no use for windows, and finding out what they cost takes time.
+        prices: list[tuple[_Price, _Price]] = [(np.zeros_like, np.zeros_like)] * len(kinds_of_layers)
+        if grads and switches.gradients != "exposed":
+            prices = [
+                self._windows(layer.backward, pair[1], grads)
+                for layer, pair in zip(kinds_of_layers, pairs, strict=True)
+            ]
         pieces = [piece(each, -1) for each in carried]
         windows = []
-        for index, layer in enumerate(layers):
-            grads = [*carried, *(each for other in layers for each in other.gradients)]
-            moe, dense = self._windows(layer.backward, orders[index], grads)
-            windows.append(Window(index, "moe", len(pieces), moe))
+        for index, kind in enumerate(kinds):
+            gradients = kinds_of_layers[kind].gradients
+            windows.append(Window(index, "moe", len(pieces), prices[kind][0]))
             # The experts' gradients of a layer exist before the layer is through, the others only then.
-            early = [each for each in layer.gradients if each.kind != "GRAD"]
-            pieces += [piece(each, index) for each in early]
-            windows.append(Window(index, "dense", len(pieces), dense))
-            pieces += [piece(each, index) for each in layer.gradients if each not in early]
+            pieces += [piece(each, index) for each in gradients if each.kind == EXPERT_GRAD]
+            windows.append(Window(index, "dense", len(pieces), prices[kind][1]))
+            pieces += [piece(each, index) for each in gradients if each.kind != EXPERT_GRAD]
         return partition(
             pieces,
             windows,
@@ -204,8 +229,8 @@ class Planner:
 
     def _windows(
         self, work: BlockWork, orders: tuple[Order, ...], gradients: Sequence[Gradient]
-    ) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
-        """For both windows of a layer: time of gradients -> how much longer the layer gets, the degree re-chosen."""
+    ) -> tuple[_Price, _Price]:
+        """For both windows of a layer, the degree re-chosen for every time of gradients."""
         lanes = gradients[0].lanes if gradients else (Lane.INTER,)
         key = (work, orders, lanes)
         if key in self._curves:

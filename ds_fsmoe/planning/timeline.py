@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,8 +25,10 @@ class Contention:
     """While any link is busy, what is left of a compute task takes 1 + this times as long."""
 
     def __post_init__(self) -> None:
-        if self.links < 0 or self.compute < 0:
-            raise ValueError(f"Contention: links = {self.links}, compute = {self.compute}: must be at least 0")
+        if not all(math.isfinite(each) and each >= 0 for each in (self.links, self.compute)):
+            raise ValueError(
+                f"Contention: links = {self.links}, compute = {self.compute}: must be finite numbers of at least 0"
+            )
 
     def slowdown(self, lane: Lane, busy: set[Lane]) -> float:
         """The factor by which a task on ``lane`` is slowed while the lanes in ``busy`` are at work."""
@@ -124,8 +128,10 @@ def simulate(
             so task i cannot start before (i + 1) * host_ms.
 
     Raises:
-        ValueError: a kind without a cost, with those there are.
+        ValueError: a kind without a cost, with those there are; or a cost of the host that is none.
     """
+    if not (math.isfinite(host_ms) and host_ms >= 0):
+        raise ValueError(f"host_ms = {host_ms}: must be a finite number of at least 0")
     missing = sorted({task.kind for task in schedule.tasks} - set(costs))
     if missing:
         raise ValueError(f"no cost for {', '.join(missing)}: there are costs for {', '.join(sorted(costs))}")
@@ -155,37 +161,54 @@ def _present(index: int | None) -> tuple[int, ...]:
 
 def _play(schedule: Schedule, work_ms: list[float], contention: Contention, host_ms: float) -> Timeline:
     """With contention a task's speed depends on what else is running, so time goes from event to event."""
-    tasks = schedule.tasks
-    waiting = {lane: list(indices) for lane, indices in schedule.lanes.items()}
-    last_of_lane: dict[Lane, int] = {}
-    running: dict[Lane, int] = {}
-    left_ms = list(work_ms)
-    spans: dict[int, Span] = {}
-    started: dict[int, tuple[float, int | None]] = {}
-    now_ms = 0.0
-    while running or any(waiting.values()):
-        for lane, queue in waiting.items():
-            if lane in running or not queue:
+    lanes = list(Lane)
+    queues = [schedule.lanes[lane] for lane in lanes]
+    slowdown_of = _slowdowns(lanes, contention)
+    num = len(schedule.tasks)
+    start_ms, end_ms, left_ms = [0.0] * num, [-1.0] * num, list(work_ms)  # an end below 0: not yet
+    waited_for: list[int | None] = [None] * num
+    heads, running = [0] * len(lanes), [-1] * len(lanes)
+    now_ms, num_left = 0.0, num
+    while num_left:
+        until_ms = math.inf
+        for lane, queue in enumerate(queues):
+            if running[lane] >= 0 or heads[lane] == len(queue):
                 continue
-            index = queue[0]
-            needed = (*tasks[index].after, *_present(last_of_lane.get(lane)))
-            if host_ms * (index + 1) > now_ms + _INSTANT_MS or not all(each in spans for each in needed):
+            index = queue[heads[lane]]
+            issued_ms = host_ms * (index + 1) - now_ms
+            if issued_ms > _INSTANT_MS:
+                until_ms = min(until_ms, issued_ms)
                 continue
-            latest = max(needed, key=lambda each: spans[each].end_ms, default=None)
-            bound = latest is not None and spans[latest].end_ms >= now_ms - _INSTANT_MS
-            started[index] = now_ms, latest if bound else None
-            running[lane] = queue.pop(0)
-        busy = set(running)
-        slowdown = {lane: contention.slowdown(lane, busy) for lane in running}
+            after = schedule.tasks[index].after
+            if heads[lane]:
+                after = (*after, queue[heads[lane] - 1])
+            if all(end_ms[each] >= 0 for each in after):
+                latest = max(after, key=end_ms.__getitem__, default=None)
+                if latest is not None and end_ms[latest] >= now_ms - _INSTANT_MS:
+                    waited_for[index] = latest
+                start_ms[index] = now_ms
+                running[lane] = index
+                heads[lane] += 1
+        slowdown = slowdown_of[tuple(index >= 0 for index in running)]
         # To the next end of a task, or to the next moment at which the host has issued one.
-        until_ms = [left_ms[index] * slowdown[lane] for lane, index in running.items()]
-        issued_ms = [host_ms * (queue[0] + 1) - now_ms for queue in waiting.values() if queue]
-        step_ms = min([*until_ms, *(each for each in issued_ms if each > _INSTANT_MS)])
+        step_ms = min(
+            until_ms, *(left_ms[index] * slow for index, slow in zip(running, slowdown, strict=True) if index >= 0)
+        )
         now_ms += step_ms
-        for lane, index in list(running.items()):
-            left_ms[index] -= step_ms / slowdown[lane]
-            if left_ms[index] <= _INSTANT_MS:
-                start_ms, waited_for = started[index]
-                spans[index] = Span(tasks[index], start_ms, now_ms, waited_for)
-                last_of_lane[lane] = running.pop(lane)
-    return Timeline(tuple(spans[index] for index in range(len(tasks))))
+        for lane, index in enumerate(running):
+            if index >= 0:
+                left_ms[index] -= step_ms / slowdown[lane]
+                if left_ms[index] <= _INSTANT_MS:
+                    end_ms[index] = now_ms
+                    running[lane] = -1
+                    num_left -= 1
+    return Timeline(tuple(map(Span, schedule.tasks, start_ms, end_ms, waited_for)))
+
+
+def _slowdowns(lanes: list[Lane], contention: Contention) -> dict[tuple[bool, ...], tuple[float, ...]]:
+    """Which lanes are busy -> how much each is slowed."""
+    found = {}
+    for busy in itertools.product((False, True), repeat=len(lanes)):
+        at_work = {lane for lane, is_busy in zip(lanes, busy, strict=True) if is_busy}
+        found[busy] = tuple(contention.slowdown(lane, at_work) for lane in lanes)
+    return found

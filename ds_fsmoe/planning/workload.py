@@ -12,6 +12,7 @@ F = K * capacity factor, the copies that each token is sent as.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -76,7 +77,7 @@ class Shape:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value}: must be a whole number of at least 1")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ValueError(f"capacity_factor = {self.capacity_factor}: must be above 0, or none where nothing drops")
         if self.K > self.E:
             raise ValueError(f"K = {self.K}: must be at most the number of experts, E = {self.E}")
