@@ -146,24 +146,28 @@ def main() -> int:
     start = time.monotonic()
     stock, ours = run("deepspeed", steps), run("fsmoe", steps)
 
+    text, good = report(stock, ours, steps)
+    print(text)
+    (RUNS / "demo.md").write_text(text + "\n")
+    print(f"demo: {time.monotonic() - start:.0f} s; the table is in {(RUNS / 'demo.md').relative_to(ROOT)}")
+    return 0 if good else 1
+
+
+def report(stock: dict[str, Any], ours: dict[str, Any], steps: int) -> tuple[str, bool]:
+    """The table with a verdict, and whether the losses agree and the validation loss fell."""
     rows, difference = compared_rows(stock, ours)
     agree = difference <= TOLERANCE
     fell = all(each["validation_last"] < each["validation_first"] for each in (stock, ours))
     verdict = "the same, bit for bit" if difference == 0 else f"largest relative difference {difference:.1e}"
-    text = "\n".join(
-        [
-            "",
-            table(("", TITLE_OF_RUN["deepspeed"], TITLE_OF_RUN["fsmoe"], "difference"), rows),
-            "",
-            f"Losses of all {steps} steps: {verdict}; {'within' if agree else 'NOT WITHIN'} the tolerance of "
-            f"{TOLERANCE:g} (relative). Validation loss {'fell' if fell else 'DID NOT FALL'}.",
-            "The two ran one after the other, so their times are no comparison: benchmarks/ has one.",
-        ]
-    )
-    print(text)
-    (RUNS / "demo.md").write_text(text + "\n")
-    print(f"demo: {time.monotonic() - start:.0f} s; the table is in {(RUNS / 'demo.md').relative_to(ROOT)}")
-    return 0 if agree and fell else 1
+    lines = [
+        "",
+        table(("", TITLE_OF_RUN["deepspeed"], TITLE_OF_RUN["fsmoe"], "difference"), rows),
+        "",
+        f"Losses of all {steps} steps: {verdict}; {'within' if agree else 'NOT WITHIN'} the tolerance of "
+        f"{TOLERANCE:g} (relative). Validation loss {'fell' if fell else 'DID NOT FALL'}.",
+        "The two ran one after the other, so their times are no comparison: benchmarks/ has one.",
+    ]
+    return "\n".join(lines), agree and fell
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ class Template:
     """The order of a schedule without its times. A lane keeps its order, so "these tasks are done" comes down to "so
     many are done on each lane"."""
 
-    num_tasks: int
+    launched: np.ndarray
+    """Per task: launches of the host up to and with it."""
     lane_tasks: tuple[np.ndarray, ...]
     """Per lane: indices of its tasks."""
     needs: tuple[np.ndarray, ...]
@@ -51,7 +52,7 @@ class Template:
                 after[index] = (*schedule.tasks[index].after, *((tasks[i - 1],) if i else ()))
             needs.append(table)
         indices = tuple(np.asarray(each, dtype=np.int64) for each in lane_tasks)
-        return cls(len(schedule.tasks), indices, tuple(needs), tuple(after))
+        return cls(np.array(schedule.launched, dtype=np.int64), indices, tuple(needs), tuple(after))
 
 
 def makespans_ms(
@@ -62,11 +63,13 @@ def makespans_ms(
     Args:
         jobs: an order, and the times of its tasks in ms, [tasks, candidates].
         contention: how lanes slow each other down.
-        host_ms: what it costs the host to issue one task.
+        host_ms: what a launch costs the host.
 
     Returns:
         Per job: [candidates], in ms.
     """
+    if not jobs:
+        return []
     # Walking is quicker for one order with many candidates, stepping for many orders with few.
     if contention == IDEAL and len(jobs) <= 4:
         return [_walk(template, task_ms, host_ms) for template, task_ms in jobs]
@@ -76,11 +79,11 @@ def makespans_ms(
 def _walk(template: Template, task_ms: np.ndarray, host_ms: float) -> np.ndarray:
     end_ms = np.empty_like(task_ms, dtype=float)
     for index, after in enumerate(template.after):
-        start_ms = host_ms * (index + 1)
+        start_ms = host_ms * template.launched[index]
         for needed in after:
             start_ms = np.maximum(start_ms, end_ms[needed])
         end_ms[index] = start_ms + task_ms[index]
-    return end_ms.max(axis=0) if template.num_tasks else np.zeros(task_ms.shape[1])
+    return end_ms.max(axis=0) if template.after else np.zeros(task_ms.shape[1])
 
 
 def _play(jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention, host_ms: float) -> list[np.ndarray]:
@@ -95,11 +98,11 @@ def _play(jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention, h
         for lane, tasks in enumerate(template.lane_tasks):
             here = slice(job * width, job * width + len(tasks))
             needs[lane, :, here] = template.needs[lane].T
-            issue_ms[lane, here] = host_ms * (tasks + 1)
+            issue_ms[lane, here] = host_ms * template.launched[tasks]
             work_ms[lane, : len(tasks), starts[job] : starts[job + 1]] = task_ms[tasks]
     columns = np.arange(starts[-1])
     row = np.repeat(np.arange(len(jobs)) * width, counts)
-    left_tasks = np.repeat([template.num_tasks for template, _ in jobs], counts)
+    left_tasks = np.repeat([len(template.after) for template, _ in jobs], counts)
     instant_ms = 1e-13 * work_ms.sum(axis=(0, 1)) + 1e-300
     result_ms = np.zeros(starts[-1])
 

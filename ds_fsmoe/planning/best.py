@@ -62,10 +62,12 @@ def plan_best(
     plans = [own, *(planner.plan(layers, preset(name), carried) for name in PRESETS)]
     # The phases do not touch each other, so the best of both may come from different plans.
     timelines = [each.timelines(planner.costs, settings.contention, settings.host_ms) for each in plans]
-    forward = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0][0].makespan_ms)[1]
-    backward = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0][1].makespan_ms)[1]
+    pairs = list(zip(plans, timelines, strict=True))
     if any(layer.recompute for layer in layers):
-        forward = backward  # the backward runs the forward's plan again
+        # The backward runs the forward's plan again, so they belong together.
+        forward = backward = min(pairs, key=lambda pair: sum(each.makespan_ms for each in pair[1]))[0]
+    else:
+        forward, backward = (min(pairs, key=lambda pair: pair[1][phase].makespan_ms)[0] for phase in (0, 1))
     best = replace(backward, forward=forward.forward, forward_choices=forward.forward_choices)
     return _uneven(planner, best, beyond) if beyond.uneven_chunks else best
 
@@ -109,7 +111,7 @@ def _improved(planner: Planner, work: BlockWork, block: BlockPlan, choice: Choic
 
     best, best_ms = block, time_ms(block)
     # Chunks of the right sizes need to be fewer.
-    for order in _candidates(choice.order, beyond):
+    for order in _candidates(choice.order, beyond, settings.max_degree):
         shares = best_shares(times, order, moe_ms, dense_ms)
         if shares is None:
             continue
@@ -121,12 +123,13 @@ def _improved(planner: Planner, work: BlockWork, block: BlockPlan, choice: Choic
     return best
 
 
-def _candidates(order: Order, beyond: Beyond) -> list[Order]:
+def _candidates(order: Order, beyond: Beyond, max_degree: int) -> list[Order]:
     """Orders that may gain from uneven chunks, of which fewer are needed."""
     links = {order.links}
     if order.links != "shared":
         links |= {"paper", "reduce_first"} if beyond.reduce_first else {"paper"}
-    degrees = {max(2, each) for each in (order.degree + 1, order.degree, order.degree - 1, -(-order.degree // 2))}
+    near = (order.degree + 1, order.degree, order.degree - 1, -(-order.degree // 2))
+    degrees = {each for each in near if 2 <= each <= max_degree}
     return [replace(order, degree=degree, links=each) for degree in sorted(degrees) for each in sorted(links)]
 
 

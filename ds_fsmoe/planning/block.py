@@ -54,7 +54,7 @@ class BlockPlan:
     dense_slices: tuple[Slice, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.shares or min(self.shares) <= 0 or abs(sum(self.shares) - 1) > 1e-6:
+        if not self.shares or not all(share > 0 for share in self.shares) or not abs(sum(self.shares) - 1) < 1e-6:
             raise ValueError(f"shares = {self.shares}: must be above 0 and sum to 1")
         if self.links not in ORDERS:
             raise ValueError(f"links = {self.links!r}: the choices are {', '.join(ORDERS)}")
@@ -89,10 +89,10 @@ class Passed:
 
     layer: dict[int, int] = field(default_factory=dict)
     """Layer -> the task with which it was through: its dense gradients exist."""
-    experts: dict[int, list[int]] = field(default_factory=dict)
-    """Layer -> the tasks after which the gradients of its experts exist."""
+    experts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Layer -> the tasks after which the gradients of its experts exist; not there before the last is written."""
     carried: list[Callable[[], None]] = field(default_factory=list)
-    """Weight gradients that wait for the next layer; each call appends one."""
+    """What waits for the next layer: weight gradients, each call appends one."""
 
     def add_carried(self) -> None:
         """Append what was carried here."""
@@ -121,13 +121,15 @@ def add_block(
     for each in work.before:
         last = (_add(draft, each, layer, last),)
     passed.add_carried()
-    passed.experts[layer] = []
-    last, late = _add_moe(draft, work.moe, plan, layer, last, passed)
+    last, weights_done, late = _add_moe(draft, work.moe, plan, layer, last, passed)
     held_from = len(late) - min(plan.held_dw, len(late))
     carried_from = len(late) - min(plan.carried_dw, plan.held_dw, len(late))
 
     def add_late(chunk: int, inputs: tuple[int, ...]) -> None:
-        passed.experts[layer].append(_add(draft, work.moe.expert_dw, layer, inputs, chunk, plan))
+        weights_done.append(_add(draft, work.moe.expert_dw, layer, inputs, chunk, plan))
+
+    def all_done() -> None:
+        passed.experts[layer] = tuple(weights_done)
 
     for each in late[:held_from]:
         add_late(*each)
@@ -144,6 +146,10 @@ def add_block(
     for each in late[held_from:carried_from]:
         add_late(*each)
     passed.carried = [partial(add_late, *each) for each in late[carried_from:]]
+    if passed.carried:
+        passed.carried.append(all_done)
+    else:
+        all_done()
     _add_slices(draft, own, layer, passed, len(plan.moe_slices) + len(others))
     if last:
         passed.layer[layer] = last[-1]
@@ -155,11 +161,12 @@ _Late = list[tuple[int, tuple[int, ...]]]
 
 def _add_moe(
     draft: Draft, moe: MoEWork, plan: BlockPlan, layer: int, after: tuple[int, ...], passed: Passed
-) -> tuple[tuple[int, ...], _Late]:
-    """The chunks. Returns what comes next waits for, and the chunks (with what they wait for) whose weight gradients
-    are put off."""
+) -> tuple[tuple[int, ...], list[int], _Late]:
+    """The chunks. Returns what comes next waits for, the tasks that made weight gradients, and the chunks (with what
+    they wait for) whose weight gradients are put off."""
     degree = plan.degree
     at: list[tuple[int, ...]] = [after] * degree  # chunk -> the tasks that its next one waits for
+    weights_done: list[int] = []
     late: _Late = []
     late_from = degree - (plan.late_dw if moe.expert_dw is not None else 0)
     # Where nothing leaves the node there is one link anyhow.
@@ -176,7 +183,7 @@ def _add_moe(
             step(chunk, (moe.expert_dx,))
         else:
             step(chunk, (moe.expert,))
-            passed.experts[layer].extend(at[chunk])
+            weights_done.extend(at[chunk])
 
     # Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
     reduce_ahead = plan.links == "reduce_first"
@@ -192,7 +199,7 @@ def _add_moe(
         if not reduce_ahead or chunk == degree - 1:
             step(chunk, moe.reduce)
         step(chunk, moe.leave)
-    return tuple(dict.fromkeys(index for each in at for index in each)), late
+    return tuple(dict.fromkeys(index for each in at for index in each)), weights_done, late
 
 
 def _add(
@@ -217,8 +224,13 @@ def _add_slices(draft: Draft, slices: Iterable[Slice], layer: int, passed: Passe
     for index, each in enumerate(slices, first):
         needs: Sequence[int] = ()
         if each.newest_layer >= 0:
-            # A gradient that does not exist yet has no task to wait for: asking for it fails here.
             is_expert = each.kind == EXPERT_GRAD
+            exist = passed.experts if is_expert else passed.layer
+            if each.newest_layer not in exist:
+                raise ValueError(
+                    f"layer {layer}: {each.kind} of layer {each.newest_layer} is sent before it exists: "
+                    "move the slice to a later window"
+                )
             needs = passed.experts[each.newest_layer] if is_expert else (passed.layer[each.newest_layer],)
         draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=needs, layer=layer)
 
@@ -233,7 +245,8 @@ def block_schedule(work: BlockWork, plan: BlockPlan, layer: int = 0) -> Schedule
 
 def _carry_in(draft: Draft, work: BlockWork, plan: BlockPlan, layer: int, passed: Passed) -> None:
     """As if an equal layer had come before."""
-    count = min(plan.carried_dw, plan.held_dw, plan.late_dw, plan.degree)
+    late = plan.late_dw if work.moe.expert_dw is not None else 0
+    count = min(plan.carried_dw, plan.held_dw, late, plan.degree)
     for chunk in range(plan.degree - count, plan.degree):
         passed.carried.append(partial(_add, draft, work.moe.expert_dw, layer, (), chunk, plan))
 

@@ -54,7 +54,7 @@ class BlockTimes:
             work: what the layer does.
             costs: kind -> cost.
             contention: how lanes slow each other down.
-            host_ms: what it costs the host to issue one task.
+            host_ms: what a launch costs the host.
             grad_lanes: the links that gradients cross.
         """
         self.work, self.costs, self.contention, self.host_ms, self.grad_lanes = (
@@ -182,15 +182,15 @@ def _works(block: BlockWork) -> list[tuple[Work, bool]]:
     ]
 
 
-_Form = tuple[tuple[tuple[Lane, ...], ...], ...]
+_Form = tuple[tuple[tuple[tuple[Lane, ...], int], ...], ...]
 
 
 def _form(block: BlockWork) -> _Form:
-    """What of a block decides its order: the lanes of its operations."""
+    """What of a block decides its order: the lanes of its operations, and their launches."""
     moe = block.moe
     split = tuple(each for each in (moe.expert_dx, moe.expert_dw) if each is not None)
     parts = (block.before, moe.enter, moe.gather, (moe.expert,), split, moe.reduce, moe.leave, block.after)
-    return tuple(tuple(each.lanes for each in part) for part in parts)
+    return tuple(tuple((each.lanes, each.launches) for each in part) for part in parts)
 
 
 @lru_cache(maxsize=4096)
@@ -200,7 +200,7 @@ def _template(
     """The order of a block of this form, and per task the place of its time (the operations as ``_works`` lists them,
     then nothing, the MoE window's slice, the other window's) and its chunk."""
     names = iter(range(sum(map(len, form))))
-    parts = [tuple(Work(str(next(names)), lanes) for lanes in part) for part in form]
+    parts = [tuple(Work(str(next(names)), lanes, 0.0, launches) for lanes, launches in part) for part in form]
     before, enter, gather, (expert,), split, reduce, leave, after = parts
     moe = MoEWork(enter, gather, expert, reduce, leave, *split)
     count = sum(map(len, form))

@@ -15,7 +15,7 @@ def lower_bound_ms(
     work: BlockWork, costs: Mapping[str, LinearCost], max_degree: int = 16, grad_ms: float = 0.0
 ) -> float:
     """A time that one layer takes in one phase in any order this package can write down, at any degree up to
-    ``max_degree``, equal chunks or not.
+    ``max_degree``, equal chunks or not, among layers that are equal to it.
 
     It is the larger of two kinds of bound. The longest chain: what comes before the MoE part, the MoE part's own
     bound, what comes after. And for each lane all its work, after the shortest possible time to its first task.
@@ -29,6 +29,12 @@ def lower_bound_ms(
         max_degree: the highest degree.
         grad_ms: gradients that this layer has to make room for on the inter-node link.
     """
+    chain_ms = _chain_ms(work, costs, max_degree)
+    return max(chain_ms, _computed_ms(work, costs), _inter_ms(work, costs) + grad_ms)
+
+
+def _chain_ms(work: BlockWork, costs: Mapping[str, LinearCost], max_degree: int) -> float:
+    """What comes one after the other."""
 
     def ms(each: Work, share: float = 1.0) -> float:
         return costs[each.kind].ms(each.size * share, each.launches)
@@ -48,13 +54,21 @@ def lower_bound_ms(
         head_ms, tail_ms = sum_ms(way[: mine[0]], first), sum_ms(way[mine[-1] + 1 :], first)
         moe_ms = max(moe_ms, head_ms + sum(ms(way[i]) for i in mine) + tail_ms)
     before_ms, after_ms = sum_ms(work.before), sum_ms(work.after)
-    bound_ms = before_ms + moe_ms + after_ms
+    return before_ms + moe_ms + after_ms
+
+
+def _computed_ms(work: BlockWork, costs: Mapping[str, LinearCost]) -> float:
+    """What has to be computed, in one piece."""
+
+    def ms(each: Work) -> float:
+        return costs[each.kind].ms(each.size, each.launches)
+
+    moe = work.moe
 
     experts_ms = ms(moe.expert)
     if moe.expert_dx is not None and moe.expert_dw is not None:
         experts_ms = min(experts_ms, ms(moe.expert_dx) + ms(moe.expert_dw))
-    computed = [each for each in (*work.before, *work.after) if Lane.COMPUTE in each.lanes]
-    return max(bound_ms, sum_ms(computed) + experts_ms, _inter_ms(work, costs) + grad_ms)
+    return experts_ms + sum(ms(each) for each in (*work.before, *work.after) if Lane.COMPUTE in each.lanes)
 
 
 def _inter_ms(work: BlockWork, costs: Mapping[str, LinearCost]) -> float:
@@ -75,20 +89,21 @@ def step_bounds_ms(
         max_degree: the highest degree.
         carried: gradients that wait when the backward begins.
     """
-    alone_ms = {layer: tuple(lower_bound_ms(each, costs, max_degree) for each in _phases(layer)) for layer in {*layers}}
-    forward_ms = sum(alone_ms[layer][0] for layer in layers)
-    backward_ms = sum(alone_ms[layer][1] + (alone_ms[layer][0] if layer.recompute else 0.0) for layer in layers)
+    # Layer by layer only what comes one after the other counts: computation may move from one layer to the next.
+    forwards = [layer.forward for layer in layers]
+    backwards = [part for layer in layers for part in _backward_parts(layer)]
+    chain_ms = {each: _chain_ms(each, costs, max_degree) for each in {*forwards, *backwards}}
+    forward_ms, backward_ms = (
+        max(sum(chain_ms[each] for each in parts), sum(_computed_ms(each, costs) for each in parts))
+        for parts in (forwards, backwards)
+    )
     # Gradients can travel together, so each kind has to be launched once.
     gradients = (*carried, *(each for layer in layers for each in layer.gradients))
     between = [each for each in gradients if Lane.INTER in each.lanes]
     grads_ms = sum(costs[each.kind].ms(each.size_bytes, 0) for each in between)
     grads_ms += sum(costs[kind].alpha_ms for kind in {each.kind for each in between})
-    traffic_ms = sum(_inter_ms(each, costs) for layer in layers for each in _backward_parts(layer))
+    traffic_ms = sum(_inter_ms(each, costs) for each in backwards)
     return forward_ms, max(backward_ms, traffic_ms + grads_ms)
-
-
-def _phases(layer: Layer) -> tuple[BlockWork, BlockWork]:
-    return layer.forward, layer.backward
 
 
 def _backward_parts(layer: Layer) -> tuple[BlockWork, ...]:

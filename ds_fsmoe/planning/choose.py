@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_fsmoe.planning.block import block_schedule
+from ds_fsmoe.planning.block import Slice, block_schedule
 from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
 
+_TIMED = "a gradient of so many ms"
 LANE_NAMES = {Lane.COMPUTE: "computation", Lane.INTRA: "intra-node link", Lane.INTER: "inter-node link"}
 
 
@@ -59,8 +61,9 @@ def choose_as_the_paper(
     times: BlockTimes, orders: Sequence[Order], moe_grad_ms: float = 0.0, dense_grad_ms: float = 0.0
 ) -> Choice:
     """The degree that the paper's algorithm 1 finds, where it applies: two links side by side, each with its own
-    collectives. Other layers get the exact choice. The time is the true one at that degree."""
-    if not times.is_papers or {each.links for each in orders} != {"paper"} or any(each.late_dw for each in orders):
+    collectives, and any degree. Otherwise the exact choice. The time is the true one at that degree."""
+    papers = [Order(degree) for degree in range(1, len(orders) + 1)]
+    if not times.is_papers or len(orders) < 2 or list(orders) != papers:
         return choose(times, orders, moe_grad_ms, dense_grad_ms)
     times_ms = times.times_ms(orders, moe_grad_ms, dense_grad_ms)[:, 0]
     degree = choose_slsqp(times.phase(grad_ms=moe_grad_ms), max(each.degree for each in orders)).degree
@@ -92,8 +95,9 @@ def _bottleneck(times: BlockTimes, order: Order, moe_grad_ms: float) -> str:
         name = BOTTLENECKS[chains_ms.index(max(chains_ms))]
         return STREAM if order.links == "shared" and name == BOTTLENECKS[0] else name
     # Of what the end waits for, the lane with most of it.
-    path = simulate(
-        block_schedule(times.work, order.plan()), times.costs, times.contention, times.host_ms
-    ).critical_path()
+    slices = (Slice(_TIMED, times.grad_lanes, moe_grad_ms),) if moe_grad_ms else ()
+    schedule = block_schedule(times.work, order.plan(slices))
+    costs = {**times.costs, _TIMED: LinearCost(0.0, 1.0)}
+    path = simulate(schedule, costs, times.contention, times.host_ms).critical_path()
     share_ms = {lane: sum(span.end_ms - span.start_ms for span in path if span.task.lane is lane) for lane in Lane}
     return LANE_NAMES[max(share_ms, key=share_ms.__getitem__)]

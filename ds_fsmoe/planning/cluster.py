@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,8 +163,10 @@ class _Reader:
                 raise self.wrong(where, f": no such field: {hint}the choices are {', '.join(fields)}")
 
     def number(self, path: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise self.wrong(path, f" = {json.dumps(value)}: must be a finite number of at least 0")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Whole numbers have no limit in JSON; what no float can hold is not finite here.
+        if not is_number or not 0 <= value <= sys.float_info.max:
+            raise self.wrong(path, f" = {json.dumps(value)[:40]}: must be a finite number of at least 0")
         return float(value)
 
     def count(self, path: str, value: Any) -> int:

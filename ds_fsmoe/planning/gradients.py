@@ -72,8 +72,10 @@ class _Queue:
 
     def __init__(self, pieces: Sequence[Piece], num_steps: int) -> None:
         self.pieces = [each for each in pieces if each.size_bytes > 0]
+        lengths = [each.size_bytes * each.cost.beta_ms for each in self.pieces]
         # A gradient that costs nothing per byte still has a length, or it could not be told from none.
-        lengths = [max(each.size_bytes * each.cost.beta_ms, each.size_bytes * 1e-18) for each in self.pieces]
+        shortest = 1e-4 * sum(lengths) or 1e-6
+        lengths = [each or shortest for each in lengths]
         self.ends = np.concatenate([[0.0], np.cumsum(lengths)])
         self.num_steps = num_steps if self.pieces else 0
         self.step_ms = float(self.ends[-1]) / self.num_steps if self.num_steps else 0.0
@@ -161,10 +163,9 @@ def partition(
     """
     if mode not in MODES:
         raise ValueError(f"gradient_partition.mode = {mode!r}: the choices are {', '.join(MODES)}")
-    if solver not in SOLVERS:
-        raise ValueError(f"gradient_partition.solver = {solver!r}: the choices are {', '.join(SOLVERS)}")
-    if chunk_bytes < 1:
-        raise ValueError(f"gradient_partition.chunk_bytes = {chunk_bytes}: must be at least 1")
+    check_solver(solver, chunk_bytes)
+    if num_steps is not None and num_steps < 1:
+        raise ValueError(f"num_steps = {num_steps}: must be at least 1")
     if num_steps is None:
         num_steps = max(1, len(pieces)) * max(16, min(256, 2048 // max(1, len(pieces))))
     queue = _Queue(pieces, num_steps)
@@ -178,6 +179,18 @@ def partition(
         return _fixed_chunk(pieces, windows, chunk_bytes)
     cuts = _dp(queue, windows) if solver == "dp" else _de(queue, windows, seed)
     return _evaluated(queue, windows, cuts)
+
+
+def check_solver(solver: str, chunk_bytes: int) -> None:
+    """Can gradients be placed so?
+
+    Raises:
+        ValueError: an unknown solver, or a chunk below one byte.
+    """
+    if solver not in SOLVERS:
+        raise ValueError(f"gradient_partition.solver = {solver!r}: the choices are {', '.join(SOLVERS)}")
+    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        raise ValueError(f"gradient_partition.chunk_bytes = {chunk_bytes}: must be a whole number of at least 1")
 
 
 def _evaluated(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int]) -> Partition:
@@ -208,7 +221,17 @@ def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     two_kinds = all(queue.has)
     alphas_ms = [queue.alphas_ms[0]] if not queue.has[1] else [queue.alphas_ms[1]] if not queue.has[0] else None
     seen: dict[int, np.ndarray] = {}
-    for place, window in enumerate(windows):
+
+    def kinds_between(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Which row of a window's prices: gradients of the first kind only, of the second, or of both."""
+        if not two_kinds:
+            return np.zeros_like(first)
+        tiny = 1e-9 * queue.step_ms
+        expert_ms = queue.expert_ms[last] - queue.expert_ms[first]
+        dense_ms = (last - first) * queue.step_ms - expert_ms
+        return np.where(expert_ms <= tiny, 0, np.where(dense_ms <= tiny, 1, 2))
+
+    for window in windows:
         exists = queue.exists(window.num_pieces)
         size = np.arange(exists + 1)
         # Equal layers share their function, so a window's prices are asked for once per longest slice.
@@ -220,26 +243,29 @@ def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
             if key not in seen or len(seen[key][0]) < exists + 1:
                 seen[key] = _prices(window, queue, np.arange(steps + 1), alphas_ms[0])[None]
             extra_ms = seen[key][:, : exists + 1]
-        # The last layer may take all that is left: that saves the launch at the very end.
-        is_last = place >= len(windows) - 2
-        longest = exists if is_last else min(_worth_sending(extra_ms, queue.step_ms), exists)
+        longest = min(_worth_sending(extra_ms, queue.step_ms), exists)
         # candidates[j, m]: emptied up to j, of which m in this window.
         padded = np.concatenate([np.full(longest, np.inf), best_ms])
         before_ms = np.lib.stride_tricks.sliding_window_view(padded, longest + 1)[:, ::-1]
         if two_kinds:
             last = np.arange(steps + 1)[:, None]
-            first = np.maximum(0, last - np.arange(longest + 1))
-            tiny = 1e-9 * queue.step_ms
-            expert_ms = queue.expert_ms[last] - queue.expert_ms[first]
-            dense_ms = (last - first) * queue.step_ms - expert_ms
-            kinds = np.where(expert_ms <= tiny, 0, np.where(dense_ms <= tiny, 1, 2))
+            kinds = kinds_between(np.maximum(0, last - np.arange(longest + 1)), last)
             price_ms = extra_ms[kinds, np.broadcast_to(np.arange(longest + 1), kinds.shape)]
         else:
             price_ms = extra_ms[0, : longest + 1]
         total_ms = before_ms + price_ms + even_ms[: longest + 1]
         choice = total_ms.argmin(axis=1)
-        best_ms = total_ms[np.arange(steps + 1), choice]
-        best_ms[exists + 1 :] = np.inf
+        then_ms = total_ms[np.arange(steps + 1), choice]
+        then_ms[exists + 1 :] = np.inf
+        if exists == steps and longest < steps:
+            # More than is worth while, but all that is left: that saves every later launch.
+            first = np.arange(steps + 1)
+            rest = kinds_between(first, np.full(steps + 1, steps))
+            last_ms = best_ms + extra_ms[rest, steps - first] + even_ms[::-1]
+            if last_ms.min() < then_ms[steps]:
+                choice[steps] = steps - int(last_ms.argmin())
+                then_ms[steps] = last_ms.min()
+        best_ms = then_ms
         choices.append(choice)
     first = np.arange(steps + 1)
     rest_ms = queue.start_up_ms(first, np.full(steps + 1, steps)) + (steps - first) * queue.step_ms + even_ms[::-1]
@@ -327,11 +353,13 @@ def _fixed_chunk(pieces: Sequence[Piece], windows: Sequence[Window], chunk_bytes
         return sum(costs[each.kind].ms(each.size_bytes) for each in slices)
 
     sent, total_ms, arrived = [], 0.0, 0
+    moment_ms = 1e-6 * max((each.cost.ms(each.size_bytes) for each in pieces), default=0.0) or 1e-9
     for window in windows:
         arrive(arrived, window.num_pieces)
         arrived = max(arrived, window.num_pieces)
         here: list[Slice] = []
-        while waiting and float(window.extra_ms(np.array([ms(here) + 1e-9]))[0]) <= 1e-8:
+        # Idle is a link on which a moment more would cost nothing.
+        while waiting and float(window.extra_ms(np.array([ms(here) + moment_ms]))[0]) <= 0.5 * moment_ms:
             here.append(waiting.pop(0))
         total_ms += float(window.extra_ms(np.array([ms(here)]))[0]) if here else 0.0
         sent.append(tuple(here))

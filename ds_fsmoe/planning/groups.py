@@ -25,11 +25,8 @@ class Placement:
     lanes: tuple[Lane, ...]
     """The links it crosses: none (one rank), the one inside the node, the one between nodes (at most one rank of a
     group in a node), or both, the one between nodes first."""
-
-    @property
-    def nodes(self) -> int:
-        """Over how many nodes a group spreads."""
-        return -(-self.size // self.per_node)
+    nodes: int = 1
+    """Over how many nodes a group spreads at most."""
 
 
 @dataclass(frozen=True)
@@ -108,4 +105,5 @@ class Groups:
         per_node = max(max(each.values()) for each in nodes)
         if all(len(each) == 1 for each in nodes):
             return Placement(size, per_node, (Lane.INTRA,))
-        return Placement(size, per_node, (Lane.INTER,) if per_node == 1 else (Lane.INTER, Lane.INTRA))
+        lanes = (Lane.INTER,) if per_node == 1 else (Lane.INTER, Lane.INTRA)
+        return Placement(size, per_node, lanes, max(map(len, nodes)))

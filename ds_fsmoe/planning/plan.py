@@ -14,13 +14,14 @@ from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.choose import Choice, choose, choose_as_the_paper
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import smallest_of_best
-from ds_fsmoe.planning.gradients import CHUNK_BYTES, Partition, Piece, Window, partition
+from ds_fsmoe.planning.gradients import CHUNK_BYTES, Partition, Piece, Window, check_solver, partition
 from ds_fsmoe.planning.presets import Switches
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 
 SOLVERS = {"exact": choose, "slsqp": choose_as_the_paper}
+MAX_DEGREE = 256
 _CURVE_POINTS = 17
 _Price = Callable[[np.ndarray], np.ndarray]
 """Time of gradients in a window -> how much longer the layer gets."""
@@ -31,13 +32,13 @@ class Settings:
     """How to plan.
 
     Raises:
-        ValueError: a degree below 1, a cost of the host that is none, or an unknown solver.
+        ValueError: a degree out of range, a cost of the host that is none, a chunk of nothing, an unknown solver.
     """
 
     contention: Contention = IDEAL
     """How lanes slow each other down, as the plan assumes."""
     host_ms: float = 0.0
-    """What it costs the host to issue one task."""
+    """What a launch costs the host."""
     max_degree: int = 16
     solver: str = "exact"
     gradient_solver: str = "dp"
@@ -45,8 +46,10 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_degree, bool) or not isinstance(self.max_degree, int) or self.max_degree < 1:
-            raise ValueError(f"pipeline_degree.max = {self.max_degree}: must be a whole number of at least 1")
+        is_whole = isinstance(self.max_degree, int) and not isinstance(self.max_degree, bool)
+        if not is_whole or not 1 <= self.max_degree <= MAX_DEGREE:
+            raise ValueError(f"pipeline_degree.max = {self.max_degree}: must be a whole number from 1 to {MAX_DEGREE}")
+        check_solver(self.gradient_solver, self.chunk_bytes)
         if not (math.isfinite(self.host_ms) and self.host_ms >= 0):
             raise ValueError(f"host_ms = {self.host_ms}: must be a finite number of at least 0")
         if self.solver not in SOLVERS:
@@ -159,7 +162,7 @@ class Planner:
         moe_ms, dense_ms = (
             sum(self.costs[each.kind].ms(each.size_bytes) for each in slices) for slices in (moe, dense)
         )
-        key = (work, orders, moe_ms, dense_ms)
+        key = (work, orders, moe_ms, dense_ms, *(each.lanes for each in (*moe, *dense)))
         if key not in self._choices:
             self._choices[key] = SOLVERS[self.settings.solver](
                 self.times(work, (*moe, *dense)), orders, moe_ms, dense_ms

@@ -8,6 +8,7 @@ go A2A_IN, GATHER, EXPERT, REDUCE, A2A_OUT.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -97,6 +98,11 @@ class Schedule:
         """Lane -> indices of its tasks, in their order."""
         return {lane: tuple(i for i, task in enumerate(self.tasks) if task.lane is lane) for lane in Lane}
 
+    @cached_property
+    def launched(self) -> tuple[int, ...]:
+        """How many launches the host has made when it has issued each task."""
+        return tuple(itertools.accumulate(task.launches for task in self.tasks))
+
     def degree(self, kind: str = EXPERT) -> int:
         """Number of chunks of a kind of task."""
         return len({(task.layer, task.chunk) for task in self.tasks if task.kind == kind})
@@ -136,7 +142,7 @@ class Draft:
         needs = dict.fromkeys((*after, *(self._last[each] for each in others if each in self._last)))
         index = self._append(Task(kind, lane, chunk, size, tuple(needs), layer, launches))
         for each in others:
-            self._append(Task(HOLD, each, chunk, 0.0, (index,), layer))
+            self._append(Task(HOLD, each, chunk, 0.0, (index,), layer, launches=0))
         return index
 
     def _append(self, task: Task) -> int:

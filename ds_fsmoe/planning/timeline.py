@@ -124,8 +124,8 @@ def simulate(
         schedule: what is to be done.
         costs: kind -> cost; every kind in the schedule has to be there.
         contention: how lanes slow each other down.
-        host_ms: what it costs the host to issue one task. The host issues in the order of the list and never waits,
-            so task i cannot start before (i + 1) * host_ms.
+        host_ms: what a launch costs the host. It issues in the order of the list and never waits, so a task cannot
+            start before its own launches, and those of all before it, have been paid for.
 
     Raises:
         ValueError: a kind without a cost, with those there are; or a cost of the host that is none.
@@ -145,14 +145,20 @@ def _walk(schedule: Schedule, work_ms: list[float], host_ms: float) -> Timeline:
     """Without contention a task's times follow from those before it in the list."""
     spans: list[Span] = []
     last_of_lane: dict[Lane, int] = {}
+    issue_ms = _issue_ms(schedule, host_ms)
     for index, task in enumerate(schedule.tasks):
-        start_ms, waited_for = host_ms * (index + 1), None
+        start_ms, waited_for = issue_ms[index], None
         for needed in (*task.after, *_present(last_of_lane.get(task.lane))):
             if spans[needed].end_ms > start_ms or (waited_for is None and spans[needed].end_ms == start_ms):
                 start_ms, waited_for = spans[needed].end_ms, needed
         spans.append(Span(task, start_ms, start_ms + work_ms[index], waited_for))
         last_of_lane[task.lane] = index
     return Timeline(tuple(spans))
+
+
+def _issue_ms(schedule: Schedule, host_ms: float) -> list[float]:
+    """When the host has issued each task."""
+    return [host_ms * launched for launched in schedule.launched]
 
 
 def _present(index: int | None) -> tuple[int, ...]:
@@ -162,6 +168,7 @@ def _present(index: int | None) -> tuple[int, ...]:
 def _play(schedule: Schedule, work_ms: list[float], contention: Contention, host_ms: float) -> Timeline:
     """With contention a task's speed depends on what else is running, so time goes from event to event."""
     lanes = list(Lane)
+    issue_ms = _issue_ms(schedule, host_ms)
     queues = [schedule.lanes[lane] for lane in lanes]
     slowdown_of = _slowdowns(lanes, contention)
     num = len(schedule.tasks)
@@ -175,7 +182,7 @@ def _play(schedule: Schedule, work_ms: list[float], contention: Contention, host
             if running[lane] >= 0 or heads[lane] == len(queue):
                 continue
             index = queue[heads[lane]]
-            issued_ms = host_ms * (index + 1) - now_ms
+            issued_ms = issue_ms[index] - now_ms
             if issued_ms > _INSTANT_MS:
                 until_ms = min(until_ms, issued_ms)
                 continue
@@ -191,9 +198,8 @@ def _play(schedule: Schedule, work_ms: list[float], contention: Contention, host
                 heads[lane] += 1
         slowdown = slowdown_of[tuple(index >= 0 for index in running)]
         # To the next end of a task, or to the next moment at which the host has issued one.
-        step_ms = min(
-            until_ms, *(left_ms[index] * slow for index, slow in zip(running, slowdown, strict=True) if index >= 0)
-        )
+        ends_ms = (left_ms[index] * slow for index, slow in zip(running, slowdown, strict=True) if index >= 0)
+        step_ms = min(until_ms, min(ends_ms, default=math.inf))
         now_ms += step_ms
         for lane, index in enumerate(running):
             if index >= 0:

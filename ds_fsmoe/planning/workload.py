@@ -77,8 +77,10 @@ class Shape:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value}: must be a whole number of at least 1")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(f"capacity_factor = {self.capacity_factor}: must be above 0, or none where nothing drops")
+        factor = self.capacity_factor
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if factor is not None and not (is_number and 0 < factor < math.inf):
+            raise ValueError(f"capacity_factor = {factor!r}: must be above 0, or none where nothing drops")
         if self.K > self.E:
             raise ValueError(f"K = {self.K}: must be at most the number of experts, E = {self.E}")
         if self.ffn not in GEMMS:

@@ -11,6 +11,7 @@ import pytest
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import (
     BOTTLENECKS,
+    STREAM,
     Load,
     Phase,
     choose_exact,
@@ -19,34 +20,21 @@ from ds_fsmoe.planning.degree import (
     paper_case,
     paper_case_ms,
 )
-from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE
-from ds_fsmoe.planning.timeline import simulate
-from tests.test_planning_seam import paper_layer
+from tests.planning.layers import random_phase, simulated_ms
 
 
-def random_phase(rng: random.Random, equal_links: bool = False) -> Phase:
-    def load() -> Load:
-        return Load(LinearCost(rng.choice([0.0, 0.3 * rng.random()]), rng.random()), 20 * rng.random())
-
-    gather = load()
-    return Phase(load(), gather, load(), gather if equal_links else load(), rng.choice([0.0, 30 * rng.random()]))
-
-
-def simulated_ms(phase: Phase, degree: int) -> float:
-    costs = {A2A_IN: phase.a2a.cost, A2A_OUT: phase.a2a.cost, GATHER: phase.gather.cost, EXPERT: phase.expert.cost}
-    costs |= {REDUCE: phase.reduce.cost, GRAD: LinearCost(phase.grad_ms, 0.0)}
-    sizes = {A2A_IN: phase.a2a.size, GATHER: phase.gather.size, EXPERT: phase.expert.size, REDUCE: phase.reduce.size}
-    return simulate(paper_layer(degree, sizes, 0.0), costs).makespan_ms
-
-
-def test_the_exact_choice_is_the_best_of_all_integers_by_simulation() -> None:
-    rng = random.Random(0)
-    for _ in range(80):
-        phase = random_phase(rng)
+@pytest.mark.parametrize("links", ["paper", "shared"])
+def test_the_exact_choice_is_the_best_of_all_integers_by_simulation(links: str) -> None:
+    rng = random.Random(links)
+    for _ in range(8):
+        drawn = random_phase(rng)
+        phase = Phase(drawn.a2a, drawn.gather, drawn.expert, drawn.reduce, drawn.grad_ms, links)
         choice = choose_exact(phase, 64)
         times_ms = [simulated_ms(phase, degree) for degree in range(1, 65)]
         assert choice.makespan_ms == pytest.approx(min(times_ms), rel=1e-12)
         assert times_ms[choice.degree - 1] == pytest.approx(min(times_ms), rel=1e-12)
+        others = times_ms[: choice.degree - 1] + times_ms[choice.degree :]
+        assert choice.margin == pytest.approx(min(others) / min(times_ms) - 1, abs=1e-9)
 
 
 def test_ties_take_the_smaller_degree() -> None:
@@ -56,10 +44,12 @@ def test_ties_take_the_smaller_degree() -> None:
     assert choose_exact(phase).degree == 1
 
 
-def test_the_time_is_convex_in_the_degree() -> None:
+@pytest.mark.parametrize("links", ["paper", "shared"])
+def test_the_time_is_convex_in_the_degree(links: str) -> None:
     rng = random.Random(1)
-    for _ in range(500):
-        phase = random_phase(rng)
+    for _ in range(300):
+        drawn = random_phase(rng)
+        phase = Phase(drawn.a2a, drawn.gather, drawn.expert, drawn.reduce, drawn.grad_ms, links)
         times_ms = [makespan_ms(phase, degree) for degree in range(1, 33)]
         for left, middle, right in zip(times_ms, times_ms[1:], times_ms[2:], strict=False):
             assert right - middle >= middle - left - 1e-9
@@ -89,12 +79,19 @@ def test_the_four_cases_mispredict_some_layers_where_they_differ() -> None:
 def test_the_papers_method_is_never_better_and_seldom_much_worse() -> None:
     rng = random.Random(4)
     losses = []
-    for _ in range(60):
+    for _ in range(15):
         phase = random_phase(rng)
         losses.append(choose_slsqp(phase).makespan_ms / choose_exact(phase).makespan_ms - 1)
     assert min(losses) >= -1e-12
     assert max(losses) > 0.001
     assert sum(losses) / len(losses) < 0.05
+
+
+def test_the_papers_method_speaks_of_two_links_only() -> None:
+    drawn = random_phase(random.Random(8))
+    shared = Phase(drawn.a2a, drawn.gather, drawn.expert, drawn.reduce, links="shared")
+    with pytest.raises(ValueError, match="solver = 'slsqp': the paper's four cases speak of two links"):
+        choose_slsqp(shared)
 
 
 def test_a_choice_says_why() -> None:
@@ -107,11 +104,20 @@ def test_a_choice_says_why() -> None:
         "degree 1: 89.200 ms, bound by the inter-node link (case 1 of the paper); 2 takes +0.2%"
     )
     assert choose_exact(Phase(quick, quick, slow, quick), 1).runner_up is None
+    stream = choose_exact(Phase(slow, quick, quick, quick, grad_ms=9.0, links="shared"))
+    assert (stream.bottleneck, stream.paper_case) == (STREAM, None)
+    by_experts = choose_exact(Phase(quick, quick, slow, quick))
+    assert (by_experts.bottleneck, by_experts.paper_case) == ("one lane's chunks in a row", 2)
+    steep = Load(LinearCost(0.0, 1.0), 40.0)
+    by_intra = choose_exact(Phase(quick, steep, quick, steep))
+    assert (by_intra.bottleneck, by_intra.paper_case) == (BOTTLENECKS[2], 4)
 
 
-def test_a_degree_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_degree = 0: must be at least 1"):
-        choose_exact(random_phase(random.Random(5)), 0)
+@pytest.mark.parametrize("choose", [choose_exact, choose_slsqp])
+def test_a_degree_below_one_is_refused(choose: object) -> None:
+    for degree in (0, -3):
+        with pytest.raises(ValueError, match=f"max_degree = {degree}: must be at least 1"):
+            choose(random_phase(random.Random(5)), degree)
 
 
 def test_an_exact_choice_takes_well_under_a_millisecond() -> None:

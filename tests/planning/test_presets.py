@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The named systems as schedules: the orders of the paper's figure 3, and what each switch is worth."""
+"""The named systems as schedules: the orders of the paper's figure 3, and what each switch changes."""
 
 from __future__ import annotations
 
-import random
+import dataclasses
 
 import pytest
 
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule, equal_shares
+from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.presets import PRESETS, LayerSizes, Switches, layer_schedule, preset
+from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, late_choices, preset
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_OUT,
@@ -22,103 +24,176 @@ from ds_fsmoe.planning.schedule import (
     Schedule,
 )
 from ds_fsmoe.planning.timeline import Contention, simulate
+from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
 
-SIZES = LayerSizes(a2a=4.0, gather=3.0, expert=6.0, reduce=3.0, expert_dw=3.0)
-COSTS = dict.fromkeys([A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT, EXPERT_DX, EXPERT_DW, GRAD], LinearCost(0.1, 1.0))
+INTER, INTRA, COMPUTE = (Lane.INTER,), (Lane.INTRA,), (Lane.COMPUTE,)
+COSTS = dict.fromkeys(
+    [A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT, EXPERT_DX, EXPERT_DW, GRAD, "NEXT"], LinearCost(0.1, 1.0)
+)
+LETTERS = {A2A_IN: "D", A2A_OUT: "C", GATHER: "G", REDUCE: "R", EXPERT: "E", GRAD: "A"}
+LETTERS |= {EXPERT_DX: "X", EXPERT_DW: "W", "NEXT": "N"}
 
 
-def row(schedule: Schedule, lane: Lane) -> str:
-    """The tasks of a lane, as the figure writes them: D for dispatch, C for combine, and so on, with the chunk."""
-    letters = {
-        A2A_IN: "D",
-        A2A_OUT: "C",
-        GATHER: "G",
-        REDUCE: "R",
-        EXPERT: "E",
-        GRAD: "A",
-        EXPERT_DX: "X",
-        EXPERT_DW: "W",
+def layer(a2a: float = 4.0, gather: float = 3.0, expert: float = 6.0, reduce: float = 3.0) -> BlockWork:
+    """The MoE part of a backward, and one dense operation behind it."""
+    moe = MoEWork(
+        (Work(A2A_IN, INTER, a2a),),
+        (Work(GATHER, INTRA, gather),),
+        Work(EXPERT, COMPUTE, expert),
+        (Work(REDUCE, INTRA, reduce),),
+        (Work(A2A_OUT, INTER, a2a),),
+        Work(EXPERT_DX, COMPUTE, expert / 2),
+        Work(EXPERT_DW, COMPUTE, expert / 2),
+    )
+    return BlockWork((), moe, (Work("NEXT", COMPUTE, 2.0),))
+
+
+def schedule_of(links: str, degree: int, grads: int = 0, dense: int = 0, late: tuple[int, ...] = ()) -> Schedule:
+    slices = [tuple(Slice(GRAD, INTER, 2.0) for _ in range(each)) for each in (grads, dense)]
+    return block_schedule(layer(), BlockPlan(equal_shares(degree), links, *(late or (0, 0, 0)), *slices))
+
+
+def rows(schedule: Schedule) -> dict[str, str]:
+    """The tasks of each lane, as the figure writes them: D for dispatch, C for combine, and so on, with the chunk."""
+    return {
+        lane.value: " ".join(
+            LETTERS[task.kind] + str(task.chunk + 1) for task in (schedule.tasks[i] for i in schedule.lanes[lane])
+        )
+        for lane in Lane
     }
-    return " ".join(letters[schedule.tasks[i].kind] + str(schedule.tasks[i].chunk + 1) for i in schedule.lanes[lane])
 
 
-def rows(name_or_switches: str | Switches, degree: int, grads: tuple[float, ...] = ()) -> dict[str, str]:
-    switches = preset(name_or_switches) if isinstance(name_or_switches, str) else name_or_switches
-    schedule = layer_schedule(SIZES, degree, switches, grads)
-    return {lane.value: row(schedule, lane) for lane in Lane}
+def by_name(name: str, degree: int, grads: int = 0, dense: int = 0) -> dict[str, str]:
+    orders = {order.degree: order for order in preset(name).orders(16, backward=True)}
+    return rows(schedule_of(orders[degree].links, degree, grads, dense))
 
 
 def test_figure_3a_runs_one_task_after_another() -> None:
-    assert rows("deepspeed", 1) == {"inter": "D1 G1 R1 C1", "compute": "E1", "intra": ""}
-    timeline = simulate(layer_schedule(SIZES, 1, preset("deepspeed")), COSTS)
-    assert timeline.makespan_ms == pytest.approx(2 * 4.1 + 2 * 3.1 + 6.1)
+    assert by_name("deepspeed", 1) == {"inter": "D1 G1 R1 C1", "compute": "E1 N1", "intra": ""}
+    timeline = simulate(schedule_of("shared", 1), COSTS)
+    assert timeline.makespan_ms == pytest.approx(2 * 4.1 + 2 * 3.1 + 6.1 + 2.1)
 
 
-def test_figure_3b_overlaps_experts_with_one_stream_of_traffic() -> None:
-    assert rows("tutel_improved", 4) == {
-        "inter": "D1 G1 D2 G2 D3 G3 D4 G4 R1 C1 R2 C2 R3 C3 R4 C4",
-        "compute": "E1 E2 E3 E4",
+def test_figure_3b_overlaps_experts_with_one_stream_of_traffic_and_the_gradient_with_the_dense_part() -> None:
+    assert by_name("tutel_improved", 4, dense=1) == {
+        "inter": "D1 G1 D2 G2 D3 G3 D4 G4 R1 C1 R2 C2 R3 C3 R4 C4 A1",
+        "compute": "E1 E2 E3 E4 N1",
         "intra": "",
+    }
+    spans = simulate(schedule_of("shared", 4, dense=1), COSTS).spans
+    start_ms = {span.task.kind: span.start_ms for span in spans}
+    assert start_ms[GRAD] == start_ms["NEXT"], "side by side"
+
+
+def test_figure_3c_has_three_lanes_and_the_whole_gradient_beside_the_dense_part() -> None:
+    assert by_name("fsmoe", 4, dense=1) == {
+        "inter": "D1 D2 D3 D4 C1 C2 C3 C4 A1",
+        "intra": "G1 G2 G3 G4 R1 R2 R3 R4",
+        "compute": "E1 E2 E3 E4 N1",
     }
 
 
-def test_figure_3d_has_three_lanes_and_the_gradient_behind_the_last_dispatch() -> None:
-    assert rows("fsmoe", 4, grads=(2.0,)) == {
+def test_figure_3d_has_the_gradient_behind_the_last_dispatch() -> None:
+    assert by_name("fsmoe", 4, grads=1) == {
         "inter": "D1 D2 D3 D4 A1 C1 C2 C3 C4",
         "intra": "G1 G2 G3 G4 R1 R2 R3 R4",
-        "compute": "E1 E2 E3 E4",
+        "compute": "E1 E2 E3 E4 N1",
     }
 
 
 def test_without_intra_inter_overlap_all_traffic_shares_a_lane() -> None:
-    assert rows("fsmoe_no_iio", 2, grads=(2.0,))["inter"] == "D1 G1 D2 G2 A1 R1 C1 R2 C2"
+    assert by_name("fsmoe_no_iio", 2, grads=1)["inter"] == "D1 G1 D2 G2 A1 R1 C1 R2 C2"
 
 
 def test_reduce_first_sends_a_reduce_ahead_of_later_gathers() -> None:
-    assert rows(Switches("per_phase", "reduce_first"), 4)["intra"] == "G1 G2 R1 G3 R2 G4 R3 R4"
+    assert rows(schedule_of("reduce_first", 4))["intra"] == "G1 G2 R1 G3 R2 G4 R3 R4"
+    assert rows(schedule_of("reduce_first", 4))["inter"] == "D1 D2 D3 D4 C1 C2 C3 C4"
+    assert rows(schedule_of("reduce_first", 1)) == rows(schedule_of("paper", 1))
 
 
 def test_split_weight_gradients_fill_the_end() -> None:
-    assert rows(Switches("per_phase", "paper", split_dw=True), 3)["compute"] == "X1 X2 X3 W1 W2 W3"
+    assert rows(schedule_of("paper", 3, late=(3, 0, 0)))["compute"] == "X1 X2 X3 W1 W2 W3 N1"
+    assert rows(schedule_of("paper", 3, late=(2, 0, 0)))["compute"] == "E1 X2 X3 W2 W3 N1"
+    assert rows(schedule_of("paper", 3, late=(3, 1, 0)))["compute"] == "X1 X2 X3 W1 W2 N1 W3"
+    assert rows(schedule_of("paper", 3, late=(3, 2, 1)))["compute"] == "W3 X1 X2 X3 W1 N1 W2"
 
 
-def random_costs(rng: random.Random) -> tuple[dict[str, LinearCost], LayerSizes]:
-    costs = {kind: LinearCost(0.05 * rng.random(), rng.random()) for kind in COSTS}
-    costs[A2A_OUT] = costs[A2A_IN]
-    costs[EXPERT_DX] = costs[EXPERT_DW] = costs[EXPERT]
-    expert = 30 * rng.random()
-    return costs, LayerSizes(20 * rng.random(), 20 * rng.random(), expert, 20 * rng.random(), expert / 2)
+def test_the_dense_part_waits_for_every_chunk_to_come_back() -> None:
+    for links in ("shared", "paper", "reduce_first"):
+        schedule = schedule_of(links, 3)
+        (after,) = [i for i, task in enumerate(schedule.tasks) if task.kind == "NEXT"]
+        outs = {i for i, task in enumerate(schedule.tasks) if task.kind == A2A_OUT}
+        assert set(schedule.tasks[after].after) == outs
 
 
-def best_ms(costs: dict, sizes: LayerSizes, switches: Switches) -> float:
-    degrees = [1] if switches.pipeline == "off" else range(1, 9)
-    return min(simulate(layer_schedule(sizes, d, switches), costs).makespan_ms for d in degrees)
+def test_the_presets_are_the_papers_systems() -> None:
+    assert NAMES == ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best")
+    assert {name: dataclasses.astuple(make()) for name, make in PRESETS.items()} == {
+        "deepspeed": ("off", "shared", "exposed", False),
+        "tutel": ("common", "shared", "exposed", False),
+        "tutel_improved": ("common", "shared", "dense_only", False),
+        "pipemoe_lina": ("common", "shared", "fixed_chunk", False),
+        "fsmoe_no_iio": ("per_phase", "shared", "adaptive", False),
+        "fsmoe": ("per_phase", "paper", "adaptive", False),
+    }
+    with pytest.raises(ValueError, match=r"no preset is called 'fastmoe': the choices are deepspeed, tutel.*best"):
+        preset("fastmoe")
 
 
-def test_with_ideal_links_a_system_is_never_slower_than_the_one_it_improves_on() -> None:
-    rng = random.Random(0)
-    for _ in range(100):
-        costs, sizes = random_costs(rng)
-        deepspeed, tutel, fsmoe = (best_ms(costs, sizes, preset(name)) for name in ("deepspeed", "tutel", "fsmoe"))
-        assert fsmoe <= tutel + 1e-9
-        assert tutel <= deepspeed + 1e-9
+def test_every_switch_alone_changes_only_what_it_says() -> None:
+    plain = Switches()
+    assert plain.orders(8, backward=True) == (Order(1, "shared"),)
+    for links in ("shared", "paper", "reduce_first"):
+        assert Switches(links=links).orders(8, backward=True) == (Order(1, links),)
+    for pipeline in ("common", "per_phase"):
+        for backward in (False, True):
+            orders = Switches(pipeline=pipeline).orders(8, backward)
+            assert orders == tuple(Order(degree, "shared") for degree in range(1, 9))
+    for mode in ("exposed", "dense_only", "fixed_chunk", "adaptive"):
+        assert Switches(gradients=mode).orders(8, backward=True) == plain.orders(8, backward=True)
+    split = Switches(split_dw=True)
+    assert split.orders(8, backward=False) == plain.orders(8, backward=False)
+    assert {order.links for order in split.orders(8, backward=True)} == {"shared"}
+    assert {order.degree for order in split.orders(8, backward=True)} == {1}
+    assert all(order.late_dw == 1 and order.carried_dw == 0 for order in split.orders(8, backward=True))
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 8, 64])
+def test_what_is_put_off_is_within_what_there_is(degree: int) -> None:
+    for carry in (False, True):
+        found = late_choices(degree, carry)
+        assert len(set(found)) == len(found)
+        for late, held, carried in found:
+            assert 1 <= late <= degree
+            assert 0 <= carried <= held <= late
+            assert carry or carried == 0
+        assert {late for late, _, _ in found} >= {1, degree}
 
 
 def test_links_that_contend_can_turn_overlap_into_a_loss() -> None:
     """Two tasks of equal length side by side at kappa > 1 take longer than one after the other."""
-    costs, sizes = COSTS, LayerSizes(a2a=10.0, gather=10.0, expert=0.1, reduce=10.0)
-    overlapped, shared = Switches("per_phase", "paper"), Switches("per_phase", "shared")
-    assert best_ms(costs, sizes, overlapped) < best_ms(costs, sizes, shared)
-    at_four = {
-        switches: simulate(layer_schedule(sizes, 4, switches), costs, Contention(1.2)).makespan_ms
-        for switches in (overlapped, shared)
-    }
-    assert at_four[overlapped] > at_four[shared]
+    work = layer(a2a=10.0, gather=10.0, expert=0.1, reduce=10.0)
+
+    def time_ms(links: str, contention: Contention) -> float:
+        return simulate(block_schedule(work, BlockPlan(equal_shares(4), links)), COSTS, contention).makespan_ms
+
+    assert time_ms("paper", Contention()) < time_ms("shared", Contention())
+    assert time_ms("paper", Contention(1.2)) > time_ms("shared", Contention(1.2)) == time_ms("shared", Contention())
 
 
-def test_every_preset_has_a_degree_only_if_it_has_a_pipeline() -> None:
-    assert list(PRESETS) == ["deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe"]
-    with pytest.raises(ValueError, match="degree = 2 with pipeline = 'off': must be 1"):
-        layer_schedule(SIZES, 2, preset("deepspeed"))
-    with pytest.raises(ValueError, match="no preset is called 'fastmoe': the choices are deepspeed, tutel"):
-        preset("fastmoe")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shares": ()}, "shares = .*: must be above 0 and sum to 1"),
+        ({"shares": (0.5, 0.4)}, "shares = .*: must be above 0 and sum to 1"),
+        ({"shares": (1.5, -0.5)}, "shares = .*: must be above 0 and sum to 1"),
+        ({"shares": (1.0, 0.0)}, "shares = .*: must be above 0 and sum to 1"),
+        ({"shares": (float("nan"),)}, "shares = .*: must be above 0 and sum to 1"),
+        ({"links": "both"}, "links = 'both': the choices are shared, paper, reduce_first"),
+    ],
+)
+def test_an_impossible_plan_of_a_layer_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockPlan(**change)
+    with pytest.raises(ValueError, match="degree = 0: must be at least 1"):
+        equal_shares(0)

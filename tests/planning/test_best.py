@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The preset ``best``: never slower than any other, on any links, within its limits and above every lower bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ds_fsmoe.planning.best import Beyond, plan_best, plan_by_name
+from ds_fsmoe.planning.block import BlockPlan, model_schedule
+from ds_fsmoe.planning.bounds import step_bounds_ms
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.grid import table_4
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.plan import Planner, Settings
+from ds_fsmoe.planning.presets import PRESETS, Switches
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, Lane
+from ds_fsmoe.planning.timeline import Contention, simulate
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, kind_costs, layer_work
+from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
+
+TESTBEDS = {"a": Groups(48, 8, mp=8, esp=8, ep=6), "b": Groups(32, 4, mp=4, esp=4, ep=8)}
+KAPPAS = (0.0, 0.3, 0.6, 0.9, 1.2)
+
+
+def steps_ms(planner: Planner, layers: list[Layer], carried: tuple = ()) -> dict[str, float]:
+    settings = planner.settings
+    return {
+        name: plan_by_name(planner, name, layers, carried).step_ms(planner.costs, settings.contention, settings.host_ms)
+        for name in (*PRESETS, "best")
+    }
+
+
+@pytest.mark.parametrize("kappa", KAPPAS)
+@pytest.mark.parametrize("testbed", ["a", "b"])
+def test_best_is_never_slower_than_any_preset_on_the_papers_grid(testbed: str, kappa: float) -> None:
+    groups = TESTBEDS[testbed]
+    costs = kind_costs(load_cluster(f"testbed_{testbed}"), groups)
+    for shape in random.Random(kappa).sample(list(table_4(testbed, groups.ep)), 1):
+        layer = layer_work(shape, groups)
+        ms = steps_ms(Planner(costs, Settings(Contention(kappa), max_degree=4)), [layer] * 2, layer.gradients)
+        assert ms["best"] <= min(ms[name] for name in PRESETS) * (1 + 1e-9), (shape, ms)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_best_is_never_slower_than_any_preset_on_random_clusters(layout: str, recompute: bool) -> None:
+    rng = random.Random(f"{layout}{recompute}")
+    layers = [
+        layer_of(layout, recompute=recompute),
+        layer_of(layout, Shape(1, 8, 8, 16, 8, 1, None, heads=2), recompute),
+    ]
+    contention = Contention(rng.choice(KAPPAS), rng.choice([0.0, 0.3]))
+    settings = Settings(contention, rng.choice([0.0, 0.01]), max_degree=3)
+    ms = steps_ms(Planner(random_costs(rng), settings), layers)
+    assert ms["best"] <= min(ms[name] for name in PRESETS) * (1 + 1e-9), ms
+
+
+@pytest.mark.parametrize("max_degree", [1, 2, 3])
+def test_best_keeps_to_the_highest_degree(max_degree: int) -> None:
+    costs = kind_costs(load_cluster("testbed_b"), TESTBEDS["b"])
+    layer = layer_work(Shape(4, 1024, 1024, 4096, 8), TESTBEDS["b"])
+    plan = plan_best(Planner(costs, Settings(max_degree=max_degree)), [layer])
+    assert max(each.degree for each in (*plan.forward, *plan.backward)) <= max_degree
+
+
+def test_each_thing_beyond_the_paper_can_be_switched_off_and_none_is_a_loss() -> None:
+    rng = random.Random(3)
+    gained = dict.fromkeys(("reduce_first", "split_dw", "uneven_chunks"), 0)
+    for _ in range(3):
+        costs = random_costs(rng)
+        planner, layers = Planner(costs, Settings(max_degree=4)), [layer_of("the paper's")] * 2
+        all_ms = plan_best(planner, layers).step_ms(costs)
+        for name in gained:
+            plan = plan_best(planner, layers, beyond=Beyond(**{name: False}))
+            gained[name] += plan.step_ms(costs) > all_ms * (1 + 1e-6)
+            plans = (*plan.forward, *plan.backward)
+            if name == "reduce_first":
+                assert all(each.links != "reduce_first" for each in plans)
+            elif name == "split_dw":
+                assert all(each.late_dw == each.held_dw == each.carried_dw == 0 for each in plans)
+            else:
+                assert all(len(set(each.shares)) == 1 for each in plans)
+        paper = plan_best(planner, layers, beyond=Beyond(False, False, False)).step_ms(costs)
+        assert all_ms <= paper * (1 + 1e-9)
+        assert paper <= steps_ms(planner, layers)["fsmoe"] * (1 + 1e-9)
+    assert gained["uneven_chunks"]
+    assert gained["split_dw"]
+
+
+@pytest.mark.parametrize("layout", ["the paper's", "2dh", "no expert parallelism"])
+@pytest.mark.parametrize("contention", [Contention(), Contention(0.6)], ids=str)
+def test_no_plan_of_a_model_beats_its_lower_bound(layout: str, contention: Contention) -> None:
+    rng = random.Random(layout)
+    layers = [layer_of(layout), layer_of(layout, Shape(1, 8, 8, 16, 8, 1, None, heads=2)), layer_of(layout)]
+    costs = random_costs(rng)
+    planner = Planner(costs, Settings(contention, max_degree=3))
+    # best may use one chunk more than is allowed: see test_best_keeps_to_the_highest_degree.
+    bounds = step_bounds_ms(layers, costs, 4)
+    for name in (*PRESETS, "best"):
+        played = plan_by_name(planner, name, layers).timelines(costs, contention)
+        for timeline, bound_ms in zip(played, bounds, strict=True):
+            assert timeline.makespan_ms >= bound_ms * (1 - 1e-3 if name == "best" else 1 - 1e-9), name
+
+
+def bare(enter_ms: float, dx_ms: float, dw_ms: float) -> Layer:
+    """A layer with an all-to-all and experts; sizes are milliseconds."""
+    enter = (Work("A2A_IN", (Lane.INTER,), enter_ms),)
+    experts = [
+        Work(kind, (Lane.COMPUTE,), ms)
+        for kind, ms in ((EXPERT, dx_ms + dw_ms), (EXPERT_DX, dx_ms), (EXPERT_DW, dw_ms))
+    ]
+    moe = MoEWork(enter, (), experts[0], (), (), experts[1], experts[2])
+    return Layer(BlockWork((), MoEWork(enter, (), experts[1], (), ()), ()), BlockWork((), moe, ()), ())
+
+
+def test_the_bound_of_a_model_holds_where_weight_gradients_move_into_the_next_layer() -> None:
+    """The first layer's 10 ms of weight gradients fit beside the 10 ms in which the second waits for its tokens."""
+    costs = {kind: LinearCost(0.0, 1.0) for kind in ("A2A_IN", EXPERT, EXPERT_DX, EXPERT_DW)}
+    second, first = bare(10.0, 1.0, 0.0), bare(1.0, 1.0, 10.0)  # the backward begins with the last
+    carried = BlockPlan(links="paper", late_dw=1, held_dw=1, carried_dw=1)
+    schedule = model_schedule([first, second], [carried, BlockPlan(links="paper")], "backward")
+    made_ms = simulate(schedule, costs).makespan_ms
+    assert made_ms == pytest.approx(1 + 1 + 10 + 1)
+    assert step_bounds_ms([second, first], costs)[1] <= made_ms
+
+
+def test_a_schedule_that_puts_weight_gradients_off_still_does_them_all() -> None:
+    layer = layer_of("the paper's")
+    plan = BlockPlan((0.5, 0.3, 0.2), "paper", 3, 2, 2)
+    for endless in (False, True):
+        schedule = model_schedule([layer] * 3, [plan] * 3, "backward", endless=endless)
+        done = sum(task.size for task in schedule.tasks if task.kind == EXPERT_DW)
+        assert done == pytest.approx(3 * layer.backward.moe.expert_dw.size)
+
+
+def test_a_forward_may_be_planned_with_late_weight_gradients_that_it_does_not_have() -> None:
+    layer = layer_of("the paper's")
+    plan = BlockPlan((0.5, 0.5), "paper", 2, 2, 2)
+    plain = model_schedule([layer], [BlockPlan((0.5, 0.5), "paper")], "forward")
+    assert model_schedule([layer], [plan], "forward") == plain
+    assert model_schedule([layer], [plan], "forward", endless=True) == plain
+
+
+def test_layers_of_nothing_and_layers_beyond_measure_are_planned() -> None:
+    layer = layer_of("the paper's", SHAPE)
+    for scale in (0.0, 1e-3, 1e6):
+        costs = {kind: LinearCost(each.alpha_ms * scale, each.beta_ms * scale) for kind, each in PLAIN.items()}
+        for contention in (Contention(), Contention(0.5)):
+            planner = Planner(costs, Settings(contention, max_degree=2))
+            for name in ("best", "tutel"):
+                plan = plan_by_name(planner, name, [layer] * 2)
+                reference = plan_by_name(Planner(PLAIN, planner.settings), name, [layer] * 2)
+                expected_ms = reference.step_ms(PLAIN, contention) * scale
+                assert plan.step_ms(costs, contention) == pytest.approx(expected_ms, rel=2e-3, abs=0)
+
+
+PLAIN = random_costs(random.Random(12))
+
+
+def test_ideal_links_are_best_with_more_freedom_at_every_switch() -> None:
+    rng = random.Random(5)
+    for _ in range(4):
+        costs = random_costs(rng)
+        planner, layers = Planner(costs, Settings(max_degree=6)), [layer_of("the paper's")] * 2
+
+        def ms(switches: Switches, planner: Planner = planner, layers: list = layers, costs: dict = costs) -> float:
+            return planner.plan(layers, switches).step_ms(costs)
+
+        for links in ("shared", "paper", "reduce_first"):
+            off, common, free = (ms(Switches(each, links)) for each in ("off", "common", "per_phase"))
+            assert free <= common * (1 + 1e-9) <= off * (1 + 2e-9)
+        assert ms(Switches("per_phase", "paper")) <= ms(Switches("per_phase", "shared")) * (1 + 1e-9)
+        assert ms(Switches("per_phase", "paper", split_dw=True)) <= ms(Switches("per_phase", "paper")) * (1 + 1e-9)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cluster files: those that come with the package are the paper's, and a wrong one is refused where it is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.planning.cluster import UNITS, Operation, load_cluster, names
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.workload import kind_costs
+
+GOOD: dict[str, Any] = {
+    "name": "mine",
+    "num_nodes": 2,
+    "gpus_per_node": 4,
+    "contention": {"links": 0.25},
+    "host_ms": 0.02,
+    "operations": {
+        "gemm": {"alpha_ms": 0.1, "beta_ms_per_flop": 1e-10},
+        "inter.all_to_all": {"alpha_ms": 0.3, "beta_ms_per_byte": 5e-7, "ranks": 2, "source": "measured"},
+    },
+}
+
+
+def loaded(tmp_path: Path, data: Any) -> Any:
+    path = tmp_path / "mine.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
+    return load_cluster(str(path))
+
+
+def with_change(path: tuple[str, ...], value: Any) -> dict:
+    data = copy.deepcopy(GOOD)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_cluster_of_the_package_has_all_operations_with_a_source(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert set(cluster.operations) == set(UNITS)
+    assert all(each.source for each in cluster.operations.values())
+    world = cluster.num_nodes * cluster.gpus_per_node
+    costs = kind_costs(cluster, Groups(world, cluster.gpus_per_node, ep=world), "2dh")
+    assert costs["EXPERT"] == cluster.operations["gemm"].cost
+
+
+def test_the_package_brings_both_testbeds_in_both_readings() -> None:
+    assert names() == ("testbed_a", "testbed_a_printed", "testbed_b", "testbed_b_printed")
+
+
+# PAPER.md, section 6: (alpha in ms, beta), betas in ms per fp32 element or per multiply-add.
+REFERENCE = {
+    "testbed_a": {
+        "inter.all_to_all": (0.287, 2.087e-6),
+        "intra.all_gather": (0.337, 2.148e-7),
+        "intra.reduce_scatter": (0.395, 2.452e-7),
+        "inter.all_reduce": (0.511, 4.284e-6),
+        "gemm": (0.0426, 1.110e-10),
+        "attention": (0.2, 7.2e-11),
+    },
+    "testbed_b": {
+        "inter.all_to_all": (0.175, 1.384e-6),
+        "intra.all_gather": (0.0320, 6.929e-7),
+        "intra.reduce_scatter": (0.0391, 7.075e-7),
+        "inter.all_reduce": (0.0837, 2.934e-6),
+        "gemm": (0.0924, 1.319e-10),
+        "attention": (0.3, 1.35e-10),
+    },
+    # As printed: B's per byte (so four of them per element), A's per element with two exponents exchanged.
+    "testbed_a_printed": {
+        "inter.all_to_all": (0.287, 2.21e-6),
+        "intra.all_gather": (0.337, 2.32e-7),
+        "intra.reduce_scatter": (0.395, 2.34e-7),
+        "inter.all_reduce": (0.511, 4.95e-6),
+        "gemm": (0.0426, 9.16e-11),
+        "attention": (0.2, 7.2e-11),
+    },
+    "testbed_b_printed": {
+        "inter.all_to_all": (0.175, 4 * 3.06e-7),
+        "intra.all_gather": (0.0320, 4 * 1.68e-7),
+        "intra.reduce_scatter": (0.0391, 4 * 1.67e-7),
+        "inter.all_reduce": (0.0837, 4 * 5.99e-7),
+        "gemm": (0.0924, 1.77e-10),
+        "attention": (0.3, 1.35e-10),
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_the_testbeds_are_the_papers_in_bytes_and_flops(name: str) -> None:
+    cluster = load_cluster(name)
+    for operation, (alpha_ms, beta) in REFERENCE[name].items():
+        units = 4 if UNITS[operation] == "byte" else 2
+        assert cluster.operations[operation].cost.alpha_ms == alpha_ms, operation
+        assert cluster.operations[operation].cost.beta_ms == pytest.approx(beta / units, rel=1e-9), operation
+    is_a = "_a" in name
+    assert (cluster.num_nodes, cluster.gpus_per_node) == ((6, 8) if is_a else (8, 4))
+    assert cluster.contention.links == (0.48 if is_a else 0.445)
+    assert cluster.operations["softmax"].cost == LinearCost(0.0, 9.5e-8 if is_a else 7.8e-8)
+    assert cluster.operations["routing"].cost == LinearCost(0.1, 0.0)
+    assert cluster.operations["order"].cost.alpha_ms * 2 == pytest.approx(0.3)
+    assert cluster.operations["inter.all_to_all"].ranks == cluster.num_nodes
+    assert cluster.operations["intra.all_gather"].ranks == cluster.gpus_per_node
+
+
+def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    cluster = loaded(tmp_path, GOOD)
+    assert (cluster.name, cluster.num_nodes, cluster.gpus_per_node, cluster.host_ms) == ("mine", 2, 4, 0.02)
+    assert (cluster.contention.links, cluster.contention.compute) == (0.25, 0.0)
+    assert cluster.operations["inter.all_to_all"] == Operation(LinearCost(0.3, 5e-7), 2, "measured")
+    assert cluster.operations["gemm"].ranks is None
+
+
+def test_among_other_ranks_a_buffer_costs_what_goes_over_the_wire() -> None:
+    measured = Operation(LinearCost(0.5, 0.75), 4)
+    assert measured.among(4) == LinearCost(0.5, 0.75)
+    assert (measured.among(2).alpha_ms, measured.among(2).beta_ms) == pytest.approx((0.5, 0.5))
+    assert (measured.among(8).alpha_ms, measured.among(8).beta_ms) == pytest.approx((0.5, 0.875))
+    assert measured.among(1) == LinearCost(0.0, 0.0)
+    assert Operation(LinearCost(0.5, 0.75)).among(8) == LinearCost(0.5, 0.75)
+
+
+@pytest.mark.parametrize(
+    "value", [-1, -1e-30, float("nan"), float("inf"), True, "0.1", None, [1.0], 10**400], ids=lambda each: str(each)[:9]
+)
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("operations", "gemm", "alpha_ms"),
+        ("operations", "inter.all_to_all", "beta_ms_per_byte"),
+        ("contention", "links"),
+        ("contention", "compute"),
+        ("host_ms",),
+    ],
+)
+def test_a_number_that_is_none_is_refused_by_field_and_value(tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
+    message = rf"mine\.json: {'.'.join(path)} = .*: must be a finite number of at least 0"
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path, with_change(path, value))
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, True, "4", None, float("nan")])
+@pytest.mark.parametrize("field", ["num_nodes", "gpus_per_node"])
+def test_a_count_that_is_none_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"mine\.json: {field} = .*: must be a whole number of at least 1"):
+        loaded(tmp_path, with_change((field,), value))
+
+
+def test_a_collective_among_one_rank_is_no_measurement(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"inter.all_to_all.ranks = 1: a collective is measured among at least 2"):
+        loaded(tmp_path, with_change(("operations", "inter.all_to_all", "ranks"), 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("num_nodes",), ..., "num_nodes is missing"),
+        (("operations",), ..., "operations is missing"),
+        (("operations", "gemm", "alpha_ms"), ..., "operations.gemm.alpha_ms is missing"),
+        (("operations", "gemm", "beta_ms_per_flop"), ..., "operations.gemm.beta_ms_per_flop is missing"),
+        (("gpu_per_node",), 4, "gpu_per_node: no such field: did you mean 'gpus_per_node'[?] the choices are name, "),
+        (("zzz",), 4, "zzz: no such field: the choices are name, source, num_nodes, "),
+        (
+            ("operations", "inter.alltoall"),
+            {},
+            "operations.inter.alltoall: no such field: did you mean 'inter.all_to_all'[?] the choices are inter.all",
+        ),
+        (
+            ("operations", "gemm", "beta_ms_per_byte"),
+            1.0,
+            "operations.gemm.beta_ms_per_byte: no such field: did you mean 'beta_ms_per_flop'[?]",
+        ),
+        (("operations", "gemm", "ranks"), 2, "operations.gemm.ranks: no such field: "),
+        (("operations", "gemm"), 0.1, "operations.gemm must be a JSON object"),
+        (("operations",), [], "operations must be a JSON object"),
+        (("contention",), 0.5, "contention must be a JSON object"),
+        (("contention", "link"), 0.5, "contention.link: no such field: did you mean 'links'[?]"),
+    ],
+)
+def test_a_field_that_is_missing_unknown_or_misspelt_is_named_with_the_choices(
+    tmp_path: Path, path: tuple[str, ...], value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"mine\.json: {message}"):
+        loaded(tmp_path, with_change(path, value))
+
+
+@pytest.mark.parametrize("text", ["", "{", "num_nodes: 2", "{'num_nodes': 2}"])
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"mine\.json: cannot be read as JSON: "):
+        loaded(tmp_path, text)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"testbed_a"'])
+def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"mine\.json: must be a JSON object"):
+        loaded(tmp_path, text)
+
+
+def test_an_unknown_cluster_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    choices = "the choices are testbed_a, testbed_a_printed, testbed_b, testbed_b_printed, or the path of a JSON file"
+    with pytest.raises(ValueError, match=f"no cluster is called 'testbedb', .*: did you mean 'testbed_b'[?] {choices}"):
+        load_cluster("testbedb")
+    for nothing in ("zzz", "", str(tmp_path), str(tmp_path / "missing.json")):
+        with pytest.raises(ValueError, match=f"no cluster is called .*: {choices}"):
+            load_cluster(nothing)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear costs, and how they are fitted to measurements."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_fsmoe.planning.cost import LinearCost, fit
+
+
+def test_a_cost_is_a_start_up_per_launch_and_a_slope_per_unit() -> None:
+    cost = LinearCost(0.5, 0.25)
+    assert cost.ms(8) == 2.5
+    assert cost.ms(8, launches=3) == 3.5
+    assert cost.ms(0) == 0.5
+
+
+def test_a_line_is_fitted_and_a_bad_fit_is_not_called_good() -> None:
+    sizes = [2.0**i for i in range(10, 25, 2)]
+    exact = fit(sizes, [0.25 + 3e-7 * n for n in sizes])
+    assert exact.cost.alpha_ms == pytest.approx(0.25)
+    assert exact.cost.beta_ms == pytest.approx(3e-7)
+    assert exact.r2 == pytest.approx(1.0)
+    assert exact.worst_residual_ms < 1e-9
+    assert exact.require_good("a2a") == exact.cost
+    hardly_growing = fit(sizes, [0.25 + 0.001 * (i % 2) for i in range(len(sizes))])
+    assert hardly_growing.r2 < 0.5
+    assert hardly_growing.is_good
+    bad = fit([1, 2, 3, 4], [5, 1, 4, 2])
+    assert not bad.is_good
+    with pytest.raises(ValueError, match=r"all-reduce: a straight line does not describe .*r\^2 = "):
+        bad.require_good("all-reduce")
+
+
+def test_a_fit_never_goes_below_zero() -> None:
+    assert fit([1, 2, 3], [0.5, 2.0, 3.5]).cost.alpha_ms == 0.0
+    assert fit([1, 2, 3], [3.0, 2.0, 1.0]).cost == LinearCost(2.0, 0.0)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e4)), min_size=3, max_size=12))
+def test_no_line_with_neither_coefficient_below_zero_fits_better(points: list[tuple[float, float]]) -> None:
+    sizes, times_ms = zip(*points, strict=True)
+    if max(sizes) - min(sizes) < 1e-3 * max(sizes) or max(sizes) == 0:
+        return
+    found = fit(sizes, times_ms)
+
+    def squares(alpha: float, beta: float) -> float:
+        return sum((y - alpha - beta * x) ** 2 for x, y in points)
+
+    ours = squares(found.cost.alpha_ms, found.cost.beta_ms)
+    scale = max(times_ms) or 1.0
+    for factor in (0.0, 0.5, 0.99, 1.01, 2.0):
+        for other in (0.99, 1.0, 1.01):
+            assert ours <= squares(found.cost.alpha_ms * factor, found.cost.beta_ms * other) + 1e-9 * scale**2
+            assert ours <= squares(found.cost.alpha_ms * other, found.cost.beta_ms * factor) + 1e-9 * scale**2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times_ms"),
+    [
+        ([1, 2], [1, 2]),
+        ([1, 1, 1], [1, 2, 3]),
+        ([0, 0, 0], [1, 2, 3]),
+        ([1, 2, 3], [1, 2]),
+        ([1, 2, -3], [1, 2, 3]),
+        ([1, 2, 3], [1, 2, float("nan")]),
+        ([1, 2, float("inf")], [1, 2, 3]),
+        ([], []),
+    ],
+)
+def test_impossible_measurements_are_refused(sizes: list, times_ms: list) -> None:
+    with pytest.raises(ValueError, match="fit: "):
+        fit(sizes, times_ms)
+
+
+@pytest.mark.parametrize("coefficients", [(-1.0, 0.0), (0.0, -1.0), (float("nan"), 0.0), (0.0, float("inf"))])
+def test_impossible_costs_are_refused(coefficients: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="must be a finite number of at least 0"):
+        LinearCost(*coefficients)

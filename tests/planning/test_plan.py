@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole model planned: bytes and laws kept, the promised order among systems, and work done once."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ds_fsmoe.planning import plan as plan_module
+from ds_fsmoe.planning.best import plan_by_name
+from ds_fsmoe.planning.block_times import BlockTimes
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.grid import MODELS, model, table_4
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings
+from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, preset
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_GRAD, GRAD, HOLD, Lane, Schedule
+from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
+from ds_fsmoe.planning.workload import Layer, Shape, kind_costs, layer_work
+from tests.planning.layers import SHAPE, layer_of, random_costs
+
+TESTBEDS = {"a": Groups(48, 8, mp=8, esp=8, ep=6), "b": Groups(32, 4, mp=4, esp=4, ep=8)}
+# Experts on 2 of 16 ranks: dense gradients and eight replicas of every expert.
+REPLICATED = Groups(16, 4, mp=4, esp=1, ep=2)
+
+
+def costs_of(testbed: str) -> dict[str, LinearCost]:
+    return dict(kind_costs(load_cluster(f"testbed_{testbed}"), TESTBEDS[testbed]))
+
+
+def ancestors(schedule: Schedule, index: int) -> set[int]:
+    found: set[int] = set()
+    left = list(schedule.tasks[index].after)
+    while left:
+        each = left.pop()
+        if each not in found:
+            found.add(each)
+            left.extend(schedule.tasks[each].after)
+    return found
+
+
+def check_laws(plan: ModelPlan, costs: dict, contention: Contention = IDEAL, host_ms: float = 0.0) -> None:
+    """Bytes of gradients and tokens, one task at a time on a lane, and expert gradients behind what they are of."""
+    layers = plan.layers[::-1]
+    forward, backward = plan.schedules()
+    for kind in (GRAD, EXPERT_GRAD):
+        sent = [task.size for task in backward.tasks if task.kind == kind]
+        assert sum(sent) == sum(each.size_bytes for layer in layers for each in layer.gradients if each.kind == kind)
+        assert not [task for task in forward.tasks if task.kind == kind]
+    for schedule, phase in ((forward, "forward"), (backward, "backward")):
+        done = dict.fromkeys(range(len(layers)), 0.0)
+        for task in schedule.tasks:
+            if task.kind.startswith(EXPERT) and task.kind != EXPERT_GRAD:
+                done[task.layer] += task.size
+        for index, layer in enumerate(layers if phase == "backward" else plan.layers):
+            again = layer.forward.moe.expert.size if phase == "backward" and layer.recompute else 0.0
+            assert done[index] == pytest.approx(getattr(layer, phase).moe.expert.size + again)
+        spans = simulate(schedule, costs, contention, host_ms).spans
+        for indices in schedule.lanes.values():
+            for first, second in pairwise(indices):
+                assert spans[second].start_ms >= spans[first].end_ms - 1e-9
+    check_expert_gradients(plan, backward)
+
+
+def check_expert_gradients(plan: ModelPlan, backward: Schedule) -> None:
+    layers, sent = plan.layers[::-1], 0
+    sizes = [sum(each.size_bytes for each in layer.gradients if each.kind == EXPERT_GRAD) for layer in layers]
+    for index, task in enumerate(backward.tasks):
+        if task.kind != EXPERT_GRAD:
+            continue
+        sent += task.size
+        newest = int(np.searchsorted(np.cumsum(sizes), sent))
+        needed = {
+            i
+            for i, each in enumerate(backward.tasks)
+            if each.layer == newest
+            and (each.kind == EXPERT_DW or (each.kind == EXPERT and i in whole(backward, layers)))
+        }
+        assert needed <= ancestors(backward, index), "an expert gradient travels before it exists"
+
+
+def whole(backward: Schedule, layers: tuple[Layer, ...]) -> set[int]:
+    """Experts' tasks that compute weight gradients, too: not those of a forward that is run again."""
+    twice = {i: layer.backward.moe.expert.launches for i, layer in enumerate(layers)}
+    return {i for i, each in enumerate(backward.tasks) if each.kind == EXPERT and each.launches == twice[each.layer]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_model_of_four_layers_keeps_all_bytes_and_all_laws(name: str, recompute: bool) -> None:
+    rng = random.Random(name)
+    small = Shape(B=1, L=8, M=8, H=16, E=8, K=1, heads=2)
+    layers = [layer_work(shape, REPLICATED, recompute=recompute) for shape in (SHAPE, small, SHAPE, SHAPE)]
+    for contention, host_ms in ((Contention(), 0.0), (Contention(0.5, 0.1), 0.01)):
+        costs = random_costs(rng)
+        plan = plan_by_name(Planner(costs, Settings(contention, host_ms, max_degree=3)), name, layers)
+        check_laws(plan, costs, contention, host_ms)
+
+
+@pytest.mark.parametrize("layout", ["2dh", "one node", "no expert parallelism", "model parallelism over nodes"])
+@pytest.mark.parametrize(
+    "switches", [preset("fsmoe"), Switches("per_phase", "reduce_first", "adaptive", True)], ids=str
+)
+def test_laws_hold_wherever_the_groups_lie(layout: str, switches: Switches) -> None:
+    rng = random.Random(layout)
+    costs = random_costs(rng)
+    plan = Planner(costs, Settings(max_degree=4)).plan([layer_of(layout)] * 3, switches)
+    check_laws(plan, costs)
+
+
+@pytest.mark.parametrize("testbed", ["a", "b"])
+def test_with_ideal_links_a_system_is_never_slower_than_those_it_improves_on(testbed: str) -> None:
+    rng = random.Random(testbed)
+    groups, costs = TESTBEDS[testbed], costs_of(testbed)
+    for shape in rng.sample(list(table_4(testbed, groups.ep)), 40):
+        planner = Planner(costs)
+        layers = [layer_work(shape, groups)] * 2
+        carried = layers[0].gradients
+        ms = {name: planner.plan(layers, preset(name), carried).step_ms(costs) for name in PRESETS}
+        for slower in ("fsmoe_no_iio", "tutel_improved", "tutel", "deepspeed"):
+            assert ms["fsmoe"] <= ms[slower] * (1 + 1e-9), (shape, slower)
+        assert ms["tutel_improved"] <= ms["tutel"] * (1 + 1e-9) <= ms["deepspeed"] * (1 + 2e-9), shape
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_chosen_times_are_those_of_the_schedule(name: str) -> None:
+    """What is said of each layer adds up to what playing the model says, but for gradients that reach into the next
+    layer's first operation, before it needs the link."""
+    costs = costs_of("b")
+    layer = layer_work(Shape(4, 512, 2048, 4096, 8), TESTBEDS["b"])
+    plan = Planner(costs).plan([layer] * 3, preset(name))
+    forward, backward = plan.timelines(costs)
+    assert forward.makespan_ms == pytest.approx(sum(each.time_ms for each in plan.forward_choices))
+    tail_ms = sum(costs[each.kind].ms(each.size_bytes) for each in plan.tail)
+    said_ms = sum(each.time_ms for each in plan.backward_choices) + tail_ms
+    reach_ms = sum(costs[each.kind].ms(each.size) for each in layer.backward.before)
+    assert said_ms - 2 * reach_ms - 1e-9 <= backward.makespan_ms <= said_ms + 1e-9
+
+
+def test_one_degree_for_both_phases_is_the_one_with_the_smallest_sum() -> None:
+    costs = costs_of("a")
+    layer = layer_work(Shape(2, 1024, 2048, 4096, 6), TESTBEDS["a"])
+    plan = Planner(costs).plan([layer], preset("tutel"))
+    assert plan.forward[0].degree == plan.backward[0].degree
+    orders = preset("tutel").orders(16, backward=False)
+    sums = sum(BlockTimes(work, costs).times_ms(orders)[:, 0] for work in (layer.forward, layer.backward))
+    assert plan.forward[0].degree == 1 + int(np.argmin(sums))
+
+
+def test_equal_layers_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Counted(BlockTimes):
+        def __init__(self, work: object, *more: object) -> None:
+            made.append(work)
+            super().__init__(work, *more)
+
+    monkeypatch.setattr(plan_module, "BlockTimes", Counted)
+    layer, other = (layer_work(Shape(4, 512, 2048, H, 8), TESTBEDS["b"]) for H in (4096, 8192))
+    planner = Planner(costs_of("b"))
+    planner.plan([layer] * 20, preset("fsmoe"))
+    assert len(made) == 2, "one per phase"
+    planner.plan([layer, other] * 10, preset("fsmoe"))
+    assert len(made) == 4
+
+
+def test_recompute_runs_the_forward_again_ahead_of_the_backward() -> None:
+    costs = costs_of("b")
+    shape = Shape(4, 512, 2048, 4096, 8)
+    once, again = (layer_work(shape, TESTBEDS["b"], recompute=each) for each in (False, True))
+    plain, longer = (Planner(costs).plan([each] * 2, preset("deepspeed")) for each in (once, again))
+    (forward, backward), (forward_again, backward_again) = (each.timelines(costs) for each in (plain, longer))
+    assert forward_again.makespan_ms == forward.makespan_ms
+    assert backward_again.makespan_ms == pytest.approx(backward.makespan_ms + forward.makespan_ms)
+    kinds = [task.kind for task in longer.schedules()[1].tasks if task.layer == 0 and task.kind not in (GRAD, HOLD)]
+    assert kinds[: len(kinds) // 2] == [task.kind for task in plain.schedules()[0].tasks if task.layer == 0]
+    assert kinds[len(kinds) // 2 :] == [
+        task.kind for task in plain.schedules()[1].tasks if task.layer == 0 and task.kind not in (GRAD, HOLD)
+    ]
+
+
+@pytest.mark.parametrize("solver", ["exact", "slsqp"])
+@pytest.mark.parametrize("pipeline", ["off", "common", "per_phase"])
+@pytest.mark.parametrize("links", ["shared", "paper", "reduce_first"])
+def test_every_switch_goes_with_every_other(links: str, pipeline: str, solver: str) -> None:
+    costs, layers = random_costs(random.Random(1)), [layer_of("the paper's")] * 2
+    for mode in ("exposed", "dense_only", "fixed_chunk", "adaptive"):
+        for split_dw in (False, True):
+            planner = Planner(costs, Settings(max_degree=4, solver=solver))
+            plan = planner.plan(layers, Switches(pipeline, links, mode, split_dw))
+            check_laws(plan, costs)
+            degrees = {each.degree for each in (*plan.forward, *plan.backward)}
+            assert degrees == {1} if pipeline == "off" else len(degrees) == 1 or pipeline == "per_phase"
+            assert max(degrees) <= 4
+
+
+def test_a_plan_is_the_same_every_time_and_does_not_depend_on_what_was_planned_before() -> None:
+    costs = costs_of("b")
+    layers = [layer_work(Shape(4, 512, M, 4096, 8), TESTBEDS["b"]) for M in (1024, 2048, 1024)]
+    used = Planner(costs)
+    for name in NAMES:
+        used.plan(layers[::-1], Switches("per_phase", "paper", "dense_only"))
+        assert plan_by_name(used, name, layers) == plan_by_name(Planner(costs), name, layers)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_degree": 0}, "pipeline_degree.max = 0: must be a whole number from 1 to 256"),
+        ({"max_degree": 2.5}, "pipeline_degree.max = 2.5: must be a whole number"),
+        ({"max_degree": True}, "pipeline_degree.max = True: must be a whole number"),
+        ({"solver": "exakt"}, "solver = 'exakt': the choices are exact, slsqp"),
+        ({"host_ms": -1.0}, "host_ms = -1.0"),
+        ({"host_ms": float("nan")}, "host_ms = nan"),
+        ({"gradient_solver": "ga"}, "solver = 'ga': the choices are dp, de"),
+        ({"chunk_bytes": 0}, "chunk_bytes = 0"),
+    ],
+)
+def test_impossible_settings_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**change)
+
+
+def test_unknown_names_are_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="no model is called 'gpt5': the choices are gpt2-xl, mixtral-7b, mixtral-22b"):
+        model("gpt5")
+    with pytest.raises(ValueError, match="no preset is called 'fsmo': the choices are deepspeed, "):
+        plan_by_name(Planner({}), "fsmo", [])
+    assert {each.num_layers for each in MODELS.values()} == {48, 32, 56}
+
+
+@pytest.mark.parametrize("testbed", ["a", "b"])
+def test_table_4_has_1458_layers(testbed: str) -> None:
+    shapes = list(table_4(testbed, 6))
+    assert len(shapes) == len(set(shapes)) == 1458
+    assert {each.L for each in shapes} == ({512, 1024, 2048} if testbed == "a" else {256, 512, 1024})
+    assert {each.H // each.M for each in shapes} == {2, 3, 4}
+    assert Lane.INTER in layer_work(shapes[0], TESTBEDS["a"]).forward.moe.enter[0].lanes

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's own setting: single operations against its table 2 (PAPER.md, section 6), with what each is off by."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_OUT,
+    ATTENTION,
+    EXPERT,
+    GATHER,
+    GRAD,
+    MP_GATHER,
+    MP_REDUCE,
+    ORDER,
+    REDUCE,
+    RESTORE,
+    ROUTE,
+    SOFTMAX,
+)
+from ds_fsmoe.planning.workload import Shape, kind_costs, layer_work
+
+COLUMNS = ("a2a", "all_reduce", "all_gather", "reduce_scatter", "experts", "routing", "order", "attention")
+TABLE_2 = {
+    ("a", "gpt", "forward"): (6.9, 0, 4.6, 5.4, 3.1, 0.1, 0.3, 1.7),
+    ("a", "gpt", "backward"): (6.9, 5.26, 4.6, 5.4, 6.1, 0.1, 0.4, 3.6),
+    ("a", "mixtral", "forward"): (19.5, 0, 12.3, 13.7, 15.6, 0.1, 0.3, 4.1),
+    ("a", "mixtral", "backward"): (19.6, 26.45, 12.3, 13.7, 31.8, 0.1, 0.5, 7.7),
+    ("b", "gpt", "forward"): (11.2, 0, 15.5, 15.7, 6.7, 0.1, 0.3, 4.5),
+    ("b", "gpt", "backward"): (11.2, 7.3, 15.5, 15.2, 13, 0.1, 0.3, 8.6),
+    ("b", "mixtral", "forward"): (28.3, 0, 39.6, 40.8, 58.5, 0.1, 0.7, 9.5),
+    ("b", "mixtral", "backward"): (30.8, 32.1, 40.1, 41.8, 119.7, 0.2, 1.2, 18.1),
+}
+TOLERANCE = {
+    # One line through two models: collectives come out closely, experts of different shapes less so (PAPER.md: the
+    # paper's own printed line is a third off). The all-reduce on A "looks computed, not measured".
+    "a": {
+        "a2a": 0.08,
+        "all_reduce": 0.16,
+        "all_gather": 0.07,
+        "reduce_scatter": 0.05,
+        "experts": 0.30,
+        "routing": 0.01,
+        "order": 0.41,
+        "attention": 0.15,
+    },
+    # Order and routing are constants of 0.3 and 0.1 ms; the one large model on B has 1.2 and 0.2.
+    "b": {
+        "a2a": 0.09,
+        "all_reduce": 0.06,
+        "all_gather": 0.02,
+        "reduce_scatter": 0.05,
+        "experts": 0.05,
+        "routing": 0.51,
+        "order": 0.76,
+        "attention": 0.10,
+    },
+}
+GROUPS = {"a": Groups(48, 8, mp=8, esp=8, ep=6), "b": Groups(32, 4, mp=4, esp=4, ep=8)}
+COPIES = {"a": 2.0, "b": 2.4}
+"""k * f, which the paper does not state."""
+
+
+def operations_ms(testbed: str, ffn: str, phase: str, cluster_name: str) -> dict[str, float]:
+    groups = GROUPS[testbed]
+    M, H, heads, kv_heads = {"gpt": (1600, 6400, 25, 25), "mixtral": (4096, 14336, 32, 8)}[ffn]
+    layer = layer_work(Shape(4, 1024, M, H, groups.ep, 2, COPIES[testbed] / 2, ffn, heads, kv_heads), groups)
+    costs = kind_costs(load_cluster(cluster_name), groups)
+    block = getattr(layer, phase)
+    moe = block.moe
+    spent: dict[str, float] = {}
+    for each in (*block.before, *moe.enter, *moe.gather, moe.expert, *moe.reduce, *moe.leave, *block.after):
+        spent[each.kind] = spent.get(each.kind, 0.0) + costs[each.kind].ms(each.size, each.launches)
+    grads = {each.kind: costs[each.kind].ms(each.size_bytes) for each in layer.gradients}
+    assert set(grads) == {GRAD}
+    parts = (
+        *((A2A_IN, A2A_OUT), (), (GATHER, MP_GATHER), (REDUCE, MP_REDUCE), (EXPERT,), (ROUTE,), (ORDER, RESTORE)),
+        (ATTENTION, SOFTMAX),
+    )
+    result = {name: sum(spent[kind] for kind in kinds) for name, kinds in zip(COLUMNS, parts, strict=True)}
+    result["all_reduce"] = grads[GRAD] if phase == "backward" else 0.0
+    return result
+
+
+@pytest.mark.parametrize(("testbed", "ffn", "phase"), TABLE_2)
+def test_the_reference_set_gives_table_2(testbed: str, ffn: str, phase: str) -> None:
+    ours = operations_ms(testbed, ffn, phase, f"testbed_{testbed}")
+    for name, theirs_ms in zip(COLUMNS, TABLE_2[testbed, ffn, phase], strict=True):
+        assert ours[name] == pytest.approx(theirs_ms, rel=TOLERANCE[testbed][name]), name
+
+
+@pytest.mark.parametrize(("testbed", "ffn", "phase"), TABLE_2)
+def test_the_printed_numbers_are_of_the_right_size_in_their_corrected_units(testbed: str, ffn: str, phase: str) -> None:
+    ours = operations_ms(testbed, ffn, phase, f"testbed_{testbed}_printed")
+    for name, theirs_ms in zip(COLUMNS, TABLE_2[testbed, ffn, phase], strict=True):
+        if name not in ("routing", "order"):
+            assert ours[name] == pytest.approx(theirs_ms, rel=0.41), name
+
+
+@pytest.mark.parametrize("testbed", ["a", "b"])
+def test_volumes_are_those_of_the_papers_section_2(testbed: str) -> None:
+    """In elements: n_a2a = F B L M / N_ESP, n_ag = n_rs = F B L M, experts F B L M H / N_ESP multiply-adds a GEMM."""
+    groups, F = GROUPS[testbed], COPIES[testbed]
+    B, L, M, H = 4, 1024, 1600, 6400
+    layer = layer_work(Shape(B, L, M, H, groups.ep, 2, F / 2, "gpt", 25), groups)
+    moe = layer.forward.moe
+    assert moe.enter[0].size / 4 == pytest.approx(F * B * L * M / groups.esp)
+    assert moe.gather[0].size / 4 == moe.reduce[0].size / 4 == pytest.approx(F * B * L * M)
+    assert moe.expert.size / 2 == pytest.approx(2 * F * B * L * M * H / groups.esp)
+    attention, softmax = layer.forward.before[1:3]
+    assert attention.size / 2 == pytest.approx((4 * B * L * M**2 + 2 * B * L**2 * M) / groups.mp)
+    assert softmax.size == pytest.approx(B * 25 * L**2 / groups.mp)
+    assert layer.gradients[0].size_bytes / 4 == 4 * M**2 / groups.mp + M * groups.ep
