@@ -2,6 +2,7 @@
 # make demo    the main job, with stock DeepSpeed and with ours, and a table that compares them
 # make test    the tests (those marked slow left out); make test-full runs all of them. Those of the planner run in an
 #              environment of their own that has no torch: make test-planning
+# make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
 # make lint    ruff: rules and format
 # Each sets up .venv first, if that is not there or the requirements have changed.
 
@@ -17,7 +18,7 @@ RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo test test-planning test-full lint format clean
+.PHONY: setup demo cluster-demo test test-planning test-full lint format clean
 
 setup: $(READY)
 
@@ -32,6 +33,10 @@ demo: $(READY)
 $(PLANNING_READY): setup.py ds_fsmoe/versions.py tools/setup_venv.sh
 	@echo "== setup: a virtual environment without torch in $(PLANNING) (half a minute, once)"
 	@tools/setup_venv.sh planning
+
+cluster-demo: $(READY)
+	@echo "== cluster-demo: the main job on 2 nodes of 2 ranks, stock DeepSpeed and ours (under five minutes)"
+	@$(RUN) benchmarks/cluster_demo.py $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
 
 test: $(READY) test-planning
 	@echo "== test: the test suite without what is marked slow (some minutes)"

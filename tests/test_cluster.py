@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cluster on one machine: what it refuses, what it leaves behind (nothing), and that its links are what they say.
+
+Most of it needs network namespaces; where the machine has none, these tests are skipped and say why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bed as beds
+from benchmarks import cluster
+from benchmarks.bed import Bed, BedError, check_machine, down, found_bed, namespaces, rate_mbit
+from benchmarks.bed_job import run_job
+from benchmarks.bed_test import contention
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = f"t{os.getpid() % 1_000_000}"
+
+try:
+    check_machine()
+    no_bed = ""
+except BedError as error:
+    no_bed = str(error)
+needs_bed = pytest.mark.skipif(bool(no_bed), reason=no_bed or "there can be a bed here")
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """Whatever a test does, `ip netns list` is as it was."""
+    before = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    yield
+    for name in (NAME, f"{NAME}b"):
+        down(name)
+    assert subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout == before
+    assert not list(Path("/etc/netns").glob(f"fsmoe-{NAME}-*"))
+
+
+def in_namespace(namespace: str, code: str, timeout_s: float = 30) -> subprocess.CompletedProcess[str]:
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+
+
+def transfer_ms(bed: Bed, sender: int, receiver: int, size_bytes: int, pause_s: float = 0.0) -> float:
+    """One message between two places; the median of five, each after a pause."""
+    places = bed.places()
+    receive = (
+        "import socket; s = socket.create_server(('0.0.0.0', 5000)); print('up', flush=True); c, _ = s.accept()\n"
+        f"for _ in range(6):\n    n = {size_bytes}\n    while n: n -= len(c.recv(min(n, 65536)))\n    c.sendall(b'k')"
+    )
+    send = (
+        f"import socket, time; s = socket.create_connection(('{places[receiver].address}', 5000), 10); t = []\n"
+        f"for _ in range(6):\n    time.sleep({pause_s}); a = time.perf_counter(); s.sendall(b'x' * {size_bytes})\n"
+        "    s.recv(1); t.append(time.perf_counter() - a)\nprint(sorted(t[1:])[2] * 1e3)"
+    )
+    command = ["ip", "netns", "exec", places[receiver].namespace, sys.executable, "-c", receive]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout.readline() == "up\n"
+            done = in_namespace(places[sender].namespace, send)
+        finally:
+            server.kill()
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+# ---- what needs no namespaces
+
+
+@pytest.mark.parametrize(
+    "rate", ["0mbit", "100", "fast", "100 mbit", "-5mbit", "1tbit", "200gbit", "1kbit", "nanmbit", ""]
+)
+def test_a_rate_that_no_token_bucket_keeps_is_refused(rate: str) -> None:
+    with pytest.raises(BedError, match="must be a number with kbit, mbit or gbit, from 100kbit to 100gbit"):
+        Bed(inter=rate)
+
+
+def test_rates_are_read_in_all_units() -> None:
+    assert [rate_mbit(each) for each in ("100mbit", "1.5gbit", "800kbit")] == [100, 1500, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"nodes": 0}, "0 nodes of 2 ranks: must be 1 to 16 of 1 to 16"),
+        ({"ranks_per_node": 17}, "2 nodes of 17 ranks"),
+        ({"mode": "wifi"}, "mode 'wifi': the choices are independent, shared"),
+        ({"name": "my bed"}, "name 'my bed': must be 1 to 12 small letters and digits"),
+    ],
+)
+def test_a_bed_that_cannot_be_is_refused(change: dict, sentence: str) -> None:
+    with pytest.raises(BedError, match=re.escape(sentence)):
+        Bed(**change)
+
+
+def test_without_root_or_tools_it_refuses_politely(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(beds.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(beds.shutil, "which", lambda tool: f"/sbin/{tool}")
+    assert cluster.main(["up"]) == 2
+    assert "network namespaces need root: run it with sudo" in capsys.readouterr().err
+    monkeypatch.setattr(beds.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    assert cluster.main(["up"]) == 2
+    assert "not installed: tc. On Debian and Ubuntu: apt install iproute2" in capsys.readouterr().err
+
+
+def test_kappa_is_read_off_the_task_that_ends_first() -> None:
+    times = {"first_ms": 10.0, "second_ms": 4.0, "first_beside_ms": 12.0, "second_beside_ms": 6.0}
+    assert contention(times) == pytest.approx(0.5)
+    assert contention(times | {"second_beside_ms": 3.9}) == 0.0
+
+
+# ---- what does
+
+
+@needs_bed
+@pytest.mark.parametrize("mode", ["independent", "shared"])
+def test_a_bed_has_its_links_and_leaves_nothing(mode: str, clean: None) -> None:
+    bed = Bed(NAME, nodes=3, ranks_per_node=2, inter="50mbit", intra="200mbit", mode=mode)
+    bed.up()
+    assert found_bed(NAME) == bed
+    rows = bed.status()
+    assert len(rows) == (3 if mode == "independent" else 6)
+    assert all("200Mbit" in row[2] for row in rows)
+    with pytest.raises(BedError, match=f"bed '{NAME}' is already up .*3 nodes x 2 ranks.*down` first"):
+        Bed(NAME).up()
+    last = len(bed.places()) - 1
+    size_bytes = 256 * 1024
+    wanted_ms = size_bytes * 8 / 50e3
+    assert transfer_ms(bed, 0, last, size_bytes) == pytest.approx(wanted_ms, rel=0.25)
+    # After a pause the bucket is full, and it is small.
+    assert transfer_ms(bed, 0, last, size_bytes, pause_s=0.2) == pytest.approx(wanted_ms, rel=0.25)
+    if mode == "shared":
+        assert transfer_ms(bed, 0, 1, size_bytes) < 0.6 * wanted_ms
+    hosts = in_namespace(bed.places()[0].namespace, "import socket; print(socket.gethostbyname('node2'))")
+    assert hosts.stdout.strip() == next(place.address for place in bed.places() if place.node == 2)
+    assert down(NAME) == (4 if mode == "independent" else 10)
+    assert down(NAME) == 0
+
+
+@needs_bed
+def test_links_are_cut_restored_and_rerated_while_up(clean: None) -> None:
+    bed = Bed(NAME, inter="50mbit")
+    bed.up()
+    size_bytes = 128 * 1024
+    before_ms = transfer_ms(bed, 0, 1, size_bytes)
+    assert cluster.main(["--name", NAME, "link", "1", "down"]) == 0
+    code = f"import socket; socket.create_connection(('{bed.places()[1].address}', 5000), 2)"
+    assert re.search("timed out|No route|unreachable", in_namespace(bed.places()[0].namespace, code).stderr)
+    assert cluster.main(["--name", NAME, "link", "1", "up"]) == 0
+    assert cluster.main(["--name", NAME, "link", "0", "rate", "10mbit"]) == 0
+    assert transfer_ms(bed, 0, 1, size_bytes) > 3 * before_ms
+    for arguments in (["7", "down"], ["0", "sideways"], ["0", "rate"], ["0", "rate", "0mbit"]):
+        assert cluster.main(["--name", NAME, "link", *arguments]) == 2
+
+
+@needs_bed
+def test_two_beds_do_not_disturb_each_other(clean: None) -> None:
+    one, two = Bed(NAME, inter="50mbit"), Bed(f"{NAME}b", inter="50mbit")
+    one.up()
+    two.up()
+    # The same addresses in both, and a message arrives in its own.
+    assert one.places()[1].address == two.places()[1].address
+    assert transfer_ms(one, 0, 1, 65536) > 0
+    down(two.name)
+    assert transfer_ms(one, 0, 1, 65536) > 0
+    assert len(namespaces(NAME)) == 3
+
+
+@needs_bed
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_a_build_that_was_killed(number: int, clean: None) -> None:
+    arguments = ["--name", NAME, "up", "--nodes", "12", "--ranks-per-node", "4", "--mode", "shared"]
+    building = subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / "cluster.py"), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 30
+    while len(namespaces(NAME)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    building.send_signal(number)
+    building.wait(timeout=60)
+    while namespaces(NAME) and time.monotonic() < deadline + 30:
+        time.sleep(0.1)
+    assert namespaces(NAME) == []
+    assert not (beds.STATE / f"{NAME}.json").exists()
+
+
+@needs_bed
+def test_a_job_runs_on_every_rank_with_its_nodes_name_and_a_dead_rank_ends_it(clean: None, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import datetime, os, socket, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=60))\n"
+        "x = torch.full((3,), float(dist.get_rank())); dist.all_reduce(x)\n"
+        "print(socket.gethostname(), x.tolist(), sys.argv[-1], torch.get_num_threads(), flush=True)\n"
+        "if sys.argv[-1] == 'die' and dist.get_rank() == 1: os._exit(7)\n"
+        "dist.barrier()\n"
+    )
+    bed = Bed(NAME)
+    bed.up()
+    lines: list[str] = []
+    assert run_job(bed, [str(script), "live"], 120, lines.append) == 0
+    said = sorted(line for line in lines if "live" in line and "rank" in line.split("]")[0])
+    assert said == [f"[node{rank // 2} rank{rank}] node{rank // 2} [6.0, 6.0, 6.0] live 1" for rank in range(4)]
+    lines.clear()
+    start = time.monotonic()
+    assert run_job(bed, [str(script), "die"], 120, lines.append) == 7
+    assert time.monotonic() - start < 100
+    assert any(re.search(r"\[bed\] node0 failed with status \d+; ending the others", line) for line in lines)
+    assert any("rank 1 ended with status 7" in line for line in lines)
+    assert all(row[3] == 0 for row in bed.status()), "processes are left"
+
+
+@needs_bed
+def test_a_killed_run_takes_its_ranks_along(clean: None, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    script = tmp_path / "sleep.py"
+    script.write_text(f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(300)")
+    bed = Bed(NAME, nodes=1, ranks_per_node=1)
+    bed.up()
+    command = [sys.executable, str(ROOT / "benchmarks" / "cluster.py"), "--name", NAME, "run", "--", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        deadline = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert started.exists()
+        running.kill()
+    while bed.status()[0][3] and time.monotonic() < deadline + 10:
+        time.sleep(0.1)
+    assert bed.status()[0][3] == 0
+
+
+@needs_bed
+def test_a_run_over_its_time_ends(clean: None, tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text("import time; time.sleep(300)")
+    bed = Bed(NAME, nodes=1, ranks_per_node=1)
+    bed.up()
+    assert run_job(bed, [str(script)], 3, lambda _line: None) == 124
+    assert bed.status()[0][3] == 0
+
+
+@needs_bed
+def test_what_cannot_be_run_is_named(clean: None, capsys) -> None:
+    assert cluster.main(["--name", NAME, "run", "--", "train.py"]) == 2
+    assert f"no bed is up under the name '{NAME}': " in capsys.readouterr().err
+    Bed(NAME, nodes=1).up()
+    assert cluster.main(["--name", NAME, "run", "--", "absent.py"]) == 2
+    assert "script absent.py: no such file" in capsys.readouterr().err
+    assert cluster.main(["--name", NAME, "run"]) == 2
+    assert "run what? cluster.py run -- SCRIPT ARGUMENTS" in capsys.readouterr().err
+
+
+@needs_bed
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["independent", "shared"])
+def test_the_self_test_reports_links_collectives_overlap_and_kappa(mode: str, clean: None, tmp_path, capsys) -> None:
+    Bed(NAME, inter="50mbit", intra="200mbit", mode=mode).up()
+    result = tmp_path / "found.json"
+    cluster.main(["--name", NAME, "self-test", "--json", str(result)])
+    found = json.loads(result.read_text())
+    assert set(found["links"]) == {"inter", "intra"}
+    assert set(found["overlap"]) == {"inter + intra", "inter + compute", "intra + compute"}
+    text = capsys.readouterr().out
+    assert "reduce_scatter_gloo" in text
+    assert "kappa" in text
+    assert "CPU share" in text
