@@ -9,20 +9,20 @@ the rows, and is no result to quote.
 from __future__ import annotations
 
 import argparse
-import csv
-import platform
 import random
 import statistics
-import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-import scipy
 
+# Run as a file, Python looks for modules beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.result_files import RESULTS, append_rows, made_with
 from ds_fsmoe.planning import paper
 from ds_fsmoe.planning.batch import Template, makespans_ms
 from ds_fsmoe.planning.best import plan_by_name
@@ -37,9 +37,8 @@ from ds_fsmoe.planning.presets import NAMES, PRESETS, preset
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work, layer_work
-from ds_fsmoe.versions import VERSION
 
-RESULTS = Path(__file__).parent / "results" / "planner.csv"
+FILE = RESULTS / "planner.csv"
 KAPPAS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 DEGREES = 64
 
@@ -69,7 +68,7 @@ def main() -> int:
             rows.append(row)
     append(rows, quick)
     missed = [row for row in rows if not row.reached]
-    print(f"\n{len(rows) - len(missed)} of {len(rows)} reached; rows in {RESULTS}")
+    print(f"\n{len(rows) - len(missed)} of {len(rows)} reached; rows in {FILE}")
     return 1 if missed else 0
 
 
@@ -251,40 +250,9 @@ def papers_method(quick: bool) -> list[Row]:
 
 def append(rows: list[Row], quick: bool) -> None:
     """Rows with what they were measured with."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    made_with = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        "commit": commit or "unknown",
-        "hardware": processor(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "scipy": scipy.__version__,
-        "ds_fsmoe": VERSION,
-        "quick": quick,
-    }
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow([*made_with, "claim", "cases", "value", "unit", "wanted", "reached"])
-        for row in rows:
-            writer.writerow(
-                [*made_with.values(), row.claim, row.cases, f"{row.value:.6g}", row.unit, row.wanted, row.reached]
-            )
-
-
-def processor() -> str:
-    """Name of the processor and number of cores that this process may use."""
-    import os
-
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name} x{len(os.sched_getaffinity(0))}"
+    made = made_with(("numpy", "scipy")) | {"quick": quick}
+    claims = [made | asdict(row) | {"value": f"{row.value:.6g}"} for row in rows]
+    append_rows(FILE, [*made, *(field.name for field in fields(Row))], claims)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came out of a case: per variant times, how many times faster, whether the goal is reached; as table and rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import Case, Grid
+from benchmarks.intervals import Interval, percentiles_ms, speedup
+
+AA = "A/A"
+# Above this share of the cores' time there is no time left in which anything could overlap.
+CPU_BOUND_ABOVE = 0.9
+PACKAGES = ("torch", "deepspeed")
+COLUMNS = (
+    *("date", "commit", "hardware", "python", *PACKAGES, "ds_fsmoe", "ranks", "grid", "case", "settings", "variant"),
+    *("unit", "p20", "p50", "p80", "ratio", "ratio_low", "ratio_high", "steps", "cpu_share", "network_cpu_share"),
+    *("cpu_bound", "noisy", "goal", "passed"),
+)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """``variant`` is to be ``at_least`` times as fast as the baseline, in ``case`` or, if None, in every case."""
+
+    variant: str
+    at_least: float
+    case: str | None = None
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """One row: step times in ms, the maximum over ranks, and how many times faster than the baseline.
+
+    ``cpu_share`` is the share of the cores' time that the ranks' processes used during the steps, threads and ended
+    children included; ``network_cpu_share`` what the network used beside them, if the caller counts it.
+    """
+
+    name: str
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    speedup: Interval
+    cpu_share: float
+    network_cpu_share: float | None = None
+    goal: float | None = None
+
+    @property
+    def cpu_bound(self) -> bool:
+        """True if the cores were so busy that overlap could not show."""
+        return self.cpu_share + (self.network_cpu_share or 0.0) > CPU_BOUND_ABOVE
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the lower end of the interval reaches the goal; None if there is none."""
+        return None if self.goal is None else self.speedup.low >= self.goal
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """The rows of one case, the baseline first and A/A second."""
+
+    case: Case
+    variants: tuple[VariantResult, ...]
+    steps: int
+
+    @property
+    def noisy(self) -> bool:
+        """True if the interval of A/A does not hold 1. By its nature that happens in 1 of 20 quiet runs, too."""
+        return not self.variants[1].speedup.contains(1.0)
+
+
+def evaluate(
+    case: Case,
+    names: Sequence[str],
+    times_ms: np.ndarray,
+    cpu_shares: Sequence[float],
+    network_cpu_shares: Sequence[float | None],
+    goals: Sequence[Goal] = (),
+) -> CaseResult:
+    """What step times mean.
+
+    Args:
+        names: the baseline first, A/A second.
+        times_ms: [V, B, R], the maximum over ranks.
+        cpu_shares: [V], and those of the network, each None where nobody counted.
+    """
+    rows = []
+    for i, name in enumerate(names):
+        wanted = [goal.at_least for goal in goals if goal.variant == name and goal.case in (None, case.name)]
+        ratio = speedup(times_ms[0], times_ms[i]) if i else Interval(1.0, 1.0, 1.0)
+        shares = cpu_shares[i], network_cpu_shares[i]
+        rows.append(VariantResult(name, *percentiles_ms(times_ms[i]), ratio, *shares, max(wanted, default=None)))
+    return CaseResult(case, tuple(rows), times_ms[0].size)
+
+
+def table(grid: Grid, results: Sequence[CaseResult], made_with: Mapping[str, str], num_ranks: int) -> str:
+    """All results as text, with units."""
+    made = f"{made_with['hardware']}, commit {made_with['commit']}"
+    lines = [f"{grid.name}: grid {grid.digest}, {num_ranks} rank(s), {made}"]
+    for result in results:
+        baseline = result.variants[0].name
+        width = max(12, *(len(row.name) for row in result.variants))
+        lines += ["", f"{result.case.name}: {result.steps} steps of each, {json.dumps(result.case.plain())}"]
+        head = f"{'p20 ms':>10} {'p50 ms':>10} {'p80 ms':>10}   times faster than {baseline} (95%)   CPU"
+        lines.append(f"  {'':<{width}} {head}")
+        for row in result.variants:
+            times = f"{row.p20_ms:>10.4g} {row.p50_ms:>10.4g} {row.p80_ms:>10.4g}"
+            ratio = f"{row.speedup.middle:.3f} ({row.speedup.low:.3f} to {row.speedup.high:.3f})"
+            notes = [f"{row.cpu_share:.0%}" + (", CPU-bound" if row.cpu_bound else "")]
+            if row.network_cpu_share is not None:
+                notes.append(f"network {row.network_cpu_share:.0%}")
+            if row.name == AA and result.noisy:
+                notes.append("noisy: the interval does not hold 1")
+            if row.goal is not None:
+                notes.append(f"goal {row.goal:g}: {'reached' if row.passed else 'NOT reached'}")
+            lines.append(f"  {row.name:<{width}} {times}   {ratio:<{len(baseline) + 24}}   {', '.join(notes)}")
+    return "\n".join(lines)
+
+
+def rows(grid: Grid, result: CaseResult, made_with: Mapping[str, str], num_ranks: int) -> list[dict[str, Any]]:
+    """The lines of one case; times in the column "unit"."""
+    of_case = {
+        **made_with,
+        "ranks": num_ranks,
+        "grid": grid.digest,
+        "case": result.case.name,
+        "settings": json.dumps(result.case.plain(), sort_keys=True),
+        "unit": "ms",
+        "steps": result.steps,
+        # Of the whole case: what its A/A cannot tell from 1, its other rows cannot either.
+        "noisy": result.noisy,
+    }
+    return [
+        of_case
+        | {
+            "variant": row.name,
+            "p20": f"{row.p20_ms:.6g}",
+            "p50": f"{row.p50_ms:.6g}",
+            "p80": f"{row.p80_ms:.6g}",
+            "ratio": f"{row.speedup.middle:.4f}",
+            "ratio_low": f"{row.speedup.low:.4f}",
+            "ratio_high": f"{row.speedup.high:.4f}",
+            "cpu_share": f"{row.cpu_share:.3f}",
+            "network_cpu_share": "" if row.network_cpu_share is None else f"{row.network_cpu_share:.3f}",
+            "cpu_bound": row.cpu_bound,
+            "goal": "" if row.goal is None else row.goal,
+            "passed": "" if row.passed is None else row.passed,
+        }
+        for row in result.variants
+    ]

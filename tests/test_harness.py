@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The harness of the benchmarks: its statistics against truths that are known, its rows, its ranks, its errors."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import harness, rank_group
+from benchmarks.harness import AA, Case, CaseResult, Effort, Goal, Grid, RunError, Variant, run_grid
+from benchmarks.intervals import percentiles_ms, speedup
+from benchmarks.outcome import COLUMNS, evaluate, rows, table
+from benchmarks.result_files import append_rows, commit, made_with
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Settings:
+    k: int = 1
+    dtype: str = "fp32"
+    rates: tuple[float, ...] = (1.0, 2.5)
+
+
+@dataclass
+class Loose:
+    k: int = 1
+
+
+@dataclass(frozen=True)
+class Holds:
+    inside: Any
+
+
+GRID = Grid("example", (Case("only", Settings()),))
+QUICK = Effort(blocks=2, steps=1, warmup=0)
+
+
+def sleeper(name: str, ms: float) -> Variant:
+    return Variant(name, lambda settings: lambda: time.sleep(ms / 1e3))
+
+
+def grid_of(**settings: Any) -> Grid:
+    return Grid("example", (Case("only", Settings(**settings)),))
+
+
+def noise(rng: np.random.Generator, blocks: int, steps: int, rho: float) -> np.ndarray:
+    """[blocks, steps], standard normal, each with correlation rho to the one before."""
+    fresh = rng.standard_normal(blocks * steps)
+    values = fresh.copy()
+    for i in range(1, values.size):
+        values[i] = rho * values[i - 1] + (1 - rho**2) ** 0.5 * fresh[i]
+    return values.reshape(blocks, steps)
+
+
+# ---- statistics
+
+
+def test_percentiles_are_those_computed_by_hand() -> None:
+    assert percentiles_ms(np.array([[5.0, 1.0, 3.0], [2.0, 4.0, 6.0]])) == pytest.approx((2.0, 3.5, 5.0))
+
+
+def test_the_ratio_is_the_median_over_pairs_of_the_same_round() -> None:
+    baseline = np.array([[10.0, 20.0], [100.0, 9.0], [8.0, 6.0]])
+    variant = np.array([[5.0, 10.0], [50.0, 3.0], [8.0, 3.0]])
+    # Pairs: 2, 2, 2, 3, 1, 2. The ratio of the medians would be 9.5 / 6.5.
+    assert speedup(baseline, variant).middle == 2.0
+
+
+def test_an_interval_over_equal_pairs_is_a_point() -> None:
+    baseline = np.linspace(1.0, 7.0, 12).reshape(6, 2)
+    found = speedup(baseline, baseline / 1.5)
+    assert (found.middle, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_an_interval_over_two_blocks_runs_from_the_one_to_the_other() -> None:
+    found = speedup(np.array([[1.0, 1.0], [3.0, 3.0]]), np.ones((2, 2)))
+    assert (found.low, found.middle, found.high) == (1.0, 2.0, 3.0)
+
+
+def test_the_same_seed_gives_the_same_interval_and_another_seed_another() -> None:
+    rng = np.random.default_rng(1)
+    baseline, variant = np.exp(0.1 * rng.standard_normal((2, 60, 4)))
+    assert speedup(baseline, variant) == speedup(baseline, variant)
+    # Few draws: with many, both find the same two of so few ratios.
+    assert speedup(baseline, variant, draws=20, seed=1) != speedup(baseline, variant, draws=20)
+
+
+def coverage(resample_steps: bool) -> float:
+    """How often the interval holds a true ratio of 1.3 when neighbouring steps are correlated by 0.6."""
+    held, runs = 0, 300
+    rng = np.random.default_rng(0)
+    for _ in range(runs):
+        # Slow drifts that hit both variants cancel; this is what is left in the ratio.
+        variant = np.exp(0.3 * noise(rng, 20, 8, rho=0.95))
+        ratios = 1.3 * np.exp(0.1 * noise(rng, 20, 8, rho=0.6))
+        if resample_steps:
+            variant, ratios = variant.reshape(-1, 1), ratios.reshape(-1, 1)
+        held += speedup(variant * ratios, variant, draws=300).contains(1.3)
+    return held / runs
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says_and_would_not_if_steps_were_drawn_singly() -> None:
+    assert 0.91 <= coverage(resample_steps=False) <= 0.98
+    assert coverage(resample_steps=True) < 0.87
+
+
+@pytest.mark.parametrize(
+    ("baseline", "variant", "said"),
+    [
+        (np.ones((1, 4)), np.ones((1, 4)), "1 block"),
+        (np.ones((2, 4)), np.ones((2, 3)), "must be"),
+        (np.ones(4), np.ones(4), "must be"),
+        (np.ones((2, 1)), np.array([[1.0], [0.0]]), "not above 0"),
+        (np.ones((2, 1)), np.array([[1.0], [np.nan]]), "not above 0"),
+    ],
+)
+def test_times_that_mean_nothing_are_refused(baseline: np.ndarray, variant: np.ndarray, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        speedup(baseline, variant)
+
+
+def synthetic(true_ratios: dict[str, float], goals: list[Goal], spread: float = 0.05, seed: int = 0) -> CaseResult:
+    """A case of 20 blocks with noise, its shape that of a run; the baseline and A/A first."""
+    rng = np.random.default_rng(seed)
+    ratios = {"stock": 1.0, AA: 1.0} | true_ratios
+    times_ms = np.stack([10 / r * np.exp(spread * noise(rng, 20, 4, rho=0.5)) for r in ratios.values()])
+    nothing = [0.5] * len(ratios)
+    return evaluate(GRID.cases[0], list(ratios), times_ms, nothing, [None] * len(ratios), goals)
+
+
+def test_a_goal_is_passed_by_the_lower_end_of_the_interval_only() -> None:
+    goals = [Goal("fast", 1.2), Goal("same", 1.2)]
+    stock, aa, fast, same = synthetic({"fast": 1.5, "same": 1.0}, goals).variants
+    assert (stock.passed, aa.passed, fast.passed, same.passed) == (None, None, True, False)
+    # Its median is above 1.2 and its lower end is not.
+    (*_, near) = synthetic({"near": 1.25}, [Goal("near", 1.2)], spread=0.2).variants
+    assert near.speedup.low < 1.2 < near.speedup.middle
+    assert near.passed is False
+
+
+def test_a_goal_of_one_case_asks_nothing_of_others() -> None:
+    assert synthetic({"fast": 1.5}, [Goal("fast", 1.2, case="another")]).variants[2].passed is None
+    assert synthetic({"fast": 1.5}, [Goal("fast", 1.2, case="only")]).variants[2].passed is True
+
+
+def test_a_case_whose_aa_differs_from_1_is_marked_noisy() -> None:
+    quiet = synthetic({"ours": 1.5}, [])
+    assert not quiet.noisy
+    times_ms = np.full((3, 6, 2), 10.0)
+    times_ms[1] = 9.0
+    noisy = evaluate(GRID.cases[0], ["stock", AA, "ours"], times_ms, [0.5] * 3, [None] * 3)
+    assert noisy.noisy
+    made = made_with(("torch", "deepspeed"))
+    assert {row["noisy"] for row in rows(GRID, noisy, made, 1)} == {True}
+    assert "noisy" in table(GRID, [noisy], made, 1)
+    assert "noisy" not in table(GRID, [quiet], made, 1)
+
+
+def test_a_case_that_leaves_no_core_idle_is_marked_cpu_bound() -> None:
+    times_ms = np.ones((4, 6, 2))
+    result = evaluate(GRID.cases[0], ["stock", AA, "x", "y"], times_ms, [0.95, 0.9, 0.5, 0.5], [None, None, 0.3, 0.45])
+    assert [row.cpu_bound for row in result.variants] == [True, False, False, True]
+
+
+# ---- cases
+
+
+def test_the_hash_lasts_and_changes_with_every_setting() -> None:
+    # Written down: another process, another version of Python, another order of the cases must give the same.
+    pair = (Case("a", Settings()), Case("b", Settings(k=2)))
+    assert Grid("example", pair).digest == Grid("renamed", pair[::-1]).digest == "444028060850"
+    others = [{"k": 2}, {"dtype": "bf16"}, {"rates": (1.0,)}, {"rates": (2.5, 1.0)}, {"k": 1.0}, {"k": True}]
+    digests = [grid_of(**settings).digest for settings in ({}, *others)]
+    digests.append(Grid("example", (Case("other name", Settings()),)).digest)
+    assert len(set(digests)) == len(digests)
+    assert all(len(digest) == 12 and int(digest, 16) >= 0 for digest in digests)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Loose(), {"k": 1}, Settings, None, Holds([1]), Holds({1: 2}), Holds((1, [2])), Holds(Loose()), Holds(np.ones(1))],
+)
+def test_settings_that_could_change_are_refused(settings: Any) -> None:
+    with pytest.raises(ValueError, match="case 'bad': settings"):
+        Case("bad", settings)
+
+
+def test_a_case_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GRID.cases[0].settings.k = 3
+    assert hash(GRID) == hash(grid_of())
+
+
+@pytest.mark.parametrize("cases", [(), (Case("a", Settings()), Case("a", Settings(k=2)))])
+def test_a_grid_needs_cases_of_different_names(cases: tuple[Case, ...]) -> None:
+    with pytest.raises(ValueError, match="a name of its own"):
+        Grid("example", cases)
+
+
+def test_without_ranks_neither_torch_nor_deepspeed_is_loaded(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tests.test_harness import *\n"
+        "run_grid(GRID, [sleeper('stock', 1)], 'stock', QUICK, results=Path(sys.argv[1]))\n"
+        "assert not {'torch', 'deepspeed'} & set(sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "example.csv").exists()
+
+
+# ---- runs
+
+
+def test_really_faster_passes_and_no_faster_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variants = [sleeper("fast", 8), sleeper("stock", 12), sleeper("same", 12)]
+    goals = [Goal("fast", 1.2), Goal("same", 1.2)]
+    (result,) = run_grid(GRID, variants, "stock", Effort(blocks=10, steps=3, warmup=1), goals, tmp_path)
+    assert [row.name for row in result.variants] == ["stock", AA, "fast", "same"]
+    assert [row.passed for row in result.variants] == [None, None, True, False]
+    assert 1.3 < result.variants[2].speedup.middle < 1.6
+    said = capsys.readouterr().out
+    lines = [line.split()[0] for line in said.splitlines() if " to " in line]
+    assert lines == ["stock", AA, "fast", "same"]
+    assert "p50 ms" in said
+    assert GRID.digest in said
+    assert "goal 1.2: reached" in said
+    assert "goal 1.2: NOT reached" in said
+    # What failed is written, too.
+    written = read(tmp_path / "example.csv")
+    assert [(row["variant"], row["goal"], row["passed"]) for row in written] == [
+        ("stock", "", ""),
+        (AA, "", ""),
+        ("fast", "1.2", "True"),
+        ("same", "1.2", "False"),
+    ]
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def test_rows_say_what_was_measured_on_what(tmp_path: Path) -> None:
+    run_grid(grid_of(k=2), [sleeper("stock", 2)], "stock", Effort(blocks=3, steps=2, warmup=0), results=tmp_path)
+    stock, aa = read(tmp_path / "example.csv")
+    assert tuple(stock) == COLUMNS
+    assert json.loads(stock["settings"]) == {"k": 2, "dtype": "fp32", "rates": [1.0, 2.5]}
+    said = [stock[column] for column in ("ranks", "grid", "case", "variant", "unit", "steps", "ratio")]
+    assert said == ["1", grid_of(k=2).digest, "only", "stock", "ms", "6", "1.0000"]
+    assert aa["variant"] == AA
+    assert 2.0 <= float(stock["p20"]) <= float(stock["p50"]) <= float(stock["p80"]) < 50.0
+    assert all(stock[column] for column in ("date", "commit", "hardware", "python", "torch", "ds_fsmoe"))
+    # It slept.
+    assert float(stock["cpu_share"]) < 0.5
+    assert stock["cpu_bound"] == "False"
+
+
+def test_the_cpu_share_is_that_of_the_steps(tmp_path: Path) -> None:
+    def burn() -> None:
+        end_s = time.process_time() + 0.02
+        while time.process_time() < end_s:
+            pass
+
+    variants = [Variant("stock", lambda settings: burn), sleeper("idle", 20)]
+    network_s = iter(range(1_000_000))
+    effort = Effort(blocks=2, steps=3, warmup=0)
+    (result,) = run_grid(GRID, variants, "stock", effort, results=tmp_path, network_cpu_s=lambda: next(network_s))
+    busy, _, idle = result.variants
+    # 20 ms of CPU in steps of that many ms, on all cores together.
+    num_cores = rank_group.Ranks().num_cores
+    assert busy.cpu_share * num_cores * busy.p50_ms == pytest.approx(20.0, rel=0.4)
+    assert idle.cpu_share < 0.2 * busy.cpu_share
+    # The fake network takes a second in each step of at least 20 ms.
+    assert idle.network_cpu_share == pytest.approx(1.0 / (num_cores * idle.p50_ms / 1e3), rel=0.2)
+
+
+def test_each_case_has_its_own_instances_and_closes_them(tmp_path: Path) -> None:
+    log: list[tuple[str, int]] = []
+
+    class Step:
+        def __init__(self, settings: Settings) -> None:
+            self.k = settings.k
+            log.append(("made", self.k))
+
+        def __call__(self) -> None:
+            log.append(("step", self.k))
+
+        def close(self) -> None:
+            log.append(("closed", self.k))
+
+    grid = Grid("example", (Case("one", Settings(k=1)), Case("two", Settings(k=2))))
+    run_grid(grid, [Variant("stock", Step)], "stock", Effort(blocks=2, steps=3, warmup=2), results=tmp_path)
+    # The baseline and A/A: 2 + 2 * 3 steps of each.
+    expected = [[("made", k)] * 2 + [("step", k)] * 16 + [("closed", k)] * 2 for k in (1, 2)]
+    assert log == expected[0] + expected[1]
+
+
+def test_every_variant_is_as_often_in_every_place() -> None:
+    for num in (2, 3, 4):
+        orders = [harness.block_order(num, block) for block in range(4 * num)]
+        assert all(sorted(order) == list(range(num)) for order in orders)
+        assert all(sum(order[place] == i for order in orders) == 4 for place in range(num) for i in range(num))
+    assert harness.block_order(3, 0) == [0, 1, 2]
+    assert harness.block_order(3, 1) == [2, 1, 0]
+    assert harness.block_order(3, 2) == [1, 2, 0]
+
+
+def test_a_budget_ends_a_case_after_the_blocks_that_its_results_need(tmp_path: Path) -> None:
+    effort = Effort(blocks=1000, steps=1, warmup=0, budget_s=0.0)
+    variants = [sleeper("stock", 1), sleeper("ours", 1)]
+    (short,) = run_grid(GRID, variants, "stock", effort, results=tmp_path)
+    (judged,) = run_grid(GRID, variants, "stock", effort, [Goal("ours", 1.2)], tmp_path)
+    assert (short.steps, judged.steps) == (2, 10)
+
+
+# ---- ranks
+
+
+def two_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    called: list[str] = []
+
+    def make(name: str, ms: float) -> Variant:
+        # Rank 1 is the slow one of "ours", rank 0 of stock.
+        slow = rank == (name == "ours")
+
+        def step() -> None:
+            called.append(name)
+            time.sleep(ms / 1e3 if slow else 0.0)
+
+        return Variant(name, lambda settings: step)
+
+    variants = [make("stock", 15), make("ours", 30)]
+    (result,) = run_grid(GRID, variants, "stock", Effort(blocks=4, steps=1, warmup=0), results=Path(folder))
+    # Clocks that disagree: what rank 0 thinks of the time counts.
+    time.monotonic = lambda now=time.monotonic: now() if rank == 0 else -1e9
+    budget = Effort(blocks=50, steps=1, warmup=0, budget_s=0.15)
+    (ended,) = run_grid(GRID, variants, "stock", budget, results=Path(folder))
+    return {"called": called, "result": result, "steps": ended.steps}
+
+
+def test_two_ranks_take_the_same_turns_and_a_step_is_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
+    first, second = run_on_ranks(two_ranks, 2, tmp_path / "ranks", str(tmp_path))
+    names = ["stock", "stock", "ours"]
+    assert first["called"] == second["called"]
+    assert first["called"][:12] == [names[i] for block in range(4) for i in harness.block_order(3, block)]
+    # Equal to the last bit, percentiles, ratios and shares of the CPU.
+    assert first["result"] == second["result"]
+    stock, aa, ours = first["result"].variants
+    assert 15.0 <= stock.p20_ms <= stock.p80_ms < 25.0
+    assert aa.p20_ms >= 15.0
+    assert 30.0 <= ours.p20_ms <= ours.p80_ms < 45.0
+    assert first["steps"] == second["steps"]
+    assert 2 <= first["steps"] < 10
+    written = read(tmp_path / "example.csv")
+    assert {row["ranks"] for row in written} == {"2"}
+    assert len(written) == 6
+
+
+def failing_ranks(rank: int, world_size: int, folder: str, with_collective: bool) -> str:
+    import torch
+    import torch.distributed as dist
+
+    rank_group.FAILURE_WAIT_S = 1.0
+    count = iter(range(100))
+
+    def step() -> None:
+        if next(count) == 2 and rank == 1:
+            raise MemoryError("no room")
+        if with_collective:
+            dist.all_reduce(torch.zeros(1))
+
+    variants = [sleeper("stock", 1), Variant("ours", lambda settings: step)]
+    try:
+        run_grid(GRID, variants, "stock", Effort(blocks=4, steps=1, warmup=1), results=Path(folder))
+    except RunError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("with_collective", [False, True])
+def test_a_variant_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path, with_collective: bool) -> None:
+    waiting, failed = run_on_ranks(failing_ranks, 2, tmp_path / "ranks", str(tmp_path), with_collective, limit_s=30)
+    where = "case 'only', variant 'ours', step 0 of block 1"
+    assert failed == f"{where}, rank 1: MemoryError: no room"
+    assert waiting.startswith(where)
+    if not with_collective:
+        assert waiting == f"{where}: rank 1 failed, and says why"
+    # Nothing half-measured is written.
+    assert not (tmp_path / "example.csv").exists()
+
+
+# ---- files
+
+
+def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "example.csv"
+    before = "date,commit,speed\n2026-01-01,abc,3\n"
+    file.write_text(before)
+    called = []
+    variants = [Variant("stock", lambda settings: lambda: called.append(1))]
+    with pytest.raises(RunError, match=r"example.csv has other columns: it lacks .*'hardware'.* and has \['speed'\]"):
+        run_grid(GRID, variants, "stock", QUICK, results=tmp_path)
+    assert file.read_text() == before
+    assert called == []
+    with pytest.raises(ValueError, match=r"example.csv has other columns: they stand in another order"):
+        append_rows(file, ("commit", "date", "speed"), [{"date": 1, "commit": 2, "speed": 3}])
+    assert file.read_text() == before
+
+
+def test_rows_with_other_columns_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    for row in ({"a": 1}, {"a": 1, "b": 2, "c": 3}):
+        with pytest.raises(ValueError, match="a row for"):
+            append_rows(tmp_path / "x.csv", ("a", "b"), [{"a": 1, "b": 2}, row])
+    assert not (tmp_path / "x.csv").exists()
+
+
+def test_rows_are_appended_after_those_that_are_there_even_after_a_line_that_was_cut(tmp_path: Path) -> None:
+    file = tmp_path / "deeper" / "x.csv"
+    append_rows(file, ("a", "b"), [{"a": 1, "b": 'says "x, y"'}])
+    append_rows(file, ("a", "b"), [{"b": 3, "a": 2}])
+    assert read(file) == [{"a": "1", "b": 'says "x, y"'}, {"a": "2", "b": "3"}]
+    with file.open("a") as opened:
+        opened.write("4")
+    append_rows(file, ("a", "b"), [{"a": 5, "b": 6}])
+    assert read(file)[2:] == [{"a": "4", "b": None}, {"a": "5", "b": "6"}]
+
+
+def test_a_commit_says_when_the_tree_has_changed_but_new_results_do_not_count(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=x", "-c", "user.email=x")
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    assert commit(tmp_path) == "unknown"
+    git("init", "-q")
+    (tmp_path / "code.py").write_text("1")
+    git("add", "code.py")
+    git("commit", "-q", "-m", "x")
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    (tmp_path / "benchmarks/results/x.csv").write_text("a")
+    clean = commit(tmp_path)
+    assert int(clean, 16) >= 0
+    (tmp_path / "code.py").write_text("2")
+    assert commit(tmp_path) == f"{clean}+dirty"
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("names", "baseline", "goals", "said"),
+    [
+        ([], "stock", [], "no baseline"),
+        (["ours"], "stock", [], r"no baseline: there is no variant 'stock' among \['ours'\]"),
+        (["stock", "ours", "ours"], "stock", [], "a name of its own"),
+        (["stock", "stock"], "stock", [], "a name of its own"),
+        (["stock", AA], "stock", [], "call the variant something else"),
+        (["stock", "ours"], "stock", [Goal("other", 1.2)], r"a goal for 'other'.*\['ours'\]"),
+        (["stock", "ours"], "stock", [Goal("stock", 1.2)], "a goal for 'stock'"),
+        (["stock", "ours"], "stock", [Goal(AA, 1.2)], "a goal for 'A/A'"),
+        (["stock", "ours"], "stock", [Goal("ours", 1.2, case="none")], r"case 'none'.*\['only'\]"),
+        (["stock", "ours"], "stock", [Goal("ours", 1.2)], "2 blocks: to judge by an interval takes 10"),
+    ],
+)
+def test_a_run_that_could_say_nothing_is_refused(
+    tmp_path: Path, names: list[str], baseline: str, goals: list[Goal], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_grid(GRID, [sleeper(name, 1) for name in names], baseline, QUICK, goals, tmp_path)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [({"blocks": 1}, "1 block"), ({"steps": 0}, "at least 1 step")])
+def test_an_effort_needs_two_blocks_with_a_step_in_each(arguments: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Effort(**arguments)
+
+
+def fails_at(call: int) -> Callable[[Settings], Callable[[], None]]:
+    def make(settings: Settings) -> Callable[[], None]:
+        count = iter(range(100))
+
+        def step() -> None:
+            if next(count) == call:
+                raise KeyError("lost")
+
+        return step
+
+    return make
+
+
+def test_a_failure_says_case_variant_and_step(tmp_path: Path) -> None:
+    effort = Effort(blocks=2, steps=2, warmup=1)
+    stock = sleeper("stock", 1)
+    with pytest.raises(RunError, match=r"case 'only', variant 'ours', step 1 of block 1, rank 0: KeyError: 'lost'"):
+        run_grid(GRID, [stock, Variant("ours", fails_at(4))], "stock", effort, results=tmp_path)
+    with pytest.raises(RunError, match=r"variant 'ours', warm-up step 0"):
+        run_grid(GRID, [stock, Variant("ours", fails_at(0))], "stock", effort, results=tmp_path)
+    with pytest.raises(RunError, match=r"variant 'ours', making it, rank 0: ZeroDivisionError"):
+        run_grid(GRID, [stock, Variant("ours", lambda settings: 1 // 0)], "stock", effort, results=tmp_path)
