@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
@@ -17,6 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+# Run as a file, Python looks for modules beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.cpu_time import cpu_time
 
 REPEATS = 5
 GAP_S = 0.3
@@ -39,14 +43,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def busy_s() -> tuple[float, float]:
-    """Seconds that all cores together have worked and existed since the machine started."""
-    fields = [float(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    idle = fields[3] + fields[4]
-    tick = os.sysconf("SC_CLK_TCK")
-    return (sum(fields) - idle) / tick, sum(fields) / tick
 
 
 class Bench:
@@ -103,11 +99,10 @@ class Bench:
             return work
 
         sizes = [self.num_bytes(name, each) for each in SIZES_MS]
-        worked_s, were_s = busy_s()
+        before = cpu_time()
         times_ms = [self.time_ms(send(size)) for size in sizes]
-        then_worked_s, then_were_s = busy_s()
+        share = (cpu_time() - before).busy_share
         again, gap = (self.time_ms(send(sizes[-1]), 9, pause) for pause in (0.0, GAP_S))
-        share = (then_worked_s - worked_s) / max(1e-9, then_were_s - were_s)
         return {"sizes": sizes, "times_ms": times_ms, "back_to_back_ms": again, "after_gap_ms": gap, "cpu_share": share}
 
     def collectives(self, name: str) -> dict[str, dict[str, list[float]]]:
@@ -152,16 +147,17 @@ class Bench:
         found = {}
         for pair in (("inter", "intra"), ("inter", "compute"), ("intra", "compute")):
             if all(name in works for name in pair):
-                worked_s, were_s = busy_s()
+                before = cpu_time()
                 ends_ms = self._together([works[name] for name in pair])
-                then_worked_s, then_were_s = busy_s()
+                used = cpu_time() - before
                 found[" + ".join(pair)] = {
                     "first_ms": alone_ms[pair[0]],
                     "second_ms": alone_ms[pair[1]],
                     "both_ms": max(ends_ms),
                     "first_beside_ms": ends_ms[0],
                     "second_beside_ms": ends_ms[1],
-                    "cpu_share": (then_worked_s - worked_s) / max(1e-9, then_were_s - were_s),
+                    "cpu_share": used.busy_share,
+                    "network_cpu_share": used.kernel_share,
                 }
         return found
 

@@ -2,8 +2,8 @@
 """How fast the planner decides, and whether it is right: every claim about it, measured.
 
 ``python benchmarks/bench_planner.py`` (numpy and scipy are enough). Rows go to ``benchmarks/results/planner.csv``: what
-was asked, what came out, what was wanted, whether it was reached. ``--quick`` asks for less of everything, says so in
-the rows, and is no result to quote.
+was asked, what came out, what was wanted, whether it was reached. It takes a quarter of an hour; ``--quick`` asks for less of everything,
+says so in the rows, and is no result to quote.
 """
 
 from __future__ import annotations
@@ -60,13 +60,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
+    # Now, and not at the end: files may be edited meanwhile.
+    made = made_with(("numpy", "scipy")) | {"quick": quick}
     rows: list[Row] = []
     for part in (speed, exactness, table_5, best_over_all, papers_method):
         for row in part(quick):
             mark = "" if row.reached else "   <-- not reached"
             print(f"{row.claim} ({row.cases}): {row.value:.4g} {row.unit}, wanted {row.wanted}{mark}", flush=True)
             rows.append(row)
-    append(rows, quick)
+    claims = [made | asdict(row) | {"value": f"{row.value:.6g}"} for row in rows]
+    append_rows(FILE, [*made, *(field.name for field in fields(Row))], claims)
     missed = [row for row in rows if not row.reached]
     print(f"\n{len(rows) - len(missed)} of {len(rows)} reached; rows in {FILE}")
     return 1 if missed else 0
@@ -246,13 +249,6 @@ def papers_method(quick: bool) -> list[Row]:
         time_ms = statistics.median(took_ms)
         rows.append(Row(f"slsqp, testbed {letter}", cases, time_ms, "ms", "the paper: 193", True))
     return rows
-
-
-def append(rows: list[Row], quick: bool) -> None:
-    """Rows with what they were measured with."""
-    made = made_with(("numpy", "scipy")) | {"quick": quick}
-    claims = [made | asdict(row) | {"value": f"{row.value:.6g}"} for row in rows]
-    append_rows(FILE, [*made, *(field.name for field in fields(Row))], claims)
 
 
 if __name__ == "__main__":

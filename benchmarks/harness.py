@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import Case, Grid, check_unique
+from benchmarks.cpu_time import CpuTime, cpu_time
 from benchmarks.intervals import MIN_BLOCKS, MIN_BLOCKS_TO_JUDGE, check_blocks
-from benchmarks.outcome import AA, COLUMNS, PACKAGES, CaseResult, Goal, evaluate, rows, table
+from benchmarks.outcome import AA, COLUMNS, PACKAGES, CaseResult, CpuShares, Goal, evaluate, rows, table
 from benchmarks.rank_group import Ranks, RunError
 from benchmarks.result_files import RESULTS, append_rows, check_columns, hardware, made_with
 
@@ -88,7 +89,6 @@ def run_grid(
     effort: Effort | None = None,
     goals: Sequence[Goal] = (),
     results: Path = RESULTS,
-    network_cpu_s: Callable[[], float] | None = None,
 ) -> list[CaseResult]:
     """Measures every variant in every case, appends the rows of each case when it is done, prints the table at the end.
 
@@ -97,8 +97,6 @@ def run_grid(
         effort: how long; the same on every rank.
         goals: what is to be reached; nothing but ``passed`` depends on it.
         results: folder of the CSV file.
-        network_cpu_s: seconds of CPU that the network has used beside the ranks' processes since some fixed moment;
-            asked on rank 0 before and after each step.
 
     Returns:
         The results, the same on every rank.
@@ -119,7 +117,7 @@ def run_grid(
                 # Now, and not at the end: files may be edited while this process runs what it has loaded.
                 made = made_with(PACKAGES)
         for case in grid.cases:
-            done.append(_measure(case, ordered, effort, goals, ranks, network_cpu_s))
+            done.append(_measure(case, ordered, effort, goals, ranks))
             with ranks.together(f"case {case.name!r}, rows"):
                 if ranks.rank == 0:
                     # Now a GPU has been used, if there is to be one.
@@ -160,7 +158,6 @@ def _measure(
     effort: Effort,
     goals: Sequence[Goal],
     ranks: Ranks,
-    network_cpu_s: Callable[[], float] | None,
 ) -> CaseResult:
     """One case. Between the steps there is nothing but the one small all-reduce that lets all ranks start together."""
     of_case, num = f"case {case.name!r}, variant", len(variants)
@@ -174,20 +171,21 @@ def _measure(
             with ranks.together(f"{of_case} {variants[i].name!r}, warm-up step {step}"):
                 steps[i]()
                 _synchronize()
-    times_ms, cpu_s = np.zeros((num, effort.blocks, effort.steps)), np.zeros((num, 2))
-    network = network_cpu_s if network_cpu_s is not None and ranks.rank == 0 else lambda: 0.0
+    times_ms, own_s = np.zeros((num, effort.blocks, effort.steps)), np.zeros(num)
+    machine = [CpuTime(0.0, 0.0, 0.0)] * num
     began_s, blocks = time.monotonic(), 0
     while blocks < effort.blocks:
         for step in range(effort.steps):
             for i in block_order(num, blocks):
                 with ranks.together(f"{of_case} {variants[i].name!r}, step {step} of block {blocks}"):
-                    used_s = np.array((_cpu_s(), network()))
+                    own_before_s, machine_before = _cpu_s(), cpu_time()
                     _synchronize()
                     start_s = time.perf_counter()
                     steps[i]()
                     _synchronize()
                     times_ms[i, blocks, step] = (time.perf_counter() - start_s) * 1e3
-                    cpu_s[i] += np.array((_cpu_s(), network())) - used_s
+                    own_s[i] += _cpu_s() - own_before_s
+                    machine[i] += cpu_time() - machine_before
         blocks += 1
         enough = effort.budget_s is not None and blocks >= (MIN_BLOCKS_TO_JUDGE if goals else MIN_BLOCKS)
         # Rank 0 decides for all: clocks differ, and a rank that stopped alone would leave the others waiting.
@@ -196,10 +194,11 @@ def _measure(
     for step in steps:
         getattr(step, "close", lambda: None)()
     times_ms = ranks.reduce(times_ms, "MAX")[:, :blocks]
-    shares = ranks.reduce(cpu_s, "SUM") / (times_ms.sum(axis=(1, 2)) / 1e3 * ranks.num_cores)[:, None]
-    of_network = [None] * num if network_cpu_s is None else shares[:, 1].tolist()
-    names = [variant.name for variant in variants]
-    return evaluate(case, names, times_ms, shares[:, 0].tolist(), of_network, goals)
+    own_shares = ranks.reduce(own_s, "SUM") / (times_ms.sum(axis=(1, 2)) / 1e3 * ranks.num_cores)
+    # Of several machines, the one that is busiest.
+    of_machine = ranks.reduce(np.array([(each.busy_share, each.kernel_share) for each in machine]), "MAX")
+    shares = [CpuShares(own, *of) for own, of in zip(own_shares.tolist(), of_machine.tolist(), strict=True)]
+    return evaluate(case, [variant.name for variant in variants], times_ms, shares, goals)
 
 
 def _cpu_s() -> float:

@@ -19,8 +19,8 @@ CPU_BOUND_ABOVE = 0.9
 PACKAGES = ("torch", "deepspeed")
 COLUMNS = (
     *("date", "commit", "hardware", "python", *PACKAGES, "ds_fsmoe", "ranks", "grid", "case", "settings", "variant"),
-    *("unit", "p20", "p50", "p80", "ratio", "ratio_low", "ratio_high", "steps", "cpu_share", "network_cpu_share"),
-    *("cpu_bound", "noisy", "goal", "passed"),
+    *("unit", "p20", "p50", "p80", "ratio", "ratio_low", "ratio_high", "steps", "cpu_share"),
+    *("machine_cpu_share", "network_cpu_share", "cpu_bound", "noisy", "goal", "passed"),
 )
 
 
@@ -34,26 +34,33 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class VariantResult:
-    """One row: step times in ms, the maximum over ranks, and how many times faster than the baseline.
+class CpuShares:
+    """Of the time of all cores during the steps."""
 
-    ``cpu_share`` is the share of the cores' time that the ranks' processes used during the steps, threads and ended
-    children included; ``network_cpu_share`` what the network used beside them, if the caller counts it.
-    """
+    ranks: float
+    """What the ranks' processes used, threads and ended children included."""
+    machine: float
+    """What the machine as a whole was busy; 0 if it does not say."""
+    network: float
+    """What it spent in the kernel, nearly all of it for the network; 0 if it does not say."""
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """One row: step times in ms, the maximum over ranks, and how many times faster than the baseline."""
 
     name: str
     p20_ms: float
     p50_ms: float
     p80_ms: float
     speedup: Interval
-    cpu_share: float
-    network_cpu_share: float | None = None
+    cpu: CpuShares
     goal: float | None = None
 
     @property
     def cpu_bound(self) -> bool:
         """True if the cores were so busy that overlap could not show."""
-        return self.cpu_share + (self.network_cpu_share or 0.0) > CPU_BOUND_ABOVE
+        return max(self.cpu.ranks, self.cpu.machine) > CPU_BOUND_ABOVE
 
     @property
     def passed(self) -> bool | None:
@@ -79,8 +86,7 @@ def evaluate(
     case: Case,
     names: Sequence[str],
     times_ms: np.ndarray,
-    cpu_shares: Sequence[float],
-    network_cpu_shares: Sequence[float | None],
+    shares: Sequence[CpuShares],
     goals: Sequence[Goal] = (),
 ) -> CaseResult:
     """What step times mean.
@@ -88,14 +94,13 @@ def evaluate(
     Args:
         names: the baseline first, A/A second.
         times_ms: [V, B, R], the maximum over ranks.
-        cpu_shares: [V], and those of the network, each None where nobody counted.
+        shares: [V].
     """
     rows = []
     for i, name in enumerate(names):
         wanted = [goal.at_least for goal in goals if goal.variant == name and goal.case in (None, case.name)]
         ratio = speedup(times_ms[0], times_ms[i]) if i else Interval(1.0, 1.0, 1.0)
-        shares = cpu_shares[i], network_cpu_shares[i]
-        rows.append(VariantResult(name, *percentiles_ms(times_ms[i]), ratio, *shares, max(wanted, default=None)))
+        rows.append(VariantResult(name, *percentiles_ms(times_ms[i]), ratio, shares[i], max(wanted, default=None)))
     return CaseResult(case, tuple(rows), times_ms[0].size)
 
 
@@ -112,9 +117,9 @@ def table(grid: Grid, results: Sequence[CaseResult], made_with: Mapping[str, str
         for row in result.variants:
             times = f"{row.p20_ms:>10.4g} {row.p50_ms:>10.4g} {row.p80_ms:>10.4g}"
             ratio = f"{row.speedup.middle:.3f} ({row.speedup.low:.3f} to {row.speedup.high:.3f})"
-            notes = [f"{row.cpu_share:.0%}" + (", CPU-bound" if row.cpu_bound else "")]
-            if row.network_cpu_share is not None:
-                notes.append(f"network {row.network_cpu_share:.0%}")
+            notes = [f"{row.cpu.machine or row.cpu.ranks:.0%} (network {row.cpu.network:.0%})"]
+            if row.cpu_bound:
+                notes.append("CPU-BOUND")
             if row.name == AA and result.noisy:
                 notes.append("noisy: the interval does not hold 1")
             if row.goal is not None:
@@ -146,8 +151,9 @@ def rows(grid: Grid, result: CaseResult, made_with: Mapping[str, str], num_ranks
             "ratio": f"{row.speedup.middle:.4f}",
             "ratio_low": f"{row.speedup.low:.4f}",
             "ratio_high": f"{row.speedup.high:.4f}",
-            "cpu_share": f"{row.cpu_share:.3f}",
-            "network_cpu_share": "" if row.network_cpu_share is None else f"{row.network_cpu_share:.3f}",
+            "cpu_share": f"{row.cpu.ranks:.3f}",
+            "machine_cpu_share": f"{row.cpu.machine:.3f}",
+            "network_cpu_share": f"{row.cpu.network:.3f}",
             "cpu_bound": row.cpu_bound,
             "goal": "" if row.goal is None else row.goal,
             "passed": "" if row.passed is None else row.passed,

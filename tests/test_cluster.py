@@ -6,6 +6,7 @@ Most of it needs network namespaces; where the machine has none, these tests are
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -260,6 +261,21 @@ def test_what_cannot_be_run_is_named(clean: None, capsys) -> None:
     assert "script absent.py: no such file" in capsys.readouterr().err
     assert cluster.main(["--name", NAME, "run"]) == 2
     assert "run what? cluster.py run -- SCRIPT ARGUMENTS" in capsys.readouterr().err
+
+
+@needs_bed
+def test_a_benchmark_measures_on_the_bed_and_both_links_work_at_once(clean: None, tmp_path: Path) -> None:
+    Bed(NAME, inter="50mbit", intra="200mbit").up()
+    script = str(ROOT / "benchmarks" / "bench_bed.py")
+    lines: list[str] = []
+    status = run_job(found_bed(NAME), [script, "--blocks", "2", "--results", str(tmp_path)], 180, lines.append)
+    assert status == 0, "\n".join(lines[-30:])
+    with (tmp_path / "bed.csv").open(newline="") as file:
+        rows = {(row["case"], row["variant"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 9
+    assert all(row["ranks"] == "4" and float(row["cpu_share"]) > 0 for row in rows.values())
+    # About 45 ms on each link, one after another 90: far enough from 1 for two blocks to see.
+    assert float(rows["links alone", "side by side"]["ratio"]) > 1.15
 
 
 @needs_bed

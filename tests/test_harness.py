@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,13 +19,15 @@ import numpy as np
 import pytest
 
 from benchmarks import harness, rank_group
+from benchmarks.cpu_time import CpuTime, cpu_time
 from benchmarks.harness import AA, Case, CaseResult, Effort, Goal, Grid, RunError, Variant, run_grid
 from benchmarks.intervals import percentiles_ms, speedup
-from benchmarks.outcome import COLUMNS, evaluate, rows, table
+from benchmarks.outcome import COLUMNS, CpuShares, evaluate, rows, table
 from benchmarks.result_files import append_rows, commit, made_with
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
+IDLE = CpuShares(0.5, 0.5, 0.0)
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,7 @@ def synthetic(true_ratios: dict[str, float], goals: list[Goal], spread: float = 
     rng = np.random.default_rng(seed)
     ratios = {"stock": 1.0, AA: 1.0} | true_ratios
     times_ms = np.stack([10 / r * np.exp(spread * noise(rng, 20, 4, rho=0.5)) for r in ratios.values()])
-    nothing = [0.5] * len(ratios)
-    return evaluate(GRID.cases[0], list(ratios), times_ms, nothing, [None] * len(ratios), goals)
+    return evaluate(GRID.cases[0], list(ratios), times_ms, [IDLE] * len(ratios), goals)
 
 
 def test_a_goal_is_passed_by_the_lower_end_of_the_interval_only() -> None:
@@ -161,7 +163,7 @@ def test_a_case_whose_aa_differs_from_1_is_marked_noisy() -> None:
     assert not quiet.noisy
     times_ms = np.full((3, 6, 2), 10.0)
     times_ms[1] = 9.0
-    noisy = evaluate(GRID.cases[0], ["stock", AA, "ours"], times_ms, [0.5] * 3, [None] * 3)
+    noisy = evaluate(GRID.cases[0], ["stock", AA, "ours"], times_ms, [IDLE] * 3)
     assert noisy.noisy
     made = made_with(("torch", "deepspeed"))
     assert {row["noisy"] for row in rows(GRID, noisy, made, 1)} == {True}
@@ -171,7 +173,8 @@ def test_a_case_whose_aa_differs_from_1_is_marked_noisy() -> None:
 
 def test_a_case_that_leaves_no_core_idle_is_marked_cpu_bound() -> None:
     times_ms = np.ones((4, 6, 2))
-    result = evaluate(GRID.cases[0], ["stock", AA, "x", "y"], times_ms, [0.95, 0.9, 0.5, 0.5], [None, None, 0.3, 0.45])
+    shares = [CpuShares(0.95, 0.0, 0.0), CpuShares(0.9, 0.9, 0.1), CpuShares(0.5, 0.8, 0.3), CpuShares(0.5, 0.95, 0.45)]
+    result = evaluate(GRID.cases[0], ["stock", AA, "x", "y"], times_ms, shares)
     assert [row.cpu_bound for row in result.variants] == [True, False, False, True]
 
 
@@ -275,16 +278,24 @@ def test_the_cpu_share_is_that_of_the_steps(tmp_path: Path) -> None:
             pass
 
     variants = [Variant("stock", lambda settings: burn), sleeper("idle", 20)]
-    network_s = iter(range(1_000_000))
-    effort = Effort(blocks=2, steps=3, warmup=0)
-    (result,) = run_grid(GRID, variants, "stock", effort, results=tmp_path, network_cpu_s=lambda: next(network_s))
+    (result,) = run_grid(GRID, variants, "stock", Effort(blocks=2, steps=3, warmup=0), results=tmp_path)
     busy, _, idle = result.variants
     # 20 ms of CPU in steps of that many ms, on all cores together.
     num_cores = rank_group.Ranks().num_cores
-    assert busy.cpu_share * num_cores * busy.p50_ms == pytest.approx(20.0, rel=0.4)
-    assert idle.cpu_share < 0.2 * busy.cpu_share
-    # The fake network takes a second in each step of at least 20 ms.
-    assert idle.network_cpu_share == pytest.approx(1.0 / (num_cores * idle.p50_ms / 1e3), rel=0.2)
+    assert busy.cpu.ranks * num_cores * busy.p50_ms == pytest.approx(20.0, rel=0.4)
+    assert idle.cpu.ranks < 0.2 * busy.cpu.ranks
+    assert 0.0 <= busy.cpu.network <= busy.cpu.machine <= 1.0
+
+
+def test_the_machines_time_is_read_from_the_kernels_count(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 30 800 50 5 15 0 0 0\ncpu0 1 2 3\n")
+    tick = os.sysconf("SC_CLK_TCK")
+    found = cpu_time(stat)
+    assert (found.total_s, found.busy_s, found.kernel_s) == (1000 / tick, 150 / tick, 50 / tick)
+    assert ((found - CpuTime(0, 0, 0)).busy_share, found.kernel_share) == (0.15, 0.05)
+    assert CpuTime(0.5, 0.5, 0.5).busy_share == 0.0
+    assert cpu_time(tmp_path / "none").busy_share == 0.0
 
 
 def test_each_case_has_its_own_instances_and_closes_them(tmp_path: Path) -> None:
