@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast the planner decides, and whether it is right: every claim about it, measured.
 
-``python benchmarks/bench_planner.py`` (numpy and scipy are enough). Rows go to ``benchmarks/results/planner.csv``: what
-was asked, what came out, what was wanted, whether it was reached. It takes a quarter of an hour; ``--quick`` asks for less of everything,
-says so in the rows, and is no result to quote.
+``python benchmarks/bench_planner.py`` (numpy and scipy are enough; a quarter of an hour). Rows go to
+``benchmarks/results/planner.csv``: what was asked, what came out, what was wanted, whether it was reached. ``--quick``
+asks for less of everything, says so in the rows, and is no result to quote.
 """
 
 from __future__ import annotations
