@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.routing import Routing
     from ds_fsmoe.config import ConfigError
     from ds_fsmoe.engine import initialize, install, uninstall
-    from ds_fsmoe.layer import FSMoELayer, LayerError, MoE
+    from ds_fsmoe.layer import FSMoELayer
     from ds_fsmoe.moe_layer import MOELayer, MoEOutput
+    from ds_fsmoe.parts import LayerError
     from ds_fsmoe.registry import register_alltoall, register_expert, register_gate, register_order
+    from ds_fsmoe.takeover import MoE
 
 _MODULE_OF_NAME = {
     "AllToAllBase": "components.alltoall",
@@ -41,11 +43,11 @@ _MODULE_OF_NAME = {
     "FlatAllToAll": "components.alltoalls.flat",
     "GPTFeedForward": "components.experts.gpt",
     "GateBase": "components.gate",
-    "LayerError": "layer",
+    "LayerError": "parts",
     "LinearGate": "components.gates.topk",
     "MOELayer": "moe_layer",
     "MixtralFeedForward": "components.experts.mixtral",
-    "MoE": "layer",
+    "MoE": "takeover",
     "MoEOutput": "moe_layer",
     "OrderBase": "components.order",
     "Routing": "components.routing",

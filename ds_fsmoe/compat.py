@@ -66,9 +66,17 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     ),
     "deepspeed.moe.sharded_moe:TopKGate.forward": ("self", "input", "used_token", "sparse_routes", "use_tutel"),
     "deepspeed.moe.sharded_moe:MOE_TIMER": None,
-    "deepspeed.moe.sharded_moe:FIRST_ALLTOALL_TIMER": None,
-    "deepspeed.moe.sharded_moe:SECOND_ALLTOALL_TIMER": None,
     "deepspeed.moe.sharded_moe:TOPK_GATE_TIMER": None,
+    "deepspeed.utils.groups:mpu": None,
+    "deepspeed.utils.groups:_create_expert_and_data_parallel": ("expert_parallel_size_",),
+    "deepspeed.utils.groups:_get_expert_parallel_group_dict": (),
+    "deepspeed.utils.groups:_get_expert_parallel_group": ("group_name",),
+    "deepspeed.utils.groups:_get_expert_data_parallel_group": ("group_name",),
+    "deepspeed.utils.groups:_get_expert_parallel_group_ranks": ("group_name",),
+    "deepspeed.utils.groups:_get_expert_data_parallel_group_ranks": ("group_name",),
+    "deepspeed.utils.groups:_get_sequence_data_parallel_group": (),
+    "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size": ("mpu",),
+    "deepspeed.utils.bwc:bwc_pipeline_parallel_world_size": ("mpu",),
 }
 
 

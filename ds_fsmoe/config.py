@@ -118,16 +118,11 @@ class FSMoEBlock(_Block):
 
 # What the options ask for that this version cannot do yet: path -> (values that are true of this version, why not the
 # others). Only what a user wrote is held against it, so a default never is. Whoever brings a machine removes its row.
-_ONE_CHUNK = "layers run unchunked in this version"
 _NO_PLANNER = "degrees are not searched in this version"
 _NO_GRADIENTS = "gradients are reduced by DeepSpeed itself in this version"
 _NO_AUTOTUNE = "nothing is measured in this version"
 _NO_TRACE = "there is no trace in this version"
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "schedule": (("best", "deepspeed"), _ONE_CHUNK),
-    "esp_size": ((1,), "experts are not sharded in this version"),
-    "pipeline_degree.forward": (("auto", 1), _ONE_CHUNK),
-    "pipeline_degree.backward": (("auto", 1), _ONE_CHUNK),
     "pipeline_degree.max": ((1,), _NO_PLANNER),
     "gradient_partition.mode": (("off",), _NO_GRADIENTS),
     "gradient_partition.solver": ((), _NO_GRADIENTS),
@@ -136,11 +131,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "autotune.enabled": ((False,), _NO_AUTOTUNE),
     "autotune.cache_dir": ((None,), _NO_AUTOTUNE),
     "autotune.retune_on_drift": ((False,), _NO_AUTOTUNE),
-    "topology.ranks_per_node": (("auto",), "nothing depends on nodes in this version"),
-    "overlap": ((False,), "nothing runs side by side in this version"),
-    "recompute": ((False,), "expert inputs are always saved in this version"),
     "deterministic": ((False,), "determinism is torch's alone in this version: use torch.use_deterministic_algorithms"),
-    "hooks": (([],), "hooks are taken by ds_fsmoe.MOELayer(callbacks=...) only in this version"),
     "metrics": (("off",), "no metrics are written in this version"),
     "trace.enabled": ((False,), _NO_TRACE),
     "trace.start_step": ((), _NO_TRACE),
@@ -173,7 +164,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         # Stock DeepSpeed runs, so what this version can do is not asked.
         return block
     _import_plugins(block)
-    problems = [*_refused(block), *_missing_parts(block)]
+    problems = [*_refused(block), *_missing_parts(block), *_unfit_degrees(block)]
     if problems:
         raise ConfigError(join_problems(problems))
     return block
@@ -243,6 +234,36 @@ def _refused(block: FSMoEBlock) -> list[str]:
         if not any(value == each and type(value) is type(each) for each in values):
             instead = f"use {' or '.join(map(shown, values))}, or leave it out" if values else "leave it out"
             problems.append(f"{BLOCK}.{path} = {shown(value)}: not yet: {why}; {instead}")
+    return problems
+
+
+# Schedule -> what its degrees have to be. Those not named take a degree per phase.
+_COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
+
+
+def _unfit_degrees(block: FSMoEBlock) -> list[str]:
+    asked = block.pipeline_degree
+    degrees = {"forward": asked.forward, "backward": asked.backward}
+    path = f"{BLOCK}.pipeline_degree"
+    if block.schedule == "deepspeed":
+        return [
+            f'{path}.{phase} = {degree}: must be 1 or "auto" with {BLOCK}.schedule = "deepspeed", which does not cut'
+            for phase, degree in degrees.items()
+            if degree not in ("auto", 1)
+        ]
+    if block.schedule == "best":
+        return []
+    problems = [
+        f'{path}.{phase} = "auto" with {BLOCK}.schedule = {shown(block.schedule)}: must be a number: nothing is '
+        "measured in this version that it could follow from"
+        for phase, degree in degrees.items()
+        if degree == "auto"
+    ]
+    if not problems and block.schedule in _COMMON_DEGREE and asked.forward != asked.backward:
+        problems.append(
+            f"{path} = {asked.forward} forward and {asked.backward} backward: must be equal with {BLOCK}.schedule = "
+            f"{shown(block.schedule)}, which has one degree for both phases"
+        )
     return problems
 
 

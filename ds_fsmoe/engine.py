@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -26,21 +28,21 @@ from torch import nn
 
 from ds_fsmoe import compat
 from ds_fsmoe.config import ConfigError, FSMoEBlock, read_block
-from ds_fsmoe.layer import (
-    FSMoEGate,
-    LayerError,
-    Parts,
-    StockMoE,
+from ds_fsmoe.layer import FSMoEGate, StockMoE
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.parts import LayerError, Parts, choose_parts
+from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts
+from ds_fsmoe.running import Running
+from ds_fsmoe.runtime.groups import stock_names
+from ds_fsmoe.takeover import (
     check_layers,
     check_parts,
+    check_shards,
     check_unused,
-    choose_parts,
     find_layers,
     give_back,
     take_over,
 )
-from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts
 from ds_fsmoe.versions import VERSION
 
 # Whoever imports this module first imports stock's function: install() replaces the attribute later, if asked to.
@@ -50,10 +52,11 @@ _stock_initialize = deepspeed.initialize
 class FSMoEState:
     """What is on, for one engine: ``engine.fsmoe``."""
 
-    def __init__(self, block: FSMoEBlock, layers: dict[str, StockMoE], parts: Parts) -> None:
+    def __init__(self, block: FSMoEBlock, layers: dict[str, StockMoE], parts: Parts, running: Running) -> None:
         self.block = block
         self.layers = layers
         self.parts = parts
+        self.running = running
 
     @property
     def num_layers(self) -> int:
@@ -64,8 +67,9 @@ class FSMoEState:
         """What runs, a word or two per choice, in the order a token meets them."""
         gates = sorted({_describe_gate(layer) for layer in self.layers.values()})
         return {
-            "schedule": "deepspeed: one task after another",
-            "pipeline_degree": "forward 1, backward 1",
+            "schedule": self.block.schedule,
+            "pipeline_degree": "forward {}, backward {}".format(*self.running.degrees),
+            "esp_size": str(self.block.esp_size),
             "gate": "; ".join(gates),
             "order": self.parts.order_name,
             "alltoall": self.parts.alltoall_name,
@@ -86,20 +90,28 @@ class FSMoEEngine(DeepSpeedEngine):
 
     fsmoe: FSMoEState
 
+    def destroy(self) -> None:
+        """End the lanes, then what DeepSpeed ends."""
+        if "fsmoe" in vars(self):
+            self.fsmoe.running.close()
+        super().destroy()
+
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         sources = super()._configure_expert_parallel(model, collect_sources)
         for sentence in compat.check_versions():
             log_on_rank_0(sentence, logging.WARNING)
         block = read_block(self.config)
         layers = find_layers(model)
-        check_experts(layers, dist.get_world_size(), block.gate)
+        check_experts(layers, dist.get_world_size(), block.gate, block.esp_size)
         parts = choose_parts(block, get_accelerator().device_name())
-        for layer in layers.values():
-            replaced = take_over(layer, parts, block.gate)
+        device = torch.device(get_accelerator().device_name())
+        running = Running(block, device, not self.config.get("use_data_before_expert_parallelism", False))
+        for index, layer in enumerate(layers.values()):
+            replaced = take_over(layer, parts, block.gate, running, f"L{index:02d}")
             # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
-        self.fsmoe = FSMoEState(block, layers, parts)
+        self.fsmoe = FSMoEState(block, layers, parts, running)
         chosen = ", ".join(f"{name}: {value}" for name, value in self.fsmoe.chosen().items())
         log_on_rank_0(f"ds_fsmoe {VERSION} is on for {len(layers)} MoE layer(s) ({chosen})")
         return sources
@@ -140,8 +152,21 @@ def initialize(
         _make_stock(model, block is not None)
         return _stock_initialize(**arguments)
     _check_before_any_group(block, ds_config, model, mpu)
+    if block.esp_size > 1:
+        _rename_expert_groups((optimizer, model_parameters), block.esp_size)
     with _our_engine():
         return _stock_initialize(**arguments)
+
+
+def _rename_expert_groups(holders: Iterable[Any], esp_size: int) -> None:
+    """Parameter groups of experts that a script has split carry DeepSpeed's name for their ranks: with shards, the new
+    one, by which ZeRO looks them up."""
+    for holder in holders:
+        groups = getattr(holder, "param_groups", holder)
+        for group in groups if isinstance(groups, list) else ():
+            name = group.get("name", "") if isinstance(group, dict) and group.get("moe") else ""
+            if found := re.fullmatch(r"ep_size_(\d+)", name):
+                group["name"] = stock_names(int(found[1]), esp_size).expert_group_name
 
 
 def _make_stock(model: nn.Module, has_block: bool) -> None:
@@ -175,8 +200,9 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     check_unused(layers)
     # Under a launcher that sets no WORLD_SIZE the engine checks again, as soon as the ranks have found each other.
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 0))
-    check_experts(layers, world_size or None, block.gate)
+    check_experts(layers, world_size or None, block.gate, block.esp_size)
     check_parts(block, layers)
+    check_shards(layers, block.esp_size)
 
 
 @contextmanager

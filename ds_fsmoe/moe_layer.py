@@ -8,8 +8,8 @@ tokens (E = G * e).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,15 @@ from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert import LocalExperts
+from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.runtime.lanes import make_lanes
+from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.wires import Wires
 
 
 @dataclass(frozen=True)
@@ -36,65 +42,51 @@ class MoEOutput:
     """[E] int64: tokens of this rank that chose each expert, before any was dropped."""
 
 
-def _untimed(_: str) -> AbstractContextManager:
-    return nullcontext()
-
-
 def token_path(
     x: torch.Tensor,
     used_token_S: torch.Tensor | None,
     *,
     gate: Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], Routing],
     order: OrderBase,
-    alltoall: AllToAllBase,
-    experts: Callable[[torch.Tensor], torch.Tensor],
-    num_local_experts: int,
+    pipeline: Pipeline,
+    experts: ExpertSet,
     group: dist.ProcessGroup | None,
     callbacks: Sequence[CallbackBase] = (),
-    timed: Callable[[str], AbstractContextManager] = _untimed,
 ) -> MoEOutput:
-    """Gate, order, dispatch, experts, combine, i-order, one after another on the whole capacity.
+    """Gate, order, to the experts and back chunk by chunk, i-order.
 
     Args:
         x: [..., M].
         used_token_S: [S] mask of tokens that take part, or ``None``.
         gate: ``(x_SM, used_token_S, group) -> Routing``.
-        order, alltoall: parts.
-        experts: [G, e, C, M] to the same shape.
-        num_local_experts: e.
-        group: the G ranks that exchange tokens; ``None`` for one.
+        order: a part.
+        pipeline: how the part between the orders is run.
+        experts: of this rank.
+        group: the ranks that have to agree on the capacity; ``None`` for one.
         callbacks: called in turn at each of the six points.
-        timed: context manager by name, entered around ``"moe"``, ``"1st_a2a"`` and ``"2nd_a2a"``.
     """
+    routing: Routing | None = None
 
-    def hooked(point: str, tensor: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
+    def hooked(
+        point: str, tensor: torch.Tensor, direction: Literal["forward", "backward"] = "forward", chunk: int = 0
+    ) -> torch.Tensor:
         for callback in callbacks:
-            replaced = getattr(callback, point)(CallbackArgs(tensor, routing))
+            args = CallbackArgs(tensor, routing, direction, pipeline.label, chunk)
+            replaced = getattr(callback, point)(args)
             tensor = tensor if replaced is None else replaced
         return tensor
 
-    with timed("moe"):
-        x = hooked("before_moe_start_hook", x)
-        width = x.shape[-1]
-        x_SM = x.reshape(-1, width)
-        routing = gate(x_SM, used_token_S, group)
-        x_ECM = hooked("before_dispatch_hook", order.arrange(x_SM, routing), routing)
-        with timed("1st_a2a"):
-            x_ECM = alltoall(x_ECM, group)
-        x_ECM = hooked("after_dispatch_hook", x_ECM, routing)
-        # Dimension 0 now runs over the ranks the rows came from, then over the experts of this rank.
-        num_sources = x_ECM.shape[0] // num_local_experts
-        y_GeCM = experts(x_ECM.reshape(num_sources, num_local_experts, *x_ECM.shape[1:]))
-        y_ECM = hooked("before_combine_hook", y_GeCM.reshape(x_ECM.shape), routing)
-        with timed("2nd_a2a"):
-            y_ECM = alltoall(y_ECM, group)
-        y_ECM = hooked("after_combine_hook", y_ECM, routing)
-        if y_ECM.shape[:2] != (routing.num_experts, routing.capacity):
-            raise ValueError(
-                f"{tuple(y_ECM.shape)} came back for {routing.num_experts} experts of {routing.capacity} slots: a hook "
-                "or an expert has changed the number of rows"
-            )
-        y = hooked("before_moe_end_hook", order.restore(y_ECM, routing).reshape(x.shape), routing)
+    x = hooked("before_moe_start_hook", x)
+    x_SM = x.reshape(-1, x.shape[-1])
+    routing = gate(x_SM, used_token_S, group)
+    cutting = pipeline.forward.cutting(routing.capacity)
+    # An order puts rows where the slots say, so chunks that lie in one piece cost no copy.
+    chunked = replace(routing, slots_KS=cutting.chunked_slots(routing.slots_KS, routing.num_experts))
+    x_ECM = order.arrange(x_SM, chunked)
+    x_RM = x_ECM.reshape(routing.num_slots, x_ECM.shape[-1])
+    y_RM = pipeline(x_RM, routing.num_experts, routing.capacity, experts, hooked if callbacks else None)
+    y_ECM = y_RM.view(routing.num_experts, routing.capacity, y_RM.shape[-1])
+    y = hooked("before_moe_end_hook", order.restore(y_ECM, chunked).reshape(x.shape))
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
 
 
@@ -116,6 +108,8 @@ class MOELayer(nn.Module):
         group: the ranks that share the experts; ``None`` means this process alone. Every rank has to be given the same
             gate parameters: nothing is broadcast here.
         return_stats: ``True`` makes ``forward`` return a :class:`MoEOutput` instead of the output tensor.
+        pipeline_degree: into how many chunks the capacity is cut; (forward, backward) if they differ.
+        overlap: ``False`` does one task after another.
 
     Raises:
         ValueError: sizes that do not fit together, or a part that does not exist.
@@ -135,6 +129,8 @@ class MOELayer(nn.Module):
         callbacks: Sequence[CallbackBase] = (),
         group: dist.ProcessGroup | None = None,
         return_stats: bool = False,
+        pipeline_degree: int | tuple[int, int] = 1,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
         if isinstance(alltoall_impl, str):
@@ -152,27 +148,41 @@ class MOELayer(nn.Module):
             if expert_dim is None or expert_dim < 1:
                 raise ValueError(f"MOELayer: expert_impl = {expert_impl!r} needs expert_dim, the expert's hidden width")
             expert_impl = registry.lookup("expert", expert_impl)(model_dim, expert_dim)
+        degrees = (pipeline_degree,) * 2 if isinstance(pipeline_degree, int) else tuple(pipeline_degree)
+        if len(degrees) != 2 or not all(isinstance(each, int) and each >= 1 for each in degrees):
+            raise ValueError(f"MOELayer: pipeline_degree = {pipeline_degree!r}: must be 1 or more, or a pair of such")
         gate_impl.build_once(model_dim, num_experts)
         self.gate = gate_impl
         self.experts = LocalExperts(expert_impl, num_experts // num_ranks)
         self.order = order_impl
-        self.alltoall = alltoall_impl
         self.callbacks = tuple(callbacks)
         self.group = group
-        self.num_local_experts = num_experts // num_ranks
         self.return_stats = return_stats
+        self.overlap = overlap
+        self._degrees = degrees
+        self._wires = Wires(alltoall_impl.exchange, group if num_ranks > 1 else None, None)
+        self._running: tuple[Pipeline, ExpertSet] | None = None
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
         """[..., M] to [..., M]; with ``return_stats`` a :class:`MoEOutput`."""
+        if self._running is None:
+            self._running = self._make_pipeline(x.device), expert_set(list(self.experts.experts))
+        pipeline, experts = self._running
         result = token_path(
             x,
             used_token_S,
             gate=self.gate,
             order=self.order,
-            alltoall=self.alltoall,
-            experts=self.experts,
-            num_local_experts=self.num_local_experts,
+            pipeline=pipeline,
+            experts=experts,
             group=self.group,
             callbacks=self.callbacks,
         )
         return result if self.return_stats else result.output
+
+    def _make_pipeline(self, device: torch.device) -> Pipeline:
+        # At the first call, because only then is the device known.
+        ranks = self._wires.num_exchanging
+        groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
+        plans = [PhasePlan(BlockPlan(equal_shares(each)), groups, i == 1) for i, each in enumerate(self._degrees)]
+        return Pipeline(make_lanes(device, self.overlap), self._wires, *plans)

@@ -12,13 +12,14 @@ from typing import Any
 from ds_fsmoe.config import BLOCK, ConfigError, GateBlock, join_problems, shown
 
 
-def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateBlock | None) -> None:
+def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateBlock | None, esp_size: int = 1) -> None:
     """Hold a model's MoE layers against the number of ranks and the gate asked for.
 
     Args:
         layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``num_experts``, ``ep_size`` and gate's ``k`` are read.
         world_size: ranks of the job; ``None`` where they are not known yet.
         gate: the block's gate, or ``None``.
+        esp_size: the ranks that share an expert.
 
     Raises:
         ConfigError: naming layer, value and choices.
@@ -31,6 +32,13 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
             problems.append(
                 f"{name}.ep_size = {layer.ep_size}: must divide the {world_size} ranks; "
                 f"for {layer.num_experts} experts the choices are {', '.join(map(str, choices))}"
+            )
+        elif world_size is not None and world_size // layer.ep_size % esp_size:
+            left = world_size // layer.ep_size
+            choices = [size for size in range(1, left + 1) if left % size == 0]
+            problems.append(
+                f"{BLOCK}.esp_size = {esp_size}: ep_size x esp_size must divide the {world_size} ranks; with ep_size = "
+                f"{layer.ep_size} ({name}) the choices are {', '.join(map(str, choices))}"
             )
         own_k = getattr(layer.deepspeed_moe.gate, "k", 1)
         k = own_k if gate is None or gate.k is None else gate.k

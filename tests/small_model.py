@@ -10,6 +10,8 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+from ds_fsmoe.components.experts.gpt import GPTFeedForward
+
 # Odd and prime, so that a wrong reshape cannot fit by accident.
 WIDTH, EXPERT_WIDTH, BATCH, LENGTH = 13, 29, 3, 7
 NUM_EXPERTS = 4
@@ -27,6 +29,8 @@ class Case:
     drop_tokens: bool = True
     use_residual: bool = False
     moe_options: tuple[tuple[str, Any], ...] = ()
+    expert: str = "module"
+    """Or "smooth", or "gpt", which can be sharded."""
 
     def ds_config(self, **blocks: Any) -> dict[str, Any]:
         """The DeepSpeed config of this run. SGD, because Adam hides errors of scale."""
@@ -57,6 +61,20 @@ class FeedForward(nn.Module):
         return self.fc2(torch.relu(self.fc1(x)))
 
 
+class SmoothFeedForward(FeedForward):
+    """Without the kink at which the rounding of a low precision decides whether a gradient goes through."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(torch.nn.functional.silu(self.fc1(x)))
+
+
+EXPERTS = {
+    "module": FeedForward,
+    "smooth": SmoothFeedForward,
+    "gpt": lambda: GPTFeedForward(WIDTH, 28, activation="relu"),
+}
+
+
 class SmallModel(nn.Module):
     """Linear, MoE, linear, MoE; the same parameters on every rank and for every ep_size, by global expert id."""
 
@@ -68,7 +86,7 @@ class SmallModel(nn.Module):
         self.moes = nn.ModuleList(
             moe_class(
                 WIDTH,
-                FeedForward(),
+                EXPERTS[case.expert](),
                 num_experts=NUM_EXPERTS,
                 ep_size=case.ep_size,
                 k=case.k,

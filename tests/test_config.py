@@ -109,6 +109,18 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"order": "einsum"}, 'fsmoe.order = "einsum": no such part; the choices are auto, sparse'),
         ({"alltoall": "2dh"}, 'fsmoe.alltoall = "2dh": no such part; the choices are auto, flat'),
         ({"gate": {"type": "gshard"}}, 'fsmoe.gate.type = "gshard": no such part; the choices are topk'),
+        (
+            {"schedule": "deepspeed", "pipeline_degree": {"forward": 2}},
+            'fsmoe.pipeline_degree.forward = 2: must be 1 or "auto" with fsmoe.schedule = "deepspeed"',
+        ),
+        (
+            {"schedule": "tutel", "pipeline_degree": {"forward": 2, "backward": 3}},
+            'fsmoe.pipeline_degree = 2 forward and 3 backward: must be equal with fsmoe.schedule = "tutel"',
+        ),
+        (
+            {"schedule": "fsmoe", "pipeline_degree": {"backward": 3}},
+            'fsmoe.pipeline_degree.forward = "auto" with fsmoe.schedule = "fsmoe": must be a number',
+        ),
     ],
 )
 def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence: str) -> None:
@@ -121,11 +133,6 @@ def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence:
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        ({"schedule": "fsmoe"}, 'fsmoe.schedule = "fsmoe": not yet: layers run unchunked'),
-        ({"schedule": "tutel"}, 'use "best" or "deepspeed", or leave it out'),
-        ({"esp_size": 2}, "fsmoe.esp_size = 2: not yet: experts are not sharded in this version; use 1"),
-        ({"pipeline_degree": {"forward": 2}}, "fsmoe.pipeline_degree.forward = 2: not yet"),
-        ({"pipeline_degree": {"backward": 2}}, "fsmoe.pipeline_degree.backward = 2: not yet"),
         ({"pipeline_degree": {"max": 8}}, "fsmoe.pipeline_degree.max = 8: not yet"),
         ({"gradient_partition": {"mode": "adaptive"}}, 'fsmoe.gradient_partition.mode = "adaptive": not yet'),
         ({"gradient_partition": {"solver": "de"}}, "fsmoe.gradient_partition.solver"),
@@ -134,11 +141,7 @@ def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence:
         ({"autotune": {"enabled": True}}, "fsmoe.autotune.enabled = true: not yet"),
         ({"autotune": {"cache_dir": "x"}}, "fsmoe.autotune.cache_dir"),
         ({"autotune": {"retune_on_drift": True}}, "fsmoe.autotune.retune_on_drift"),
-        ({"topology": {"ranks_per_node": 2}}, "fsmoe.topology.ranks_per_node"),
-        ({"overlap": True}, "fsmoe.overlap = true: not yet"),
-        ({"recompute": True}, "fsmoe.recompute"),
         ({"deterministic": True}, "fsmoe.deterministic"),
-        ({"hooks": ["a.B"]}, "fsmoe.hooks"),
         ({"metrics": "brief"}, "fsmoe.metrics"),
         ({"trace": {"enabled": True}}, "fsmoe.trace.enabled"),
         ({"trace": {"path": "x"}}, "fsmoe.trace.path"),
@@ -168,16 +171,18 @@ def test_every_field_is_used_or_refused() -> None:
             found |= paths(inner[0], f"{prefix}{name}.") if inner else {prefix + name}
         return found
 
-    used = {"enabled", "order", "alltoall", "ops", "plugins", *(f"gate.{name}" for name in GateBlock.model_fields)}
-    assert paths(FSMoEBlock) == used | set(_ONLY)
+    used = {"enabled", "schedule", "order", "alltoall", "ops", "plugins", "esp_size", "overlap", "recompute", "hooks"}
+    used |= {"pipeline_degree.forward", "pipeline_degree.backward", "topology.ranks_per_node"}
+    assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields} | set(_ONLY)
 
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True, "esp_size": 2, "schedule": "tutel", "order": "einsum"}})
+        read_block({"fsmoe": {"enabled": True, "solver": "slsqp", "schedule": "tutel", "order": "einsum"}})
     lines = str(caught.value).splitlines()
-    assert lines[0] == "3 problems:"
-    assert [line.split(" = ")[0] for line in lines[1:]] == ["fsmoe.esp_size", "fsmoe.schedule", "fsmoe.order"]
+    assert lines[0] == "4 problems:"
+    degrees = ["fsmoe.pipeline_degree.forward", "fsmoe.pipeline_degree.backward"]
+    assert [line.split(" = ")[0] for line in lines[1:]] == ["fsmoe.solver", "fsmoe.order", *degrees]
 
 
 @pytest.mark.parametrize("key", ["fs_moe", "fsMoE", "FSMOE", "fs-moe", "fsmo", "fmoe", "ds_fsmoe", "fsmoe_config"])

@@ -16,7 +16,8 @@ import ds_fsmoe
 from ds_fsmoe import registry
 from ds_fsmoe.components.gates.topk import LinearGate
 from ds_fsmoe.config import read_block
-from ds_fsmoe.layer import LayerError, check_layers, choose_parts, take_over
+from ds_fsmoe.parts import LayerError, choose_parts
+from ds_fsmoe.takeover import check_layers, take_over
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 

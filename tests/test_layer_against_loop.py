@@ -20,10 +20,10 @@ from tests.reference import LayerSettings, moe_layer
 M, H, S = 13, 29, 23
 AUX_FACTOR = 0.37
 
-EXPERTS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": lambda: GPTFeedForward(M, H),
-    "mixtral": lambda: MixtralFeedForward(M, H),
-    "module": lambda: nn.Sequential(nn.Linear(M, H), nn.Tanh(), nn.Linear(H, M)),
+EXPERTS: dict[str, Callable[[int], nn.Module]] = {
+    "gpt": lambda hidden: GPTFeedForward(M, hidden),
+    "mixtral": lambda hidden: MixtralFeedForward(M, hidden),
+    "module": lambda hidden: nn.Sequential(nn.Linear(M, hidden), nn.Tanh(), nn.Linear(hidden, M)),
 }
 
 
@@ -40,6 +40,7 @@ class Case:
     """Every token wants expert 1 first."""
     masked: bool = False
     """Some tokens take no part."""
+    hidden: int = H
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Problem:
 def make_problem(case: Case, world_size: int) -> Problem:
     torch.manual_seed(17)
     weight_EM = 0.4 * torch.randn(case.num_experts, M, dtype=torch.float64)
-    experts = [EXPERTS[case.expert]().double() for _ in range(case.num_experts)]
+    experts = [EXPERTS[case.expert](case.hidden).double() for _ in range(case.num_experts)]
     tokens = case.tokens[:world_size]
     x_per_rank = [torch.randn(num_tokens, M, dtype=torch.float64) for num_tokens in tokens]
     if case.crowded:
@@ -77,7 +78,7 @@ def run_case(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     problem = make_problem(case, world_size)
     gate = LinearGate(**asdict(case.settings), top2_2nd_expert_sampling=False)
     group = dist.group.WORLD if world_size > 1 else None
-    options = {"expert_impl": EXPERTS[case.expert](), "group": group, "return_stats": True}
+    options = {"expert_impl": EXPERTS[case.expert](case.hidden), "group": group, "return_stats": True}
     layer = MOELayer(gate, SimpleOrder(), model_dim=M, num_experts=case.num_experts, **options).double()
     state = {"gate.wg.weight": problem.weight_EM}
     for local in range(case.num_experts // world_size):

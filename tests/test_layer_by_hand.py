@@ -200,8 +200,8 @@ def test_several_callbacks_are_called_in_turn_each_seeing_what_the_last_one_left
     assert torch.equal(make_layer(LinearGate(k=3), callbacks=callbacks)(x_SM), (plain + 1) * 10)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_what_a_hook_returns_travels_on_with_its_gradient(point: str) -> None:
+@pytest.mark.parametrize("point", [POINTS[0], POINTS[-1]])
+def test_what_an_outer_hook_returns_travels_on_with_its_gradient(point: str) -> None:
     factor = torch.full((), 0.5, requires_grad=True)
     layer = make_layer(LinearGate(k=3), callbacks=[hooks(**{point: lambda args: args.tensor * factor})])
     x_SM = torch.randn(S, M)
@@ -209,6 +209,55 @@ def test_what_a_hook_returns_travels_on_with_its_gradient(point: str) -> None:
     assert not torch.allclose(y_SM, make_layer(LinearGate(k=3))(x_SM))
     y_SM.square().sum().backward()
     assert factor.grad.abs() > 1e-4
+
+
+# What a hook on the way does to tokens, its partner does to gradients: (here forward, there backward).
+ADJOINTS = {
+    "before_dispatch_hook": "after_combine_hook",
+    "after_dispatch_hook": "before_combine_hook",
+    "before_combine_hook": "after_dispatch_hook",
+    "after_combine_hook": "before_dispatch_hook",
+}
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("point", ADJOINTS)
+def test_an_inner_hook_sees_tokens_and_gradients_and_may_change_both(point: str, degrees: tuple[int, int]) -> None:
+    def doubles(direction: str) -> Callable[[CallbackArgs], torch.Tensor | None]:
+        return lambda args: 2 * args.tensor if args.direction == direction else None
+
+    callback = hooks(**{point: doubles("forward"), ADJOINTS[point]: doubles("backward")})
+    layer = make_layer(LinearGate(k=3), callbacks=[callback], pipeline_degree=degrees)
+    x_SM = torch.randn(S, M, requires_grad=True)
+    layer(x_SM).square().sum().backward()
+    # The same layer, with the factor where autograd sees it.
+    plain = make_layer(LinearGate(k=3))
+    if "dispatch" in point:
+        for expert in plain.experts.experts:
+            expert.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    else:
+        for expert in plain.experts.experts:
+            expert.register_forward_hook(lambda _, __, y: 2 * y)
+    other_SM = x_SM.detach().clone().requires_grad_()
+    plain(other_SM).square().sum().backward()
+    torch.testing.assert_close(x_SM.grad, other_SM.grad)
+    for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_inner_hooks_are_called_for_every_chunk_in_both_directions() -> None:
+    seen: list[tuple[str, str, int]] = []
+
+    def note(name: str) -> Callable[[CallbackArgs], None]:
+        return lambda args: seen.append((name, args.direction, args.chunk))
+
+    layer = make_layer(
+        LinearGate(k=3), callbacks=[hooks(**{name: note(name) for name in POINTS})], pipeline_degree=(3, 2)
+    )
+    layer(torch.randn(S, M, requires_grad=True)).sum().backward()
+    expected = [(name, "forward", chunk) for name in POINTS[1:5] for chunk in range(3)]
+    expected += [(name, "backward", chunk) for name in POINTS[1:5] for chunk in range(2)]
+    assert sorted(seen) == sorted([*expected, (POINTS[0], "forward", 0), (POINTS[5], "forward", 0)])
 
 
 def test_a_hook_may_give_the_input_other_leading_dimensions() -> None:
@@ -248,7 +297,8 @@ def send_as_bfloat16(rank: int, world_size: int) -> tuple[list[torch.dtype], flo
 
 def test_hooks_may_compress_what_is_sent(tmp_path: Path) -> None:
     for arrived, difference, largest in run_on_ranks(send_as_bfloat16, 2, tmp_path):
-        assert arrived == [torch.bfloat16, torch.bfloat16]
+        # Tokens there and back, gradients there and back.
+        assert arrived == [torch.bfloat16] * 4
         assert 0 < difference < 2**-6 * max(largest, 1.0)
 
 
@@ -407,7 +457,7 @@ def test_a_hook_that_loses_rows_is_found_out() -> None:
 
     options = {"model_dim": M, "num_experts": 5, "expert_dim": H, "callbacks": [Loses()]}
     layer = MOELayer(LinearGate(k=2), SimpleOrder(), **options)
-    with pytest.raises(ValueError, match="a hook or an expert has changed the number of rows"):
+    with pytest.raises(ValueError, match=r"\(1, 5, 1, 13\): must be \[N, 5 experts, 7 slots, M\]"):
         layer(torch.randn(17, M))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -18,28 +19,36 @@ class CallbackArgs:
     """The data at this point of the way; each hook says its shape."""
     routing: Routing | None
     """The gate's decision; ``None`` before the gate has run."""
+    direction: Literal["forward", "backward"] = "forward"
+    layer: str = ""
+    """Name of the layer in its model."""
+    chunk: int = 0
+    """Which chunk of the capacity ``tensor`` is."""
 
 
 class CallbackBase:
     """Six hooks, all of which do nothing here. Each returns a tensor to go on with, or ``None`` to change nothing.
 
-    Hooks run under autograd, so what they do to the tensor has its gradient.
+    The first and the last are called once per forward, under autograd. The four between them are called for each chunk
+    on the chunk's lane, in the forward with tokens and in the backward with gradients, in the same order of travel:
+    dispatch is the way to the experts, combine the way back. They are not under autograd, so a hook that is no
+    identity has to do in one direction what is the adjoint of what it does in the other.
     """
 
     def before_moe_start_hook(self, args: CallbackArgs) -> torch.Tensor | None:
         """Before the gate: the layer's input [..., M]. What is returned may have other leading dimensions."""
 
     def before_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """Before the first all-to-all: [E, C, M]."""
+        """Before the first all-to-all: [E, c, M], contiguous. Another type or shape travels as it is."""
 
     def after_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the first all-to-all: [E, C, M], rows of this rank's experts from every rank."""
+        """After the first all-to-all: [E, c, M], rows of this rank's experts from every rank."""
 
     def before_combine_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the experts, before the second all-to-all: [E, C, M]."""
+        """After the experts, before the second all-to-all: [E, c, M]."""
 
     def after_combine_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the second all-to-all: [E, C, M], this rank's rows from every expert."""
+        """After the second all-to-all: [E, c, M], this rank's rows from every expert."""
 
     def before_moe_end_hook(self, args: CallbackArgs) -> torch.Tensor | None:
         """The layer's output, in the shape ``before_moe_start_hook`` left."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from ds_fsmoe.components.written import WrittenExpert
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,15 @@ class ExpertBase(nn.Module):
     def do_experts(self, args: ExpertArgs) -> torch.Tensor:
         """``args.tokens`` [..., M] to [..., M]."""
         raise TypeError(f"{type(self).__name__} must define do_experts(args)")
+
+    def written(self) -> WrittenExpert | None:
+        """The same computation with its gradients by hand, or ``None``: then autograd differentiates it.
+
+        It is used in place of ``do_experts`` while nothing hooks this module, and it is what lets weight gradients be
+        computed later than those of the rows, and the expert be sharded. A subclass that defines ``do_experts`` or
+        ``forward`` anew is not taken at its parent's word.
+        """
+        return None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.do_experts(ExpertArgs(tokens))

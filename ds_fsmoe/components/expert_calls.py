@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of one rank in one forward call of a layer, computed chunk by chunk, forward and backward by hand.
+
+Letters: N ranks the rows came from, e experts on this rank, C slots per expert, c a chunk of them, M width. A cut
+[start, stop) is a chunk's place in the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ds_fsmoe.components.gradient_sums import GradientSums
+from ds_fsmoe.components.graph_calls import GraphCall
+from ds_fsmoe.components.replay import AutocastState
+from ds_fsmoe.components.written import WrittenExpert, modules_of, runs_unobserved, written_form
+from ds_fsmoe.components.written_calls import WrittenCall
+
+
+class ExpertCall:
+    """Made by :meth:`ExpertSet.call`; keeps what its backward needs until it is dropped.
+
+    ``forward`` is called for cuts that together hold each slot once, then ``backward`` (or ``backward_dx`` and later
+    ``backward_dw``) for cuts that do the same, equal or not, in any order, and last ``gradients``. A cut may be empty.
+    Experts are row-wise by law, which makes cutting anew legal. After ``gradients`` the backward may be walked again.
+
+    Nothing is recorded on the caller's graph, whatever its grad mode. Results are new memory. The rows given to
+    ``forward`` are kept without copying, and the gradients given to ``backward_dx`` until ``backward_dw``: neither
+    may be overwritten meanwhile.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[WrittenCall | GraphCall],
+        sums: GradientSums,
+        autocast: AutocastState,
+        needs_backward: bool,
+    ) -> None:
+        self._experts = tuple(experts)
+        self._sums = sums
+        self._autocast = autocast
+        self._needs_backward = needs_backward
+        self._slots_forward = 0
+        self._returned: list[tuple[int, int]] = []
+        self._without_dw: list[tuple[int, int]] = []
+
+    @property
+    def splits(self) -> bool:
+        """Whether :meth:`backward_dx` leaves the weight gradients of every expert to :meth:`backward_dw`.
+
+        The two may be called in either case, so that a schedule need not know: an expert that autograd differentiates
+        has its weight gradients computed in ``backward_dx`` and nothing done in ``backward_dw``.
+        """
+        return all(expert.splits for expert in self._experts)
+
+    @torch.no_grad()
+    def forward(self, start: int, stop: int, x_NeCM: torch.Tensor) -> torch.Tensor:
+        """[N, e, stop - start, M] to the same shape; each slot once.
+
+        Raises:
+            ValueError: rows of another shape, slots given before, or an expert that returns another shape.
+        """
+        self._check("rows", start, stop, x_NeCM)
+        x_NeCM = x_NeCM.detach()
+        with self._autocast.restored():
+            parts = [expert.forward(start, stop, x_NeCM[:, i]) for i, expert in enumerate(self._experts)]
+        self._slots_forward += stop - start
+        return self._joined(parts)
+
+    @torch.no_grad()
+    def backward(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> torch.Tensor:
+        """The gradient of the results to that of the rows; adds to the weights' gradients. Each slot once.
+
+        Raises:
+            ValueError: gradients of another shape, or slots that came back before or never went through the forward.
+            RuntimeError: made without ``needs_backward``, or a weight was changed in place since.
+        """
+        self._check_backward(start, stop, dy_NeCM)
+        with self._autocast.restored():
+            parts = [expert.backward(start, stop, dy_NeCM[:, i]) for i, expert in enumerate(self._experts)]
+        self._returned.append((start, stop))
+        return self._joined(parts)
+
+    @torch.no_grad()
+    def backward_dx(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> torch.Tensor:
+        """As :meth:`backward`, with the weights' gradients left to :meth:`backward_dw` of the same cut."""
+        self._check_backward(start, stop, dy_NeCM)
+        with self._autocast.restored():
+            parts = [expert.backward_dx(start, stop, dy_NeCM[:, i]) for i, expert in enumerate(self._experts)]
+        self._without_dw.append((start, stop))
+        self._returned.append((start, stop))
+        return self._joined(parts)
+
+    @torch.no_grad()
+    def backward_dw(self, start: int, stop: int) -> None:
+        """Add to the weights' gradients what :meth:`backward_dx` of this cut has left.
+
+        Raises:
+            RuntimeError: it has left nothing.
+        """
+        if (start, stop) not in self._without_dw:
+            raise RuntimeError(f"backward_dw of slots [{start}, {stop}) without a backward_dx of the same cut before")
+        self._without_dw.remove((start, stop))
+        with self._autocast.restored():
+            for expert in self._experts:
+                expert.backward_dw(start, stop)
+
+    def release(self) -> list[torch.Tensor | None]:
+        """Give away the tensors that are kept for the backward, so that autograd can keep them: with its checks of
+        versions, and for those who move or drop what it keeps (checkpointing, offloading)."""
+        return [tensor for expert in self._experts for tensor in expert.cuts.release()]
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Take back what :meth:`release` gave, ahead of the backward."""
+        remaining = iter(tensors)
+        for expert in self._experts:
+            expert.cuts.restore(remaining)
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of each parameter of :attr:`ExpertSet.parameters`, and start over.
+
+        ``None`` where the parameter requires none or no result depends on it.
+
+        Raises:
+            RuntimeError: not every slot has come back.
+        """
+        if self._without_dw:
+            raise RuntimeError(f"gradients are incomplete: backward_dw of {self._without_dw} is missing")
+        if (slots_backward := sum(stop - start for start, stop in self._returned)) != self._slots_forward:
+            raise RuntimeError(
+                f"gradients are incomplete: {self._slots_forward} slots went through the forward and {slots_backward} "
+                "through the backward"
+            )
+        self._returned = []
+        return self._sums.take()
+
+    def _check(self, what: str, start: int, stop: int, tensor_NeCM: torch.Tensor) -> None:
+        shape = tuple(tensor_NeCM.shape)
+        if len(shape) != 4 or shape[1] != len(self._experts) or shape[2] != stop - start:
+            raise ValueError(
+                f"{what} of slots [{start}, {stop}) are {shape}: must be [N, {len(self._experts)} experts, "
+                f"{stop - start} slots, M]"
+            )
+
+    def _check_backward(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> None:
+        if not self._needs_backward:
+            raise RuntimeError("this call has kept nothing for a backward: it was made with needs_backward=False")
+        self._check("gradients", start, stop, dy_NeCM)
+        for first, last in self._returned:
+            if max(first, start) < min(last, stop):
+                raise ValueError(f"slots [{start}, {stop}) came back twice: [{first}, {last}) came before")
+
+    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """e tensors [N, c, M] to [N, e, c, M]."""
+        if len(parts) == 1 and self.splits:  # written out, and so new memory
+            return parts[0].unsqueeze(1)
+        return torch.stack(parts, dim=1)
+
+
+class ExpertSet:
+    """The experts of one rank in one layer. Owns nothing: parameters and hooks stay where they are.
+
+    Args:
+        experts: e row-wise modules.
+        keep_expert_dim: call modules with [N, 1, c, M], as stock does, instead of [N, c, M].
+    """
+
+    def __init__(self, experts: Sequence[nn.Module], keep_expert_dim: bool = False) -> None:
+        if not experts:
+            raise ValueError("expert_set needs at least one expert")
+        self.experts = tuple(experts)
+        self.keep_expert_dim = keep_expert_dim
+        self.parameters = tuple(dict.fromkeys(each for expert in experts for each in expert.parameters()))
+        """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
+        self._ids = self._present_ids()
+
+    @property
+    def splits(self) -> bool:
+        """Whether a call made now would split (:attr:`ExpertCall.splits`)."""
+        return all(self._written_now(expert) is not None for expert in self.experts)
+
+    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall:
+        """One forward call of the layer, under the autocast that holds now.
+
+        Each expert is computed by its written-out form if it has one and nothing would miss the calls of its modules
+        (hooks, autocast, compilation), else through autograd.
+
+        Args:
+            needs_backward: ``False`` keeps nothing.
+            same_cuts: whether the backward will have the forward's cuts. If not, an expert that autograd
+                differentiates keeps its rows alone, since its graphs would be of no use. Only memory and time depend
+                on it: any cuts are computed rightly either way.
+            recompute: keep the rows alone and compute all else again in the backward.
+
+        Raises:
+            RuntimeError: the experts' parameters are not those that this set was made with.
+        """
+        if self._ids != self._present_ids():
+            raise RuntimeError("the experts' parameters were replaced after expert_set(...): call it again")
+        sums = GradientSums(self.parameters)
+        keeps_graph = needs_backward and same_cuts and not recompute
+        # In an unchunked layer the rows of an only expert are contiguous, those of several are not. It matters: torch
+        # adds a bias within the matrix product or after it, with one rounding or two.
+        contiguous = len(self.experts) == 1
+        calls: list[WrittenCall | GraphCall] = []
+        for expert in self.experts:
+            written = self._written_now(expert)
+            if written is not None:
+                calls.append(
+                    WrittenCall(
+                        written, sums, needs_backward=needs_backward, recompute=recompute, contiguous=contiguous
+                    )
+                )
+            else:
+                calls.append(
+                    GraphCall(
+                        expert,
+                        sums,
+                        needs_backward=needs_backward,
+                        keeps_graph=keeps_graph,
+                        keep_expert_dim=self.keep_expert_dim,
+                        contiguous=contiguous,
+                    )
+                )
+        autocast = AutocastState.now(self._device_types())
+        return ExpertCall(calls, sums, autocast, needs_backward)
+
+    def _present_ids(self) -> list[int]:
+        modules = (module for expert in self.experts for module in modules_of(expert))
+        return [id(parameter) for module in modules for parameter in module._parameters.values()]
+
+    def _device_types(self) -> list[str]:
+        """Those that autocast may be on for: the host, and where the experts are."""
+        if self.parameters:  # a layer's experts share a device
+            accelerator = self.parameters[0].device
+        else:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return ["cpu"] if accelerator is None or accelerator.type == "cpu" else ["cpu", accelerator.type]
+
+    def _written_now(self, expert: nn.Module) -> WrittenExpert | None:
+        written = written_form(expert)
+        if written is None or not runs_unobserved(expert):
+            return None
+        return None if torch.is_autocast_enabled(written.down.weight.device.type) else written
+
+
+def expert_set(experts: Sequence[nn.Module], keep_expert_dim: bool = False) -> ExpertSet:
+    """The experts of one rank, to be called chunk by chunk; see :class:`ExpertSet`."""
+    return ExpertSet(experts, keep_expert_dim)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of one layer call's expert parameters, summed over the chunks of the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+_TERMS_IN_A_ROW = 4
+
+
+class GradientSums:
+    """One sum for each parameter that required a gradient when this was made."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+        # By id: torch computes the hash of a tensor in Python.
+        self._wanted = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
+        self._sums: dict[int, _Sum] = {}
+
+    def wants(self, parameter: nn.Parameter | None) -> bool:
+        """Whether anybody will ask for its gradient."""
+        return id(parameter) in self._wanted
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient, which may be somebody else's memory."""
+        self._sum_of(parameter).add(gradient)
+
+    def add_product(self, parameter: nn.Parameter, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
+        """Add ``left @ right`` [O, I], from the second on within the matrix product and in place."""
+        self._sum_of(parameter).add_product(left_OR, right_RI)
+
+    def take(self) -> tuple[torch.Tensor | None, ...]:
+        """The sums in the order of the parameters, ``None`` where there is no gradient, and start over."""
+        sums, self._sums = self._sums, {}
+        found = (sums.get(id(parameter)) for parameter in self._parameters)
+        return tuple(None if each is None else each.value() for each in found)
+
+    def _sum_of(self, parameter: nn.Parameter) -> _Sum:
+        if id(parameter) not in self._sums:
+            self._sums[id(parameter)] = _Sum()
+        return self._sums[id(parameter)]
+
+
+class _Sum:
+    """A sum that is its term where there is one, bit for bit.
+
+    A half-precision sum is rounded with every term that is added. So that many chunks do not err much more than one,
+    such terms are added up a few at a time and these sums then to each other; vectors, being small, in float32.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: torch.Tensor | None = None
+        self._recent: torch.Tensor | None = None
+        # Autograd gives one tensor to both terms of a sum: only what was made here is added to in place.
+        self._is_own = False
+        self._num_terms = 0
+        self._dtype: torch.dtype | None = None
+
+    def add(self, term: torch.Tensor) -> None:
+        if self._recent is None:
+            self._start(term, is_own=False)
+            return
+        if term.dim() < 2 and self._recent.dtype.itemsize < 4:
+            self._recent, self._is_own = self._recent.float(), True
+        if self._is_own:
+            self._recent.add_(term)
+        else:
+            self._recent, self._is_own = self._recent + term, True
+        self._close_row()
+
+    def add_product(self, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
+        if self._recent is None:
+            self._start(left_OR @ right_RI, is_own=True)
+        elif self._is_own:
+            self._recent.addmm_(left_OR, right_RI)
+            self._close_row()
+        else:
+            self.add(left_OR @ right_RI)
+
+    def value(self) -> torch.Tensor:
+        if self._earlier is None:
+            return self._recent.to(self._dtype)
+        return self._earlier if self._recent is None else self._earlier.add_(self._recent)
+
+    def _start(self, term: torch.Tensor, is_own: bool) -> None:
+        self._recent, self._is_own, self._num_terms, self._dtype = term, is_own, 1, term.dtype
+
+    def _close_row(self) -> None:
+        self._num_terms += 1
+        if self._recent.dtype.itemsize < 4 and self._num_terms == _TERMS_IN_A_ROW:
+            self._earlier = self._recent if self._earlier is None else self._earlier.add_(self._recent)
+            self._recent = None

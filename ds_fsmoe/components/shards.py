@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An expert cut along its hidden width, for the ranks of an expert-sharding group."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from ds_fsmoe.components.linears import UnbiasedShardLinear
+from ds_fsmoe.components.written import WrittenExpert, written_form
+
+
+def check_shardable(expert: nn.Module, count: int) -> WrittenExpert:
+    """The written-out form of an expert that can be cut into ``count`` shards.
+
+    Raises:
+        ValueError: an expert whose structure is not known, or a count that does not divide H.
+    """
+    form = written_form(expert)
+    if form is None:
+        raise ValueError(
+            f"expert {type(expert).__name__} cannot be sharded: only an expert whose structure is known can be, that "
+            "is GPTFeedForward, MixtralFeedForward, a subclass of ExpertBase that defines written(), and "
+            "nn.Sequential(nn.Linear, activation, nn.Linear) with nn.ReLU, nn.GELU or nn.SiLU, none of them with "
+            "replaced, shared or reparametrised layers; use esp_size = 1"
+        )
+    hidden = form.down.in_features
+    if count < 1 or hidden % count:
+        divisors = ", ".join(str(each) for each in range(1, hidden + 1) if hidden % each == 0)
+        raise ValueError(
+            f"expert {type(expert).__name__} has a hidden width of {hidden}, which {count} shards do not divide: "
+            f"choose esp_size among {divisors}"
+        )
+    return form
+
+
+def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, dict[nn.Parameter, nn.Parameter]]:
+    """Shard ``index`` of ``count``: the expert with ``H / count`` of its hidden elements.
+
+    The results of all shards on the same rows sum to the expert's. Names, shapes but for H, the module's mode, hooks
+    and attributes, and the parameters' attributes and ``requires_grad`` stay. The last bias is whole in every shard
+    and only shard 0 adds it; in the others it is zero and has a gradient of zeros.
+
+    Args:
+        expert: one with a written-out form (:func:`~ds_fsmoe.components.written.written_form`); left as it is.
+        index: which shard, from 0.
+        count: P, how many shards.
+
+    Returns:
+        The shard, whose memory is its own, and the parameter of ``expert`` behind each of its parameters.
+
+    Raises:
+        ValueError: an expert whose structure is not known, a count that does not divide H, an index out of range.
+    """
+    form = check_shardable(expert, count)
+    hidden = form.down.in_features
+    if not 0 <= index < count:
+        raise ValueError(f"shard {index} of {count}: the index must be between 0 and {count - 1}")
+    width = hidden // count
+    ours = slice(index * width, (index + 1) * width)
+
+    new_of_old: dict[nn.Parameter, nn.Parameter] = {}
+    for up in form.up:
+        new_of_old[up.weight] = _cut_from(up.weight, up.weight.detach()[ours])
+        if up.bias is not None:
+            new_of_old[up.bias] = _cut_from(up.bias, up.bias.detach()[ours])
+    new_of_old[form.down.weight] = _cut_from(form.down.weight, form.down.weight.detach()[:, ours])
+    if form.down.bias is not None:
+        bias = form.down.bias.detach()
+        new_of_old[form.down.bias] = _cut_from(form.down.bias, torch.zeros_like(bias) if index else bias)
+
+    for other in expert.parameters():  # of no use to the known structure, so whole in every shard
+        if other not in new_of_old:
+            new_of_old[other] = _cut_from(other, other.detach())
+
+    # The copy finds the new parameters in place of the old ones, which are never copied whole.
+    shard = copy.deepcopy(expert, {id(old): new for old, new in new_of_old.items()})
+    new_form = written_form(shard)
+    assert new_form is not None
+    for up in new_form.up:
+        up.out_features = width
+    new_form.down.in_features = width
+    if index:
+        new_form.down.__class__ = UnbiasedShardLinear
+    return shard, {new: old for old, new in new_of_old.items()}
+
+
+def _cut_from(old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    new = nn.Parameter(values.clone(memory_format=torch.contiguous_format), requires_grad=old.requires_grad)
+    vars(new).update(vars(old))
+    return new

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One expert in one forward call of a layer, where its gradients are written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ds_fsmoe.components.cuts import Cuts
+from ds_fsmoe.components.gradient_sums import GradientSums
+from ds_fsmoe.components.linears import add_gradients, apply_linear
+from ds_fsmoe.components.written import WrittenExpert
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What the weight gradients of a cut need: R = N * c rows."""
+
+    x_RM: torch.Tensor | None
+    kept: tuple[torch.Tensor, ...]
+    dy_RM: torch.Tensor
+    deltas_RH: tuple[torch.Tensor, ...]
+    """The gradient of the results of each layer of ``up``."""
+
+
+class WrittenCall:
+    """Keeps the rows (the caller's memory, not a copy) and the hidden layer once, and computes the rest again.
+
+    The operations and their order are those of autograd on ``expert(x_NcM)``, so one cut of the whole capacity gives
+    its bits. Strided rows (N > 1) are copied for every product as ``F.linear`` does it; no copy is kept.
+
+    Args:
+        written: the expert.
+        sums: where weight gradients go.
+        needs_backward: whether to keep anything.
+        recompute: keep the rows alone.
+        contiguous: make the expert's rows contiguous first, on a copy that is not kept.
+    """
+
+    splits = True
+
+    def __init__(
+        self, written: WrittenExpert, sums: GradientSums, *, needs_backward: bool, recompute: bool, contiguous: bool
+    ) -> None:
+        self._written = written
+        self._sums = sums
+        self._needs_backward = needs_backward
+        self._recompute = recompute
+        self._contiguous = contiguous
+        self._wants_up = any(sums.wants(up.weight) for up in written.up)
+        self._wants_any = any(sums.wants(each) for linear in written.linears for each in (linear.weight, linear.bias))
+        self.cuts = Cuts()
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        # Autograd would refuse a weight that changed between forward and backward, and so do we.
+        self._versions = [linear.weight._version for linear in written.linears] if needs_backward else []
+
+    def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:
+        """[N, c, M] to the same shape."""
+        kept = self._kept(x_NcM)
+        if self._needs_backward:
+            x_kept = x_NcM if self._wants_up or self._recompute else None
+            self.cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
+        return apply_linear(self._written.down, self._written.hidden(kept))
+
+    def backward(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+        """[N, c, M] to the same shape; adds to the weights' gradients."""
+        dx_NcM = self.backward_dx(start, stop, dy_NcM)
+        self.backward_dw(start, stop)
+        return dx_NcM
+
+    def backward_dx(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+        """[N, c, M] to the same shape; keeps ``dy_NcM`` and a hidden layer's gradient for :meth:`backward_dw`."""
+        if self._versions != [linear.weight._version for linear in self._written.linears]:
+            raise RuntimeError("a weight of an expert was changed in place between the forward and its backward")
+        x_NcM, *kept = self.cuts.take(start, stop)
+        kept = self._kept(x_NcM) if self._recompute else tuple(kept)
+        dy_RM = _rows(dy_NcM)
+        up, down = self._written.up, self._written.down
+        dh_NcH = (dy_RM @ down.weight).view(*dy_NcM.shape[:-1], down.in_features)
+        deltas_RH = tuple(_rows(delta) for delta in self._written.backward_hidden(dh_NcH, kept))
+        del dh_NcH
+        dx_RM = deltas_RH[0] @ up[0].weight
+        for linear, delta_RH in zip(up[1:], deltas_RH[1:], strict=True):
+            dx_RM += delta_RH @ linear.weight
+        if self._wants_any:
+            x_RM = _rows(x_NcM) if self._wants_up else None
+            self._pending[start, stop] = _Pending(x_RM, kept, dy_RM, deltas_RH)
+        return dx_RM.view(dy_NcM.shape)
+
+    def backward_dw(self, start: int, stop: int) -> None:
+        """Adds to the weights' gradients what :meth:`backward_dx` of the same cut left."""
+        pending = self._pending.pop((start, stop), None)
+        if pending is None:  # no weight wants a gradient
+            return
+        down = self._written.down
+        h_RH = _rows(self._written.hidden(pending.kept)) if self._sums.wants(down.weight) else None
+        add_gradients(self._sums, down, pending.dy_RM, h_RH)
+        for up, delta_RH in zip(self._written.up, pending.deltas_RH, strict=True):
+            add_gradients(self._sums, up, delta_RH, pending.x_RM)
+
+    def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)
+
+
+def _rows(x_NcM: torch.Tensor) -> torch.Tensor:
+    """[N, c, M] to [N * c, M]."""
+    return x_NcM.reshape(x_NcM.shape[0] * x_NcM.shape[1], x_NcM.shape[2])

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the layers of one engine are run: the plan that a block asks for, on lanes and groups that all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.presets import BEST, preset
+from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
+from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
+from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.topology import layout, world_size_now
+from ds_fsmoe.runtime.wires import Wires
+
+Exchange = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+
+
+def planned_degrees(block: FSMoEBlock) -> tuple[int, int]:
+    """(forward, backward): as the block says; what is "auto" is 1, as nothing has been measured that would say more."""
+    asked = block.pipeline_degree
+    forward, backward = (1 if each == "auto" else each for each in (asked.forward, asked.backward))
+    return forward, backward
+
+
+def planned_links(block: FSMoEBlock) -> Links:
+    """The order of traffic within a layer."""
+    return "reduce_first" if block.schedule == BEST else preset(block.schedule).links
+
+
+class Running:
+    """What the MoE layers of one engine have in common. ``close`` it with the engine.
+
+    Args:
+        block: what is asked for.
+        device: of the parameters.
+        expert_before_data: whether neighbours share the experts, DeepSpeed's default.
+    """
+
+    def __init__(self, block: FSMoEBlock, device: torch.device, expert_before_data: bool = True) -> None:
+        self.block = block
+        self.expert_before_data = expert_before_data
+        self.lanes: Lanes = make_lanes(device, block.overlap)
+        self.degrees = planned_degrees(block)
+        self.links: Links = planned_links(block)
+
+    def groups(self, ep_size: int) -> FSMoEGroups:
+        """The groups of a layer spread over so many ranks. Collective."""
+        asked = self.block.topology.ranks_per_node
+        return make_groups(
+            ep_size,
+            self.block.esp_size,
+            expert_before_data=self.expert_before_data,
+            ranks_per_node=None if asked == "auto" else asked,
+        )
+
+    def shard_index(self, ep_size: int) -> int:
+        """Which part of each of its experts this rank has. No group is made for it."""
+        found = layout(world_size_now(), ep_size, self.block.esp_size, self.expert_before_data)
+        rank = dist.get_rank() if world_size_now() > 1 else 0
+        return found.group_of("esp", rank).index(rank)
+
+    def pipeline(self, label: str, ep_size: int, exchange: Exchange) -> Pipeline:
+        """How one layer is run. Collective: every rank asks for its layers in the same order."""
+        groups = self.groups(ep_size)
+        plans = (
+            PhasePlan(BlockPlan(equal_shares(degree), self.links), groups.planned, backward)
+            for degree, backward in zip(self.degrees, (False, True), strict=True)
+        )
+        wires = Wires(exchange, groups.ep_group, groups.esp_group)
+        return Pipeline(self.lanes, wires, *plans, label=label, recompute=self.block.recompute)
+
+    def close(self) -> None:
+        """End the lanes."""
+        self.lanes.close()
+
+
+def alone(exchange: Exchange, group: dist.ProcessGroup | None = None) -> Pipeline:
+    """For a layer that stands in no engine of ours: one task after another, among the ranks of ``group``."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
+    plans = (PhasePlan(BlockPlan(), groups, backward) for backward in (False, True))
+    return Pipeline(SerialLanes(), Wires(exchange, group if ranks > 1 else None, None), *plans)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The communicators of an MoE layer, and what DeepSpeed has to be told for its own.
+
+The ranks of a pipeline stage are ep x esp x edp. DeepSpeed knows no sharding of experts, so it is told that
+``ep * esp`` ranks share the experts: its own function then makes the groups it calls ``ep_size_{ep*esp}``, a *block* of
+ranks that hold different parts of all experts, and the expert-data-parallel (EDP) groups of ranks that hold the same
+part. Its broadcast, reduction and checkpoints are right with that, for no two shards look like replicas. Inside a block
+we cut: ESP groups, the ranks that share one expert's hidden width, are runs of ``esp`` neighbours, and EP groups stride
+over them, one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.runtime.topology import (
+    Layout,
+    PlacedGroups,
+    Ranks,
+    Topology,
+    find_topology,
+    layout,
+    placed_groups,
+    world_size_now,
+)
+
+
+@dataclass(frozen=True)
+class FSMoEGroups:
+    """The groups of one (ep, esp) as one rank sees them. A communicator of one rank, or without ranks to talk to, is
+    ``None``."""
+
+    layout: Layout
+    topology: Topology
+    rank: int
+    ep_group: dist.ProcessGroup | None
+    """All-to-alls of tokens. Ours alone and for one lane, so nothing else can come between; so is ``esp_group``."""
+    esp_group: dist.ProcessGroup | None
+    """All-gathers and reduce-scatters of tokens."""
+    block_group: dist.ProcessGroup | None
+    """DeepSpeed's ``ep_size_{ep*esp}``: what all ranks of a block have to agree on, as the capacity if none is dropped.
+    Never used on a lane of links."""
+    edp_group: dist.ProcessGroup | None
+    """DeepSpeed's: reduces gradients of experts."""
+    dp_group: dist.ProcessGroup | None
+    """DeepSpeed's: reduces gradients of dense parameters. Under its sequence parallelism those ranks count in, too."""
+
+    @cached_property
+    def planned(self) -> PlacedGroups:
+        """For the planner. ``planned.placements[kind].lanes`` are the lanes of a kind of group, the same on every
+        rank; ``topology.lanes_of(ranks_of(kind))`` are those of this rank's own group."""
+        return placed_groups(self.layout, self.topology)
+
+    def ranks_of(self, kind: str) -> Ranks:
+        """The ranks of this rank's group of a kind, see :meth:`Layout.group_of`."""
+        return self.layout.group_of(kind, self.rank)
+
+    def index_in(self, kind: str) -> int:
+        """Which of them this rank is: in ``"ep"`` the EP rank, in ``"esp"`` the shard, in ``"blocks"`` DeepSpeed's EP
+        rank, by which it names the files of experts."""
+        return self.ranks_of(kind).index(self.rank)
+
+
+# What was made, for as long as the default process group it was made under lives. DeepSpeed's own dictionaries are no
+# place for ours: it takes every key in them for an expert-parallel size.
+_made: dict[tuple, FSMoEGroups] = {}
+_made_under: weakref.ref | None = None
+
+
+def make_groups(
+    ep_size: int = 1,
+    esp_size: int = 1,
+    *,
+    expert_before_data: bool = True,
+    ranks_per_node: int | None = None,
+    mp_size: int | None = None,
+    pp_size: int | None = None,
+) -> FSMoEGroups:
+    """The groups of this rank for experts spread over ``ep_size`` and sharded over ``esp_size`` ranks.
+
+    Collective over all ranks of the job: every rank calls with the same arguments, in the same order of calls. Made
+    once, and given again until the default process group is destroyed. With one rank, or without torch.distributed, no
+    communicator is made.
+
+    Under DeepSpeed, call it where the engine calls ``set_deepspeed_parallelism`` or later: by then DeepSpeed has its
+    ``mpu`` and the device is set. Where DeepSpeed is not in use (a layer put together by hand) all groups are ours.
+
+    Args:
+        ep_size, esp_size, expert_before_data: see :func:`layout`.
+        ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None``: from host names.
+        mp_size, pp_size: of the rest of the model; ``None``: what DeepSpeed's ``mpu`` says, 1 without.
+
+    Raises:
+        ValueError: sizes that do not divide the ranks, with the sizes that would do.
+        RuntimeError: DeepSpeed's groups of that size have other ranks, or belong to a destroyed process group.
+    """
+    global _made_under
+    stock = _deepspeed_groups()
+    if mp_size is None or pp_size is None:
+        mpu_mp_size, mpu_pp_size = _sizes_of_mpu(stock)
+        mp_size = mpu_mp_size if mp_size is None else mp_size
+        pp_size = mpu_pp_size if pp_size is None else pp_size
+    found = layout(world_size_now(), ep_size, esp_size, expert_before_data, mp_size=mp_size, pp_size=pp_size)
+    if found.world_size == 1:
+        return FSMoEGroups(found, find_topology(ranks_per_node), 0, None, None, None, None, None)
+    world = dist.group.WORLD
+    if _made_under is None or _made_under() is not world:
+        _made.clear()
+        # When the default group goes, so do ours: kept here, they would hold on to its sockets and threads.
+        _made_under = weakref.ref(world, lambda _: _made.clear())
+    key = (found, ranks_per_node, stock is not None)
+    if key not in _made:
+        topology = find_topology(ranks_per_node)
+        rank, timeout = dist.get_rank(), _timeout_of(world)
+        # The order of these lines is the order on every rank, members or not: making a group is collective.
+        ours = [_communicator(getattr(found, kind), kind, rank, timeout) for kind in ("ep", "esp")]
+        if stock is None:
+            theirs = [_communicator(getattr(found, kind), kind, rank, timeout) for kind in ("blocks", "edp", "dp")]
+        else:
+            theirs = _made_by_deepspeed(stock, found, rank, expert_before_data)
+        _made[key] = FSMoEGroups(found, topology, rank, *ours, *theirs)
+    return _made[key]
+
+
+def _communicator(groups: Sequence[Ranks], kind: str, rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    """New communicators for all groups of a kind; returns this rank's."""
+    own = None
+    for ranks in groups:
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"fsmoe_{kind}")
+            own = group if rank in ranks else own
+    return own
+
+
+def _timeout_of(world: Any) -> timedelta | None:
+    """The default group's timeout, which a new group does not inherit: it gets its backend's, half an hour on gloo."""
+    backend = world._get_backend(world._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def _deepspeed_groups() -> Any:
+    """DeepSpeed's module of groups, if this process communicates through DeepSpeed; importing it takes seconds."""
+    if "deepspeed.comm" not in sys.modules:
+        return None
+    from deepspeed import comm
+    from deepspeed.utils import groups
+
+    return groups if comm.is_initialized() else None
+
+
+def _sizes_of_mpu(stock: Any) -> tuple[int, int]:
+    """(tensor-parallel ranks, pipeline stages)."""
+    if stock is None or stock.mpu is None:
+        return 1, 1
+    from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
+
+    return bwc_tensor_model_parallel_world_size(stock.mpu), bwc_pipeline_parallel_world_size(stock.mpu)
+
+
+def _made_by_deepspeed(
+    stock: Any, found: Layout, rank: int, expert_before_data: bool
+) -> list[dist.ProcessGroup | None]:
+    """DeepSpeed's block, EDP and DP groups of this rank; its own function makes those that are not there yet."""
+    block_size = found.ep_size * found.esp_size
+    name = stock_names(found.ep_size, found.esp_size).expert_group_name
+    if name not in stock._get_expert_parallel_group_dict():
+        stock._create_expert_and_data_parallel(
+            block_size, pp_size=found.pp_size, use_data_before_expert_parallel_=not expert_before_data
+        )
+    block_group, edp_group = stock._get_expert_parallel_group(name), stock._get_expert_data_parallel_group(name)
+    try:
+        dist.get_rank(block_group)
+    except ValueError as error:
+        raise RuntimeError(
+            f"DeepSpeed's group {name} belongs to a process group that was destroyed; end that one with "
+            "deepspeed.comm.destroy_process_group(), which clears DeepSpeed's groups as torch.distributed's does not"
+        ) from error
+    # DeepSpeed keeps one group per size, made as the first layer that asked for it wanted it.
+    held = stock._get_expert_parallel_group_ranks(name), stock._get_expert_data_parallel_group_ranks(name)
+    needed = found.group_of("blocks", rank), found.group_of("edp", rank)
+    if tuple(map(tuple, held)) != needed:
+        raise RuntimeError(
+            f"DeepSpeed's group {name} of rank {rank} has the ranks {list(held[0])}, and {list(held[1])} for data; "
+            f"ds_fsmoe needs {list(needed[0])} and {list(needed[1])}: an earlier layer with "
+            "enable_expert_tensor_parallelism, or with another use_data_before_expert_parallelism, has made it; do "
+            "without"
+        )
+    dp_group = stock._get_sequence_data_parallel_group()
+    sized = ((block_group, block_size), (edp_group, len(found.edp[0])), (dp_group, len(found.dp[0])))
+    return [group if size > 1 else None for group, size in sized]
+
+
+@dataclass(frozen=True)
+class StockNames:
+    """What a ``deepspeed.moe.layer.MoE`` has to carry so that DeepSpeed treats it right."""
+
+    ep_size: int
+    """``MoE.ep_size``: ep * esp, the ranks that hold different parts of the experts."""
+    expert_group_name: str
+    """``MoE.expert_group_name``, ``MOELayer.ep_group_name`` and ``group_name`` of every parameter of an expert. Also
+    ``name`` of the optimizer's parameter groups of experts, where a script has split them already."""
+
+    def put_on(self, moe: nn.Module) -> None:
+        """Write them on a layer. ``MOELayer.ep_size`` stays: it is what the layer's own forward goes by."""
+        moe.ep_size = self.ep_size
+        moe.expert_group_name = self.expert_group_name
+        moe.deepspeed_moe.ep_group_name = self.expert_group_name
+        for parameter in moe.deepspeed_moe.experts.parameters():
+            parameter.allreduce = False
+            parameter.group_name = self.expert_group_name
+
+
+def stock_names(ep_size: int, esp_size: int) -> StockNames:
+    """What a layer spread over ``ep_size`` and sharded over ``esp_size`` ranks carries towards DeepSpeed."""
+    return StockNames(ep_size * esp_size, f"ep_size_{ep_size * esp_size}")

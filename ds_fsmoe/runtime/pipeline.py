@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts' part of a layer, from the slots of this rank's tokens and back: one autograd function per call.
+
+Forward and backward each walk a schedule of their own, with their own chunks (PAPER: FSMoE, ASPLOS'25, section 4). The
+rows that came to the experts are kept by their place in the capacity, not by chunk, so the backward may cut anew; and
+because experts are row-wise, every cut gives the numbers of the whole. (The paper's published code keeps them by chunk,
+and computes wrong weight gradients where the two degrees differ.)
+
+Letters: E experts of all ranks, C slots per expert, c a chunk of them, M width, G ranks of an EP group, P of an ESP
+group, N = P * G, e experts on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ds_fsmoe.planning.block import BlockPlan, block_schedule
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_OUT,
+    EXPERT,
+    EXPERT_DW,
+    EXPERT_DX,
+    GATHER,
+    REDUCE,
+    Schedule,
+    Task,
+)
+from ds_fsmoe.planning.workload import BlockWork, Shape, layer_work
+from ds_fsmoe.runtime.chunking import ChunkedRows, Cutting, cut
+from ds_fsmoe.runtime.lanes import Body, Lanes, Observer
+from ds_fsmoe.runtime.wires import Wires
+
+Direction = Literal["forward", "backward"]
+Hook = Callable[[str, torch.Tensor, Direction, int], torch.Tensor]
+"""``(point, tensor, direction, chunk)`` to the tensor to go on with; the points are those of the paper's hooks."""
+
+
+class ExpertCall(Protocol):
+    """The experts of this rank in one call; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
+
+    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_dx(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_dw(self, start: int, stop: int) -> None: ...
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
+
+    def release(self) -> list[torch.Tensor | None]: ...
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
+
+
+class Experts(Protocol):
+    """The experts of this rank."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
+
+    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall: ...
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """How the experts' part of a layer is run in one phase."""
+
+    block: BlockPlan
+    groups: Groups
+    backward: bool
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Its tasks. Sizes are of no importance to what is run, so those of one row stand for all."""
+        sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
+        work = layer_work(sizes, self.groups)
+        moe = (work.backward if self.backward else work.forward).moe
+        # What waits for the rest of the layer, or for the next one, waits for the end of this part at the most.
+        block = replace(self.block, held_dw=0, carried_dw=0, moe_slices=(), dense_slices=())
+        return block_schedule(BlockWork((), moe, ()), block)
+
+    def cutting(self, capacity: int) -> Cutting:
+        """Where the capacity is cut."""
+        return cut(capacity, self.block.shares)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The experts' part of one layer: how it is run, and on what."""
+
+    lanes: Lanes
+    wires: Wires
+    forward: PhasePlan
+    backward: PhasePlan
+    label: str = "moe"
+    """For messages and traces, such as "L03"."""
+    recompute: bool = False
+    observer: Observer | None = None
+
+    def __call__(
+        self, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts, hook: Hook | None = None
+    ) -> torch.Tensor:
+        """Rows to the experts and back.
+
+        Args:
+            x_RM: [E * C, M], chunk by chunk as ``self.forward.cutting(capacity)`` says.
+            num_experts: E.
+            capacity: C.
+            experts: of this rank.
+            hook: called for each chunk, on its lane, in the forward and in the backward.
+
+        Returns:
+            [E * C, M] in the same order.
+
+        Raises:
+            ValueError: a hook or an expert has changed the number of rows.
+        """
+        needs_backward = torch.is_grad_enabled() and (
+            x_RM.requires_grad or any(each.requires_grad for each in experts.parameters)
+        )
+        cuttings = self.forward.cutting(capacity), self.backward.cutting(capacity)
+        same = cuttings[0] == cuttings[1]
+        call = experts.call(needs_backward, same_cuts=same, recompute=self.recompute)
+        of_call = _Call(self, num_experts, *cuttings, call, hook)
+        if not needs_backward:
+            return of_call.forward(x_RM)
+        # Autograd takes the youngest node first, so gradients arrive from the last parameter to the first, as they do
+        # from stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of
+        # a sum depend on where in a bucket it lies.
+        aliases = (each.view_as(each) for each in experts.parameters)
+        return _ExpertsPart.apply(x_RM, of_call, *aliases)
+
+
+class _ExpertsPart(torch.autograd.Function):
+    """Experts' parameters are inputs, so that each gets its gradient once per backward, from here."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RM: torch.Tensor, call: _Call, *parameters: torch.Tensor) -> torch.Tensor:
+        y_RM = call.forward(x_RM)
+        ctx.call = call
+        ctx.save_for_backward(*call.experts.release())
+        return y_RM
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Read before anything runs: under checkpointing this is where the forward is run again.
+        ctx.call.experts.restore(ctx.saved_tensors)
+        dx_RM, gradients = ctx.call.backward(dy_RM)
+        ctx.call.experts.release()
+        return dx_RM, None, *gradients
+
+
+class _Call:
+    """One call, which may be waiting for its backward while others run."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        num_experts: int,
+        forward: Cutting,
+        backward: Cutting,
+        experts: ExpertCall,
+        hook: Hook | None,
+    ) -> None:
+        self.pipeline = pipeline
+        self.num_experts = num_experts
+        self.layout = forward
+        """How rows lie, in both phases."""
+        self._cut_backward = backward
+        self.experts = experts
+        self.hook = hook
+
+    def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
+        """[E * C, M] to the same."""
+        phase = _Phase(self, "forward", self.layout, x_RM.detach())
+        return phase.run(self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
+
+    def backward(self, dy_RM: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """The gradient of the rows, and those of the experts' parameters."""
+        phase = _Phase(self, "backward", self._cut_backward, dy_RM)
+
+        def expert_dw(task: Task) -> None:
+            self.experts.backward_dw(*self._cut_backward.chunks[task.chunk])
+
+        bodies = {
+            EXPERT: phase.compute(self.experts.backward),
+            EXPERT_DX: phase.compute(self.experts.backward_dx),
+            EXPERT_DW: expert_dw,
+        }
+        dx_RM = phase.run(self.pipeline.backward.schedule, bodies)
+        return dx_RM, self.experts.gradients()
+
+
+class _Phase:
+    """The chunks of one phase on their way: each task takes its chunk from where the one before has left it."""
+
+    def __init__(self, call: _Call, direction: Direction, cutting: Cutting, rows_RM: torch.Tensor) -> None:
+        self._call = call
+        self._wires = call.pipeline.wires
+        self._direction: Direction = direction
+        self._cuts = cutting.chunks
+        self._rows_RM = rows_RM
+        self._source = self._chunked(rows_RM.contiguous())
+        self._is_whole = len(self._cuts) == len(call.layout.chunks) == 1
+        self._at: dict[int, torch.Tensor] = {}
+        self._back: set[int] = set()
+        self._result_RM: torch.Tensor | None = None
+        # On a GPU the memory of a tensor that another stream uses must not be given away before the join.
+        self._held: list[torch.Tensor] | None = [] if rows_RM.is_cuda else None
+
+    def _chunked(self, rows_RM: torch.Tensor) -> ChunkedRows:
+        return ChunkedRows(rows_RM, self._call.num_experts, self._call.layout)
+
+    def run(self, schedule: Schedule, bodies: Mapping[str, Body]) -> torch.Tensor:
+        """Walk the schedule; returns [E * C, M]."""
+        pipeline = self._call.pipeline
+        travel = {A2A_IN: self._enter, GATHER: self._gather, REDUCE: self._reduce, A2A_OUT: self._leave}
+        pipeline.lanes.run(schedule, travel | dict(bodies), f"{pipeline.label}/{self._direction}", pipeline.observer)
+        for chunk in range(len(self._cuts)):
+            # Where nothing is sent, no task has brought it back.
+            if chunk not in self._back:
+                self._bring_back(chunk)
+        assert self._result_RM is not None
+        return self._result_RM
+
+    def compute(self, body: Callable[[int, int, torch.Tensor], torch.Tensor]) -> Body:
+        """The task that calls ``body(start, stop, rows [N, e, c, M])``."""
+
+        def work(task: Task) -> None:
+            chunk = task.chunk
+            y_NecM = body(*self._cuts[chunk], self._arrived(chunk))
+            if self._result_RM is None and not self._is_whole:
+                # Not before: under autocast the experts' type is not that of their input.
+                self._result_RM = y_NecM.new_empty(self._rows_RM.shape)
+            self._keep(chunk, y_NecM)
+
+        return work
+
+    def _enter(self, task: Task) -> None:
+        self._send(task.chunk)
+
+    def _gather(self, task: Task) -> None:
+        self._keep(task.chunk, self._wires.gather(self._arrived(task.chunk).contiguous()))
+
+    def _reduce(self, task: Task) -> None:
+        self._keep(task.chunk, self._wires.reduce(self._at[task.chunk].contiguous()))
+
+    def _leave(self, task: Task) -> None:
+        self._bring_back(task.chunk)
+
+    def _arrived(self, chunk: int) -> torch.Tensor:
+        if chunk not in self._at:  # with an EP group of one no task has sent it
+            self._send(chunk)
+        return self._at[chunk]
+
+    def _send(self, chunk: int) -> None:
+        """To the ranks that have the experts: the chunk is [G, e, c, M] then."""
+        x_EcM = self._hooked("before_dispatch_hook", self._source.read(*self._cuts[chunk]), chunk)
+        self._hold(x_EcM)
+        x_EcM = self._hooked("after_dispatch_hook", self._wires.to_experts(x_EcM.contiguous()), chunk)
+        ranks = self._wires.num_exchanging
+        self._keep(chunk, x_EcM.view(ranks, x_EcM.shape[0] // ranks, *x_EcM.shape[1:]))
+
+    def _bring_back(self, chunk: int) -> None:
+        """To the ranks that have the tokens."""
+        start, stop = self._cuts[chunk]
+        y_NecM = self._at.pop(chunk)
+        y_EcM = y_NecM.reshape(self._call.num_experts, *y_NecM.shape[2:])
+        y_EcM = self._hooked("before_combine_hook", y_EcM, chunk)
+        self._hold(y_EcM)
+        y_EcM = self._hooked("after_combine_hook", self._wires.to_experts(y_EcM.contiguous()), chunk)
+        self._hold(y_EcM)
+        if y_EcM.shape != (self._call.num_experts, stop - start, self._rows_RM.shape[-1]):
+            raise ValueError(
+                f"{tuple(y_EcM.shape)} came back for {self._call.num_experts} experts of {stop - start} slots of width "
+                f"{self._rows_RM.shape[-1]}: a hook or an expert has changed the shape"
+            )
+        self._back.add(chunk)
+        if self._is_whole:
+            self._result_RM = y_EcM.reshape(self._rows_RM.shape)
+        else:
+            self._chunked(self._result_RM).write(start, stop, y_EcM)
+
+    def _keep(self, chunk: int, tensor: torch.Tensor) -> None:
+        self._at[chunk] = tensor
+        self._hold(tensor)
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        if self._held is not None:
+            self._held.append(tensor)
+
+    def _hooked(self, point: str, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
+        hook = self._call.hook
+        return tensor if hook is None else hook(point, tensor, self._direction, chunk)

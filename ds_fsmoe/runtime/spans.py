@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured spans: an observer that gives a run as the planner's timeline, to lay beside the simulated one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ds_fsmoe.planning.schedule import Schedule, Task
+from ds_fsmoe.planning.timeline import Span, Timeline
+from ds_fsmoe.runtime.lanes import Observer
+
+
+class Recorder(Observer):
+    """Notes when each task of a run began and ended: on the CPU by the clock, on CUDA by events on the lane's stream.
+
+    It holds one run: the next one it observes takes its place.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """
+        Args:
+            device: that of the lanes; the CPU if left out.
+        """
+        self._stamp, self._elapsed_ms = _CLOCKS["cuda" if device is not None and device.type == "cuda" else "cpu"]
+        self._schedule: Schedule | None = None
+        self._start: Any = None
+        self._begins: list[Any] = []
+        self._ends: list[Any] = []
+
+    def start(self, schedule: Schedule, label: str) -> None:
+        self._schedule = schedule
+        self._begins = [None] * len(schedule.tasks)
+        self._ends = [None] * len(schedule.tasks)
+        self._start = self._stamp()
+
+    def begin(self, index: int, task: Task) -> None:
+        self._begins[index] = self._stamp()
+
+    def end(self, index: int, task: Task) -> None:
+        self._ends[index] = self._stamp()
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """The last run, in milliseconds from its start. On CUDA this waits until its tasks are done.
+
+        ``waited_for`` is, of the tasks in ``after`` and the one before on the lane, the one that ended last. Whether
+        the task started at that end, or later because the host or a processor was busy, is seen from the times.
+
+        Raises:
+            ValueError: the last run was not of this schedule, or not all of its tasks were run.
+        """
+        if schedule != self._schedule:
+            raise ValueError("the last run that was observed is not one of this schedule")
+        unfinished = [task.name for task, end in zip(schedule.tasks, self._ends, strict=True) if end is None]
+        if unfinished:
+            raise ValueError(f"the last run did not get to the end: it has no spans for {', '.join(unfinished)}")
+        spans: list[Span] = []
+        last_of_lane: dict[str, int] = {}
+        for index, task in enumerate(schedule.tasks):
+            needed = (*task.after, *((last_of_lane[task.lane],) if task.lane in last_of_lane else ()))
+            spans.append(
+                Span(
+                    task,
+                    self._elapsed_ms(self._start, self._begins[index]),
+                    self._elapsed_ms(self._start, self._ends[index]),
+                    max(needed, key=lambda each: spans[each].end_ms, default=None),
+                )
+            )
+            last_of_lane[task.lane] = index
+        return Timeline(tuple(spans))
+
+
+def _host_elapsed_ms(start_ns: int, end_ns: int) -> float:
+    return (end_ns - start_ns) / 1e6
+
+
+def _event_now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _event_elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+# Device type -> (a stamp for now, on the current stream; the time from one stamp to another).
+_CLOCKS: dict[str, tuple[Any, Any]] = {
+    "cpu": (time.perf_counter_ns, _host_elapsed_ms),
+    "cuda": (_event_now, _event_elapsed_ms),
+}

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes on CUDA: a stream per link, and the caller's current stream computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import ClassVar
+
+import torch
+
+from ds_fsmoe.planning.schedule import Lane, Task
+from ds_fsmoe.runtime.crossings import Crossings
+from ds_fsmoe.runtime.lanes import Lanes, Work, name_of
+
+_HIGH_PRIORITY = -1
+_HISTORY = 256
+"""Events kept at least, so that a watchdog sees some layers back: the host issues far ahead of the device."""
+
+
+class StreamLanes(Lanes):
+    """Two high-priority streams for the links; COMPUTE is the stream that is current when ``run`` is called.
+
+    One pass over the list issues everything from the caller's thread, in the same order on every rank, and never waits
+    for the device. Both links wait for what the compute stream was given before the run, the compute stream waits at
+    the end for both links, and in between a stream waits for an event only where the schedule crosses lanes.
+
+    Bodies issue collectives with ``async_op=False``: that runs on the current stream, the lane's, where
+    ``async_op=True`` would go to the process group's own stream and leave the order of the lane.
+
+    Memory: the allocator knows a tensor by the stream it was made on and may hand its memory out again, to that stream,
+    once the last reference is gone; it does not know who else still reads. So whoever calls ``run`` keeps every tensor
+    that is made on one lane and used on another until ``run`` returns. Then the streams are joined, the next run waits
+    for the compute stream, and references may go, without a host wait.
+
+    After an error what has been issued runs to its end on the device, and the compute stream waits for it.
+    """
+
+    overlap: ClassVar[Mapping[Lane, str]] = {
+        Lane.COMPUTE: "the caller's stream; overlaps with both links, as far as their kernels leave it multiprocessors",
+        Lane.INTRA: "a high-priority stream; overlaps with COMPUTE and INTER",
+        Lane.INTER: "a high-priority stream; overlaps with COMPUTE and INTRA",
+    }
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Args:
+            device: a CUDA device; without an index, the current one.
+        """
+        super().__init__()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._links = {
+            lane: torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY) for lane in (Lane.INTRA, Lane.INTER)
+        }
+        self._events = _Events()
+
+    def _execute(self, crossings: Crossings, work: Work) -> None:
+        compute = torch.cuda.current_stream(self._device)
+        try:
+            self._issue(crossings, work, compute)
+        except BaseException:
+            # With events of its own, whatever state ours are in. A device that has failed says so here again.
+            with suppress(RuntimeError):
+                for lane in crossings.links:
+                    compute.wait_stream(self._links[lane])
+            raise
+
+    def _issue(self, crossings: Crossings, work: Work, compute: torch.cuda.Stream) -> None:
+        events = self._events
+        events.reserve(crossings.count + 1)
+        if crossings.links:
+            fork = events.record(compute, None)
+            for lane in crossings.links:
+                self._links[lane].wait_event(fork)
+        crossed: list[torch.cuda.Event | None] = [None] * crossings.count
+        for step in crossings.steps:
+            task = step.task
+            mark = self._marks[task.lane]
+            stream = self._links.get(task.lane)
+            if stream is None:
+                stream = compute
+                for number in step.needs:
+                    stream.wait_event(crossed[number])
+                work.do(step, mark)
+            else:
+                for number in step.needs:
+                    stream.wait_event(crossed[number])
+                with torch.cuda.stream(stream):
+                    work.do(step, mark)
+            if step.feeds:
+                event = events.record(stream, mark.finished)
+                for number in step.feeds:
+                    crossed[number] = event
+        for number in crossings.joins:
+            compute.wait_event(crossed[number])
+
+    def progress(self) -> dict[Lane, tuple[str, str]]:
+        """Lane -> the task issued last and the last one that is known to be finished on the device, as "label/name".
+
+        Known are tasks that another lane waits for, or the end of the run; of those, the last few hundred.
+        """
+        finished = self._events.finished()
+        return {lane: (name_of(mark.begun), name_of(finished.get(lane))) for lane, mark in self._marks.items()}
+
+
+class _Events:
+    """Events used in turn, with what each was recorded after.
+
+    An event is free for the next record as soon as the last wait for it has been issued: a wait is for the record
+    before it, not for those after. Waits are issued in the run that records, which takes no event twice.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._after: list[tuple[str, Task] | None] = []
+        self._next = 0
+        self._size = _HISTORY
+
+    def reserve(self, count: int) -> None:
+        """From here on, that many records without using an event twice."""
+        self._size = max(self._size, count)
+
+    def record(self, stream: torch.cuda.Stream, after: tuple[str, Task] | None) -> torch.cuda.Event:
+        """An event at the end of what a stream has been given so far, which was this task of that run."""
+        at = self._next
+        if at == len(self._events):
+            self._after.append(None)
+            self._events.append(torch.cuda.Event())
+        event = self._events[at]
+        event.record(stream)
+        self._after[at] = after  # last, so that a watchdog never takes the new task for done by the old record
+        self._next = (at + 1) % self._size
+        return event
+
+    def finished(self) -> dict[Lane, tuple[str, Task]]:
+        """Lane -> the task recorded last whose event has come to pass."""
+        found: dict[Lane, tuple[str, Task]] = {}
+        at = self._next
+        for back in range(1, len(self._events) + 1):
+            index = (at - back) % len(self._events)
+            after = self._after[index]
+            if after is None or after[1].lane in found:
+                continue
+            with suppress(RuntimeError):  # a device that has failed knows of nothing finished
+                if self._events[index].query():
+                    found[after[1].lane] = after
+        return found

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where ranks lie: which share a node, which make up a group, and with that, which links a group crosses."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ds_fsmoe.planning.groups import Groups, Placement
+from ds_fsmoe.planning.schedule import Lane
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The nodes of a job, the same object on every rank."""
+
+    node_of_rank: tuple[int, ...]
+    """Rank -> number of its node. Ranks of a node need not be neighbours, nor nodes equally large."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return len(self.node_of_rank)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of the fullest node."""
+        return max(Counter(self.node_of_rank).values())
+
+    def lanes_of(self, ranks: Sequence[int]) -> tuple[Lane, ...]:
+        """The links that one group crosses; see :class:`~ds_fsmoe.planning.groups.Placement`."""
+        return self.place([ranks]).lanes
+
+    def place(self, groups: Iterable[Sequence[int]]) -> Placement:
+        """Where the groups of one kind lie, taken together: the worst of them counts.
+
+        A schedule has to be the same on every rank, so its lanes may not follow from the rank's own group: where one
+        group of a kind lies inside a node and another spans two, both are scheduled as the second needs it.
+
+        Args:
+            groups: ranks of each group, all groups equally large.
+        """
+        nodes = [Counter(self.node_of_rank[rank] for rank in ranks) for ranks in groups]
+        size = nodes[0].total()
+        if size == 1:
+            return Placement(1, 1, ())
+        per_node = max(max(each.values()) for each in nodes)
+        num_nodes = max(map(len, nodes))
+        if num_nodes == 1:
+            return Placement(size, per_node, (Lane.INTRA,))
+        return Placement(size, per_node, (Lane.INTER,) if per_node == 1 else (Lane.INTER, Lane.INTRA), num_nodes)
+
+
+def topology_of_hosts(hosts: Iterable[str]) -> Topology:
+    """Ranks with the same host name share a node. ``hosts``: one name per rank, in rank order."""
+    numbers: dict[str, int] = {}
+    return Topology(tuple(numbers.setdefault(host, len(numbers)) for host in hosts))
+
+
+def topology_of_size(world_size: int, ranks_per_node: int) -> Topology:
+    """So many neighbours share a node.
+
+    Raises:
+        ValueError: ``ranks_per_node`` does not divide the ranks.
+    """
+    if not is_count(ranks_per_node) or world_size % ranks_per_node:
+        raise ValueError(
+            f"fsmoe.topology.ranks_per_node = {ranks_per_node!r}: must divide the {world_size} ranks; the choices are "
+            f"{sizes_that_divide(world_size)}"
+        )
+    return Topology(tuple(rank // ranks_per_node for rank in range(world_size)))
+
+
+def find_topology(ranks_per_node: int | None = None) -> Topology:
+    """The topology of this job, from the ranks' host names or as the config says. Collective: every rank has to call.
+
+    Args:
+        ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None`` asks every rank for its host name. On a GPU the
+            device of this rank has to be set by then, because NCCL carries the names.
+
+    Raises:
+        ValueError: ``ranks_per_node`` does not divide the ranks.
+    """
+    world_size = world_size_now()
+    if ranks_per_node is not None:
+        return topology_of_size(world_size, ranks_per_node)
+    hosts: list[str | None] = [socket.gethostname()] * world_size
+    if world_size > 1:
+        dist.all_gather_object(hosts, socket.gethostname())
+    return topology_of_hosts(str(host) for host in hosts)
+
+
+def world_size_now() -> int:
+    """Ranks of the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every group of every kind, as ranks in ascending order. One static order, the same on every rank."""
+
+    world_size: int
+    ep_size: int
+    esp_size: int
+    mp_size: int
+    pp_size: int
+    blocks: tuple[Ranks, ...]
+    """What DeepSpeed takes for expert-parallel groups: rank ``i * esp + s`` of a block holds shard s of the experts of
+    EP rank i."""
+    ep: tuple[Ranks, ...]
+    """Exchange tokens."""
+    esp: tuple[Ranks, ...]
+    """Share the hidden width of the same experts."""
+    edp: tuple[Ranks, ...]
+    """Hold the same shard of the same experts."""
+    mp: tuple[Ranks, ...]
+    """Work on the same tokens, or the same sequence, outside the MoE layers: tensor parallelism."""
+    dp: tuple[Ranks, ...]
+    """Hold the same dense parameters."""
+
+    def group_of(self, kind: str, rank: int) -> Ranks:
+        """The one group of a kind (``"ep"``, ``"esp"``, ``"edp"``, ``"mp"``, ``"dp"``, ``"blocks"``) with a rank."""
+        return next(ranks for ranks in getattr(self, kind) if rank in ranks)
+
+
+def layout(
+    world_size: int,
+    ep_size: int = 1,
+    esp_size: int = 1,
+    expert_before_data: bool = True,
+    *,
+    mp_size: int = 1,
+    pp_size: int = 1,
+) -> Layout:
+    """Lay out the groups of a job.
+
+    Args:
+        world_size: ranks of the job.
+        ep_size: ranks over which the experts are spread, as the script says.
+        esp_size: ranks that share one expert, ``fsmoe.esp_size``.
+        expert_before_data: DeepSpeed's default, a block is a run of neighbours; ``False`` is its
+            ``use_data_before_expert_parallelism``: the ranks of an EDP group are neighbours, a block strides over them.
+        mp_size, pp_size: tensor-parallel ranks and pipeline stages of the rest of the model.
+
+    Raises:
+        ValueError: sizes that do not divide the ranks, with the sizes that would do.
+    """
+    stage_size = _checked_stage_size(world_size, ep_size, esp_size, mp_size, pp_size)
+    block_size = ep_size * esp_size
+    edp_size = stage_size // block_size
+    blocks: list[Ranks] = []
+    edp: list[Ranks] = []
+    dp: list[Ranks] = []
+    for first in range(0, world_size, stage_size):
+        end = first + stage_size
+        if expert_before_data:
+            stage_blocks = [range(each, each + block_size) for each in range(first, end, block_size)]
+        else:
+            stage_blocks = [range(first + each, end, edp_size) for each in range(edp_size)]
+        blocks += map(tuple, stage_blocks)
+        edp += zip(*stage_blocks, strict=True)
+        dp += (tuple(range(first + each, end, mp_size)) for each in range(mp_size))
+    return Layout(
+        world_size=world_size,
+        ep_size=ep_size,
+        esp_size=esp_size,
+        mp_size=mp_size,
+        pp_size=pp_size,
+        blocks=tuple(blocks),
+        ep=tuple(block[shard::esp_size] for block in blocks for shard in range(esp_size)),
+        esp=tuple(block[each : each + esp_size] for block in blocks for each in range(0, block_size, esp_size)),
+        edp=tuple(edp),
+        mp=tuple(tuple(range(each, each + mp_size)) for each in range(0, world_size, mp_size)),
+        dp=tuple(dp),
+    )
+
+
+def _checked_stage_size(world_size: int, ep_size: int, esp_size: int, mp_size: int, pp_size: int) -> int:
+    """Ranks of one pipeline stage."""
+    if not is_count(pp_size) or world_size % pp_size:
+        raise ValueError(
+            f"{pp_size!r} pipeline stages: must divide the {world_size} ranks; the choices are "
+            f"{sizes_that_divide(world_size)}"
+        )
+    stage_size = world_size // pp_size
+    ranks = f"the {stage_size} ranks{' of a pipeline stage' if pp_size > 1 else ''}"
+    for name, size in (("tensor-parallel size", mp_size), ("ep_size", ep_size)):
+        if not is_count(size) or stage_size % size:
+            choices = sizes_that_divide(stage_size)
+            raise ValueError(f"{name} = {size!r}: must divide {ranks}; the choices are {choices}")
+    if not is_count(esp_size) or stage_size % (ep_size * esp_size):
+        raise ValueError(
+            f"fsmoe.esp_size = {esp_size!r}: ep_size x esp_size must divide {ranks}; with ep_size = {ep_size} the "
+            f"choices are {sizes_that_divide(stage_size // ep_size)}"
+        )
+    return stage_size
+
+
+@dataclass(frozen=True)
+class PlacedGroups(Groups):
+    """The planner's groups, lying where the hosts of the ranks say, not so many neighbours to a node."""
+
+    placed: tuple[tuple[str, Placement], ...] = ()
+
+    @property
+    def placements(self) -> dict[str, Placement]:  # type: ignore[override]
+        """Where the groups lie: ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
+        return dict(self.placed)
+
+
+def placed_groups(laid_out: Layout, topology: Topology) -> PlacedGroups:
+    """A layout as the planner takes it: sizes, and the link that each kind of group crosses."""
+    return PlacedGroups(
+        world=laid_out.world_size,
+        gpus_per_node=topology.ranks_per_node,
+        mp=laid_out.mp_size,
+        esp=laid_out.esp_size,
+        ep=laid_out.ep_size,
+        pp=laid_out.pp_size,
+        placed=tuple((kind, topology.place(getattr(laid_out, kind))) for kind in ("mp", "dp", "esp", "ep", "edp")),
+    )
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number of at least 1; ``True`` is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def sizes_that_divide(total: int) -> str:
+    """``"1, 2, 3, 6"`` for 6."""
+    return ", ".join(str(size) for size in range(1, total + 1) if total % size == 0)

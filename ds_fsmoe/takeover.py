@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock's MoE modules made ours, and back; ``ds_fsmoe.MoE`` for models written for us."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fsmoe import registry
+from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.shards import check_shardable, shard_expert
+from ds_fsmoe.config import FSMoEBlock, GateBlock
+from ds_fsmoe.layer import FSMoEGate, FSMoELayer, StockMoE, StockMOELayer, StockTopKGate
+from ds_fsmoe.parts import LayerError, Parts, choose_parts
+from ds_fsmoe.running import Running
+from ds_fsmoe.runtime.groups import stock_names
+
+
+def find_layers(model: nn.Module) -> dict[str, StockMoE]:
+    """Name -> every ``deepspeed.moe.layer.MoE`` of a model, in module order.
+
+    Raises:
+        LayerError: there is none.
+    """
+    named = ((name or type(model).__name__, module) for name, module in model.named_modules())
+    layers = {name: module for name, module in named if isinstance(module, StockMoE)}
+    if not layers:
+        raise LayerError(
+            f"fsmoe.enabled = true, but {type(model).__name__} has no deepspeed.moe.layer.MoE among its "
+            f"{sum(1 for _ in model.modules())} modules, and that is the class ds_fsmoe replaces; build the model with "
+            "deepspeed.moe.layer.MoE or ds_fsmoe.MoE, or set fsmoe.enabled to false"
+        )
+    return layers
+
+
+def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
+    """Refuse layers that were changed by somebody else, as far as a change would be lost.
+
+    Raises:
+        LayerError: naming the layer.
+    """
+    for name, layer in layers.items():
+        inner = layer.deepspeed_moe
+        if type(inner) not in (StockMOELayer, FSMoELayer):
+            raise LayerError(
+                f"{name}.deepspeed_moe is a {type(inner).__module__}.{type(inner).__name__}; ds_fsmoe replaces the "
+                "forward of deepspeed.moe.sharded_moe.MOELayer itself, and would lose what this class does"
+            )
+        if inner.use_tutel:
+            raise LayerError(f"{name}: use_tutel = True runs Tutel's kernels, which ds_fsmoe replaces; leave it out")
+        if gate is not None and type(inner.gate) not in (StockTopKGate, FSMoEGate):
+            raise LayerError(
+                f"{name} has a gate of its own, a {type(inner.gate).__name__}, which fsmoe.gate would not reach: leave "
+                "fsmoe.gate out, or give the layer stock's gate"
+            )
+
+
+def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
+    """Refuse experts that cannot be cut into as many parts as a block asks for.
+
+    Raises:
+        LayerError: naming the layer, the expert and the sizes that would do.
+    """
+    if esp_size == 1:
+        return
+    for name, layer in layers.items():
+        for expert in layer.deepspeed_moe.experts.deepspeed_experts:
+            try:
+                check_shardable(expert, esp_size)
+            except ValueError as error:
+                raise LayerError(f"fsmoe.esp_size = {esp_size}: {name}: {error}") from error
+
+
+def check_unused(layers: dict[str, StockMoE]) -> None:
+    """Refuse a model that an engine has already: its layers hold that engine's process groups.
+
+    Raises:
+        LayerError: naming the layer.
+    """
+    for name, layer in layers.items():
+        if getattr(layer.deepspeed_moe, "ep_group", None) is not None:
+            raise LayerError(
+                f"{name} has a process group already: this model was given to initialize() before; build a new model "
+                "for every call"
+            )
+
+
+def take_over(
+    layer: StockMoE,
+    parts: Parts,
+    gate: GateBlock | None = None,
+    running: Running | None = None,
+    label: str = "moe",
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make a stock layer ours, in place.
+
+    Args:
+        layer: checked by :func:`check_layers`.
+        parts: order, all-to-all, ops, hooks.
+        gate: what the block asks for; ``None`` keeps the layer's own gate as it is.
+        running: of the engine; ``None`` for a layer outside of one.
+        label: of the layer, in messages and traces.
+
+    Returns:
+        New parameter -> the one it stands in for. Empty unless another kind of gate, or sharded experts, were asked
+        for.
+    """
+    inner = layer.deepspeed_moe
+    inner.__class__ = FSMoELayer
+    inner.parts, inner.running, inner.label = parts, running, label
+    sharded = {} if running is None else _shard_experts(layer, running)
+    return sharded | _take_over_gate(layer, gate)
+
+
+def _shard_experts(layer: StockMoE, running: Running) -> dict[nn.Parameter, nn.Parameter]:
+    """Give this rank its part of each of its experts, if they are to be sharded at all."""
+    ep_size, esp_size = layer.deepspeed_moe.ep_size, running.block.esp_size
+    if esp_size == 1:
+        return {}
+    experts = layer.deepspeed_moe.experts.deepspeed_experts
+    index = running.shard_index(ep_size)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for i, expert in enumerate(experts):
+        experts[i], new_to_old = shard_expert(expert, index, esp_size)
+        replaced |= new_to_old
+    stock_names(ep_size, esp_size).put_on(layer)
+    return replaced
+
+
+def _take_over_gate(layer: StockMoE, gate: GateBlock | None) -> dict[nn.Parameter, nn.Parameter]:
+    inner = layer.deepspeed_moe
+    if gate is not None and gate.type != "topk":
+        return _replace_gate(layer, gate)
+    if type(inner.gate) is StockTopKGate:
+        inner.gate.__class__ = FSMoEGate
+    if gate is not None:
+        for name in gate.model_fields_set - {"type"}:
+            setattr(inner.gate, name, getattr(gate, name))
+    return {}
+
+
+def _replace_gate(layer: StockMoE, gate: GateBlock) -> dict[nn.Parameter, nn.Parameter]:
+    stock = layer.deepspeed_moe.gate
+    ours = _make_gate(layer, gate).to(device=stock.wg.weight.device, dtype=stock.wg.weight.dtype)
+    layer.deepspeed_moe.gate = ours
+    return dict.fromkeys(ours.parameters(), stock.wg.weight)
+
+
+def _make_gate(layer: StockMoE, gate: GateBlock) -> GateBase:
+    stock = layer.deepspeed_moe.gate
+    gate_class: type[GateBase] = registry.lookup("gate", gate.type)
+    options = {name: getattr(gate, name) for name in gate.model_fields_set - {"type"}}
+    try:
+        ours = gate_class(**_inherited_options(gate_class, stock) | options)
+    except TypeError as error:
+        raise LayerError(f"fsmoe.gate: the gate {gate.type!r} does not take {options}: {error}") from error
+    if not isinstance(ours, GateBase):
+        raise LayerError(f"fsmoe.gate: {gate.type!r} is a {gate_class.__name__}: it must be a subclass of GateBase")
+    ours.build_once(stock.wg.in_features, stock.wg.out_features)
+    for name in ours.state_dict():
+        if "expert" in name:
+            raise LayerError(
+                f"fsmoe.gate: the gate {gate.type!r} has a parameter or buffer {name!r}; DeepSpeed takes every name "
+                "with 'expert' in it for an expert's when it saves: rename it"
+            )
+    return ours
+
+
+def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict[str, Any]:
+    """What a block leaves out stays as the layer has it, as far as the new gate knows such a thing."""
+    parameters = inspect.signature(gate_class).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    names = ("k", "capacity_factor", "eval_capacity_factor", "min_capacity", "drop_tokens")
+    return {name: getattr(stock, name) for name in names if takes_all or name in parameters}
+
+
+def give_back(layer: StockMoE) -> None:
+    """Make one of our layers stock's again, in place: the inverse of :func:`take_over`."""
+    inner = layer.deepspeed_moe
+    if type(inner) is FSMoELayer:
+        inner.__class__ = StockMOELayer
+        for name in ("parts", "running", "label", "pipeline", "_known_experts"):
+            vars(inner).pop(name, None)
+    if type(inner.gate) is FSMoEGate:
+        inner.gate.__class__ = StockTopKGate
+
+
+def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
+    """Try the parts a block asks for, without building ops and without memory for parameters.
+
+    Raises:
+        LayerError: a part that cannot be made.
+        ValueError: an option that the part refuses.
+    """
+    choose_parts(block.model_copy(update={"ops": "reference"}), "cpu")
+    if block.gate is not None and block.gate.type != "topk":
+        with torch.device("meta"):
+            for layer in layers.values():
+                _make_gate(layer, block.gate)
+
+
+class MoE(StockMoE):
+    """``deepspeed.moe.layer.MoE`` with our layer inside from the start, for models written for ds_fsmoe.
+
+    Same arguments, same ``(output, l_aux, exp_counts)``. With ``"fsmoe": {"enabled": false}`` our ``initialize``
+    turns it into the stock layer, so that one flag still compares the two.
+
+    Raises:
+        LayerError: ``num_experts``, ``ep_size`` or ``k`` that do not fit together.
+    """
+
+    def __init__(
+        self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, k: int = 1, **kwargs
+    ):
+        if ep_size < 1 or num_experts % ep_size:
+            sizes = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+            raise LayerError(
+                f"MoE: num_experts = {num_experts} is not divisible by ep_size = {ep_size}; for {num_experts} experts "
+                f"the sizes are {', '.join(map(str, sizes))}"
+            )
+        if not 1 <= k <= num_experts:
+            raise LayerError(f"MoE: k = {k}: must be between 1 and num_experts ({num_experts})")
+        super().__init__(hidden_size, expert, num_experts, ep_size, k, **kwargs)
+        take_over(self, choose_parts(FSMoEBlock(), "cpu"))

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training in chunks, on several lanes, with sharded experts, is training with stock DeepSpeed, to rounding.
+
+Whatever a block asks for changes when things are computed and what is sent, and no number beyond its last bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ds_fsmoe import CallbackBase
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+STEPS = 4
+# Of the largest number of its kind, in float32 after some steps with a learning rate of 0.5.
+TOLERANCE = 2e-5
+
+
+class Doubtful(CallbackBase):
+    """Named in a block; makes sure that the tensors it sees may be replaced by equal ones."""
+
+    def before_dispatch_hook(self, args: Any) -> torch.Tensor:
+        return args.tensor.clone()
+
+    def after_combine_hook(self, args: Any) -> torch.Tensor:
+        return args.tensor.clone()
+
+
+def degrees(forward: int, backward: int, **others: Any) -> dict[str, Any]:
+    return {"enabled": True, "pipeline_degree": {"forward": forward, "backward": backward}, **others}
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "best": degrees(3, 2),
+    "deepspeed": {"enabled": True, "schedule": "deepspeed"},
+    "tutel": degrees(2, 2, schedule="tutel"),
+    "tutel_improved": degrees(3, 3, schedule="tutel_improved"),
+    "pipemoe_lina": degrees(4, 4, schedule="pipemoe_lina"),
+    "fsmoe_no_iio": degrees(1, 5, schedule="fsmoe_no_iio"),
+    "fsmoe": degrees(7, 3, schedule="fsmoe"),
+    "one after another": degrees(2, 3, schedule="fsmoe", overlap=False),
+    "recomputed": degrees(2, 3, recompute=True),
+    "nodes of one rank": degrees(2, 4, topology={"ranks_per_node": 1}),
+    "hooks": degrees(2, 2, hooks=["tests.test_chunked_training.Doubtful"]),
+}
+CASES = [
+    Case(2, 0, "fp32", 1, 2, True),
+    Case(2, 1, "fp32", 3, 3, False),
+    Case(2, 2, "fp32", 1, 1, True, True),
+]
+
+
+def train(case: Case, rank: int, initialize: Any, block: dict[str, Any] | None) -> dict[str, list[torch.Tensor]]:
+    """Losses, outputs and input gradients of every step, and the dense parameters after the last."""
+    torch.manual_seed(0)
+    blocks = {} if block is None else {"fsmoe": block}
+    # The ranks of an ESP group have the same experts, of which each takes its part.
+    model = SmallModel(case, rank // (block or {}).get("esp_size", 1))
+    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))
+    seen: dict[str, list[torch.Tensor]] = {"losses": [], "outputs": [], "input gradients": []}
+    for step in range(STEPS * case.accumulation):
+        x_BLM, target_BLM = batch(step, rank, next(model.parameters()).dtype)
+        x_BLM.requires_grad_()
+        torch.manual_seed(step * 100 + rank)
+        loss, y_BLM = engine(x_BLM, target_BLM)
+        engine.backward(loss)
+        engine.step()
+        seen["losses"].append(loss.detach())
+        seen["outputs"].append(y_BLM.detach())
+        seen["input gradients"].append(x_BLM.grad)
+    seen["dense parameters"] = [
+        each.detach().clone() for name, each in model.named_parameters() if "experts" not in name
+    ]
+    engine.destroy()
+    return seen
+
+
+def differences(ours: dict[str, list[torch.Tensor]], stocks: dict[str, list[torch.Tensor]]) -> list[str]:
+    found = []
+    for name, theirs in stocks.items():
+        scale = max(each.abs().max().item() for each in theirs)
+        off = max((a - b).abs().max().item() for a, b in zip(ours[name], theirs, strict=True)) / scale
+        if not off < TOLERANCE:
+            found.append(f"{name} differ by {off:.2g}")
+    return found
+
+
+def compare_blocks(rank: int, world_size: int, cases: list[Case], blocks: dict[str, dict[str, Any]]) -> list[str]:
+    import deepspeed
+
+    import ds_fsmoe
+
+    found = []
+    for case in cases:
+        stocks = train(case, rank, deepspeed.initialize, None)
+        for name, block in blocks.items():
+            ours = train(case, rank, ds_fsmoe.initialize, block)
+            found += [f"{name}, {case}: {each}" for each in differences(ours, stocks)]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"stage {case.stage}")
+def test_every_schedule_trains_to_stocks_numbers(case: Case, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_on_ranks(compare_blocks, 2, tmp_path, [case], BLOCKS)):
+        assert not found, f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize(("world_size", "ep_size", "esp_size"), [(2, 1, 2), (4, 2, 2), (4, 1, 2)])
+def test_sharded_experts_train_to_the_numbers_of_whole_ones(
+    world_size: int, ep_size: int, esp_size: int, tmp_path: Path
+) -> None:
+    cases = [replace(case, ep_size=ep_size, expert="gpt", use_residual=False) for case in CASES]
+    blocks = {
+        "unchunked": {"enabled": True, "esp_size": esp_size},
+        "chunked": degrees(3, 2, schedule="fsmoe", esp_size=esp_size),
+        "best, nodes of one rank": degrees(2, 5, esp_size=esp_size, topology={"ranks_per_node": 1}),
+    }
+    for rank, found in enumerate(run_on_ranks(compare_blocks, world_size, tmp_path, cases, blocks)):
+        assert not found, f"rank {rank}: {found}"
+
+
+def with_client_optimizer(rank: int, world_size: int) -> list[list[float]]:
+    """Losses of whole and of sharded experts, with groups and an optimizer that the script has made."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    import ds_fsmoe
+
+    case = Case(1, 1, "fp32", 1, 2, True, moe_options=(("top2_2nd_expert_sampling", False),), expert="gpt")
+    losses: list[list[float]] = []
+    for esp_size in (1, 2):
+        model = SmallModel(case, 0)
+        named = {"params": list(model.parameters()), "name": "all"}
+        optimizer = torch.optim.SGD(split_params_into_different_moe_groups_for_optimizer(named), lr=0.5)
+        config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size})
+        del config["optimizer"]
+        engine, *_ = ds_fsmoe.initialize(model=model, optimizer=optimizer, config=config)
+        losses.append([])
+        for step in range(STEPS):
+            loss, _ = engine(*batch(step, rank, torch.float32))
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+        engine.destroy()
+    return losses
+
+
+def test_shards_are_trained_by_an_optimizer_of_the_scripts_own(tmp_path: Path) -> None:
+    for whole, sharded in run_on_ranks(with_client_optimizer, 2, tmp_path):
+        assert sharded == pytest.approx(whole, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("esp_size", "expert", "sentence"),
+    [
+        (3, "gpt", "fsmoe.esp_size = 3: ep_size x esp_size must divide the 4 ranks; with ep_size = 1 (moes.0) the"),
+        (4, "module", "fsmoe.esp_size = 4: moes.0: expert FeedForward cannot be sharded: only an expert whose"),
+        (8, "gpt", "has a hidden width of 28, which 8 shards do not divide: choose esp_size among 1, 2, 4, 7, 14, 28"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused_before_any_group(
+    esp_size: int, expert: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ds_fsmoe
+
+    monkeypatch.setenv("WORLD_SIZE", "8" if esp_size == 8 else "4")
+    case = Case(expert=expert)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        ds_fsmoe.initialize(
+            model=SmallModel(case, 0), config=case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size})
+        )
+
+
+# ---- other uses than one plain step
+
+
+def no_grad_between(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model(x, target)
+    return model(x, target)[0]
+
+
+def evaluation_between(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    first = model(x, target)[0]
+    model.train()
+    return first + model(x, target)[0]
+
+
+def two_forwards_before_the_backward(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return model(x, target)[0] + model(2 * x, target)[0]
+
+
+def reentrant(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda *args: model(*args)[0], x, target, use_reentrant=True)
+
+
+def non_reentrant(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda *args: model(*args)[0], x, target, use_reentrant=False)
+
+
+def autocast(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x, target)[0]
+
+
+def one_token(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return model(x[:1, :1], target[:1, :1])[0]
+
+
+def crowd(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Every token alike: all go to the same experts."""
+    return model(x[:1, :1].expand_as(x) * 1.0, target)[0]
+
+
+USES: dict[str, Callable[..., torch.Tensor]] = {
+    each.__name__: each
+    for each in (
+        *(no_grad_between, evaluation_between, two_forwards_before_the_backward, reentrant, non_reentrant),
+        *(autocast, one_token, crowd),
+    )
+}
+
+
+def gradients_of(use: Callable[..., torch.Tensor], case: Case, rank: int, initialize: Any, block: Any) -> Any:
+    torch.manual_seed(0)
+    model = SmallModel(case, rank)
+    blocks = {} if block is None else {"fsmoe": block}
+    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))
+    x_BLM, target_BLM = batch(0, rank, torch.float32)
+    x_BLM.requires_grad_()
+    torch.manual_seed(rank)
+    loss = use(model, x_BLM, target_BLM)
+    loss.backward()
+    gradients = [each.grad.clone() for each in (x_BLM, *model.parameters())]
+    engine.destroy()
+    return {"losses": [loss.detach()]} | {f"gradient {i}": [each] for i, each in enumerate(gradients)}
+
+
+def plain(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return model(x, target)[0]
+
+
+def off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return (ours - theirs).abs().max().item() / max(theirs.abs().max().item(), 1e-6)
+
+
+def compare_uses(rank: int, world_size: int) -> list[str]:
+    import deepspeed
+
+    import ds_fsmoe
+
+    found = []
+    case = Case(2, 0, "fp32", 1, 2, True, moe_options=(("top2_2nd_expert_sampling", False),))
+    smooth = replace(case, expert="smooth")
+    exact = gradients_of(plain, smooth, rank, deepspeed.initialize, None)
+    for name, use in USES.items():
+        case = smooth if use is autocast else case
+        stocks = gradients_of(use, case, rank, deepspeed.initialize, None)
+        for block in (degrees(1, 1), degrees(3, 2), degrees(4, 4, recompute=True)):
+            ours = gradients_of(use, case, rank, ds_fsmoe.initialize, block)
+            for key, (theirs,) in stocks.items():
+                if use is autocast:
+                    # A sum over chunks is rounded to bfloat16 after each; it may be off as far again as stock is.
+                    wrong = off(ours[key][0], exact[key][0]) > 2 * off(theirs, exact[key][0]) + TOLERANCE
+                else:
+                    wrong = not off(ours[key][0], theirs) < TOLERANCE
+                if wrong:
+                    found.append(
+                        f"{name}, {block['pipeline_degree']}: {key} differs by {off(ours[key][0], theirs):.2g}"
+                    )
+    return found
+
+
+def test_every_use_gives_stocks_gradients_in_chunks(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_on_ranks(compare_uses, 2, tmp_path)):
+        assert not found, f"rank {rank}: {found}"

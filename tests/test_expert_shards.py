@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts cut along their hidden width: the shards together are the expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fsmoe.components.expert import ExpertArgs
+from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
+from ds_fsmoe.components.shards import shard_expert
+
+M, H = 7, 30
+
+
+def sequential(activation: nn.Module, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(M, H, bias=bias), activation, nn.Linear(H, M, bias=bias))
+
+
+EXPERTS: dict[str, Callable[[], nn.Module]] = {
+    "gpt relu": lambda: GPTFeedForward(M, H, "relu"),
+    "gpt gelu without bias": lambda: GPTFeedForward(M, H, "gelu", bias=False),
+    "gpt silu": lambda: GPTFeedForward(M, H, "silu"),
+    "mixtral": lambda: MixtralFeedForward(M, H),
+    "sequential relu": lambda: sequential(nn.ReLU()),
+    "sequential gelu tanh": lambda: sequential(nn.GELU(approximate="tanh")),
+    "sequential silu without bias": lambda: sequential(nn.SiLU(), bias=False),
+}
+# Which dimension of a parameter runs over H; None: it is whole in every shard.
+HIDDEN_DIM: dict[str, int | None] = {
+    "fc1.weight": 0,
+    "fc1.bias": 0,
+    "fc2.weight": 1,
+    "fc2.bias": None,
+    "w1.weight": 0,
+    "w3.weight": 0,
+    "w2.weight": 1,
+    "0.weight": 0,
+    "0.bias": 0,
+    "2.weight": 1,
+    "2.bias": None,
+}
+EVERY = pytest.mark.parametrize("name", EXPERTS)
+EVERY_COUNT = pytest.mark.parametrize("count", [1, 2, 3, 5, 30])
+
+
+def make_expert(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return EXPERTS[name]().double()
+
+
+def make_shards(expert: nn.Module, count: int) -> list[nn.Module]:
+    return [shard_expert(expert, index, count)[0] for index in range(count)]
+
+
+def rows(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def joined(name: str, of_shards: list[torch.Tensor]) -> torch.Tensor:
+    """One parameter's tensors of all shards put back together."""
+    dim = HIDDEN_DIM[name]
+    return sum(of_shards) if dim is None else torch.cat(of_shards, dim)
+
+
+@EVERY_COUNT
+@EVERY
+def test_results_of_all_shards_sum_to_those_of_the_expert(name: str, count: int) -> None:
+    expert, x = make_expert(name), rows(2, 5, M)
+    shards = make_shards(expert, count)
+    torch.testing.assert_close(sum(shard(x) for shard in shards), expert(x), rtol=0, atol=1e-13)
+    through_calls = sum(expert_set([shard]).call(False).forward(0, 5, x.unsqueeze(1)) for shard in shards)
+    torch.testing.assert_close(through_calls.squeeze(1), expert(x), rtol=0, atol=1e-13)
+
+
+@EVERY_COUNT
+@EVERY
+def test_shards_are_pieces_of_the_expert_under_its_names(name: str, count: int) -> None:
+    expert = make_expert(name)
+    shards = make_shards(expert, count)
+    for parameter, values in expert.state_dict().items():
+        assert torch.equal(joined(parameter, [shard.state_dict()[parameter] for shard in shards]), values)
+    for shard in shards:
+        assert list(shard.state_dict()) == list(expert.state_dict())
+        assert type(shard) is type(expert)
+        widths = {(each.in_features, each.out_features) for each in shard.modules() if isinstance(each, nn.Linear)}
+        assert widths == {(M, H // count), (H // count, M)}
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["written out", "through autograd"])
+@EVERY_COUNT
+@EVERY
+def test_gradients_of_all_shards_are_those_of_the_expert(name: str, count: int, hooked: bool) -> None:
+    expert, x_NeCM, dy_NeCM = make_expert(name), rows(2, 1, 11, M), rows(2, 1, 11, M, seed=2)
+    leaf = x_NeCM.clone().requires_grad_()
+    expert(leaf).backward(dy_NeCM)
+    dx_NeCM = torch.zeros_like(x_NeCM)
+    gradients: dict[str, list[torch.Tensor]] = {each: [] for each, _ in expert.named_parameters()}
+    for shard in make_shards(expert, count):
+        if hooked:
+            shard.register_forward_hook(lambda *_: None)
+        layer = expert_set([shard])
+        assert layer.splits is not hooked
+        call = layer.call(True)
+        for start, stop in ((0, 4), (4, 11)):
+            call.forward(start, stop, x_NeCM[:, :, start:stop])
+        for start, stop in ((0, 9), (9, 11)):
+            dx_NeCM[:, :, start:stop] += call.backward(start, stop, dy_NeCM[:, :, start:stop])
+        for (parameter, tensor), gradient in zip(shard.named_parameters(), call.gradients(), strict=True):
+            assert gradient.shape == tensor.shape
+            gradients[parameter].append(gradient)
+    torch.testing.assert_close(dx_NeCM, leaf.grad, rtol=0, atol=1e-12)
+    for parameter, tensor in expert.named_parameters():
+        torch.testing.assert_close(joined(parameter, gradients[parameter]), tensor.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt relu", "sequential relu"])
+def test_the_last_bias_counts_once_whatever_the_others_hold(name: str) -> None:
+    expert, x = make_expert(name), rows(5, M)
+    shards = make_shards(expert, 3)
+    for shard in shards[1:]:
+        bias = [*shard.parameters()][-1]
+        assert bias.shape == (M,)
+        assert (bias == 0).all()
+        bias.data.fill_(100.0)
+        shard(x).sum().backward()
+        assert (bias.grad == 0).all()
+        assert (next(shard.parameters()).grad != 0).any()
+        bias.requires_grad_(False)
+        expert_call = expert_set([shard]).call(True)
+        expert_call.forward(0, 5, x.view(1, 1, 5, M))
+        expert_call.backward(0, 5, x.view(1, 1, 5, M))
+        assert expert_call.gradients()[-1] is None
+    torch.testing.assert_close(sum(shard(x) for shard in shards), expert(x), rtol=0, atol=1e-13)
+
+
+@EVERY
+def test_shards_have_memory_of_their_own_and_the_expert_is_left_as_it_was(name: str) -> None:
+    expert = make_expert(name)
+    before = {each: tensor.clone() for each, tensor in expert.state_dict().items()}
+    parameters = [*expert.parameters()]
+    for shard in make_shards(expert, 1) + make_shards(expert, 3):
+        sizes = {each.untyped_storage().nbytes() == each.nbytes for each in shard.parameters()}
+        assert sizes == {True}
+        assert all(each.is_contiguous() and type(each) is nn.Parameter for each in shard.parameters())
+        for parameter in shard.parameters():
+            parameter.data.fill_(9.0)
+    assert [*map(id, expert.parameters())] == [*map(id, parameters)]
+    assert all(torch.equal(tensor, before[each]) for each, tensor in expert.state_dict().items())
+
+
+@EVERY
+def test_each_new_parameter_is_told_its_old_one(name: str) -> None:
+    expert = make_expert(name)
+    for index in (0, 2):
+        shard, sources = shard_expert(expert, index, 3)
+        assert set(sources) == set(shard.parameters())
+        for parameter, tensor in shard.named_parameters():
+            assert sources[tensor] is expert.get_parameter(parameter)
+
+
+@EVERY
+def test_attributes_of_parameters_and_the_mode_stay(name: str) -> None:
+    expert = make_expert(name).eval()
+    for position, parameter in enumerate(expert.parameters()):
+        parameter.allreduce, parameter.group_name, parameter.tag = False, "ep_size_4", position
+        parameter.requires_grad_(position % 2 == 1)
+    for shard in make_shards(expert, 2):
+        assert not any(module.training for module in shard.modules())
+        for position, parameter in enumerate(shard.parameters()):
+            assert (parameter.allreduce, parameter.group_name, parameter.tag) == (False, "ep_size_4", position)
+            assert parameter.requires_grad is (position % 2 == 1)
+    assert all(module.training for module in make_shards(expert.train(), 2)[1].modules())
+
+
+def test_parameters_beside_the_known_ones_are_whole_in_every_shard() -> None:
+    class Tagged(GPTFeedForward):
+        def __init__(self) -> None:
+            super().__init__(M, H)
+            self.scale = nn.Parameter(torch.ones(H))
+            self.scale.tag = "mine"
+            self.register_buffer("seen", torch.zeros(3))
+
+    expert = Tagged()
+    shard, sources = shard_expert(expert, 1, 2)
+    assert shard.scale.shape == (H,)
+    assert shard.scale.tag == "mine"
+    assert sources[shard.scale] is expert.scale
+    assert shard.scale.data_ptr() != expert.scale.data_ptr()
+    assert shard.seen.data_ptr() != expert.seen.data_ptr()
+
+
+def test_a_shard_may_be_sharded_again() -> None:
+    expert, x = make_expert("gpt relu"), rows(5, M)
+    shards = [piece for half in make_shards(expert, 2) for piece in make_shards(half, 3)]
+    assert len(shards) == 6
+    torch.testing.assert_close(sum(shard(x) for shard in shards), expert(x), rtol=0, atol=1e-13)
+
+
+def test_sharding_draws_no_random_numbers() -> None:
+    expert = make_expert("gpt relu")
+    state = torch.get_rng_state()
+    make_shards(expert, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("count", [0, -1, 4, 60])
+@EVERY
+def test_a_count_that_does_not_divide_the_hidden_width_is_refused_with_those_that_do(name: str, count: int) -> None:
+    message = rf"hidden width of 30, which {count} shards do not divide.*among 1, 2, 3, 5, 6, 10, 15, 30$"
+    with pytest.raises(ValueError, match=message):
+        shard_expert(make_expert(name), 0, count)
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_an_index_out_of_range_is_refused(index: int) -> None:
+    with pytest.raises(ValueError, match=f"shard {index} of 3: the index must be between 0 and 2"):
+        shard_expert(make_expert("mixtral"), index, 3)
+
+
+class Tripled(GPTFeedForward):
+    def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+        return 3 * super().do_experts(args)
+
+
+def tied() -> nn.Module:
+    expert = GPTFeedForward(M, M)
+    expert.fc2.weight = expert.fc1.weight
+    return expert
+
+
+def parametrised() -> nn.Module:
+    expert = GPTFeedForward(M, H)
+    nn.utils.parametrizations.weight_norm(expert.fc2)
+    return expert
+
+
+UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "one layer": (lambda: nn.Linear(M, M), "Linear"),
+    "four layers": (lambda: nn.Sequential(*sequential(nn.ReLU()), nn.Dropout()), "Sequential"),
+    "softmax over the hidden width": (lambda: sequential(nn.Softmax(dim=-1)), "Sequential"),
+    "subclass with its own computation": (lambda: Tripled(M, H), "Tripled"),
+    "tied": (tied, "GPTFeedForward"),
+    "parametrised": (parametrised, "GPTFeedForward"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_an_expert_of_unknown_structure_is_refused_by_name(kind: str) -> None:
+    make, class_name = UNKNOWN[kind]
+    message = f"expert {class_name} cannot be sharded: .*GPTFeedForward, MixtralFeedForward, .*nn.Sequential"
+    with pytest.raises(ValueError, match=message):
+        shard_expert(make(), 0, 1)
