@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
     from ds_fsmoe.components.gate import GateBase
     from ds_fsmoe.components.gates.topk import LinearGate
+    from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
+    from ds_fsmoe.components.hooks.frames import FramesAsTokens
     from ds_fsmoe.components.order import OrderBase
     from ds_fsmoe.components.orders.sparse import SimpleOrder
     from ds_fsmoe.components.routing import Routing
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF_NAME = {
     "AllToAllBase": "components.alltoall",
+    "BFloat16Wire": "components.hooks.bfloat16_wire",
     "CallbackArgs": "components.callback",
     "CallbackBase": "components.callback",
     "ConfigError": "config",
@@ -41,6 +44,7 @@ _MODULE_OF_NAME = {
     "ExpertBase": "components.expert",
     "FSMoELayer": "layer",
     "FlatAllToAll": "components.alltoalls.flat",
+    "FramesAsTokens": "components.hooks.frames",
     "GPTFeedForward": "components.experts.gpt",
     "GateBase": "components.gate",
     "LayerError": "parts",
@@ -64,6 +68,7 @@ _MODULE_OF_NAME = {
 # Written out, because type checkers read it.
 __all__ = [
     "AllToAllBase",
+    "BFloat16Wire",
     "CallbackArgs",
     "CallbackBase",
     "ConfigError",
@@ -71,6 +76,7 @@ __all__ = [
     "ExpertBase",
     "FSMoELayer",
     "FlatAllToAll",
+    "FramesAsTokens",
     "GPTFeedForward",
     "GateBase",
     "LayerError",

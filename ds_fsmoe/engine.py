@@ -96,6 +96,36 @@ class FSMoEEngine(DeepSpeedEngine):
             self.fsmoe.running.close()
         super().destroy()
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's, with our layers left out of what is compiled: lanes are no matter for a compiler."""
+        for layer in self.fsmoe.layers.values():
+            inner = layer.deepspeed_moe
+            inner.forward = torch.compiler.disable(inner.forward)
+        super().compile(*args, **kwargs)
+
+    def fsmoe_dummy_forward(self) -> torch.Tensor:
+        """Take part in a forward of the other ranks without a batch: the MoE layers alone, without tokens.
+
+        For a rank that has fewer batches than the others; they would wait for it in the all-to-alls.
+
+        Returns:
+            Zero, to be given to :meth:`backward` as the others give their losses.
+
+        Raises:
+            RuntimeError: no forward was run before, so the size of a batch is not known.
+        """
+        total = torch.zeros(())
+        for name, layer in self.fsmoe.layers.items():
+            inner = layer.deepspeed_moe
+            if inner.last_shape is None:
+                raise RuntimeError(f"fsmoe_dummy_forward: {name} has not run yet, so its input's size is not known")
+            weight = next(inner.experts.parameters())
+            # Each layer hangs on the one before, so that the backward meets them in the order of the other ranks.
+            x = torch.zeros(inner.last_shape, dtype=weight.dtype, device=weight.device) + total.to(weight)
+            y = inner(x, torch.zeros(inner.last_shape[:-1].numel(), device=weight.device))
+            total = 0.0 * (y.float().sum() + inner.l_aux.float())
+        return total
+
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         sources = super()._configure_expert_parallel(model, collect_sources)
         for sentence in compat.check_versions():

@@ -69,6 +69,8 @@ class FSMoELayer(StockMOELayer):
     running: Running | None = None
     pipeline: Pipeline | None = None
     label: str = "moe"
+    last_shape: torch.Size | None = None
+    """Of the last input."""
     _known_experts: tuple[list, ExpertSet] | None = None
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,6 +84,7 @@ class FSMoELayer(StockMOELayer):
                 f"this MoE layer spreads its experts over ep_size = {self.ep_size} ranks and has no process group yet: "
                 "call initialize() before the first forward"
             )
+        self.last_shape = hidden_states.shape
         if self.pipeline is None:
             self.pipeline = alone(self.parts.alltoall.exchange, self.ep_group)
         recorder = Recorder(hidden_states.device) if self.wall_clock_breakdown else None

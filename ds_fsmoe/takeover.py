@@ -182,7 +182,7 @@ def give_back(layer: StockMoE) -> None:
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:
         inner.__class__ = StockMOELayer
-        for name in ("parts", "running", "label", "pipeline", "_known_experts"):
+        for name in ("parts", "running", "label", "pipeline", "last_shape", "_known_experts"):
             vars(inner).pop(name, None)
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate

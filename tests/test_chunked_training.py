@@ -283,3 +283,57 @@ def compare_uses(rank: int, world_size: int) -> list[str]:
 def test_every_use_gives_stocks_gradients_in_chunks(tmp_path: Path) -> None:
     for rank, found in enumerate(run_on_ranks(compare_uses, 2, tmp_path)):
         assert not found, f"rank {rank}: {found}"
+
+
+def with_one_batch_less(rank: int, world_size: int) -> list[list[torch.Tensor]]:
+    """Gradients where rank 1 has no second batch, and where it has one that does not count."""
+    import ds_fsmoe
+
+    case = Case(2, 0, "fp32", 2, 2, True, moe_options=(("top2_2nd_expert_sampling", False),))
+    found = []
+    for has_batch in (False, True):
+        model = SmallModel(case, rank)
+        config = case.ds_config(fsmoe=degrees(3, 2))
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        for step in range(2):
+            if rank == 1 and step == 1:
+                loss = 0.0 * engine(*batch(step, rank, torch.float32))[0] if has_batch else engine.fsmoe_dummy_forward()
+            else:
+                loss = engine(*batch(step, rank, torch.float32))[0]
+            engine.backward(loss)
+            engine.step()
+        found.append([each.detach().clone() for each in model.parameters()])
+        engine.destroy()
+    return found
+
+
+def test_a_rank_with_fewer_batches_takes_part_without_tokens(tmp_path: Path) -> None:
+    for without, with_weightless in run_on_ranks(with_one_batch_less, 2, tmp_path):
+        for ours, theirs in zip(without, with_weightless, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def compiled(rank: int, world_size: int) -> list[list[float]]:
+    import ds_fsmoe
+
+    case = Case(2, 1, "fp32", 1, 2, True, moe_options=(("top2_2nd_expert_sampling", False),))
+    losses: list[list[float]] = []
+    for compiles in (False, True):
+        model = SmallModel(case, rank)
+        config = case.ds_config(fsmoe=degrees(3, 2))
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        if compiles:
+            engine.compile(backend="eager")
+        losses.append([])
+        for step in range(STEPS):
+            loss, _ = engine(*batch(step, rank, torch.float32))
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+        engine.destroy()
+    return losses
+
+
+def test_a_compiled_engine_has_the_same_losses(tmp_path: Path) -> None:
+    for plainly, compiled_losses in run_on_ranks(compiled, 2, tmp_path):
+        assert compiled_losses == plainly

@@ -15,10 +15,12 @@ from torch import nn
 
 from ds_fsmoe import (
     AllToAllBase,
+    BFloat16Wire,
     CallbackArgs,
     CallbackBase,
     ExpertArgs,
     ExpertBase,
+    FramesAsTokens,
     GateBase,
     GPTFeedForward,
     LinearGate,
@@ -300,6 +302,26 @@ def test_hooks_may_compress_what_is_sent(tmp_path: Path) -> None:
         # Tokens there and back, gradients there and back.
         assert arrived == [torch.bfloat16] * 4
         assert 0 < difference < 2**-6 * max(largest, 1.0)
+
+
+def test_frames_are_routed_as_tokens_and_come_back_as_frames() -> None:
+    x_BTNM = torch.randn(2, 3, 5, M)
+    y_BTNM = make_layer(LinearGate(k=2), callbacks=[FramesAsTokens()])(x_BTNM)
+    assert torch.equal(y_BTNM.flatten(1, 2), make_layer(LinearGate(k=2))(x_BTNM.flatten(1, 2)))
+    assert y_BTNM.shape == x_BTNM.shape
+
+
+def test_the_wire_in_bfloat16_rounds_four_times_and_no_more() -> None:
+    x_SM = torch.randn(S, M, requires_grad=True)
+    outputs, gradients = [], []
+    for callbacks in ([], [BFloat16Wire()]):
+        layer = make_layer(LinearGate(k=2), callbacks=callbacks, pipeline_degree=(3, 2))
+        outputs.append(layer(x_SM))
+        gradients.append(torch.autograd.grad(outputs[-1].sum(), [x_SM, *layer.parameters()])[0])
+    for exact, rounded in (outputs, gradients):
+        assert exact.dtype == rounded.dtype == torch.float32
+        off = (exact - rounded).abs().max() / exact.abs().max()
+        assert 0 < off < 4 * 2**-8
 
 
 # ---- parts of one's own

@@ -41,7 +41,10 @@ def test_every_path_of_the_tree_exists() -> None:
             {"schedule": "tutel", "pipeline_degree": {"forward": 2, "backward": 3}},
             "fsmoe.pipeline_degree = 2 forward and 3 backward: must be equal with fsmoe.schedule = ",
         ),
-        ({"autotune": {"enabled": True}}, "fsmoe.autotune.enabled = true: not yet: nothing is measured in this version"),
+        (
+            {"autotune": {"enabled": True}},
+            "fsmoe.autotune.enabled = true: not yet: nothing is measured in this version",
+        ),
     ],
 )
 def test_an_error_reads_as_the_readme_shows_it(block: dict, shown: str) -> None:

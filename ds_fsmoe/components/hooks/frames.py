@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multimodal input: a layer's tokens in the arrangement of another model."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
+
+
+class FramesAsTokens(CallbackBase):
+    """Video [B, T, N, M], T frames of N patches, is routed as text is, [B, T * N, M], and comes back as it was.
+
+    Other input goes through as it is.
+    """
+
+    def __init__(self) -> None:
+        # Layer -> its last shape. Start and end of a forward follow each other, whatever runs between.
+        self._shapes: dict[str, torch.Size] = {}
+
+    def before_moe_start_hook(self, args: CallbackArgs) -> torch.Tensor | None:
+        self._shapes[args.layer] = args.tensor.shape
+        return args.tensor.flatten(1, 2) if args.tensor.dim() == 4 else None
+
+    def before_moe_end_hook(self, args: CallbackArgs) -> torch.Tensor | None:
+        return args.tensor.reshape(self._shapes[args.layer])
