@@ -121,7 +121,6 @@ class FSMoEBlock(_Block):
 _NO_PLANNER = "degrees are not searched in this version"
 _NO_GRADIENTS = "gradients are reduced by DeepSpeed itself in this version"
 _NO_AUTOTUNE = "nothing is measured in this version"
-_NO_TRACE = "there is no trace in this version"
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_degree.max": ((1,), _NO_PLANNER),
     "gradient_partition.mode": (("off",), _NO_GRADIENTS),
@@ -133,12 +132,6 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "autotune.retune_on_drift": ((False,), _NO_AUTOTUNE),
     "deterministic": ((False,), "determinism is torch's alone in this version: use torch.use_deterministic_algorithms"),
     "metrics": (("off",), "no metrics are written in this version"),
-    "trace.enabled": ((False,), _NO_TRACE),
-    "trace.start_step": ((), _NO_TRACE),
-    "trace.num_steps": ((), _NO_TRACE),
-    "trace.path": ((), _NO_TRACE),
-    "debug.check_every": ((0,), "plans are not compared in this version, there is only one"),
-    "debug.hang_timeout_s": ((), "there is no watchdog in this version"),
 }
 
 

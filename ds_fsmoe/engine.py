@@ -33,6 +33,13 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts
 from ds_fsmoe.running import Running
+from ds_fsmoe.runtime.agreement import (
+    check_agreement,
+    facts_of_config,
+    facts_of_layers,
+    facts_of_plan,
+    facts_of_versions,
+)
 from ds_fsmoe.runtime.groups import stock_names
 from ds_fsmoe.takeover import (
     check_layers,
@@ -58,6 +65,30 @@ class FSMoEState:
         self.parts = parts
         self.running = running
 
+        self._facts: dict[str, str] = {}
+        self._compared_at = 0
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks have to have alike, as short texts by name."""
+        if not self._facts:
+            for layer in self.layers.values():
+                pipeline = layer.deepspeed_moe.pipeline
+                for plan in (pipeline.forward, pipeline.backward):
+                    self._facts |= facts_of_plan(pipeline.label, plan)
+        return self._facts | facts_of_config(_alike(self.block)) | facts_of_layers(self.layers)
+
+    def at_step(self, number: int) -> None:
+        """Optimizer step ``number`` is about to begin, or goes on.
+
+        Raises:
+            DisagreementError: every ``debug.check_every`` steps, if ranks have come to differ.
+        """
+        self.running.at_step(number)
+        every = self.block.debug.check_every
+        if every and number >= self._compared_at + every:
+            self._compared_at = number
+            check_agreement(self.facts(), what=f"how MoE layers are run, at step {number}")
+
     @property
     def num_layers(self) -> int:
         """How many MoE layers are ours."""
@@ -78,6 +109,11 @@ class FSMoEState:
         }
 
 
+def _alike(block: FSMoEBlock) -> dict[str, Any]:
+    """What of a block has to be the same on every rank."""
+    return block.model_dump(exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
+
+
 def _describe_gate(layer: StockMoE) -> str:
     gate = layer.deepspeed_moe.gate
     if not isinstance(gate, FSMoEGate):
@@ -89,6 +125,15 @@ class FSMoEEngine(DeepSpeedEngine):
     """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
 
     fsmoe: FSMoEState
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_agreement(self.fsmoe.facts(), what="how MoE layers are run")
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
+        self.fsmoe.at_step(self.global_steps)
+        return super().forward(*inputs, **kwargs)
 
     def destroy(self) -> None:
         """End the lanes, then what DeepSpeed ends."""
@@ -133,6 +178,9 @@ class FSMoEEngine(DeepSpeedEngine):
         block = read_block(self.config)
         layers = find_layers(model)
         check_experts(layers, dist.get_world_size(), block.gate, block.esp_size)
+        # Before any group is made: DeepSpeed would hang over models that differ.
+        facts = facts_of_layers(layers) | facts_of_config(_alike(block)) | facts_of_versions(("torch", "deepspeed"))
+        check_agreement(facts | {"version of ds_fsmoe": VERSION}, what="model, config or versions")
         parts = choose_parts(block, get_accelerator().device_name())
         device = torch.device(get_accelerator().device_name())
         running = Running(block, device, not self.config.get("use_data_before_expert_parallelism", False))

@@ -29,7 +29,7 @@ from ds_fsmoe.parts import Parts
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT
 from ds_fsmoe.running import Running, alone
 from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.spans import Recorder
+from ds_fsmoe.runtime.spans import Recorder, Together
 
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
 
@@ -88,7 +88,10 @@ class FSMoELayer(StockMOELayer):
         if self.pipeline is None:
             self.pipeline = alone(self.parts.alltoall.exchange, self.ep_group)
         recorder = Recorder(hidden_states.device) if self.wall_clock_breakdown else None
-        pipeline = self.pipeline if recorder is None else replace(self.pipeline, observer=recorder)
+        pipeline = self.pipeline
+        if recorder is not None:
+            traced = pipeline.observer
+            pipeline = replace(pipeline, observer=recorder if traced is None else Together(traced, recorder))
         with _timed(self, MOE_TIMER, "time_moe"):
             result = token_path(
                 hidden_states,

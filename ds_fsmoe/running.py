@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
 from ds_fsmoe.runtime.topology import layout, world_size_now
+from ds_fsmoe.runtime.trace import Tracer
+from ds_fsmoe.runtime.watchdog import Watchdog
 from ds_fsmoe.runtime.wires import Wires
 
 Exchange = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
@@ -34,12 +37,17 @@ def planned_links(block: FSMoEBlock) -> Links:
 
 
 class Running:
-    """What the MoE layers of one engine have in common. ``close`` it with the engine.
+    """What the MoE layers of one engine have in common: lanes, plan, trace, watchdog. ``close`` it with the engine.
+
+    Made where torch.distributed is initialised already.
 
     Args:
         block: what is asked for.
         device: of the parameters.
         expert_before_data: whether neighbours share the experts, DeepSpeed's default.
+
+    Raises:
+        OSError: the folder of the trace cannot be written to.
     """
 
     def __init__(self, block: FSMoEBlock, device: torch.device, expert_before_data: bool = True) -> None:
@@ -48,6 +56,12 @@ class Running:
         self.lanes: Lanes = make_lanes(device, block.overlap)
         self.degrees = planned_degrees(block)
         self.links: Links = planned_links(block)
+        rank = dist.get_rank() if world_size_now() > 1 else 0
+        trace = block.trace
+        self.tracer = (
+            Tracer(Path(trace.path), rank, trace.start_step, trace.num_steps, device) if trace.enabled else None
+        )
+        self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
 
     def groups(self, ep_size: int) -> FSMoEGroups:
         """The groups of a layer spread over so many ranks. Collective."""
@@ -73,10 +87,18 @@ class Running:
             for degree, backward in zip(self.degrees, (False, True), strict=True)
         )
         wires = Wires(exchange, groups.ep_group, groups.esp_group)
-        return Pipeline(self.lanes, wires, *plans, label=label, recompute=self.block.recompute)
+        return Pipeline(self.lanes, wires, *plans, label, self.block.recompute, self.tracer)
+
+    def at_step(self, number: int) -> None:
+        """Optimizer step ``number`` is about to begin, or goes on."""
+        if self.tracer is not None:
+            self.tracer.step(number)
 
     def close(self) -> None:
-        """End the lanes."""
+        """End the watchdog and the lanes, and write what there is of a trace."""
+        self._watchdog.close()
+        if self.tracer is not None:
+            self.tracer.close()
         self.lanes.close()
 
 

@@ -6,6 +6,7 @@ Whatever a block asks for changes when things are computed and what is sent, and
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe import CallbackBase
+from ds_fsmoe.runtime.trace_files import merge_traces
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
@@ -337,3 +339,62 @@ def compiled(rank: int, world_size: int) -> list[list[float]]:
 def test_a_compiled_engine_has_the_same_losses(tmp_path: Path) -> None:
     for plainly, compiled_losses in run_on_ranks(compiled, 2, tmp_path):
         assert compiled_losses == plainly
+
+
+def traced(rank: int, world_size: int, folder: str) -> None:
+    import ds_fsmoe
+
+    case = Case(2, 1, "fp32", 2, 2, True)
+    model = SmallModel(case, rank)
+    trace = {"enabled": True, "start_step": 1, "num_steps": 2, "path": folder}
+    block = degrees(3, 2, schedule="fsmoe", trace=trace, debug={"check_every": 1, "hang_timeout_s": 60.0})
+    config = case.ds_config(fsmoe=block, wall_clock_breakdown=True)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    for step in range(8):
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+
+
+def test_chosen_steps_are_traced_task_by_task(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    run_on_ranks(traced, 2, tmp_path / "ranks", str(folder))
+    events = json.loads(merge_traces(folder).read_text())["traceEvents"]
+    tasks = [each for each in events if each["ph"] == "X"]
+    assert {each["args"]["step"] for each in tasks} == {1, 2}
+    # Of each rank, step, micro step and layer: 3 chunks forward, 2 backward, each to the experts, through and back.
+    assert len(tasks) == 2 * 2 * 2 * 2 * (3 + 2) * 3
+    assert {"fsmoe/L00/fwd/A2A_IN/chunk2", "fsmoe/L01/bwd/EXPERT/chunk1"} <= {each["name"] for each in tasks}
+
+
+def of_another_kind(rank: int, world_size: int, what: str) -> str:
+    import ds_fsmoe
+
+    case = Case(2, 0, "fp32", 1, 2, True)
+    model = SmallModel(case, rank)
+    block = degrees(3, 2)
+    if rank == 1 and what == "layers":
+        model.moes = model.moes[:1]
+    if rank == 1 and what == "plan":
+        block = degrees(3, 4)
+    try:
+        ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(fsmoe=block))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("layers", "number of MoE layers: rank 0: '2'; rank 1: '1'"),
+        ("plan", "fsmoe.pipeline_degree.backward: rank 0: '2'; rank 1: '4'"),
+    ],
+)
+def test_ranks_that_differ_are_told_on_every_rank_before_anything_hangs(
+    what: str, sentence: str, tmp_path: Path
+) -> None:
+    first, second = run_on_ranks(of_another_kind, 2, tmp_path, what)
+    assert sentence in first
+    assert first == second

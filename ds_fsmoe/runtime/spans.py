@@ -72,6 +72,25 @@ class Recorder(Observer):
         return Timeline(tuple(spans))
 
 
+class Together(Observer):
+    """Several observers as one, told in turn."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def start(self, schedule: Schedule, label: str) -> None:
+        for each in self._observers:
+            each.start(schedule, label)
+
+    def begin(self, index: int, task: Task) -> None:
+        for each in self._observers:
+            each.begin(index, task)
+
+    def end(self, index: int, task: Task) -> None:
+        for each in self._observers:
+            each.end(index, task)
+
+
 def _host_elapsed_ms(start_ns: int, end_ns: int) -> float:
     return (end_ns - start_ns) / 1e6
 
