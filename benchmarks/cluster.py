@@ -54,12 +54,14 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("watch")  # see bed.cleared_if_killed
     args = parser.parse_args(arguments)
     # An end by request runs the same cleaning as an error does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return _command(args)
     except BedError as error:
         print(f"cluster.py: error: {error}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _command(args: argparse.Namespace) -> int:

@@ -135,6 +135,12 @@ class FSMoEEngine(DeepSpeedEngine):
         self.fsmoe.at_step(self.global_steps)
         return super().forward(*inputs, **kwargs)
 
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; the trace ends with the step, and not with what comes after it."""
+        result = super().step(*args, **kwargs)
+        self.fsmoe.running.at_step(self.global_steps)
+        return result
+
     def destroy(self) -> None:
         """End the lanes, then what DeepSpeed ends."""
         if "fsmoe" in vars(self):

@@ -191,7 +191,13 @@ def test_a_rank_is_a_process_with_a_row_per_lane(make_tracer: Callable[..., Trac
     assert metadata["process_name"] == {"name": f"rank 3, {socket.gethostname()}"}
     assert metadata["process_sort_index"] == {"sort_index": 3}
     names = row_names(trace)
-    assert [names[each] for each in sorted(names)] == ["compute", "intra", "inter"]
+    places = {
+        (event["pid"], event["tid"]): event["args"]["sort_index"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_sort_index"
+    }
+    assert [names[each] for each in sorted(names, key=places.__getitem__)] == ["compute", "intra", "inter"]
+    assert len(set(places.values())) == 3
     found = {row: [event["name"] for event in events] for row, events in events_by_row(trace).items()}
     assert found == {
         "inter": ["fsmoe/L03/bwd/A2A_IN/chunk0", "fsmoe/L03/bwd/A2A_IN/chunk1"],
@@ -294,12 +300,8 @@ def test_only_the_steps_asked_for_are_recorded_and_written_when_they_are_over(
 
 
 def assert_holds_nothing(tracer: Tracer) -> None:
-    """Neither runs nor, at the interpreter's exit, itself."""
     assert tracer._runs == []
     assert tracer._open == ()
-    before = atexit._ncallbacks()
-    atexit.unregister(tracer.close)
-    assert atexit._ncallbacks() == before
 
 
 def test_runs_that_are_over_are_not_looked_through_again(make_tracer: Callable[..., Tracer], lanes: Lanes) -> None:
@@ -313,10 +315,10 @@ def test_runs_that_are_over_are_not_looked_through_again(make_tracer: Callable[.
 def test_one_label_may_have_several_schedules(make_tracer: Callable[..., Tracer], lanes: Lanes) -> None:
     tracer = make_tracer()
     tracer.step(0)
-    for kind in ("EXPERT", "REDUCE", "EXPERT"):
-        run(lanes, tracer, Schedule((Task(kind, COMPUTE),)))
+    for num_tasks in (1, 3, 2):
+        run(lanes, tracer, Schedule(tuple(Task("EXPERT", COMPUTE, chunk) for chunk in range(num_tasks))))
     tracer.step(1)
-    assert [event["name"].split("/")[3] for event in events_of(written(tracer))] == ["EXPERT", "REDUCE", "EXPERT"]
+    assert [event["args"]["chunk"] for event in events_of(written(tracer))] == [0, 0, 1, 2, 0, 1]
 
 
 def test_training_that_resumes_after_the_window_leaves_a_file_that_says_so(
@@ -411,15 +413,20 @@ def test_a_run_that_fails_is_marked_and_those_after_it_are_whole(
     assert [(row["label"], row["runs"]) for row in summary(trace)] == [("L03/fwd", 1)]
 
 
-def test_a_run_inside_a_body_may_fail_without_taking_the_outer_one_along(make_tracer: Callable[..., Tracer]) -> None:
+@pytest.mark.parametrize("has_same_schedule", [False, True])
+def test_a_run_inside_a_body_may_fail_without_taking_the_outer_one_along(
+    make_tracer: Callable[..., Tracer], has_same_schedule: bool
+) -> None:
     tracer, lanes, schedule = make_tracer(), SerialLanes(), two_chunks()
+    # If it is another, then one with fewer tasks.
+    inner = schedule if has_same_schedule else Schedule((Task("EXPERT", COMPUTE), Task("EXPERT", COMPUTE)))
 
     def fail(task: Task) -> None:
         raise BodyError
 
     def body(task: Task) -> None:
         with pytest.raises(BodyError):
-            run(lanes, tracer, schedule, "L01/forward", fail)
+            run(lanes, tracer, inner, "L01/forward", fail)
 
     tracer.step(0)
     run(lanes, tracer, schedule, "L00/forward", body)
@@ -545,6 +552,20 @@ def test_closing_while_a_run_hangs_names_the_tasks_that_are_under_way(make_trace
     assert unfinished["done"] in (1, 2)
 
 
+def test_a_trace_that_is_written_is_not_kept_for_the_exit(
+    make_tracer: Callable[..., Tracer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", kept.append)
+    monkeypatch.setattr(atexit, "unregister", kept.remove)
+    first, second = make_tracer(rank=0), make_tracer(rank=1)
+    assert kept == [first.close, second.close]
+    first.step(1)
+    assert kept == [second.close]
+    second.close()
+    assert kept == []
+
+
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -635,6 +656,23 @@ def test_predictions_that_reach_into_the_next_run_have_further_rows() -> None:
     }
 
 
+def test_further_rows_have_room_for_every_run() -> None:
+    rng = random.Random(5)
+    tasks, runs = (Task("EXPERT", COMPUTE),), []
+    for number in range(200):
+        timeline = Timeline((Span(tasks[0], 0.0, rng.choice((0.3, 1.7, 2.2, 9.1)), None),))
+        start_ns = number * 10**6
+        runs.append(TracedRun(number, "L00/forward", 0, tasks, start_ns, [(start_ns, start_ns + 10**6)], timeline))
+    rng.shuffle(runs)
+    trace = trace_of(0, "here", runs, {})
+    assert_valid(trace)
+    assert_no_overlap(trace)
+    rows = events_by_row(trace)
+    assert [len(rows[row]) for row in rows if not row.startswith("predicted")] == [200]
+    # At no moment are more than ten of them under way.
+    assert 5 < len(rows) - 1 <= 10
+
+
 def test_tasks_next_to_each_other_by_nanoseconds_do_not_overlap_in_microseconds() -> None:
     rng = random.Random(3)
     at_ns, spans_ns = 1_790_000_000_123_456_789, []
@@ -668,6 +706,7 @@ def test_files_of_all_ranks_become_one(make_tracer: Callable[..., Tracer], tmp_p
     layer_of_pid = {(event["pid"], event["args"]["layer"]) for event in events_of(trace)}
     assert layer_of_pid == {(rank + 1, f"L{rank:02d}") for rank in range(11)}
     assert len(events_of(trace)) == 44
+    assert len({tid for _, tid in row_names(trace)}) == len(row_names(trace)) == 33
     about = trace["otherData"]
     assert list(about["ranks"]) == [str(rank) for rank in range(11)]
     assert about["ranks"]["7"]["rank"] == 7
@@ -679,18 +718,19 @@ def test_files_that_are_missing_or_truncated_are_named_and_the_others_merged(
 ) -> None:
     runs = [TracedRun(0, "L00/forward", 0, (Task("EXPERT", COMPUTE),), 5000, [(6000, 9000)])]
     for rank in (0, 2, 3, 4):
-        write_trace(trace_of(rank, "here", runs, {"world_size": 6}), rank_file(tmp_path, rank))
+        write_trace(trace_of(rank, "here", runs, {"world_size": 7}), rank_file(tmp_path, rank))
     whole = rank_file(tmp_path, 2).read_text()
     rank_file(tmp_path, 2).write_text(whole[: len(whole) // 2])
     rank_file(tmp_path, 4).write_text("[1, 2]")
-    for stranger in ("rank3.json.99.tmp", "ranks.json", "rank_1.json"):
+    rank_file(tmp_path, 5).write_text('{"otherData": {}}')
+    for stranger in ("rank3.json.99.tmp", "ranks.json", "rank_1.json", "rank1.json.old.json"):
         (tmp_path / stranger).write_text("no")
     trace = json.loads(merge_traces(tmp_path).read_text())
     assert {event["pid"] for event in trace["traceEvents"]} == {1, 4}
-    assert trace["otherData"]["missing"] == ["rank1.json", "rank5.json"]
-    assert trace["otherData"]["unreadable"] == ["rank2.json", "rank4.json"]
-    assert "missing: rank1.json, rank5.json" in caplog.text
-    assert "unreadable: rank2.json, rank4.json" in caplog.text
+    assert trace["otherData"]["missing"] == ["rank1.json", "rank6.json"]
+    assert trace["otherData"]["unreadable"] == ["rank2.json", "rank4.json", "rank5.json"]
+    assert "missing: rank1.json, rank6.json" in caplog.text
+    assert "unreadable: rank2.json, rank4.json, rank5.json" in caplog.text
 
 
 def test_files_of_a_larger_job_before_this_one_are_left_out(tmp_path: Path) -> None:
@@ -721,6 +761,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         seen.extend(each.stat().st_size for each in tmp_path.iterdir())
         raise OSError("No space left on device")
 
+    with path.open() as reader:
+        write_trace({"traceEvents": [1], "otherData": {}}, path)
+        assert reader.read() == before
+    before = path.read_text()
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_trace({"traceEvents": [7] * 1009, "otherData": {}}, path)
@@ -984,8 +1028,9 @@ def test_on_streams_closing_waits_a_little_and_leaves_out_what_the_device_has_no
 ) -> None:
     _, device = pretended
     monkeypatch.setattr(trace_module, "_PATIENCE_AT_CLOSE_S", 0.05)
-    tracer = make_tracer(device=torch.device("cuda"))
     schedule = Schedule((Task("A2A_IN", INTER, 0), Task("EXPERT", COMPUTE, 1, after=(0,)), Task("EXPERT", COMPUTE, 2)))
+    timeline = simulate(schedule, dict.fromkeys(KINDS, LinearCost(1.0, 0.0)))
+    tracer = make_tracer(device=torch.device("cuda"), predicted={"L01/forward": timeline})
     tracer.step(0)
     for turn in range(2):
         run_pretended(pretended, schedule, f"L0{turn}/forward", tracer)
@@ -998,6 +1043,8 @@ def test_on_streams_closing_waits_a_little_and_leaves_out_what_the_device_has_no
         "fsmoe/L00/fwd/A2A_IN/chunk0",
         "fsmoe/L00/fwd/EXPERT/chunk1",
     ]
+    # Nobody knows when the second run began, so nothing can stand beside it.
+    assert events_of(trace, "predicted") == []
     first, second = trace["otherData"]["unfinished"]
     assert (first["done"], first["under_way"]) == (2, ["fsmoe/L00/fwd/EXPERT/chunk2"])
     assert (second["done"], second["tasks"], len(second["under_way"])) == (0, 3, 3)

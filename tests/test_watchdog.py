@@ -250,6 +250,14 @@ def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def nobody_looks_after_sigterm() -> Iterator[None]:
+    """Whatever ran in this process before: as in a process that has just begun."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "reports" / "rank0.txt"
