@@ -62,6 +62,7 @@ class Running:
             Tracer(Path(trace.path), rank, trace.start_step, trace.num_steps, device) if trace.enabled else None
         )
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
+        self.lanes.on_error = self._watchdog.failed
 
     def groups(self, ep_size: int) -> FSMoEGroups:
         """The groups of a layer spread over so many ranks. Collective."""

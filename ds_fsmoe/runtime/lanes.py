@@ -101,6 +101,8 @@ class Lanes(ABC):
         self._marks = {lane: Mark() for lane in Lane}
         self._is_running = False
         self._is_closed = False
+        self.on_error: Callable[[BaseException], None] | None = None
+        """Hears of the error of a run before the caller does, who may catch it."""
 
     def run(
         self,
@@ -142,6 +144,10 @@ class Lanes(ABC):
             if observer is not None:
                 observer.start(schedule, label)
             self._execute(crossings, Work(bodies, label, observer))
+        except BaseException as error:
+            if self.on_error is not None:
+                self.on_error(error)
+            raise
         finally:
             self._is_running = was_running
 
