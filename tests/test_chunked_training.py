@@ -130,6 +130,18 @@ def test_sharded_experts_train_to_the_numbers_of_whole_ones(
         assert not found, f"rank {rank}: {found}"
 
 
+def losses_of(engine: Any, rank: int, num_batches: int = STEPS) -> list[float]:
+    """Train plainly, to the engine's end."""
+    losses = []
+    for step in range(num_batches):
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
 def with_client_optimizer(rank: int, world_size: int) -> list[list[float]]:
     """Losses of whole and of sharded experts, with groups and an optimizer that the script has made."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -145,13 +157,7 @@ def with_client_optimizer(rank: int, world_size: int) -> list[list[float]]:
         config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size})
         del config["optimizer"]
         engine, *_ = ds_fsmoe.initialize(model=model, optimizer=optimizer, config=config)
-        losses.append([])
-        for step in range(STEPS):
-            loss, _ = engine(*batch(step, rank, torch.float32))
-            engine.backward(loss)
-            engine.step()
-            losses[-1].append(loss.item())
-        engine.destroy()
+        losses.append(losses_of(engine, rank))
     return losses
 
 
@@ -326,13 +332,7 @@ def compiled(rank: int, world_size: int) -> list[list[float]]:
         engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         if compiles:
             engine.compile(backend="eager")
-        losses.append([])
-        for step in range(STEPS):
-            loss, _ = engine(*batch(step, rank, torch.float32))
-            engine.backward(loss)
-            engine.step()
-            losses[-1].append(loss.item())
-        engine.destroy()
+        losses.append(losses_of(engine, rank))
     return losses
 
 
@@ -350,11 +350,7 @@ def traced(rank: int, world_size: int, folder: str) -> None:
     block = degrees(3, 2, schedule="fsmoe", trace=trace, debug={"check_every": 1, "hang_timeout_s": 60.0})
     config = case.ds_config(fsmoe=block, wall_clock_breakdown=True)
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    for step in range(8):
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-    engine.destroy()
+    losses_of(engine, rank, 8)
 
 
 def test_chosen_steps_are_traced_task_by_task(tmp_path: Path) -> None:
