@@ -6,6 +6,7 @@ Whatever a block asks for changes when things are computed and what is sent, and
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ds_fsmoe.runtime.trace_files import merge_traces
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
-STEPS = 4
+STEPS = 3
 # Of the largest number of its kind, in float32 after some steps with a learning rate of 0.5.
 TOLERANCE = 2e-5
 
@@ -96,13 +97,17 @@ def differences(ours: dict[str, list[torch.Tensor]], stocks: dict[str, list[torc
     return found
 
 
-def compare_blocks(rank: int, world_size: int, cases: list[Case], blocks: dict[str, dict[str, Any]]) -> list[str]:
+Work = list[tuple[Case, dict[str, dict[str, Any]]]]
+"""Cases, and the blocks, by name, to train each with."""
+
+
+def compare_blocks(rank: int, world_size: int, work: Work) -> list[str]:
     import deepspeed
 
     import ds_fsmoe
 
     found = []
-    for case in cases:
+    for case, blocks in work:
         stocks = train(case, rank, deepspeed.initialize, None)
         for name, block in blocks.items():
             ours = train(case, rank, ds_fsmoe.initialize, block)
@@ -110,24 +115,61 @@ def compare_blocks(rank: int, world_size: int, cases: list[Case], blocks: dict[s
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"stage {case.stage}")
-def test_every_schedule_trains_to_stocks_numbers(case: Case, tmp_path: Path) -> None:
-    for rank, found in enumerate(run_on_ranks(compare_blocks, 2, tmp_path, [case], BLOCKS)):
+STAGES = pytest.mark.parametrize("stage", range(len(CASES)), ids="stage {}".format)
+
+
+def assert_no_differences(world_size: int, work: Work, folder: Path) -> None:
+    for rank, found in enumerate(run_on_ranks(compare_blocks, world_size, folder, work)):
         assert not found, f"rank {rank}: {found}"
 
 
-@pytest.mark.parametrize(("world_size", "ep_size", "esp_size"), [(2, 1, 2), (4, 2, 2), (4, 1, 2)])
-def test_sharded_experts_train_to_the_numbers_of_whole_ones(
-    world_size: int, ep_size: int, esp_size: int, tmp_path: Path
+@STAGES
+def test_every_schedule_trains_to_stocks_numbers(stage: int, tmp_path: Path) -> None:
+    """Each block at one stage, and two of them at all."""
+    chosen = {"fsmoe", "one after another", *list(BLOCKS)[stage :: len(CASES)]}
+    assert_no_differences(2, [(CASES[stage], {name: BLOCKS[name] for name in BLOCKS if name in chosen})], tmp_path)
+
+
+@pytest.mark.slow
+@STAGES
+def test_every_schedule_trains_to_stocks_numbers_at_every_stage(stage: int, tmp_path: Path) -> None:
+    assert_no_differences(2, [(CASES[stage], BLOCKS)], tmp_path)
+
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "unchunked": {"enabled": True},
+    "chunked": degrees(3, 2, schedule="fsmoe"),
+    "best, nodes of one rank": degrees(2, 5, topology={"ranks_per_node": 1}),
+}
+LAYOUTS = [(2, 1, 2), (4, 2, 2), (4, 1, 2)]
+"""(ranks, ep, esp)"""
+
+
+def sharded(layout: tuple[int, int, int], names_per_stage: list[list[str]]) -> Work:
+    _, ep_size, esp_size = layout
+    return [
+        (
+            replace(case, ep_size=ep_size, expert="gpt", use_residual=False),
+            {name: SHARDED[name] | {"esp_size": esp_size} for name in names},
+        )
+        for case, names in zip(CASES, names_per_stage, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_sharded_experts_train_to_the_numbers_of_whole_ones(layout: tuple[int, int, int], tmp_path: Path) -> None:
+    """Every pair of layout, stage and block, in a Latin square."""
+    names = itertools.cycle(SHARDED)
+    in_turn = [[name] for name in itertools.islice(names, LAYOUTS.index(layout), LAYOUTS.index(layout) + len(CASES))]
+    assert_no_differences(layout[0], sharded(layout, in_turn), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_sharded_experts_train_to_the_numbers_of_whole_ones_in_every_way(
+    layout: tuple[int, int, int], tmp_path: Path
 ) -> None:
-    cases = [replace(case, ep_size=ep_size, expert="gpt", use_residual=False) for case in CASES]
-    blocks = {
-        "unchunked": {"enabled": True, "esp_size": esp_size},
-        "chunked": degrees(3, 2, schedule="fsmoe", esp_size=esp_size),
-        "best, nodes of one rank": degrees(2, 5, esp_size=esp_size, topology={"ranks_per_node": 1}),
-    }
-    for rank, found in enumerate(run_on_ranks(compare_blocks, world_size, tmp_path, cases, blocks)):
-        assert not found, f"rank {rank}: {found}"
+    assert_no_differences(layout[0], sharded(layout, [list(SHARDED)] * len(CASES)), tmp_path)
 
 
 def losses_of(engine: Any, rank: int, num_batches: int = STEPS) -> list[float]:

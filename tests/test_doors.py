@@ -18,6 +18,7 @@ from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 
 import ds_fsmoe
 from tests.ranks import run_on_ranks
+from tests.scripts import START, Start, launch
 from tests.small_model import Case, SmallModel, batch
 
 UNTOUCHED_SCRIPT = """
@@ -200,10 +201,13 @@ def test_an_untouched_script_trains_with_our_layer_through_run(tmp_path: Path) -
     assert "is on for 1 MoE layer(s)" in said
 
 
+@START
 @pytest.mark.parametrize("library", TRAIN_WITH)
-def test_a_library_that_calls_deepspeed_trains_with_our_layer_after_install(library: str, tmp_path: Path) -> None:
+def test_a_library_that_calls_deepspeed_trains_with_our_layer_after_install(
+    library: str, start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(MODEL_FOR_LIBRARIES + TRAIN_WITH[library])
-    said = launch(tmp_path, "train.py", ACCELERATE_USE_DEEPSPEED="true")
+    said = start(tmp_path, "train.py", ACCELERATE_USE_DEEPSPEED="true")
     for rank in range(2):
         assert f"rank {rank}: FSMoEEngine, FSMoELayer" in said
 
@@ -222,22 +226,3 @@ def test_run_says_what_is_missing(arguments: list[str], sentence: str) -> None:
     assert done.returncode == 1
     assert sentence in done.stderr
     assert "usage: deepspeed --module ds_fsmoe.run" in done.stderr
-
-
-def launch(folder: Path, *arguments: str, **environment: str) -> str:
-    """What a job of two ranks printed, started in a folder by DeepSpeed's launcher."""
-    launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
-    root = str(Path(ds_fsmoe.__file__).parents[1])
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | environment
-    command = [*launcher, "--master_port", str(free_port()), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job as a user launches it, small: both kinds of layer learn the same, to the last bit.
+"""The main job, small: both kinds of layer learn the same, to the last bit.
 
 And the demo around it: what it calls the same, and what it does with a run that hangs or was not the one asked for.
 """
@@ -18,12 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.test_doors import launch
+from tests.scripts import ROOT, START, Start
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import demo  # noqa: E402
+import demo
 
 SMALL = [
     "--width",
@@ -41,12 +40,12 @@ SMALL = [
 ]
 
 
-def main_job(folder: Path, moe: str, config: str, steps: int = 25) -> dict:
+def main_job(folder: Path, start: Start, moe: str, config: str, steps: int = 25) -> dict:
     """What the main job measured."""
     metrics, checkpoints = folder / f"{moe}.json", folder / f"checkpoints_{moe}"
     arguments = [str(ROOT / "examples/train.py"), "--deepspeed_config", str(ROOT / "ds_configs" / config), "--moe", moe]
     arguments += [*SMALL, "--steps", str(steps), "--metrics", str(metrics), "--save-dir", str(checkpoints)]
-    said = launch(folder, *arguments)
+    said = start(folder, *arguments)
     assert ("ds_fsmoe 0.1.0 is on for 2 MoE layer(s)" in said) == (moe == "fsmoe")
     tag = (checkpoints / "latest").read_text()
     written = {file.name for file in (checkpoints / tag).iterdir()}
@@ -56,9 +55,10 @@ def main_job(folder: Path, moe: str, config: str, steps: int = 25) -> dict:
     return json.loads(metrics.read_text())
 
 
+@START
 @pytest.mark.parametrize("config", ["gpt_moe_small.json", "gpt_moe_small_bf16_zero2.json"])
-def test_the_main_job_learns_and_equals_stock(config: str, tmp_path: Path) -> None:
-    stock, ours = (main_job(tmp_path, moe, config) for moe in ("deepspeed", "fsmoe"))
+def test_the_main_job_learns_and_equals_stock(config: str, start: Start, tmp_path: Path) -> None:
+    stock, ours = (main_job(tmp_path, start, moe, config) for moe in ("deepspeed", "fsmoe"))
     assert len(ours["losses"]) == 25
     assert ours["losses"] == stock["losses"]
     assert ours["validation_last"] == stock["validation_last"]

@@ -189,6 +189,7 @@ def test_the_source_checkout_finds_its_builders(tmp_path: Path) -> None:
     assert files[-1] == str(source / "csrc/cpu/rows.cpp")
 
 
+@pytest.mark.slow
 def test_a_wheel_built_with_ops_needs_no_build_to_run_them(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     if shutil.which(os.environ.get("CXX", "c++")) is None:

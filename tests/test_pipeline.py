@@ -29,9 +29,10 @@ from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
 from ds_fsmoe.runtime.wires import Wires
+from tests.covering import covering, every_case
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
-from tests.test_layer_against_loop import AUX_FACTOR, Problem, make_problem
+from tests.test_layer_against_loop import AUX_FACTOR, EXPERTS, Problem, make_problem
 from tests.test_layer_against_loop import Case as LoopCase
 
 FORWARD, BACKWARD = (1, 2, 3, 4, 7), (1, 2, 3, 5)
@@ -65,26 +66,41 @@ class Case:
 OF_SHARDS = 28
 
 
-def every_case(esp_size: int) -> list[Case]:
-    experts = ("gpt", "mixtral") if esp_size > 1 else ("gpt", "mixtral", "module")
-    axes = itertools.product(FORWARD, BACKWARD, experts, (DROP, NO_DROP), ORDERS, (0, 2))
-    return [Case(*axis, hidden=OF_SHARDS if esp_size > 1 else 29) for axis in axes]
+AXES = (FORWARD, BACKWARD, tuple(EXPERTS), (DROP, NO_DROP), ORDERS)
 
 
-def covering_cases(esp_size: int) -> list[Case]:
-    """All pairs of degrees, the other axes taken in turn; and what is special."""
-    experts = itertools.cycle(("gpt", "mixtral") if esp_size > 1 else ("gpt", "mixtral", "module"))
+def can_be_sharded(expert: str) -> bool:
+    return expert != "module"
+
+
+def in_layout(cases: list[Case], esp_size: int) -> list[Case]:
+    return [replace(case, hidden=OF_SHARDS) for case in cases] if esp_size > 1 else cases
+
+
+def every_degree(esp_size: int) -> list[Case]:
+    """All pairs of degrees, the other axes taken in turn."""
+    experts = itertools.cycle(each for each in EXPERTS if esp_size == 1 or can_be_sharded(each))
     others = itertools.cycle(itertools.product((DROP, NO_DROP), ORDERS, (0, 1, 2)))
     cases = [Case(*pair, next(experts), *next(others)) for pair in itertools.product(FORWARD, BACKWARD)]
-    cases += [
-        Case(3, 2, shares=(0.5, 0.2, 0.3)),
-        Case(4, 3, recompute=True),
-        # Fewer slots than chunks; nobody, or everybody, at one expert; a rank with less than the others.
-        Case(7, 5, settings=LayerSettings(k=1, drop_tokens=False), tokens=(1,) * 8),
-        Case(3, 2, settings=NO_DROP, crowded=True),
-        Case(2, 3, settings=NO_DROP, tokens=(23, 5, 11, 1, 23, 5, 11, 1)),
-    ]
-    return [replace(case, hidden=OF_SHARDS) for case in cases] if esp_size > 1 else cases
+    return in_layout(cases, esp_size)
+
+
+def covering_cases(layout: tuple[int, int, int]) -> list[Case]:
+    """Those of one layout, where the layouts together have every pair of values of two axes, theirs being one."""
+    found = covering(
+        LAYOUTS, *AXES, (0, 1, 2), allowed=lambda at, f, b, expert, *_: at[2] == 1 or can_be_sharded(expert)
+    )
+    return in_layout([Case(*values) for at, *values in found if at == layout], layout[2])
+
+
+SPECIAL = [
+    Case(3, 2, shares=(0.5, 0.2, 0.3)),
+    Case(4, 3, recompute=True),
+    # Fewer slots than chunks; nobody, or everybody, at one expert; a rank with less than the others.
+    Case(7, 5, settings=LayerSettings(k=1, drop_tokens=False), tokens=(1,) * 8),
+    Case(3, 2, settings=NO_DROP, crowded=True),
+    Case(2, 3, settings=NO_DROP, tokens=(23, 5, 11, 1, 23, 5, 11, 1)),
+]
 
 
 def problem_of(case: Case, world_size: int) -> Problem:
@@ -208,15 +224,16 @@ def assert_equal_to_the_loop(world_size: int, ep: int, esp: int, cases: list[Cas
 
 @pytest.mark.parametrize(("world_size", "ep", "esp"), LAYOUTS)
 def test_backward_degree_may_differ_from_forward(world_size: int, ep: int, esp: int, tmp_path: Path) -> None:
-    assert_equal_to_the_loop(world_size, ep, esp, covering_cases(esp), tmp_path)
+    """Every pair of degrees in one process, and every pair of values of two axes over the layouts."""
+    cases = covering_cases((world_size, ep, esp)) + in_layout(SPECIAL, esp)
+    cases += every_degree(esp) if world_size == 1 else []
+    assert_equal_to_the_loop(world_size, ep, esp, cases, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "ep", "esp"), MORE_LAYOUTS)
-def test_backward_degree_may_differ_from_forward_in_more_layouts(
-    world_size: int, ep: int, esp: int, tmp_path: Path
-) -> None:
-    assert_equal_to_the_loop(world_size, ep, esp, covering_cases(esp), tmp_path)
+@pytest.mark.parametrize(("world_size", "ep", "esp"), [*LAYOUTS, *MORE_LAYOUTS])
+def test_every_pair_of_degrees_is_right_in_every_layout(world_size: int, ep: int, esp: int, tmp_path: Path) -> None:
+    assert_equal_to_the_loop(world_size, ep, esp, every_degree(esp) + in_layout(SPECIAL, esp), tmp_path)
 
 
 @pytest.mark.slow
@@ -224,7 +241,8 @@ def test_backward_degree_may_differ_from_forward_in_more_layouts(
 def test_every_pair_of_degrees_in_every_order_equals_the_loop(
     world_size: int, ep: int, esp: int, tmp_path: Path
 ) -> None:
-    assert_equal_to_the_loop(world_size, ep, esp, every_case(esp), tmp_path)
+    found = every_case(*AXES, (0, 2), allowed=lambda f, b, expert, *_: esp == 1 or can_be_sharded(expert))
+    assert_equal_to_the_loop(world_size, ep, esp, in_layout([Case(*values) for values in found], esp), tmp_path)
 
 
 class Delays(Observer):

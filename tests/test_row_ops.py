@@ -39,7 +39,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> RowOps:
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler: {compiler} is not on the PATH")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("torch_extensions")))
+        # `make test` names a folder: there it is compiled once, and again when the source has changed.
+        if "TORCH_EXTENSIONS_DIR" not in os.environ:
+            patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("torch_extensions")))
         patch.delenv("LOCAL_RANK", raising=False)
         return load_row_ops("required", "cpu")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.covering import covering, every_case
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
 from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch
 
-LEARNING_RATE, STEPS = 0.5, 5
+LEARNING_RATE, STEPS = 0.5, 3
 
 
 def train_with_deepspeed(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[float], dict]]:
@@ -92,21 +94,39 @@ def train_loop(case: Case, world_size: int) -> tuple[list[list[float]], dict[str
     return losses, {name: p.detach() for name, p in model.whole.named_parameters()}
 
 
-# k = 1 is run dropless: who stays in a full expert is no formula. The others drop.
-TRAINED = [
-    Case(stage=0, k=1, drop_tokens=False),
-    Case(stage=1, k=2, accumulation=3, use_residual=True),
-    Case(stage=2, k=3, drop_tokens=True),
-    Case(stage=1, k=1, drop_tokens=False, use_residual=True),
-    Case(stage=2, k=2, drop_tokens=False),
-]
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
+"""(ranks, ep)"""
+# Stages x accumulation x k x drop x residual. k = 1 is run dropless: who stays in a full expert is no formula.
+AXES = ((0, 1, 2), (1, 3), (1, 2, 3), (True, False), (False, True))
 
 
-@pytest.mark.parametrize(("world_size", "ep_size"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
-def test_training_with_deepspeed_equals_training_by_loop(world_size: int, ep_size: int, tmp_path: Path) -> None:
+def is_formula(stage: int, accumulation: int, k: int, drop_tokens: bool, use_residual: bool) -> bool:
+    return k > 1 or not drop_tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids="{0[0]}-{0[1]}".format)
+def test_training_with_deepspeed_equals_training_by_loop(layout: tuple[int, int], tmp_path: Path) -> None:
+    """The layouts together have every pair of values of two axes, theirs being one."""
+    found = covering(LAYOUTS, *AXES, allowed=lambda _, *case: is_formula(*case))
+    assert_equal_to_the_loop(layout, [case for of_layout, *case in found if of_layout == layout], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids="{0[0]}-{0[1]}".format)
+def test_training_with_deepspeed_equals_training_by_loop_in_the_whole_matrix(
+    layout: tuple[int, int], tmp_path: Path
+) -> None:
+    assert_equal_to_the_loop(layout, every_case(*AXES, allowed=is_formula), tmp_path)
+
+
+def assert_equal_to_the_loop(layout: tuple[int, int], of_axes: Sequence[Sequence], folder: Path) -> None:
+    world_size, ep_size = layout
     options = (("top2_2nd_expert_sampling", False), ("use_rts", False))
-    cases = [replace(case, ep_size=ep_size, moe_options=options) for case in TRAINED]
-    ranks = run_on_ranks(train_with_deepspeed, world_size, tmp_path, cases)
+    cases = [
+        Case(ep_size, stage, "fp32", accumulation, k, drop_tokens, use_residual, options)
+        for stage, accumulation, k, drop_tokens, use_residual in of_axes
+    ]
+    ranks = run_on_ranks(train_with_deepspeed, world_size, folder, cases, limit_s=1200)
     for number, case in enumerate(cases):
         losses, parameters = train_loop(case, world_size)
         for rank in range(world_size):

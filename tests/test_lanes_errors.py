@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: a body that raises, an observer that raises, and Ctrl-C at any moment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_fsmoe.planning.schedule import HOLD, Lane, Task
+from ds_fsmoe.runtime.lanes import Lanes, Observer
+from ds_fsmoe.runtime.thread_lanes import ThreadLanes
+from tests.lane_cases import (
+    COMPUTE,
+    EVERY_LANE,
+    INTER,
+    LIMIT_S,
+    Arithmetic,
+    BodyError,
+    Log,
+    device_for,
+    failing,
+    in_time,
+    lanes,
+    random_schedule,
+    schedule_of,
+    serial_outcome,
+    threads,
+)
+
+FIXTURES = (lanes, threads)  # which pytest finds by their names here
+
+
+@EVERY_LANE
+@pytest.mark.parametrize("error_type", [BodyError, KeyboardInterrupt])
+def test_the_error_of_a_body_comes_out_and_the_lanes_run_again(
+    lanes: Lanes, lane: Lane, error_type: type[BaseException]
+) -> None:
+    for seed in range(25):
+        schedule = random_schedule(seed, num_tasks=23)
+        indices = [index for index in schedule.lanes[lane] if schedule.tasks[index].kind != HOLD]
+        if not indices:
+            continue
+        index = indices[len(indices) // 2]
+        error, log = error_type("on purpose"), Log()
+        case = Arithmetic(schedule, device_for(lanes), (0.0, 0.1))
+        bodies = failing(case, index, error)
+        with pytest.raises(error_type) as caught:
+            in_time(lambda: lanes.run(schedule, bodies, "forward", log))  # noqa: B023
+        assert caught.value is error
+        note = f"raised by task {index} of the schedule, forward/{schedule.tasks[index].name}, on lane {lane}"
+        assert error.__notes__ == [note]
+        begun = [i for what, i in log.events if what == "begin"]
+        assert sorted(begun) == sorted(i for what, i in log.events if what == "end")
+        # Nothing on that lane after it, and nothing that needs it.
+        assert [i for i in begun if i in schedule.lanes[lane]][-1] == index
+        assert not any(index in schedule.tasks[i].after for i in begun)
+        again = Arithmetic(schedule, device_for(lanes))
+        in_time(lambda: lanes.run(schedule, again.bodies))  # noqa: B023
+        assert again.outcome() == serial_outcome(schedule)
+
+
+@EVERY_LANE
+def test_after_an_error_nothing_begins_and_what_runs_ends_first(threads: ThreadLanes, lane: Lane) -> None:
+    """One lane fails while the others are in a body; each has a second task, which never begins."""
+    others = [each for each in Lane if each is not lane]
+    schedule = schedule_of(*(("EXPERT", each, ()) for each in (lane, *others, lane, *others)))
+    running = threading.Barrier(3, timeout=LIMIT_S)
+    begun, ended = [], []
+
+    def body(task: Task) -> None:
+        begun.append(task.chunk)
+        running.wait()
+        if task.lane is lane:
+            raise BodyError
+        time.sleep(0.1)
+        ended.append(task.chunk)
+
+    with pytest.raises(BodyError):
+        in_time(lambda: threads.run(schedule, {"EXPERT": body}))
+    assert (sorted(begun), sorted(ended)) == ([0, 1, 2], [1, 2])
+
+
+def test_of_two_errors_the_first_comes_out_and_tells_of_the_other(threads: ThreadLanes) -> None:
+    running = threading.Barrier(2, timeout=LIMIT_S)
+
+    def body(task: Task) -> None:
+        running.wait()
+        if task.lane is COMPUTE:
+            time.sleep(0.1)
+        raise BodyError(task.lane)
+
+    schedule = schedule_of(("EXPERT", COMPUTE, ()), ("EXPERT", INTER, ()))
+    with pytest.raises(BodyError, match="inter") as caught:
+        in_time(lambda: threads.run(schedule, {"EXPERT": body}))
+    assert len(caught.value.__notes__) == 2
+    assert caught.value.__notes__[1].startswith("meanwhile: BodyError(")
+    assert "task 0 of the schedule, L00/EXPERT/chunk0, on lane compute" in caught.value.__notes__[1]
+
+
+@EVERY_LANE
+def test_the_error_of_an_observer_is_that_of_its_task(lanes: Lanes, lane: Lane) -> None:
+    class Fails(Observer):
+        def begin(self, index: int, task: Task) -> None:
+            if task.lane is lane:
+                raise BodyError
+
+    schedule = schedule_of(*(("EXPERT", each, ()) for each in Lane))
+    with pytest.raises(BodyError) as caught:
+        in_time(lambda: lanes.run(schedule, {"EXPERT": lambda task: None}, observer=Fails()))
+    assert caught.value.__notes__[0].endswith(f"on lane {lane}")
+
+
+def test_an_observer_hears_the_end_of_a_task_that_fails(lanes: Lanes) -> None:
+    schedule, log = schedule_of(("EXPERT", COMPUTE, ())), Log()
+    with pytest.raises(ZeroDivisionError):
+        lanes.run(schedule, {"EXPERT": lambda task: 1 // 0}, observer=log)
+    assert log.events == [("begin", 0), ("end", 0)]
+
+
+def python(script: str, *arguments: str) -> str:
+    """What a script prints, in a process of its own: some signals are for the main thread only."""
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+INTERRUPTED_WAIT = """
+import signal, threading, time
+from tests.lane_cases import COMPUTE, INTER, ThreadLanes, schedule_of
+lanes, ended = ThreadLanes(), []
+schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, (0,)), ("A2A_OUT", INTER, (1,)))
+def slow(task):
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    time.sleep(0.3)
+    ended.append(task.kind)
+try:
+    lanes.run(schedule, {"A2A_IN": slow, "EXPERT": ended.append, "A2A_OUT": ended.append})
+except KeyboardInterrupt:
+    print("interrupted", ended)
+lanes.run(schedule, dict.fromkeys(("A2A_IN", "EXPERT", "A2A_OUT"), lambda task: ended.append(task.kind)))
+print(ended)
+"""
+
+
+def test_ctrl_c_while_the_caller_waits_ends_the_run_and_leaves_the_lanes_usable() -> None:
+    lines = python(INTERRUPTED_WAIT).splitlines()
+    assert lines == ["interrupted ['A2A_IN']", "['A2A_IN', 'A2A_IN', 'EXPERT', 'A2A_OUT']"]
+
+
+INTERRUPTED_TWICE = """
+import signal, sys, threading, time
+from tests.lane_cases import COMPUTE, INTER, ThreadLanes, schedule_of
+lanes, ended, main = ThreadLanes(), [], threading.main_thread().ident
+schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, ()), ("A2A_OUT", INTER, ()))
+def stuck(task):
+    for _ in range(2):
+        time.sleep(0.3)
+        signal.pthread_kill(main, signal.SIGINT)
+    time.sleep(0.7)
+    ended.append("stuck")
+def compute(task):
+    if sys.argv[1] == "while it computes":
+        time.sleep(0.5)
+try:
+    lanes.run(schedule, {"A2A_IN": stuck, "EXPERT": compute, "A2A_OUT": stuck})
+except KeyboardInterrupt:
+    print("interrupted", ended)
+lanes.run(schedule, dict.fromkeys(("A2A_IN", "EXPERT", "A2A_OUT"), lambda task: ended.append(task.kind)))
+print([kind for kind in ended if kind != "EXPERT"])
+"""
+
+
+@pytest.mark.parametrize("first", ["while it computes", "while it waits"])
+def test_a_second_ctrl_c_does_not_wait_for_a_link_that_is_stuck(first: str) -> None:
+    lines = python(INTERRUPTED_TWICE, first).splitlines()
+    assert lines == ["interrupted []", "['stuck', 'A2A_IN', 'A2A_OUT']"]
+
+
+INTERRUPTED_ANYWHERE = """
+import random, signal
+from tests.lane_cases import Arithmetic, ThreadLanes, random_schedule, serial_outcome
+def interrupt(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+rng, lanes, count = random.Random(1), ThreadLanes(), 0
+cases = [(random_schedule(seed), serial_outcome(random_schedule(seed))) for seed in range(10)]
+for turn in range(400):
+    schedule, expected = cases[turn % 10]
+    case = Arithmetic(schedule)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))
+            lanes.run(schedule, case.bodies)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        count += 1
+    case = Arithmetic(schedule)
+    lanes.run(schedule, case.bodies)
+    assert case.outcome() == expected
+print(count)
+"""
+
+
+def test_ctrl_c_at_any_moment_leaves_the_lanes_usable() -> None:
+    assert 40 <= int(python(INTERRUPTED_ANYWHERE)) <= 400

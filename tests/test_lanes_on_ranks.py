@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: collectives on both links and compute beside them, on two ranks."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.planning.schedule import Draft, Schedule, Task
+from ds_fsmoe.runtime.lanes import Body, Lanes, SerialLanes
+from ds_fsmoe.runtime.spans import Recorder
+from ds_fsmoe.runtime.thread_lanes import ThreadLanes
+from tests.lane_cases import COMPUTE, INTER, INTRA, lanes, schedule_of
+from tests.ranks import run_on_ranks
+
+FIXTURES = (lanes,)  # which pytest finds by their names here
+NUM_CHUNKS, ROWS, WIDTH = 5, 7, 13
+
+
+def layer_schedule() -> Schedule:
+    draft = Draft()
+    rows = range(NUM_CHUNKS)
+    a2a_in = [draft.add("A2A_IN", INTER, chunk=chunk) for chunk in rows]
+    gather = [draft.add("GATHER", INTRA, chunk=chunk, after=[a2a_in[chunk]]) for chunk in rows]
+    expert = [draft.add("EXPERT", COMPUTE, chunk=chunk, after=[gather[chunk]]) for chunk in rows]
+    reduce = [draft.add("REDUCE", INTRA, chunk=chunk, after=[expert[chunk]]) for chunk in rows]
+    for chunk in rows:
+        draft.add("A2A_OUT", INTER, chunk=chunk, after=[reduce[chunk]])
+    return draft.finish()
+
+
+def layer_on_a_rank(rank: int, world_size: int) -> tuple[bool, bool, tuple[float, float, float]]:
+    """Chunks through all five kinds, serial and on threads, with a process group per link; and a late rank.
+
+    Returns:
+        whether the two agree; whether all of it was computed; (start of A2A_IN, end of EXPERT, end of A2A_IN) in ms.
+    """
+    groups = {INTRA: dist.new_group(), INTER: dist.new_group()}
+    x_cNM = torch.randn(NUM_CHUNKS, world_size * ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+    weight_MM = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(99))
+    schedule = layer_schedule()
+
+    def through(lanes: Lanes) -> torch.Tensor:
+        arrived_cNM = torch.empty_like(x_cNM)
+        gathered_cPNM = x_cNM.new_empty(NUM_CHUNKS, world_size * world_size * ROWS, WIDTH)
+        computed_cPNM, shared_cPNM = torch.empty_like(gathered_cPNM), torch.empty_like(gathered_cPNM)
+        reduced_cNM, out_cNM = torch.empty_like(x_cNM), torch.full_like(x_cNM, torch.nan)
+
+        def reduce(task: Task) -> None:
+            shared = shared_cPNM[task.chunk]
+            dist.all_to_all_single(shared, computed_cPNM[task.chunk], group=groups[INTRA])
+            torch.sum(shared.view(world_size, -1, WIDTH), 0, out=reduced_cNM[task.chunk])
+
+        bodies: dict[str, Body] = {
+            "A2A_IN": lambda t: dist.all_to_all_single(arrived_cNM[t.chunk], x_cNM[t.chunk], group=groups[INTER]),
+            "GATHER": lambda t: dist.all_gather_into_tensor(
+                gathered_cPNM[t.chunk], arrived_cNM[t.chunk], group=groups[INTRA]
+            ),
+            "EXPERT": lambda t: torch.mm(gathered_cPNM[t.chunk], weight_MM, out=computed_cPNM[t.chunk]),
+            "REDUCE": reduce,
+            "A2A_OUT": lambda t: dist.all_to_all_single(out_cNM[t.chunk], reduced_cNM[t.chunk], group=groups[INTER]),
+        }
+        lanes.run(schedule, bodies)
+        return out_cNM
+
+    expected = through(SerialLanes())
+    # An all-gather of what the other rank has too, and a sum over ranks: every row comes back world_size times.
+    is_right = torch.allclose(expected, world_size * (x_cNM @ weight_MM), rtol=1e-5, atol=1e-4)
+    with closing(ThreadLanes()) as lanes:
+        is_equal = all(torch.equal(through(lanes), expected) for _ in range(20))
+        late, recorder = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, ())), Recorder()
+
+        def exchange(task: Task) -> None:
+            if rank == 1:
+                time.sleep(0.5)
+            dist.all_to_all_single(torch.empty_like(x_cNM[0]), x_cNM[0], group=groups[INTER])
+
+        dist.barrier()
+        lanes.run(late, {"A2A_IN": exchange, "EXPERT": lambda task: weight_MM @ weight_MM}, observer=recorder)
+    a2a_in, expert = recorder.timeline(late).spans
+    return is_equal, is_right, (a2a_in.start_ms, expert.end_ms, a2a_in.end_ms)
+
+
+def test_two_ranks_run_collectives_on_both_links_and_compute_beside_them(tmp_path: Path) -> None:
+    for is_equal, is_right, (a2a_start_ms, expert_end_ms, a2a_end_ms) in run_on_ranks(layer_on_a_rank, 2, tmp_path):
+        assert is_equal
+        assert is_right
+        # The all-to-all waits for the late rank, and the product is done long before it ends.
+        assert a2a_end_ms - a2a_start_ms > 200
+        assert expert_end_ms < a2a_end_ms - 100
