@@ -3,16 +3,18 @@
 
 ``deepspeed --num_accelerators 2 benchmarks/bench_unchunked.py`` (or 1). All models live in the same processes and take
 turns step by step, so a machine that gets slower or faster meanwhile does so for all. Rows go to
-``benchmarks/results/unchunked.csv``.
+``benchmarks/results/unchunked.csv``. The memory of a step's tensors, which does not depend on the machine, is counted
+once and goes to ``benchmarks/results/unchunked_memory.csv``.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,11 @@ from deepspeed.moe.layer import MoE
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ds_fsmoe
-from benchmarks.harness import Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.outcome import PACKAGES
+from benchmarks.result_files import append_rows, check_columns, made_with
+from ds_fsmoe.layer import FSMoELayer
+from tests.live_memory import LiveMemory
 
 STEPS_PER_BLOCK = 4
 
@@ -76,6 +82,19 @@ class TrainingStep:
         self.engine.backward(y_SM.float().square().mean() + 0.01 * aux_loss)
         self.engine.step()
 
+    def peak_bytes(self) -> int:
+        """Of the tensors that one more step makes, on this rank; those of before are not counted."""
+        layers = [each for each in self.engine.module.modules() if isinstance(each, FSMoELayer)]
+        pipelines = [layer.pipeline for layer in layers]
+        self()
+        with LiveMemory() as memory:
+            for layer, pipeline in zip(layers, pipelines, strict=True):
+                layer.pipeline = replace(pipeline, observer=memory.in_every_thread())
+            self()
+        for layer, pipeline in zip(layers, pipelines, strict=True):
+            layer.pipeline = pipeline
+        return memory.peak
+
     def close(self) -> None:
         self.engine.destroy()
 
@@ -86,6 +105,41 @@ VARIANTS = (
 )
 
 
+MEMORY_COLUMNS = (
+    *("date", "commit", "hardware", "python", *PACKAGES, "ds_fsmoe", "ranks", "grid", "case", "settings", "variant"),
+    *("unit", "peak", "times_stock"),
+)
+
+
+def measure_memory(file: Path) -> None:
+    """The largest peak of any rank, per case and variant: as a table, and as rows of a file."""
+    is_first = dist.get_rank() == 0
+    if is_first:
+        check_columns(file, MEMORY_COLUMNS)
+    made, rows = made_with(PACKAGES), []
+    for case in GRID.cases:
+        peaks = {}
+        for variant in VARIANTS:
+            step = variant.make(case.settings)
+            peak = torch.tensor([step.peak_bytes()])
+            step.close()
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+            peaks[variant.name] = peak.item() / 1e6
+        settings = json.dumps(case.plain(), sort_keys=True)
+        rows += [
+            made
+            | {"ranks": dist.get_world_size(), "grid": GRID.digest, "case": case.name, "settings": settings}
+            | {"variant": name, "unit": "MB", "peak": f"{peak:.6g}", "times_stock": f"{peak / peaks['stock']:.4f}"}
+            for name, peak in peaks.items()
+        ]
+    if is_first:
+        append_rows(file, MEMORY_COLUMNS, rows)
+        print(f"\n{'peak of the tensors of a step':<32} {'MB':>8}   times stock's")
+        for row in rows:
+            print(f"{row['case'] + ', ' + row['variant']:<32} {float(row['peak']):>8.4g}   {row['times_stock']}")
+        print(f"rows in {file}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help=f"counted steps of each, in blocks of {STEPS_PER_BLOCK}")
@@ -94,6 +148,7 @@ def main() -> None:
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
+    measure_memory(RESULTS / "unchunked_memory.csv")
     run_grid(GRID, VARIANTS, baseline="stock", effort=Effort(math.ceil(steps / STEPS_PER_BLOCK), STEPS_PER_BLOCK))
     dist.destroy_process_group()
 

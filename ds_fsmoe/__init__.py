@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.orders.sparse import SimpleOrder
     from ds_fsmoe.components.routing import Routing
     from ds_fsmoe.config import ConfigError
-    from ds_fsmoe.engine import initialize, install, uninstall
+    from ds_fsmoe.door import initialize, install, uninstall
     from ds_fsmoe.layer import FSMoELayer
     from ds_fsmoe.moe_layer import MOELayer, MoEOutput
     from ds_fsmoe.parts import LayerError
@@ -56,13 +56,13 @@ _MODULE_OF_NAME = {
     "OrderBase": "components.order",
     "Routing": "components.routing",
     "SimpleOrder": "components.orders.sparse",
-    "initialize": "engine",
-    "install": "engine",
+    "initialize": "door",
+    "install": "door",
     "register_alltoall": "registry",
     "register_expert": "registry",
     "register_gate": "registry",
     "register_order": "registry",
-    "uninstall": "engine",
+    "uninstall": "door",
 }
 
 # Written out, because type checkers read it.

@@ -56,7 +56,9 @@ class PipelineDegreeBlock(_Block):
 class GradientPartitionBlock(_Block):
     """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
 
-    mode: Literal["adaptive", "fixed_chunk", "dense_only", "off"] = Field("off", description="off: DeepSpeed's own")
+    mode: Literal["auto", "adaptive", "fixed_chunk", "dense_only", "off"] = Field(
+        "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
+    )
     solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
     chunk_bytes: int = Field(31457280, ge=1, description="slice size of fixed_chunk")
 
@@ -82,6 +84,7 @@ class TraceBlock(_Block):
     start_step: int = Field(10, ge=0, description="first traced step")
     num_steps: int = Field(3, ge=1, description="how many steps are traced")
     path: str = Field("fsmoe_trace", description="folder of the trace files")
+    cluster: str | None = Field(None, description="what it should take, from a cluster's name or its JSON file")
 
 
 class DebugBlock(_Block):
@@ -89,6 +92,7 @@ class DebugBlock(_Block):
 
     check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
     hang_timeout_s: float = Field(300, gt=0, description="write what each rank was doing after this long")
+    check_experts: bool = Field(False, description="try at the first training forward whether experts are row-wise")
 
 
 class FSMoEBlock(_Block):
@@ -107,7 +111,9 @@ class FSMoEBlock(_Block):
     topology: TopologyBlock = TopologyBlock()
     overlap: bool = Field(True, description="false: one lane, blocking")
     recompute: bool = Field(False, description="recompute expert inputs instead of saving them")
-    deterministic: bool = Field(False, description="the same numbers in every run")
+    deterministic: bool = Field(
+        False, description="decide nothing by a clock: slices of gradients by rule, so sums round alike in every run"
+    )
     ops: Literal["auto", "reference", "required"] = Field("auto", description="compiled ops or plain torch")
     hooks: list[str] = Field([], description="callbacks by dotted name")
     plugins: list[str] = Field([], description="modules with parts of your own, imported before parts are looked up")
@@ -119,18 +125,13 @@ class FSMoEBlock(_Block):
 # What the options ask for that this version cannot do yet: path -> (values that are true of this version, why not the
 # others). Only what a user wrote is held against it, so a default never is. Whoever brings a machine removes its row.
 _NO_PLANNER = "degrees are not searched in this version"
-_NO_GRADIENTS = "gradients are reduced by DeepSpeed itself in this version"
 _NO_AUTOTUNE = "nothing is measured in this version"
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_degree.max": ((1,), _NO_PLANNER),
-    "gradient_partition.mode": (("off",), _NO_GRADIENTS),
-    "gradient_partition.solver": ((), _NO_GRADIENTS),
-    "gradient_partition.chunk_bytes": ((), _NO_GRADIENTS),
     "solver": ((), _NO_PLANNER),
     "autotune.enabled": ((False,), _NO_AUTOTUNE),
     "autotune.cache_dir": ((None,), _NO_AUTOTUNE),
     "autotune.retune_on_drift": ((False,), _NO_AUTOTUNE),
-    "deterministic": ((False,), "determinism is torch's alone in this version: use torch.use_deterministic_algorithms"),
     "metrics": (("off",), "no metrics are written in this version"),
 }
 
@@ -157,7 +158,13 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         # Stock DeepSpeed runs, so what this version can do is not asked.
         return block
     _import_plugins(block)
-    problems = [*_refused(block), *_missing_parts(block), *_unfit_degrees(block)]
+    problems = [
+        *_refused(block),
+        *_missing_parts(block),
+        *_unfit_degrees(block),
+        *_unfit_gradients(block),
+        *_unknown_cluster(block),
+    ]
     if problems:
         raise ConfigError(join_problems(problems))
     return block
@@ -234,6 +241,18 @@ def _refused(block: FSMoEBlock) -> list[str]:
 _COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
 
 
+def _unfit_gradients(block: FSMoEBlock) -> list[str]:
+    """Options of one mode, written beside another."""
+    asked = block.gradient_partition
+    of_mode = {"chunk_bytes": "fixed_chunk", "solver": "adaptive"}
+    return [
+        f"{BLOCK}.gradient_partition.{name} = {shown(getattr(asked, name))}: only with mode = {shown(mode)}, and it is "
+        f"{shown(asked.mode)}; leave it out"
+        for name, mode in of_mode.items()
+        if name in asked.model_fields_set and asked.mode not in ("auto", mode)
+    ]
+
+
 def _unfit_degrees(block: FSMoEBlock) -> list[str]:
     asked = block.pipeline_degree
     degrees = {"forward": asked.forward, "backward": asked.backward}
@@ -258,6 +277,18 @@ def _unfit_degrees(block: FSMoEBlock) -> list[str]:
             f"{shown(block.schedule)}, which has one degree for both phases"
         )
     return problems
+
+
+def _unknown_cluster(block: FSMoEBlock) -> list[str]:
+    if block.trace.cluster is None:
+        return []
+    from ds_fsmoe.planning.cluster import load_cluster
+
+    try:
+        load_cluster(block.trace.cluster)
+    except ValueError as error:
+        return [f"{BLOCK}.trace.cluster = {shown(block.trace.cluster)}: {error}"]
+    return []
 
 
 def _import_plugins(block: FSMoEBlock) -> None:

@@ -18,6 +18,7 @@ from deepspeed.moe.layer import MoE as StockMoE
 from deepspeed.moe.sharded_moe import MOE_TIMER, TOPK_GATE_TIMER
 from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
 from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
+from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
@@ -25,9 +26,11 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.moe_layer import token_path
-from ds_fsmoe.parts import Parts
+from ds_fsmoe.parts import LayerError, Parts
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT
 from ds_fsmoe.running import Running, alone
+from ds_fsmoe.runtime.duplicates import PLAIN, Duplicates, TensorParallelUse
+from ds_fsmoe.runtime.groups import sizes_of_mpu
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.spans import Recorder, Together
 
@@ -69,6 +72,14 @@ class FSMoELayer(StockMOELayer):
     running: Running | None = None
     pipeline: Pipeline | None = None
     label: str = "moe"
+    path: str = ""
+    """Of the layer in its model, for messages."""
+    tensor_parallel: TensorParallelUse = PLAIN
+    duplicates: Duplicates | None = None
+    """The tensor-parallel ranks that have the same tokens, if there are any."""
+    capacity_group: dist.ProcessGroup | None = None
+    mp_group: dist.ProcessGroup | None = None
+    """See :class:`~ds_fsmoe.runtime.groups.FSMoEGroups`."""
     last_shape: torch.Size | None = None
     """Of the last input."""
     _known_experts: tuple[list, ExpertSet] | None = None
@@ -92,6 +103,9 @@ class FSMoELayer(StockMOELayer):
         if recorder is not None:
             traced = pipeline.observer
             pipeline = replace(pipeline, observer=recorder if traced is None else Together(traced, recorder))
+        experts = self._local_experts()
+        if self.training and self.running is not None:
+            pipeline = self.running.first_forwards.watch(self.label, self.path, experts, pipeline, hidden_states)
         with _timed(self, MOE_TIMER, "time_moe"):
             result = token_path(
                 hidden_states,
@@ -99,15 +113,19 @@ class FSMoELayer(StockMOELayer):
                 gate=self.gate if isinstance(self.gate, (FSMoEGate, GateBase)) else self._route_by_own_gate,
                 order=self.parts.order,
                 pipeline=pipeline,
-                experts=self._local_experts(),
-                group=self.ep_group,
+                experts=experts,
+                group=self.ep_group if self.running is None else self.capacity_group,
                 callbacks=self.parts.callbacks,
+                duplicates=self.duplicates,
             )
         if recorder is not None:
             spans = recorder.timeline(pipeline.forward.schedule).spans
             self.time_falltoall = sum(each.end_ms - each.start_ms for each in spans if each.task.kind == A2A_IN)
             self.time_salltoall = sum(each.end_ms - each.start_ms for each in spans if each.task.kind == A2A_OUT)
         self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
+        if self.mp_group is not None and not self.tensor_parallel.same_tokens:
+            # Each rank has the loss of its own tokens: added up over the group they are to be its mean.
+            self.l_aux = self.l_aux / self.mp_group.size()
         return result.output
 
     def _local_experts(self) -> ExpertSet:
@@ -115,16 +133,26 @@ class FSMoELayer(StockMOELayer):
         # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
         present = [*modules, *(parameter for module in modules for parameter in module.parameters())]
         if self._known_experts is None or [*map(id, present)] != [*map(id, self._known_experts[0])]:
-            self._known_experts = present, expert_set(modules, keep_expert_dim=True)
+            self._known_experts = present, expert_set(modules, keep_expert_dim=True, path=self.path)
         return self._known_experts[1]
 
     def _set_ep_group(self, ep_group: dist.ProcessGroup) -> None:
         self.ep_group = ep_group
-        if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
-            self.gate._set_ep_group(ep_group)
         if self.running is not None:
             # DeepSpeed comes here layer by layer on every rank, and making groups is collective.
-            self.pipeline = self.running.pipeline(self.label, self.ep_size, self.parts.alltoall.exchange)
+            use = self.tensor_parallel
+            self.pipeline = self.running.pipeline(self.label, self.ep_size, self.parts.alltoall.exchange, use)
+            groups = self.running.groups(self.ep_size, use)
+            self.capacity_group, self.mp_group = groups.capacity_group, groups.mp_group
+            if use.same_tokens and groups.mp_group is not None:
+                self.duplicates = Duplicates(groups.mp_group)
+        elif sizes_of_mpu(stock_groups.mpu)[0] > 1:
+            raise LayerError(
+                f"a ds_fsmoe.MoE among {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in an engine of "
+                "DeepSpeed's own: call ds_fsmoe.initialize, or ds_fsmoe.install() first, with fsmoe.enabled = true"
+            )
+        if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
+            self.gate._set_ep_group(ep_group if self.capacity_group is None else self.capacity_group)
 
     def _route_by_own_gate(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None

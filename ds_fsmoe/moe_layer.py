@@ -25,6 +25,7 @@ from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.runtime.duplicates import Duplicates
 from ds_fsmoe.runtime.lanes import make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
 from ds_fsmoe.runtime.wires import Wires
@@ -52,6 +53,7 @@ def token_path(
     experts: ExpertSet,
     group: dist.ProcessGroup | None,
     callbacks: Sequence[CallbackBase] = (),
+    duplicates: Duplicates | None = None,
 ) -> MoEOutput:
     """Gate, order, to the experts and back chunk by chunk, i-order.
 
@@ -64,6 +66,7 @@ def token_path(
         experts: of this rank.
         group: the ranks that have to agree on the capacity; ``None`` for one.
         callbacks: called in turn at each of the six points.
+        duplicates: the ranks that have the same tokens and send a part of the slots each; ``None``: this one sends all.
     """
     routing: Routing | None = None
 
@@ -79,13 +82,23 @@ def token_path(
     x = hooked("before_moe_start_hook", x)
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
-    cutting = pipeline.forward.cutting(routing.capacity)
+    num_experts, capacity = routing.num_experts, routing.capacity
     # An order puts rows where the slots say, so chunks that lie in one piece cost no copy.
-    chunked = replace(routing, slots_KS=cutting.chunked_slots(routing.slots_KS, routing.num_experts))
+    if duplicates is None:
+        cutting = pipeline.forward.cutting(capacity)
+        chunked = replace(routing, slots_KS=cutting.chunked_slots(routing.slots_KS, num_experts))
+    else:
+        capacity = duplicates.part(routing.capacity)
+        slots_KS = duplicates.slots(routing.slots_KS, num_experts, routing.capacity, pipeline.forward.cutting(capacity))
+        chunked = replace(routing, slots_KS=slots_KS, capacity=duplicates.num_ranks * capacity)
     x_ECM = order.arrange(x_SM, chunked)
-    x_RM = x_ECM.reshape(routing.num_slots, x_ECM.shape[-1])
-    y_RM = pipeline(x_RM, routing.num_experts, routing.capacity, experts, hooked if callbacks else None)
-    y_ECM = y_RM.view(routing.num_experts, routing.capacity, y_RM.shape[-1])
+    x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
+    if duplicates is not None:
+        x_RM = duplicates.drop(x_RM)
+    y_RM = pipeline(x_RM, num_experts, capacity, experts, hooked if callbacks else None)
+    if duplicates is not None:
+        y_RM = duplicates.gather(y_RM)
+    y_ECM = y_RM.view(num_experts, chunked.capacity, y_RM.shape[-1])
     y = hooked("before_moe_end_hook", order.restore(y_ECM, chunked).reshape(x.shape))
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
 

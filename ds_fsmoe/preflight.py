@@ -56,6 +56,65 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
         raise ConfigError(join_problems(problems))
 
 
+def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_size: int, esp_size: int) -> None:
+    """Hold a model's MoE layers against the tensor-parallel ranks of its ``mpu``.
+
+    Args:
+        layers: name -> a ``deepspeed.moe.layer.MoE``; ``ep_size`` and ``enable_expert_tensor_parallelism`` are read.
+        world_size: ranks of the job; ``None`` where they are not known yet.
+        mp_size: tensor-parallel ranks.
+        esp_size: the ranks that share an expert.
+
+    Raises:
+        ConfigError: naming layer, value and the way out.
+    """
+    if mp_size == 1:
+        return
+    problems = []
+    if world_size is not None and world_size % mp_size:
+        problems.append(f"mpu: {mp_size} tensor-parallel ranks: must divide the {world_size} ranks")
+    flags = {name: layer.enable_expert_tensor_parallelism for name, layer in layers.items()}
+    split = next((name for name, flag in flags.items() if flag), None)
+    whole = next((name for name, flag in flags.items() if not flag), None)
+    if split is not None and whole is not None:
+        problems.append(
+            f"{whole}.enable_expert_tensor_parallelism = False, and {split} has True: DeepSpeed goes by one of them "
+            "for all layers; set it alike in all"
+        )
+    if split is not None and esp_size > 1:
+        problems.append(
+            f"{BLOCK}.esp_size = {esp_size}: with enable_expert_tensor_parallelism = True ({split}) the experts split "
+            "themselves over the tensor-parallel ranks already; set it to 1, or leave "
+            "enable_expert_tensor_parallelism out"
+        )
+    for name, layer in layers.items() if world_size is not None else ():
+        dp_size = world_size // mp_size
+        if flags[name] and dp_size % layer.ep_size:
+            choices = [size for size in range(1, dp_size + 1) if dp_size % size == 0 and not layer.num_experts % size]
+            problems.append(
+                f"{name}.ep_size = {layer.ep_size}: with enable_expert_tensor_parallelism = True it must divide the "
+                f"{dp_size} data-parallel ranks; for {layer.num_experts} experts the choices are "
+                f"{', '.join(map(str, choices))}"
+            )
+    if problems:
+        raise ConfigError(join_problems(problems))
+
+
+def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
+    """Refuse to run as stock's what stock's layer would compute wrongly.
+
+    Raises:
+        ConfigError: naming the layers.
+    """
+    names = [name for name, layer in layers.items() if getattr(layer, "sequence_parallel", False)]
+    if names and mp_size > 1:
+        raise ConfigError(
+            f"{BLOCK}.enabled = false, but sequence_parallel = True in {', '.join(names)} and mpu has {mp_size} "
+            "tensor-parallel ranks: stock's layer takes their tokens for the same and drops all but a part; set "
+            f"{BLOCK}.enabled to true, or give the layers whole sequences and leave sequence_parallel out"
+        )
+
+
 def _zero(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The zero_optimization block; what is no object is DeepSpeed's to refuse."""
     block = ds_config.get("zero_optimization")
@@ -99,7 +158,8 @@ _CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
     ),
     (
         lambda c: _tensor_parallel_size(c) not in (0, 1),
-        "tensor_parallel.autotp_size: duplicate tokens are not dropped and gathered in this version; set it to 1",
+        "tensor_parallel.autotp_size: DeepSpeed would split the layers' own matrices as well; set it to 1, and give "
+        "initialize() an mpu with the tensor-parallel ranks of a model that splits its own",
     ),
     (
         lambda c: _on(c, "compile", "deepcompile"),

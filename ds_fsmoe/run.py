@@ -33,7 +33,7 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 def main() -> None:
     """Install, then run the script as ``__main__`` the way ``python SCRIPT.py`` would."""
     script, rest = split_arguments(sys.argv[1:])
-    from ds_fsmoe.engine import install
+    from ds_fsmoe.door import install
 
     install()
     sys.argv = [script, *rest]

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.first_forwards import FirstForwards
 from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.presets import BEST, preset
-from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
+from ds_fsmoe.predicted import PredictedPipeline, Predictor
+from ds_fsmoe.runtime.duplicates import PLAIN, SelfSplitWires, TensorParallelUse
+from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
 from ds_fsmoe.runtime.topology import layout, world_size_now
@@ -45,14 +49,18 @@ class Running:
         block: what is asked for.
         device: of the parameters.
         expert_before_data: whether neighbours share the experts, DeepSpeed's default.
+        mpu: of the script, if there is one.
 
     Raises:
         OSError: the folder of the trace cannot be written to.
     """
 
-    def __init__(self, block: FSMoEBlock, device: torch.device, expert_before_data: bool = True) -> None:
+    def __init__(
+        self, block: FSMoEBlock, device: torch.device, expert_before_data: bool = True, mpu: Any = None
+    ) -> None:
         self.block = block
         self.expert_before_data = expert_before_data
+        self.mp_size, self.pp_size = sizes_of_mpu(mpu)
         self.lanes: Lanes = make_lanes(device, block.overlap)
         self.degrees = planned_degrees(block)
         self.links: Links = planned_links(block)
@@ -61,10 +69,14 @@ class Running:
         self.tracer = (
             Tracer(Path(trace.path), rank, trace.start_step, trace.num_steps, device) if trace.enabled else None
         )
+        self._predictor = None if self.tracer is None or trace.cluster is None else Predictor(trace.cluster)
+        self.first_forwards = FirstForwards(block.debug.check_experts)
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
+        if self.tracer is not None:
+            self._watchdog.at_end.append(self.tracer.save)
         self.lanes.on_error = self._watchdog.failed
 
-    def groups(self, ep_size: int) -> FSMoEGroups:
+    def groups(self, ep_size: int, use: TensorParallelUse = PLAIN) -> FSMoEGroups:
         """The groups of a layer spread over so many ranks. Collective."""
         asked = self.block.topology.ranks_per_node
         return make_groups(
@@ -72,23 +84,36 @@ class Running:
             self.block.esp_size,
             expert_before_data=self.expert_before_data,
             ranks_per_node=None if asked == "auto" else asked,
+            mp_size=self.mp_size,
+            pp_size=self.pp_size,
+            tensor_parallel_experts=use.experts,
+            same_tokens=use.same_tokens,
         )
 
     def shard_index(self, ep_size: int) -> int:
         """Which part of each of its experts this rank has. No group is made for it."""
-        found = layout(world_size_now(), ep_size, self.block.esp_size, self.expert_before_data)
+        sizes = {"mp_size": self.mp_size, "pp_size": self.pp_size}
+        found = layout(world_size_now(), ep_size, self.block.esp_size, self.expert_before_data, **sizes)
         rank = dist.get_rank() if world_size_now() > 1 else 0
         return found.group_of("esp", rank).index(rank)
 
-    def pipeline(self, label: str, ep_size: int, exchange: Exchange) -> Pipeline:
-        """How one layer is run. Collective: every rank asks for its layers in the same order."""
-        groups = self.groups(ep_size)
+    def pipeline(self, label: str, ep_size: int, exchange: Exchange, use: TensorParallelUse = PLAIN) -> Pipeline:
+        """How one layer is run. Collective: every rank asks for its layers in the same order.
+
+        Raises:
+            ConfigError: ``trace.cluster`` has no number for one of the groups.
+        """
+        groups = self.groups(ep_size, use)
         plans = (
             PhasePlan(BlockPlan(equal_shares(degree), self.links), groups.planned, backward)
             for degree, backward in zip(self.degrees, (False, True), strict=True)
         )
-        wires = Wires(exchange, groups.ep_group, groups.esp_group)
-        return Pipeline(self.lanes, wires, *plans, label, self.block.recompute, self.tracer)
+        of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Wires
+        wires = of_kind(exchange, groups.ep_group, groups.esp_group)
+        pipeline = Pipeline(self.lanes, wires, *plans, label, self.block.recompute, self.tracer)
+        if self.tracer is None or self._predictor is None:
+            return pipeline
+        return PredictedPipeline.of(pipeline, self.tracer, self._predictor)
 
     def at_step(self, number: int) -> None:
         """Optimizer step ``number`` is about to begin, or goes on."""

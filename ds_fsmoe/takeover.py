@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe import registry
@@ -16,24 +17,63 @@ from ds_fsmoe.config import FSMoEBlock, GateBlock
 from ds_fsmoe.layer import FSMoEGate, FSMoELayer, StockMoE, StockMOELayer, StockTopKGate
 from ds_fsmoe.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.running import Running
-from ds_fsmoe.runtime.groups import stock_names
+from ds_fsmoe.runtime.duplicates import TensorParallelUse, sum_gradients
+from ds_fsmoe.runtime.groups import has_neighbours, sizes_of_mpu, stock_names
 
 
 def find_layers(model: nn.Module) -> dict[str, StockMoE]:
-    """Name -> every ``deepspeed.moe.layer.MoE`` of a model, in module order.
+    """Name -> every ``deepspeed.moe.layer.MoE`` of a model, in module order; of a pipeline, in this rank's stage.
 
     Raises:
-        LayerError: there is none.
+        LayerError: there is none; a stage of a pipeline may be without.
     """
     named = ((name or type(model).__name__, module) for name, module in model.named_modules())
     layers = {name: module for name, module in named if isinstance(module, StockMoE)}
-    if not layers:
+    if not layers and getattr(model, "num_stages", 1) == 1:
         raise LayerError(
             f"fsmoe.enabled = true, but {type(model).__name__} has no deepspeed.moe.layer.MoE among its "
             f"{sum(1 for _ in model.modules())} modules, and that is the class ds_fsmoe replaces; build the model with "
             "deepspeed.moe.layer.MoE or ds_fsmoe.MoE, or set fsmoe.enabled to false"
         )
     return layers
+
+
+def make_groups_on_every_stage(
+    model: nn.Module, layers: dict[str, StockMoE], running: Running, zero_stage: int
+) -> None:
+    """Let a stage without MoE layers take part in making the groups of the others: that is collective. Collective.
+
+    DeepSpeed makes groups with the layers, in the order of the layers, so stages with layers have to agree on them.
+
+    Args:
+        model: a ``PipelineModule``.
+        layers: of this rank's stage.
+        running: of the engine.
+        zero_stage: of the config.
+
+    Raises:
+        LayerError: no stage has a layer, some have none where DeepSpeed hangs over that, or stages have layers that
+            are spread differently; on every rank.
+    """
+    own = list(dict.fromkeys(each.deepspeed_moe.ep_size for each in layers.values()))
+    of_ranks: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    kinds = sorted({tuple(sizes) for sizes in of_ranks if sizes})
+    if not kinds:
+        raise LayerError("fsmoe.enabled = true, but no stage of the PipelineModule has a deepspeed.moe.layer.MoE")
+    if zero_stage > 0 and not all(of_ranks):
+        raise LayerError(
+            f"zero_optimization.stage = {zero_stage}, and a stage of the PipelineModule has no MoE layer: DeepSpeed "
+            "0.19.8 hangs there in its gradient norm; give every stage an MoE layer, or use stage 0"
+        )
+    if len(kinds) > 1:
+        raise LayerError(
+            f"the stages of the PipelineModule have MoE layers with ep_size {' and '.join(map(str, kinds))}: in every "
+            "stage that has any it has to be the same"
+        )
+    if not layers:
+        # Where DeepSpeed has the layers of other stages make theirs.
+        model.set_deepspeed_parallelism = lambda *_: [running.groups(ep_size) for ep_size in kinds[0]]
 
 
 def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
@@ -56,6 +96,33 @@ def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
                 f"{name} has a gate of its own, a {type(inner.gate).__name__}, which fsmoe.gate would not reach: leave "
                 "fsmoe.gate out, or give the layer stock's gate"
             )
+
+
+def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str, str]:
+    """What of the tensor parallelism around the layers all ranks have to have alike, as short texts by name."""
+    facts = {
+        "mpu: tensor-parallel ranks, pipeline stages": str(sizes_of_mpu(mpu)),
+        "mpu: tensor-parallel ranks are neighbours": str(has_neighbours(mpu)),
+    }
+    return facts | {
+        f"{name}: {field}": str(value)
+        for name, each in layers.items()
+        for field, value in vars(tensor_parallel_use(each)).items()
+    }
+
+
+def check_mpu(mpu: Any) -> None:
+    """Refuse tensor-parallel ranks that lie otherwise than DeepSpeed takes them to. Raises on all ranks or on none,
+    once the facts above have been compared.
+
+    Raises:
+        LayerError: with what to change.
+    """
+    if not has_neighbours(mpu):
+        raise LayerError(
+            f"mpu: the {sizes_of_mpu(mpu)[0]} tensor-parallel ranks of a group are not neighbours, as Megatron and "
+            "DeepSpeed number them; number the ranks so, or set fsmoe.enabled to false"
+        )
 
 
 def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
@@ -111,8 +178,15 @@ def take_over(
     inner = layer.deepspeed_moe
     inner.__class__ = FSMoELayer
     inner.parts, inner.running, inner.label = parts, running, label
+    inner.tensor_parallel = tensor_parallel_use(layer)
     sharded = {} if running is None else _shard_experts(layer, running)
     return sharded | _take_over_gate(layer, gate)
+
+
+def tensor_parallel_use(layer: StockMoE) -> TensorParallelUse:
+    """What a layer was told of the tensor parallelism around it."""
+    same_tokens = not getattr(layer, "sequence_parallel", False)
+    return TensorParallelUse(same_tokens, layer.enable_expert_tensor_parallelism)
 
 
 def _shard_experts(layer: StockMoE, running: Running) -> dict[nn.Parameter, nn.Parameter]:
@@ -182,7 +256,8 @@ def give_back(layer: StockMoE) -> None:
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:
         inner.__class__ = StockMOELayer
-        for name in ("parts", "running", "label", "pipeline", "last_shape", "_known_experts"):
+        names = ("parts", "running", "label", "path", "tensor_parallel", "pipeline", "last_shape", "_known_experts")
+        for name in names:
             vars(inner).pop(name, None)
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
@@ -208,13 +283,30 @@ class MoE(StockMoE):
     Same arguments, same ``(output, l_aux, exp_counts)``. With ``"fsmoe": {"enabled": false}`` our ``initialize``
     turns it into the stock layer, so that one flag still compares the two.
 
+    Args:
+        hidden_size, expert, num_experts, ep_size, k: stock's, as all that is not named here.
+        sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` come to this layer with different tokens,
+            each with its part of the sequence, so none is dropped and none gathered. Gradients of the gate, and of the
+            dense half of a residual layer, are summed over these ranks (but for parameters with a true attribute
+            ``tensor_model_parallel`` or ``model_parallel``, of which each rank has a part), and each rank returns its
+            part of the auxiliary loss: its own tokens' divided by the number of ranks. Without tensor parallelism it
+            changes nothing. Stock's layer has no such thing.
+
     Raises:
         LayerError: ``num_experts``, ``ep_size`` or ``k`` that do not fit together.
     """
 
     def __init__(
-        self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, k: int = 1, **kwargs
-    ):
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        *args: Any,
+        sequence_parallel: bool = False,
+        **kwargs: Any,
+    ) -> None:
         if ep_size < 1 or num_experts % ep_size:
             sizes = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
             raise LayerError(
@@ -223,5 +315,20 @@ class MoE(StockMoE):
             )
         if not 1 <= k <= num_experts:
             raise LayerError(f"MoE: k = {k}: must be between 1 and num_experts ({num_experts})")
-        super().__init__(hidden_size, expert, num_experts, ep_size, k, **kwargs)
+        super().__init__(hidden_size, expert, num_experts, ep_size, k, *args, **kwargs)
+        self.sequence_parallel = sequence_parallel
         take_over(self, choose_parts(FSMoEBlock(), "cpu"))
+
+    def set_deepspeed_parallelism(self, *args: Any, **kwargs: Any) -> None:
+        """Called by DeepSpeed's engine, which makes the process groups."""
+        super().set_deepspeed_parallelism(*args, **kwargs)
+        mp_group = getattr(self.deepspeed_moe, "mp_group", None)
+        if self.sequence_parallel and mp_group is not None:
+            experts = {id(each) for each in self.deepspeed_moe.experts.parameters()}
+            alike = (each for each in self.parameters() if id(each) not in experts and not _is_split(each))
+            sum_gradients(alike, mp_group)
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    """Whether each tensor-parallel rank has another part of it, by the marks that Megatron and DeepSpeed go by."""
+    return any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,11 +68,6 @@ def test_tutel_kernels_are_not_dropped_in_silence() -> None:
     model = SmallModel(Case(), rank=0)
     model.moes[0].deepspeed_moe.use_tutel = True
     assert refused(model).startswith("moes.0: use_tutel = True")
-
-
-def test_tensor_parallel_ranks_are_refused() -> None:
-    mpu = SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)
-    assert "2 tensor-parallel ranks" in refused(SmallModel(Case(), rank=0), mpu=mpu)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
 # The files that may import DeepSpeed, each with its reason.
 DEEPSPEED: dict[str, str] = {
     "layer.py": "subclasses DeepSpeed's MoE modules",
-    "engine.py": "subclasses DeepSpeed's engine and stands in for its initialize",
+    "engine.py": "subclasses DeepSpeed's engines",
+    "door.py": "stands in for DeepSpeed's initialize",
+    "reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
+    "gradient_norm.py": "clips where DeepSpeed's optimizers would clip by another norm",
     "compat.py": "holds and checks every private name of DeepSpeed",
     "runtime/groups.py": "makes process groups where DeepSpeed looks for them",
 }

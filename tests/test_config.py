@@ -134,14 +134,10 @@ def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence:
     ("written", "sentence"),
     [
         ({"pipeline_degree": {"max": 8}}, "fsmoe.pipeline_degree.max = 8: not yet"),
-        ({"gradient_partition": {"mode": "adaptive"}}, 'fsmoe.gradient_partition.mode = "adaptive": not yet'),
-        ({"gradient_partition": {"solver": "de"}}, "fsmoe.gradient_partition.solver"),
-        ({"gradient_partition": {"chunk_bytes": 1000}}, "fsmoe.gradient_partition.chunk_bytes"),
         ({"solver": "slsqp"}, "fsmoe.solver"),
         ({"autotune": {"enabled": True}}, "fsmoe.autotune.enabled = true: not yet"),
         ({"autotune": {"cache_dir": "x"}}, "fsmoe.autotune.cache_dir"),
         ({"autotune": {"retune_on_drift": True}}, "fsmoe.autotune.retune_on_drift"),
-        ({"deterministic": True}, "fsmoe.deterministic"),
         ({"metrics": "brief"}, "fsmoe.metrics"),
     ],
 )
@@ -150,6 +146,22 @@ def test_what_this_version_cannot_do_is_refused_and_never_ignored(written: dict,
         read_block({"fsmoe": {"enabled": True} | written})
     assert sentence in str(caught.value)
     assert "not yet" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        (
+            {"gradient_partition": {"mode": "adaptive", "chunk_bytes": 1000}},
+            'fsmoe.gradient_partition.chunk_bytes = 1000: only with mode = "fixed_chunk", and it is "adaptive"',
+        ),
+        ({"gradient_partition": {"mode": "off", "solver": "de"}}, 'only with mode = "adaptive", and it is "off"'),
+    ],
+)
+def test_an_option_of_another_mode_is_refused_and_never_ignored(written: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True} | written})
+    assert sentence in str(caught.value)
 
 
 def test_every_field_is_used_or_refused() -> None:
@@ -169,8 +181,9 @@ def test_every_field_is_used_or_refused() -> None:
 
     used = {"enabled", "schedule", "order", "alltoall", "ops", "plugins", "esp_size", "overlap", "recompute", "hooks"}
     used |= {"pipeline_degree.forward", "pipeline_degree.backward", "topology.ranks_per_node"}
-    used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path"}
-    used |= {"debug.check_every", "debug.hang_timeout_s"}
+    used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path", "trace.cluster"}
+    used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts"}
+    used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
     assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields} | set(_ONLY)
 
 
@@ -244,7 +257,7 @@ def test_a_block_that_does_not_fit_the_model_is_refused(gate: dict, made: Simple
         ({"fp16": {"enabled": True}}, "use stage 1 or 2, or bf16"),
         ({"zero_optimization": {"stage": 1, "contiguous_gradients": False}}, "contiguous_gradients = false"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled = true: AutoEP"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: duplicate tokens are not dropped"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: DeepSpeed would split the layers"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile = true"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled = true"),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),

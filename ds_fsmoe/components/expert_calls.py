@@ -165,13 +165,15 @@ class ExpertSet:
     Args:
         experts: e row-wise modules.
         keep_expert_dim: call modules with [N, 1, c, M], as stock does, instead of [N, c, M].
+        path: of their layer in the model, for messages.
     """
 
-    def __init__(self, experts: Sequence[nn.Module], keep_expert_dim: bool = False) -> None:
+    def __init__(self, experts: Sequence[nn.Module], keep_expert_dim: bool = False, path: str = "") -> None:
         if not experts:
             raise ValueError("expert_set needs at least one expert")
         self.experts = tuple(experts)
         self.keep_expert_dim = keep_expert_dim
+        self.path = path
         self.parameters = tuple(dict.fromkeys(each for expert in experts for each in expert.parameters()))
         """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
         self._ids = self._present_ids()
@@ -179,7 +181,11 @@ class ExpertSet:
     @property
     def splits(self) -> bool:
         """Whether a call made now would split (:attr:`ExpertCall.splits`)."""
-        return all(self._written_now(expert) is not None for expert in self.experts)
+        return all(form is not None for form in self.written_now())
+
+    def written_now(self) -> tuple[WrittenExpert | None, ...]:
+        """Of each expert the written-out form by which a call made now would compute it, if it would."""
+        return tuple(self._written_now(expert) for expert in self.experts)
 
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall:
         """One forward call of the layer, under the autocast that holds now.
@@ -205,7 +211,7 @@ class ExpertSet:
         # adds a bias within the matrix product or after it, with one rounding or two.
         contiguous = len(self.experts) == 1
         calls: list[WrittenCall | GraphCall] = []
-        for expert in self.experts:
+        for index, expert in enumerate(self.experts):
             written = self._written_now(expert)
             if written is not None:
                 calls.append(
@@ -222,6 +228,7 @@ class ExpertSet:
                         keeps_graph=keeps_graph,
                         keep_expert_dim=self.keep_expert_dim,
                         contiguous=contiguous,
+                        where=f"{self.path}: expert {index}: " if self.path else "",
                     )
                 )
         autocast = AutocastState.now(self._device_types())
@@ -246,6 +253,6 @@ class ExpertSet:
         return None if torch.is_autocast_enabled(written.down.weight.device.type) else written
 
 
-def expert_set(experts: Sequence[nn.Module], keep_expert_dim: bool = False) -> ExpertSet:
+def expert_set(experts: Sequence[nn.Module], keep_expert_dim: bool = False, path: str = "") -> ExpertSet:
     """The experts of one rank, to be called chunk by chunk; see :class:`ExpertSet`."""
-    return ExpertSet(experts, keep_expert_dim)
+    return ExpertSet(experts, keep_expert_dim, path)

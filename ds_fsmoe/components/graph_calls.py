@@ -52,6 +52,7 @@ class GraphCall:
         keeps_graph: whether to keep graphs, or the rows alone.
         keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
         contiguous: make the module's rows contiguous first.
+        where: the beginning of messages about the module.
     """
 
     splits = False
@@ -65,6 +66,7 @@ class GraphCall:
         keeps_graph: bool,
         keep_expert_dim: bool,
         contiguous: bool,
+        where: str = "",
     ) -> None:
         self._expert = expert
         self._sums = sums
@@ -81,6 +83,7 @@ class GraphCall:
         self._keeps_graph = keeps_graph and needs_backward and not _somebody_keeps_for_autograd()
         self._keep_expert_dim = keep_expert_dim
         self._contiguous = contiguous
+        self._where = where
         self.cuts = Cuts()
         self._runs: dict[tuple[int, int], _Run] = {}
         self._random: dict[tuple[int, int], RandomState] = {}
@@ -153,7 +156,7 @@ class GraphCall:
         expected = (x_NcM.shape[0], 1, *x_NcM.shape[1:]) if self._keep_expert_dim else x_NcM.shape
         if y.shape != expected:
             raise ValueError(
-                f"expert {type(self._expert).__name__} made {tuple(y.shape)} of {tuple(expected)}: an expert must "
-                "return a row of the same width for every row"
+                f"{self._where}expert {type(self._expert).__name__} made {tuple(y.shape)} of {tuple(expected)}: an "
+                "expert must return a row of the same width for every row"
             )
         return y.squeeze(1) if self._keep_expert_dim else y

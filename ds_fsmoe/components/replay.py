@@ -47,6 +47,11 @@ class RandomState:
         of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), of_device)
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes to remember it."""
+        return self.of_host.nbytes + (0 if self.of_device is None else self.of_device.nbytes)
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Draws inside are those that followed this state; outside nothing is drawn."""

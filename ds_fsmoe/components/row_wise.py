@@ -21,7 +21,7 @@ def check_row_wise(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     keep_expert_dim: bool = False,
-) -> None:
+) -> bool:
     """Try an expert on a few rows of random numbers, in the mode it is in and through ``module(...)``.
 
     Other rows are changed and the row in question must stay; then, unless the expert draws random numbers, the rows
@@ -32,6 +32,10 @@ def check_row_wise(
         model_dim: M.
         dtype, device: of the rows; those of the expert's first floating-point parameter unless given.
         keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
+
+    Returns:
+        Whether the expert draws random numbers: then it is row-wise as far as they are the same, and rows that are
+        cut otherwise draw others.
 
     Raises:
         ValueError: the expert changes the number of rows or their width, or is not row-wise.
@@ -80,6 +84,7 @@ def check_row_wise(
         for start, stop in () if draws else ((0, 2), (2, _SLOTS)):
             if differs(call(x_NcM[:, start:stop]), y_NcM[:, start:stop]):
                 raise refuse("a row of its result depends on the row's place or on the number of rows")
+    return draws
 
 
 @contextmanager

@@ -47,12 +47,15 @@ class FSMoEGroups:
     esp_group: dist.ProcessGroup | None
     """All-gathers and reduce-scatters of tokens."""
     block_group: dist.ProcessGroup | None
-    """DeepSpeed's ``ep_size_{ep*esp}``: what all ranks of a block have to agree on, as the capacity if none is dropped.
-    Never used on a lane of links."""
+    """DeepSpeed's ``ep_size_{ep*esp}``. Never used on a lane of links."""
     edp_group: dist.ProcessGroup | None
     """DeepSpeed's: reduces gradients of experts."""
     dp_group: dist.ProcessGroup | None
     """DeepSpeed's: reduces gradients of dense parameters. Under its sequence parallelism those ranks count in, too."""
+    mp_group: dist.ProcessGroup | None = None
+    """Ours: gathers what tensor-parallel ranks have dropped, and sums gradients of what they hold alike."""
+    capacity_group: dist.ProcessGroup | None = None
+    """What all ranks have to agree on who exchange, gather or share tokens: the block group, as a rule."""
 
     @cached_property
     def planned(self) -> PlacedGroups:
@@ -84,6 +87,8 @@ def make_groups(
     ranks_per_node: int | None = None,
     mp_size: int | None = None,
     pp_size: int | None = None,
+    tensor_parallel_experts: bool = False,
+    same_tokens: bool = True,
 ) -> FSMoEGroups:
     """The groups of this rank for experts spread over ``ep_size`` and sharded over ``esp_size`` ranks.
 
@@ -98,6 +103,8 @@ def make_groups(
         ep_size, esp_size, expert_before_data: see :func:`layout`.
         ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None``: from host names.
         mp_size, pp_size: of the rest of the model; ``None``: what DeepSpeed's ``mpu`` says, 1 without.
+        tensor_parallel_experts: see :func:`layout`.
+        same_tokens: whether tensor-parallel ranks come to the layer with the same tokens.
 
     Raises:
         ValueError: sizes that do not divide the ranks, with the sizes that would do.
@@ -106,10 +113,15 @@ def make_groups(
     global _made_under
     stock = _deepspeed_groups()
     if mp_size is None or pp_size is None:
-        mpu_mp_size, mpu_pp_size = _sizes_of_mpu(stock)
+        mpu_mp_size, mpu_pp_size = sizes_of_mpu(None if stock is None else stock.mpu)
         mp_size = mpu_mp_size if mp_size is None else mp_size
         pp_size = mpu_pp_size if pp_size is None else pp_size
-    found = layout(world_size_now(), ep_size, esp_size, expert_before_data, mp_size=mp_size, pp_size=pp_size)
+    found = layout(
+        *(world_size_now(), ep_size, esp_size, expert_before_data),
+        mp_size=mp_size,
+        pp_size=pp_size,
+        tensor_parallel_experts=tensor_parallel_experts,
+    )
     if found.world_size == 1:
         return FSMoEGroups(found, find_topology(ranks_per_node), 0, None, None, None, None, None)
     world = dist.group.WORLD
@@ -117,17 +129,22 @@ def make_groups(
         _made.clear()
         # When the default group goes, so do ours: kept here, they would hold on to its sockets and threads.
         _made_under = weakref.ref(world, lambda _: _made.clear())
-    key = (found, ranks_per_node, stock is not None)
+    agreeing = found.agreeing(same_tokens=same_tokens)
+    key = (found, agreeing, ranks_per_node, stock is not None)
     if key not in _made:
         topology = find_topology(ranks_per_node)
         rank, timeout = dist.get_rank(), _timeout_of(world)
-        # The order of these lines is the order on every rank, members or not: making a group is collective.
-        ours = [_communicator(getattr(found, kind), kind, rank, timeout) for kind in ("ep", "esp")]
+        # The order of these lines is the order on every rank, members or not: making a group is collective. DeepSpeed's
+        # come first, as they do with a layer, which has made them before it comes here.
         if stock is None:
             theirs = [_communicator(getattr(found, kind), kind, rank, timeout) for kind in ("blocks", "edp", "dp")]
         else:
             theirs = _made_by_deepspeed(stock, found, rank, expert_before_data)
-        _made[key] = FSMoEGroups(found, topology, rank, *ours, *theirs)
+        ours = [_communicator(getattr(found, kind), kind, rank, timeout) for kind in ("ep", "esp")]
+        mp_group = _communicator(found.mp, "mp", rank, timeout)
+        own_kind = agreeing != found.blocks
+        capacity_group = _communicator(agreeing, "capacity", rank, timeout) if own_kind else theirs[0]
+        _made[key] = FSMoEGroups(found, topology, rank, *ours, *theirs, mp_group, capacity_group)
     return _made[key]
 
 
@@ -157,25 +174,38 @@ def _deepspeed_groups() -> Any:
     return groups if comm.is_initialized() else None
 
 
-def _sizes_of_mpu(stock: Any) -> tuple[int, int]:
-    """(tensor-parallel ranks, pipeline stages)."""
-    if stock is None or stock.mpu is None:
+def sizes_of_mpu(mpu: Any) -> tuple[int, int]:
+    """(tensor-parallel ranks, pipeline stages) of what a script gives DeepSpeed as ``mpu``; ``None`` is 1 of each."""
+    if mpu is None:
         return 1, 1
     from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
 
-    return bwc_tensor_model_parallel_world_size(stock.mpu), bwc_pipeline_parallel_world_size(stock.mpu)
+    return bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)
+
+
+def has_neighbours(mpu: Any) -> bool:
+    """Whether the tensor-parallel ranks with this one are the run of neighbours that :func:`layout` takes them for."""
+    size, _ = sizes_of_mpu(mpu)
+    if size == 1:
+        return True
+    from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
+
+    first = dist.get_rank() // size * size
+    return dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu)) == [*range(first, first + size)]
 
 
 def _made_by_deepspeed(
     stock: Any, found: Layout, rank: int, expert_before_data: bool
 ) -> list[dist.ProcessGroup | None]:
     """DeepSpeed's block, EDP and DP groups of this rank; its own function makes those that are not there yet."""
-    block_size = found.ep_size * found.esp_size
-    name = stock_names(found.ep_size, found.esp_size).expert_group_name
+    block_size = len(found.blocks[0])
+    name = stock_names(block_size, 1).expert_group_name
     if name not in stock._get_expert_parallel_group_dict():
-        stock._create_expert_and_data_parallel(
-            block_size, pp_size=found.pp_size, use_data_before_expert_parallel_=not expert_before_data
-        )
+        order = {"use_data_before_expert_parallel_": not expert_before_data}
+        if found.tensor_parallel_experts:
+            stock._create_expert_data_and_model_parallel(block_size, stock.mpu, **order)
+        else:
+            stock._create_expert_and_data_parallel(block_size, pp_size=found.pp_size, **order)
     block_group, edp_group = stock._get_expert_parallel_group(name), stock._get_expert_data_parallel_group(name)
     try:
         dist.get_rank(block_group)
@@ -222,3 +252,9 @@ class StockNames:
 def stock_names(ep_size: int, esp_size: int) -> StockNames:
     """What a layer spread over ``ep_size`` and sharded over ``esp_size`` ranks carries towards DeepSpeed."""
     return StockNames(ep_size * esp_size, f"ep_size_{ep_size * esp_size}")
+
+
+def communicator_like(found: Layout, kind: str) -> dist.ProcessGroup | None:
+    """A new communicator with the ranks of this rank's group of a kind, for traffic that must not come between that of
+    another: gradients on a lane. Collective; ``None`` for a group of one rank."""
+    return _communicator(getattr(found, kind), kind, dist.get_rank(), _timeout_of(dist.group.WORLD))

@@ -12,14 +12,14 @@ group, N = P * G, e experts on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
 
-from ds_fsmoe.planning.block import BlockPlan, block_schedule
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -27,7 +27,9 @@ from ds_fsmoe.planning.schedule import (
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
+    EXPERT_GRAD,
     GATHER,
+    GRAD,
     REDUCE,
     Schedule,
     Task,
@@ -68,6 +70,23 @@ class Experts(Protocol):
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall: ...
 
 
+class Parcel(Protocol):
+    """A slice of gradients."""
+
+    @property
+    def kind(self) -> str: ...
+
+
+class Window(Protocol):
+    """What else travels in the backward of a layer: gradients of what the backward has passed already."""
+
+    def open(self) -> Sequence[Parcel]: ...
+
+    def send(self, parcel: Parcel) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class PhasePlan:
     """How the experts' part of a layer is run in one phase."""
@@ -78,17 +97,52 @@ class PhasePlan:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Its tasks. Sizes are of no importance to what is run, so those of one row stand for all."""
+        """Its tasks."""
+        return self.sending(())
+
+    def sending(self, kinds: tuple[str, ...]) -> Schedule:
+        """The same with slices of gradients, GRAD or EXPERT_GRAD, in this order."""
+        if kinds not in self._schedules:
+            self._schedules[kinds] = self._schedule(kinds)
+        return self._schedules[kinds]
+
+    @cached_property
+    def _schedules(self) -> dict[tuple[str, ...], Schedule]:
+        return {}
+
+    def _schedule(self, kinds: tuple[str, ...]) -> Schedule:
+        # Sizes are of no importance to what is run, so those of one row stand for all.
         sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
         work = layer_work(sizes, self.groups)
         moe = (work.backward if self.backward else work.forward).moe
         # What waits for the rest of the layer, or for the next one, waits for the end of this part at the most.
-        block = replace(self.block, held_dw=0, carried_dw=0, moe_slices=(), dense_slices=())
+        at = self.groups.placements
+        # Experts of this layer may have nobody to be summed with, and those of another with another ep_size do.
+        lanes = {GRAD: at["dp"].lanes, EXPERT_GRAD: at["edp"].lanes or at["dp"].lanes}
+        slices = tuple(Slice(kind, lanes[kind], 1.0) for kind in kinds)
+        block = replace(self.block, held_dw=0, carried_dw=0, moe_slices=slices, dense_slices=())
         return block_schedule(BlockWork((), moe, ()), block)
 
     def cutting(self, capacity: int) -> Cutting:
         """Where the capacity is cut."""
         return cut(capacity, self.block.shares)
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """The sizes of one call of a layer's experts on this rank."""
+
+    num_ranks: int
+    """N."""
+    capacity: int
+    """C."""
+    width: int
+    """M."""
+    dtype: torch.dtype
+    num_chunks: int
+    """Of the forward."""
+    same_cuts: bool
+    """Whether the backward has the forward's chunks."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +157,9 @@ class Pipeline:
     """For messages and traces, such as "L03"."""
     recompute: bool = False
     observer: Observer | None = None
+    window: Window | None = None
+    on_call: Callable[[CallSizes], None] | None = None
+    """Is told the sizes of each call, before it begins."""
 
     def __call__(
         self, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts, hook: Hook | None = None
@@ -127,6 +184,10 @@ class Pipeline:
         )
         cuttings = self.forward.cutting(capacity), self.backward.cutting(capacity)
         same = cuttings[0] == cuttings[1]
+        if self.on_call is not None:
+            num_ranks = self.wires.num_exchanging * self.wires.num_sharing
+            chunks = len(cuttings[0].chunks)
+            self.on_call(CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same))
         call = experts.call(needs_backward, same_cuts=same, recompute=self.recompute)
         of_call = _Call(self, num_experts, *cuttings, call, hook)
         if not needs_backward:
@@ -153,6 +214,9 @@ class _ExpertsPart(torch.autograd.Function):
     def backward(ctx: Any, dy_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Read before anything runs: under checkpointing this is where the forward is run again.
         ctx.call.experts.restore(ctx.saved_tensors)
+        # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
+        # but memory depends on it, and a torch that cannot do it yet goes without.
+        getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
         dx_RM, gradients = ctx.call.backward(dy_RM)
         ctx.call.experts.release()
         return dx_RM, None, *gradients
@@ -186,6 +250,8 @@ class _Call:
     def backward(self, dy_RM: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """The gradient of the rows, and those of the experts' parameters."""
         phase = _Phase(self, "backward", self._cut_backward, dy_RM)
+        window = self.pipeline.window
+        parcels = () if window is None else window.open()
 
         def expert_dw(task: Task) -> None:
             self.experts.backward_dw(*self._cut_backward.chunks[task.chunk])
@@ -195,7 +261,11 @@ class _Call:
             EXPERT_DX: phase.compute(self.experts.backward_dx),
             EXPERT_DW: expert_dw,
         }
-        dx_RM = phase.run(self.pipeline.backward.schedule, bodies)
+        for kind in (GRAD, EXPERT_GRAD) if parcels else ():
+            bodies[kind] = lambda task: window.send(parcels[task.chunk])
+        dx_RM = phase.run(self.pipeline.backward.sending(tuple(each.kind for each in parcels)), bodies)
+        if window is not None:
+            window.close()
         return dx_RM, self.experts.gradients()
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class Recorder(Observer):
         Args:
             device: that of the lanes; the CPU if left out.
         """
-        self._stamp, self._elapsed_ms = _CLOCKS["cuda" if device is not None and device.type == "cuda" else "cpu"]
+        self._stamp, self._elapsed_ms = clock_of(device)
         self._schedule: Schedule | None = None
         self._start: Any = None
         self._begins: list[Any] = []
@@ -91,6 +92,11 @@ class Together(Observer):
             each.end(index, task)
 
 
+def clock_of(device: torch.device | None) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """What takes a stamp, on the current stream, and what gives the milliseconds from one stamp to another."""
+    return _CLOCKS["cuda" if device is not None and device.type == "cuda" else "cpu"]
+
+
 def _host_elapsed_ms(start_ns: int, end_ns: int) -> float:
     return (end_ns - start_ns) / 1e6
 
@@ -106,7 +112,6 @@ def _event_elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return start.elapsed_time(end)
 
 
-# Device type -> (a stamp for now, on the current stream; the time from one stamp to another).
 _CLOCKS: dict[str, tuple[Any, Any]] = {
     "cpu": (time.perf_counter_ns, _host_elapsed_ms),
     "cuda": (_event_now, _event_elapsed_ms),

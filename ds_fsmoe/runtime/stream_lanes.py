@@ -54,6 +54,8 @@ class StreamLanes(Lanes):
             lane: torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY) for lane in (Lane.INTRA, Lane.INTER)
         }
         self._events = _Events()
+        self._end: torch.cuda.Event | None = None
+        """On the compute stream, at the end of the last run."""
 
     def _execute(self, crossings: Crossings, work: Work) -> None:
         compute = torch.cuda.current_stream(self._device)
@@ -64,11 +66,12 @@ class StreamLanes(Lanes):
             with suppress(RuntimeError):
                 for lane in crossings.links:
                     compute.wait_stream(self._links[lane])
+                self._end = self._events.record(compute, None)
             raise
 
     def _issue(self, crossings: Crossings, work: Work, compute: torch.cuda.Stream) -> None:
         events = self._events
-        events.reserve(crossings.count + 1)
+        events.reserve(crossings.count + 2)
         if crossings.links:
             fork = events.record(compute, None)
             for lane in crossings.links:
@@ -94,6 +97,20 @@ class StreamLanes(Lanes):
                     crossed[number] = event
         for number in crossings.joins:
             compute.wait_event(crossed[number])
+        self._end = events.record(compute, None)
+
+    def is_behind(self) -> bool:
+        """Whether the device has yet to reach the end of the last run. Of a run that is under way it says nothing.
+
+        For a watchdog: it may be called from any thread, and does not wait for the device.
+        """
+        end = self._end
+        if end is None:
+            return False
+        # A new thread is on device 0, and would make a context there.
+        with suppress(RuntimeError), torch.cuda.device(self._device):
+            return not end.query()
+        return False  # a device that has failed says so to whoever uses it next
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
         """Lane -> the task issued last and the last one that is known to be finished on the device, as "label/name".

@@ -108,11 +108,12 @@ class Layout:
     world_size: int
     ep_size: int
     esp_size: int
+    """Ranks of a group in ``esp``; the tensor-parallel ones, if experts split themselves over those."""
     mp_size: int
     pp_size: int
     blocks: tuple[Ranks, ...]
     """What DeepSpeed takes for expert-parallel groups: rank ``i * esp + s`` of a block holds shard s of the experts of
-    EP rank i."""
+    EP rank i. Where experts split themselves over the tensor-parallel ranks, it is the EP groups."""
     ep: tuple[Ranks, ...]
     """Exchange tokens."""
     esp: tuple[Ranks, ...]
@@ -123,10 +124,35 @@ class Layout:
     """Work on the same tokens, or the same sequence, outside the MoE layers: tensor parallelism."""
     dp: tuple[Ranks, ...]
     """Hold the same dense parameters."""
+    tensor_parallel_experts: bool = False
+    """Whether experts split themselves over the ranks of the MP groups, which are the ESP groups then."""
 
     def group_of(self, kind: str, rank: int) -> Ranks:
         """The one group of a kind (``"ep"``, ``"esp"``, ``"edp"``, ``"mp"``, ``"dp"``, ``"blocks"``) with a rank."""
         return next(ranks for ranks in getattr(self, kind) if rank in ranks)
+
+    def agreeing(self, *, same_tokens: bool) -> tuple[Ranks, ...]:
+        """The groups of ranks that have to agree on a capacity that follows from their tokens.
+
+        Those of a block exchange slots, those of an ESP group gather them, and an MP group whose ranks have the same
+        tokens sends one set of slots in parts. It is the blocks themselves where each of them has among its ranks the
+        tokens of all.
+
+        Args:
+            same_tokens: whether the ranks of an MP group have the same tokens; else each has its own.
+        """
+        tied = [*self.blocks, *self.esp, *(self.mp if same_tokens else ())]
+        joined: list[set[int]] = []
+        for ranks in tied:
+            touched = [each for each in joined if not each.isdisjoint(ranks)]
+            joined = [each for each in joined if each.isdisjoint(ranks)] + [set(ranks).union(*touched)]
+
+        def sources(ranks: Iterable[int]) -> set[int]:
+            return {rank // self.mp_size if same_tokens else rank for rank in ranks}
+
+        if all(sources(block) == sources(ranks) for ranks in joined for block in self.blocks if block[0] in ranks):
+            return self.blocks
+        return tuple(sorted(tuple(sorted(ranks)) for ranks in joined))
 
 
 def layout(
@@ -137,6 +163,7 @@ def layout(
     *,
     mp_size: int = 1,
     pp_size: int = 1,
+    tensor_parallel_experts: bool = False,
 ) -> Layout:
     """Lay out the groups of a job.
 
@@ -147,41 +174,52 @@ def layout(
         expert_before_data: DeepSpeed's default, a block is a run of neighbours; ``False`` is its
             ``use_data_before_expert_parallelism``: the ranks of an EDP group are neighbours, a block strides over them.
         mp_size, pp_size: tensor-parallel ranks and pipeline stages of the rest of the model.
+        tensor_parallel_experts: experts split themselves over the tensor-parallel ranks, DeepSpeed's
+            ``enable_expert_tensor_parallelism``. Then EP groups lie within the DP groups, and the ranks of an MP group
+            share an expert as those of an ESP group do; ``esp_size`` has to be 1.
 
     Raises:
         ValueError: sizes that do not divide the ranks, with the sizes that would do.
     """
-    stage_size = _checked_stage_size(world_size, ep_size, esp_size, mp_size, pp_size)
+    self_split = tensor_parallel_experts and mp_size > 1
+    stage_size = _checked_stage_size(world_size, ep_size, esp_size, mp_size, pp_size, self_split)
     block_size = ep_size * esp_size
-    edp_size = stage_size // block_size
     blocks: list[Ranks] = []
     edp: list[Ranks] = []
     dp: list[Ranks] = []
     for first in range(0, world_size, stage_size):
-        end = first + stage_size
-        if expert_before_data:
-            stage_blocks = [range(each, each + block_size) for each in range(first, end, block_size)]
-        else:
-            stage_blocks = [range(first + each, end, edp_size) for each in range(edp_size)]
-        blocks += map(tuple, stage_blocks)
-        edp += zip(*stage_blocks, strict=True)
-        dp += (tuple(range(first + each, end, mp_size)) for each in range(mp_size))
+        stage = range(first, first + stage_size)
+        stage_dp = [stage[each::mp_size] for each in range(mp_size)]
+        dp += map(tuple, stage_dp)
+        for ranks in stage_dp if self_split else [stage]:
+            edp_size = len(ranks) // block_size
+            if expert_before_data:
+                cut = [ranks[each : each + block_size] for each in range(0, len(ranks), block_size)]
+            else:
+                cut = [ranks[each::edp_size] for each in range(edp_size)]
+            blocks += map(tuple, cut)
+            edp += zip(*cut, strict=True)
+    mp = tuple(tuple(range(each, each + mp_size)) for each in range(0, world_size, mp_size))
+    esp = tuple(block[each : each + esp_size] for block in blocks for each in range(0, block_size, esp_size))
     return Layout(
         world_size=world_size,
         ep_size=ep_size,
-        esp_size=esp_size,
+        esp_size=mp_size if self_split else esp_size,
         mp_size=mp_size,
         pp_size=pp_size,
         blocks=tuple(blocks),
         ep=tuple(block[shard::esp_size] for block in blocks for shard in range(esp_size)),
-        esp=tuple(block[each : each + esp_size] for block in blocks for each in range(0, block_size, esp_size)),
+        esp=mp if self_split else esp,
         edp=tuple(edp),
-        mp=tuple(tuple(range(each, each + mp_size)) for each in range(0, world_size, mp_size)),
+        mp=mp,
         dp=tuple(dp),
+        tensor_parallel_experts=self_split,
     )
 
 
-def _checked_stage_size(world_size: int, ep_size: int, esp_size: int, mp_size: int, pp_size: int) -> int:
+def _checked_stage_size(
+    world_size: int, ep_size: int, esp_size: int, mp_size: int, pp_size: int, self_split: bool
+) -> int:
     """Ranks of one pipeline stage."""
     if not is_count(pp_size) or world_size % pp_size:
         raise ValueError(
@@ -194,6 +232,17 @@ def _checked_stage_size(world_size: int, ep_size: int, esp_size: int, mp_size: i
         if not is_count(size) or stage_size % size:
             choices = sizes_that_divide(stage_size)
             raise ValueError(f"{name} = {size!r}: must divide {ranks}; the choices are {choices}")
+    if self_split and stage_size // mp_size % ep_size:
+        raise ValueError(
+            f"ep_size = {ep_size}: experts that split themselves over {mp_size} tensor-parallel ranks are spread over "
+            f"data-parallel ranks alone, and it must divide these {stage_size // mp_size}; the choices are "
+            f"{sizes_that_divide(stage_size // mp_size)}"
+        )
+    if self_split and esp_size != 1:
+        raise ValueError(
+            f"fsmoe.esp_size = {esp_size!r}: with enable_expert_tensor_parallelism the experts split themselves "
+            "already; set it to 1, or do without enable_expert_tensor_parallelism"
+        )
     if not is_count(esp_size) or stage_size % (ep_size * esp_size):
         raise ValueError(
             f"fsmoe.esp_size = {esp_size!r}: ep_size x esp_size must divide {ranks}; with ep_size = {ep_size} the "

@@ -12,9 +12,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from ds_fsmoe.planning.schedule import Schedule, Task
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.runtime.lanes import Observer
 from ds_fsmoe.runtime.topology import world_size_now
+from ds_fsmoe.runtime.trace_clocks import clock_of, set_clock
 from ds_fsmoe.runtime.trace_files import TracedRun, range_name, rank_file, trace_of, write_trace
 
 logger = logging.getLogger("ds_fsmoe")
@@ -34,13 +34,16 @@ logger = logging.getLogger("ds_fsmoe")
 # which may be that of a device that hangs.
 _PATIENCE_S = 60.0
 _PATIENCE_AT_CLOSE_S = 5.0
+# Less than a watchdog gives all it calls at the end of a process.
+_PATIENCE_AT_SAVE_S = 1.0
 
 
 class Tracer(Observer):
     """Records the runs of some steps and writes them to ``folder/rank{rank}.json`` when the last of the steps is over.
 
     One object for all lanes of an engine. Outside of the steps it does nothing. A job that ends early leaves a file
-    with what there is: it is written by :meth:`close`, which the interpreter calls at its exit if nobody else has.
+    with what there is: it is written by :meth:`close`, which the interpreter calls at its exit if nobody else has, and
+    by :meth:`save`, for a watchdog that is about to end the process without the interpreter's exit.
 
     The host waits for the device when the first step begins, to set the clocks by each other, and after the last; in
     between times are events on the lanes' streams.
@@ -62,7 +65,7 @@ class Tracer(Observer):
             start_step: the first step to record.
             num_steps: how many.
             device: that of the lanes.
-            predicted: label of a run, such as "L03/backward", -> what was expected of it.
+            predicted: label of a run, such as "L03/backward", -> what is expected of it, unless :meth:`expect` says.
 
         Raises:
             OSError: the folder cannot be made or written to.
@@ -74,13 +77,17 @@ class Tracer(Observer):
         self._wanted = range(start_step, start_step + num_steps)
         self._device = device
         self._predicted = dict(predicted or {})
-        self._clock = _StreamClock() if device.type == "cuda" else _HostClock()
+        self._clock = clock_of(device)
         self._now = self._clock.now
         self._reference: tuple[Any, int] | None = None
         self._step: int | None = None
+        self._expected: Callable[[], Timeline] | None = None
         self._seen: list[int] = []
         self._is_on = False
         self._is_written = False
+        """Whether the trace is over: nothing is recorded any more."""
+        self._is_saved = False
+        """Whether its end has been written."""
         self._runs: list[_Run] = []
         self._open: tuple[_Run, ...] = ()
         """Those whose tasks may begin or end, the latest first. Replaced, never changed: lanes read it unlocked."""
@@ -101,17 +108,31 @@ class Tracer(Observer):
             self._write("after the last step", _PATIENCE_S, is_early=False)
         elif number in self._wanted:
             if self._reference is None:
-                self._reference = _set_clock(self._clock)
+                self._reference = set_clock(self._clock)
             self._seen.append(number)
         self._is_on = number in self._wanted
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether this is one of the steps."""
+        return self._is_on
+
+    def expect(self, predict: Callable[[], Timeline]) -> None:
+        """Of the run that this thread starts next, this is to be expected. It is asked for when the trace is written.
+
+        Args:
+            predict: may raise ``ValueError``; then the trace is written without.
+        """
+        self._expected = predict
 
     def start(self, schedule: Schedule, label: str) -> None:
         if not self._is_on:
             return
+        expected, self._expected = self._expected, None
         with self._lock:
             if label not in self._names or self._names[label][0] is not schedule:
                 self._names[label] = schedule, tuple(range_name(label, task) for task in schedule.tasks)
-            run = _Run(label, self._step, schedule, self._names[label][1], self._now())
+            run = _Run(label, self._step, schedule, self._names[label][1], self._now(), expected)
             self._runs.append(run)
             self._open = (run, *(each for each in self._open if None in each.ends))
 
@@ -145,6 +166,24 @@ class Tracer(Observer):
         when = "before the first step" if self._step is None else f"in step {self._step}"
         self._write(f"closed {when}", _PATIENCE_AT_CLOSE_S, is_early=True)
 
+    def save(self, reason: str) -> None:
+        """Write what there is so far and go on, unless all of it has been written.
+
+        From any thread, and without a lock: the one that holds it may be what hangs. What is written later replaces
+        this.
+
+        Args:
+            reason: why now, for the file.
+        """
+        if self._is_saved:
+            return
+        runs = tuple(self._runs)
+        self._wait(runs, _PATIENCE_AT_SAVE_S)
+        trace = self._trace_of(runs, reason, is_complete=False)
+        # The end of the trace may have been written meanwhile, and has more.
+        if not self._is_saved:
+            self._put(trace)
+
     def _forget_runs_inside(self, run: _Run) -> None:
         """A task has ended, so all runs are over that its body started, in this thread: also those that failed."""
         here = threading.get_ident()
@@ -164,48 +203,68 @@ class Tracer(Observer):
             self._is_written, self._is_on = True, False
             atexit.unregister(self.close)
             self._forget_runs_that_are_over()
-            self._wait(patience_s)
-            runs = [] if self._reference is None else self._read(*self._reference)
+            self._wait(self._runs, patience_s)
             is_complete = not is_early and self._seen == list(self._wanted)
-            asked_for = f"steps {self._wanted[0]} to {self._wanted[-1]}"
-            about = {
-                "world_size": world_size_now(),
-                "device": str(self._device),
-                "asked_for": asked_for,
-                "steps": self._seen,
-                "complete": is_complete,
-                "ended": ended,
-                "runs": len(runs),
-                "unfinished": [self._describe(run) for run in runs if not run.is_whole],
-            }
-            self._runs.clear()
-            try:
-                write_trace(trace_of(self._rank, socket.gethostname(), runs, about), self.path)
-            except OSError as error:
-                # Training goes on without its trace.
-                logger.warning("the trace of rank %d is lost: %s", self._rank, error)
-                return
+            trace = self._trace_of(self._runs, ended, is_complete)
+            is_written = self._put(trace)
+            # In this order, and a new list: a thread that saves may be reading the old one.
+            self._is_saved = True
+            self._runs = []
+        if not is_written:
+            return
+        asked_for = self._asked_for
         if self._rank == 0 and is_complete:
             logger.info("the trace of %s is in %s", asked_for, self.path.parent)
         elif self._rank == 0:
             steps = ", ".join(map(str, self._seen)) or "none"
             logger.warning("%s: not all of %s: %s; steps there are: %s", self.path.parent, asked_for, ended, steps)
 
-    def _wait(self, patience_s: float) -> None:
+    @property
+    def _asked_for(self) -> str:
+        return f"steps {self._wanted[0]} to {self._wanted[-1]}"
+
+    def _trace_of(self, recorded: Sequence[_Run], ended: str, is_complete: bool) -> dict[str, Any]:
+        """What is written of these runs."""
+        runs = [] if self._reference is None else self._read(recorded, *self._reference)
+        about = {
+            "world_size": world_size_now(),
+            "device": str(self._device),
+            "asked_for": self._asked_for,
+            "steps": list(self._seen),
+            "complete": is_complete,
+            "ended": ended,
+            "runs": len(runs),
+            "unfinished": [
+                _describe(run, each.begins) for run, each in zip(runs, recorded, strict=True) if not run.is_whole
+            ],
+        }
+        return trace_of(self._rank, socket.gethostname(), runs, about)
+
+    def _put(self, trace: Mapping[str, Any]) -> bool:
+        """Write the file; whether that could be done."""
+        try:
+            write_trace(trace, self.path)
+        except OSError as error:
+            # Training goes on without its trace.
+            logger.warning("the trace of rank %d is lost: %s", self._rank, error)
+            return False
+        return True
+
+    def _wait(self, runs: Sequence[_Run], patience_s: float) -> None:
         """Until the device has done what was recorded, but not for ever."""
         deadline_s = time.monotonic() + patience_s
         with suppress(RuntimeError):  # a device that has failed
-            for stamp in (each for run in self._runs for each in (run.start, *run.ends) if each is not None):
+            for stamp in (each for run in runs for each in (run.start, *run.ends) if each is not None):
                 while not self._clock.has_come(stamp) and time.monotonic() < deadline_s:
                     time.sleep(0.001)
 
-    def _read(self, reference: Any, unix_ns: int) -> list[TracedRun]:
-        """All runs, in nanoseconds since 1970.
+    def _read(self, runs: Sequence[_Run], reference: Any, unix_ns: int) -> list[TracedRun]:
+        """Runs, in nanoseconds since 1970.
 
         From run to run, and from the run's start to its tasks: over a long time events are some microseconds coarse.
         """
         found = []
-        for number, run in enumerate(self._runs):
+        for number, run in enumerate(runs):
             since_ns = self._elapsed_ns(reference, run.start)
             spans_ns: list[tuple[int, int] | None] = [None] * len(run.begins)
             if since_ns is not None:
@@ -214,9 +273,18 @@ class Tracer(Observer):
                     begin_ns, end_ns = (self._elapsed_ns(run.start, stamp) for stamp in stamps)
                     if begin_ns is not None and end_ns is not None:
                         spans_ns[index] = unix_ns + begin_ns, unix_ns + end_ns
-            predicted = self._predicted.get(run.label)
+            predicted = self._prediction_of(run)
             found.append(TracedRun(number, run.label, run.step, run.schedule.tasks, unix_ns, spans_ns, predicted))
         return found
+
+    def _prediction_of(self, run: _Run) -> Timeline | None:
+        if run.expected is None:
+            return self._predicted.get(run.label)
+        try:
+            return run.expected()
+        except ValueError as error:
+            logger.warning("the trace has no prediction of %s: %s", run.label, error)
+            return None
 
     def _elapsed_ns(self, one: Any, other: Any) -> int | None:
         """``None`` where one of the two is not there, or has not come."""
@@ -225,29 +293,38 @@ class Tracer(Observer):
                 return self._clock.elapsed_ns(one, other)
         return None
 
-    def _describe(self, run: TracedRun) -> dict[str, Any]:
-        """What is known of a run that did not come to its end."""
-        begins = self._runs[run.number].begins
-        under_way = [
-            range_name(run.label, task)
-            for task, begin, span_ns in zip(run.tasks, begins, run.spans_ns, strict=True)
-            if begin is not None and span_ns is None
-        ]
-        done = len(run.tasks) - run.spans_ns.count(None)
-        return {"label": run.label, "step": run.step, "tasks": len(run.tasks), "done": done, "under_way": under_way}
+
+def _describe(run: TracedRun, begins: Sequence[Any]) -> dict[str, Any]:
+    """What is known of a run that did not come to its end."""
+    under_way = [
+        range_name(run.label, task)
+        for task, begin, span_ns in zip(run.tasks, begins, run.spans_ns, strict=True)
+        if begin is not None and span_ns is None
+    ]
+    done = len(run.tasks) - run.spans_ns.count(None)
+    return {"label": run.label, "step": run.step, "tasks": len(run.tasks), "done": done, "under_way": under_way}
 
 
 class _Run:
     """One run, a slot per task: each is written by the one lane that does the task, so nothing is locked."""
 
-    __slots__ = ("begins", "ends", "label", "names", "ranges", "schedule", "start", "step", "thread")
+    __slots__ = ("begins", "ends", "expected", "label", "names", "ranges", "schedule", "start", "step", "thread")
 
-    def __init__(self, label: str, step: int, schedule: Schedule, names: tuple[str, ...], start: Any) -> None:
+    def __init__(
+        self,
+        label: str,
+        step: int,
+        schedule: Schedule,
+        names: tuple[str, ...],
+        start: Any,
+        expected: Callable[[], Timeline] | None,
+    ) -> None:
         self.label = label
         self.step = step
         self.schedule = schedule
         self.names = names
         self.start = start
+        self.expected = expected
         self.thread = threading.get_ident()
         self.begins: list[Any] = [None] * len(names)
         self.ends: list[Any] = [None] * len(names)
@@ -259,56 +336,3 @@ class _Run:
     def is_under_way(self) -> bool:
         """Whether a task has begun and not ended."""
         return any(begin is not None and end is None for begin, end in zip(self.begins, self.ends, strict=True))
-
-
-class _HostClock:
-    """Stamps are nanoseconds."""
-
-    now = staticmethod(time.perf_counter_ns)
-
-    @staticmethod
-    def wait_for(stamp: int) -> None:
-        """A stamp of the host has always come."""
-
-    @staticmethod
-    def has_come(stamp: int) -> bool:
-        return True
-
-    @staticmethod
-    def elapsed_ns(one: int, other: int) -> int:
-        return other - one
-
-
-class _StreamClock:
-    """Stamps are events on the stream that is current."""
-
-    @staticmethod
-    def now() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @staticmethod
-    def wait_for(stamp: torch.cuda.Event) -> None:
-        stamp.synchronize()
-
-    @staticmethod
-    def has_come(stamp: torch.cuda.Event) -> bool:
-        return stamp.query()
-
-    @staticmethod
-    def elapsed_ns(one: torch.cuda.Event, other: torch.cuda.Event) -> int:
-        return round(one.elapsed_time(other) * 1e6)
-
-
-def _set_clock(clock: _HostClock | _StreamClock) -> tuple[Any, int]:
-    """(a stamp, the nanoseconds since 1970 at which it was made), the closest pair of a few."""
-    clock.wait_for(clock.now())  # what the device was given before
-    pairs = []
-    for _ in range(5):
-        before_ns = time.time_ns()
-        stamp = clock.now()
-        clock.wait_for(stamp)
-        took_ns = time.time_ns() - before_ns
-        pairs.append((took_ns, stamp, before_ns + took_ns // 2))
-    return min(pairs, key=itemgetter(0))[1:]

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -169,7 +170,8 @@ def write_trace(trace: Mapping[str, Any], path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # Two threads may write the same one: that of a job that ends, and that of the watchdog that sees it end.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with unfinished.open("w") as file:
             file.write(json.dumps(trace))  # several times as fast as json.dump

@@ -4,7 +4,7 @@
 A collective whose other ranks never come says nothing, and only one rank in a job knows the task in which it waits. So
 each rank leaves a report in a file of its own, by default ``fsmoe_reports/rank3.txt`` under the folder that was current
 when training began: the last task of the schedule that each lane began and finished, and the stacks of all threads.
-Nothing is written as long as nothing goes wrong.
+Nothing is written as long as nothing goes wrong. What else is to be saved before the process ends is called then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -23,25 +22,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.runtime import process_ends
 from ds_fsmoe.runtime.lanes import Lanes
+from ds_fsmoe.runtime.process_ends import TERMINATED_STATUS
+
+__all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "report_file"]
 
 logger = logging.getLogger("ds_fsmoe")
 
 HANG_STATUS = 86
 """With this a process ends that hangs; no signal, shell or launcher uses it."""
-TERMINATED_STATUS = 128 + signal.SIGTERM
-"""With this, as shells count, one ends that was told to with SIGTERM and is stuck outside of Python."""
 
 # A disk or a driver that does not answer may not keep a process from ending. Launchers kill 30 s after SIGTERM.
 _REPORT_LIMIT_S = 10.0
-# How long the main thread has to end the process itself, once SIGTERM has been reported.
-_MAIN_LIMIT_S = 1.0
+_AT_END_LIMIT_S = 5.0
 # A job that goes on after errors does not fill the disk: this many reports in a file, then it begins anew.
 _MAX_REPORTS = 8
 # Whatever an error's message holds.
@@ -76,6 +75,10 @@ class Watchdog:
       or the end of the process. It is left alone where it is ignored, or where an event loop looks after signals; and
       it is taken over only by a watchdog that is made in the main thread.
 
+    After a report each of ``at_end`` is called with its reason, to save what would be lost with the process: from a
+    thread of its own, and all of them have 5 s, because a process that hangs may not be kept by what else hangs in it.
+    The process need not end: after an error the job may go on.
+
     The lanes know nothing of this and pay nothing for it: it looks every second, or four times per
     ``hang_timeout_s``, and does not keep them alive. What it cannot see is a thread that never lets the interpreter's
     lock go.
@@ -100,6 +103,7 @@ class Watchdog:
             first_use_s: it takes at least so long in the first run, which makes communicators and compiles kernels.
         """
         self.file = _own_file((report_file() if file is None else Path(file)).absolute())
+        self.at_end: list[Callable[[str], None]] = []
         self._lanes = weakref.ref(lanes)
         self._hang_timeout_s = hang_timeout_s
         self._first_use_s = first_use_s
@@ -115,7 +119,7 @@ class Watchdog:
         self._num_reports = 0
         self._writing = threading.Lock()
         self._closed = threading.Event()
-        _attend(self)
+        process_ends.attend(self)
         self._thread = threading.Thread(target=self._watch, name="fsmoe-watchdog", daemon=True)
         self._thread.start()
 
@@ -124,13 +128,22 @@ class Watchdog:
         if self._closed.is_set() or any(str(self.file) in note for note in getattr(error, "__notes__", ())):
             return
         text = "".join(traceback.format_exception(error))
-        if self._report(f"error: {type(error).__name__}: {error}", text) is not None:
+        if self._report_and_save(f"error: {type(error).__name__}: {error}", text) is not None:
             error.add_note(f"what this rank was doing: {self.file}")
+
+    def terminated(self) -> None:
+        """Report SIGTERM."""
+        self._report_and_save("SIGTERM")
+
+    @property
+    def limit_s(self) -> float:
+        """So long :meth:`terminated` takes at the most."""
+        return _REPORT_LIMIT_S + _AT_END_LIMIT_S
 
     def close(self) -> None:
         """End the thread, and give back the hooks with the last watchdog of the process; once is enough."""
         self._closed.set()
-        _leave(self)
+        process_ends.leave(self)
         # When the interpreter is on its way out, such a thread does not run any more, not even to its end.
         if self._thread is not threading.current_thread() and not sys.is_finalizing():
             self._thread.join()
@@ -142,7 +155,7 @@ class Watchdog:
         while not self._closed.wait(self._poll_s):
             lanes = self._lanes()
             if lanes is None:
-                _leave(self)
+                process_ends.leave(self)
                 return
             now_s = time.monotonic()
             # More has passed only if this process was stopped, or got no time, and then its tasks have waited for that.
@@ -154,7 +167,7 @@ class Watchdog:
                     f"hang: a run is under way, and for {still_s:.1f} s no task has begun or finished "
                     f"(fsmoe.debug.hang_timeout_s = {self._hang_timeout_s:g})"
                 )
-                self._on_hang(self._report(reason))
+                self._on_hang(self._report_and_save(reason))
                 still_s = float("-inf")  # until something moves
             del lanes  # not kept alive from here
 
@@ -191,6 +204,23 @@ class Watchdog:
         return (True, self._answer[1]) if self._asking.is_alive() else self._answer
 
     # ---- the report
+
+    def _report_and_save(self, reason: str, details: str = "") -> Path | None:
+        """The report first, because it is what says why; returns its file."""
+        file = self._report(reason, details)
+        if self.at_end:
+            thread = threading.Thread(target=self._save, args=(reason,), name="fsmoe-at-end", daemon=True)
+            with suppress(RuntimeError):  # no more threads: then the process ends without
+                thread.start()
+                thread.join(_AT_END_LIMIT_S)
+        return file
+
+    def _save(self, reason: str) -> None:
+        for each in tuple(self.at_end):
+            try:
+                each(reason)
+            except BaseException:
+                logger.exception("rank %s: at its end something was not saved", self._rank)
 
     def _report(self, reason: str, details: str = "") -> Path | None:
         """Write a report and log where it is; ``None`` if it could not be written, or not in time."""
@@ -264,135 +294,8 @@ def _is_behind(lanes: Lanes) -> bool:
     return is_behind is not None and is_behind()
 
 
-# ---- the ends of the process
-
-
-_hooks: _Hooks | None = None
-
-
-def _attend(watchdog: Watchdog) -> None:
-    """Tell a watchdog when the process ends."""
-    global _hooks
-    if _hooks is None:
-        _hooks = _Hooks()
-    _hooks.watchdogs.append(watchdog)
-    _hooks.take_sigterm()
-
-
 def _own_file(file: Path) -> Path:
     """That, or one beside it that no watchdog of this process has."""
-    others = {each.file for each in _hooks.watchdogs} if _hooks is not None else set()
+    others = {each.file for each in process_ends.attending() if isinstance(each, Watchdog)}
     names = (file, *(file.with_stem(f"{file.stem}_{number}") for number in range(2, len(others) + 2)))
     return next(each for each in names if each not in others)
-
-
-def _leave(watchdog: Watchdog) -> None:
-    global _hooks
-    if _hooks is not None and watchdog in _hooks.watchdogs:
-        _hooks.watchdogs.remove(watchdog)
-        # Elsewhere they stay, pass everything on, and serve the next watchdog.
-        if not _hooks.watchdogs and _in_main_thread():
-            _hooks.give_back()
-            _hooks = None
-
-
-def _forget_in_child() -> None:
-    """A forked process, such as a loader of data, is none of our ranks: its errors and its SIGTERM are its own.
-
-    It has our pipe too, so that without this its SIGTERM would look like one of this process.
-    """
-    global _hooks
-    if _hooks is not None:
-        _hooks.watchdogs.clear()
-        _hooks.give_back(in_child=True)
-        _hooks = None
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
-
-
-class _Hooks:
-    """``sys.excepthook`` and SIGTERM, taken over for all watchdogs of the process. Someone else may take them over
-    from us meanwhile and call ours; so ours go on working when they are over, and only pass on."""
-
-    def __init__(self) -> None:
-        self.watchdogs: list[Watchdog] = []
-        self._old_excepthook = sys.excepthook
-        self._old_sigterm: Any = None
-        self._pipe: tuple[int, int] | None = None
-        self._is_reported = False
-        sys.excepthook = self._on_error
-
-    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception):  # ending it by hand is no error
-            for watchdog in tuple(self.watchdogs):
-                watchdog.failed(error)
-        self._old_excepthook(kind, error, trace)
-
-    def take_sigterm(self) -> None:
-        """Python's handlers run in the main thread, and not while it sits in a collective. But the interpreter also
-        writes the signal's number into a pipe at once, and a thread waits for that."""
-        if self._pipe is not None or not _in_main_thread():
-            return
-        old = signal.getsignal(signal.SIGTERM)
-        if old is None or old is signal.SIG_IGN:
-            return
-        if (taken := signal.set_wakeup_fd(-1)) != -1:
-            signal.set_wakeup_fd(taken)
-            return
-        out, into = os.pipe()
-        os.set_blocking(into, False)
-        signal.set_wakeup_fd(into, warn_on_full_buffer=False)
-        self._pipe, self._old_sigterm = (out, into), old
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        threading.Thread(target=self._await_sigterm, args=(out,), name="fsmoe-sigterm", daemon=True).start()
-
-    def _await_sigterm(self, out: int) -> None:
-        while 0 not in (numbers := os.read(out, 64)):
-            if signal.SIGTERM not in numbers or self._is_reported:
-                continue
-            for watchdog in tuple(self.watchdogs):
-                watchdog._report("SIGTERM")
-            self._is_reported = True
-            if self._old_sigterm is signal.SIG_DFL:
-                # The main thread does it by the signal itself, so that others see what it was; if it can.
-                time.sleep(_MAIN_LIMIT_S)
-                os._exit(TERMINATED_STATUS)
-        os.close(out)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if self.watchdogs and self._pipe is not None:
-            with suppress(OSError):  # someone else may have the interpreter's pipe by now
-                os.write(self._pipe[1], bytes([number]))
-            limit_s = time.monotonic() + _REPORT_LIMIT_S + _MAIN_LIMIT_S
-            # No lock: this has interrupted the main thread anywhere, in the same place too.
-            while not self._is_reported and time.monotonic() < limit_s:
-                time.sleep(0.01)
-        if callable(self._old_sigterm):
-            self._old_sigterm(number, frame)
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def give_back(self, in_child: bool = False) -> None:
-        """Put back what is still ours; in the main thread."""
-        if sys.excepthook == self._on_error:
-            sys.excepthook = self._old_excepthook
-        if self._pipe is None:
-            return
-        (out, into), self._pipe = self._pipe, None
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._old_sigterm)
-        taken = signal.set_wakeup_fd(-1)
-        if taken not in (-1, into):
-            signal.set_wakeup_fd(taken)
-        if in_child:
-            os.close(out)  # the thread is the parent's, and so is the other end
-        else:
-            os.write(into, bytes([0]))
-        os.close(into)
-
-
-def _in_main_thread() -> bool:
-    """Where signals can be taken over, and put back."""
-    return threading.current_thread() is threading.main_thread()

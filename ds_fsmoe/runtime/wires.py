@@ -30,6 +30,11 @@ class Wires:
         """G."""
         return 1 if self.ep_group is None else self.ep_group.size()
 
+    @property
+    def num_sharing(self) -> int:
+        """P."""
+        return 1 if self.esp_group is None else self.esp_group.size()
+
     def to_experts(self, x_EcM: torch.Tensor) -> torch.Tensor:
         """[E, c, M], contiguous, to [E, c, M]: dimension 0 then runs over the ranks the rows came from, then over e.
 

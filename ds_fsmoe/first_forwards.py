@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked and said when the layers of an engine run in training for the first time, their sizes being known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.expert_checks import check_experts_of
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.runtime.pipeline import CallSizes, Pipeline
+from ds_fsmoe.saved_bytes import SavedBytes, describe, saved_bytes
+
+
+class FirstForwards:
+    """Of the layers of one engine.
+
+    Args:
+        check_experts: whether their experts are tried.
+    """
+
+    def __init__(self, check_experts: bool) -> None:
+        self._check_experts = check_experts
+        self._seen: set[str] = set()
+        self._kept: dict[bool, list[SavedBytes]] = {False: [], True: []}
+        """By whether all but the rows is computed again."""
+        self._recompute = False
+        self._is_told = False
+
+    def watch(self, label: str, path: str, experts: ExpertSet, pipeline: Pipeline, x: torch.Tensor) -> Pipeline:
+        """A layer is about to run in training; returns the pipeline to run it with.
+
+        Args:
+            label: of the layer, one for each.
+            path: of the layer in the model.
+            experts: of this rank.
+            pipeline: of the layer.
+            x: [..., M], its input.
+
+        Raises:
+            LayerError: its experts are checked, and one is refused.
+        """
+        if label in self._seen:
+            return pipeline
+        self._seen.add(label)
+        if self._check_experts:
+            cuts = pipeline.forward.block.shares, pipeline.backward.block.shares
+            check_experts_of(path, experts, x, same_cuts=cuts[0] == cuts[1])
+        self._recompute = pipeline.recompute
+
+        def note(sizes: CallSizes) -> None:
+            for recompute, kept in self._kept.items():
+                kept.append(saved_bytes(experts, sizes, x.device, recompute))
+
+        return replace(pipeline, on_call=note)
+
+    def tell(self) -> None:
+        """A forward of the engine has ended: say once what is kept for its backward."""
+        if self._is_told or not self._seen:
+            return
+        self._is_told = True
+        kept, otherwise = self._kept[self._recompute], self._kept[not self._recompute]
+        log_on_rank_0(describe(kept, otherwise, self._recompute))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the phases of a layer should take on a cluster, with the sizes of each call: the trace shows it beside what is
+measured.
+
+The schedule that is run carries no sizes, because they are of no importance to what is run. Here it is given those of a
+call and played against the cluster's clock. Nothing of it is computed before the trace is written.
+
+Letters: E experts of all ranks, C slots per expert, M width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_fsmoe.config import ConfigError, shown
+from ds_fsmoe.planning.cluster import Cluster, load_cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Schedule, Task
+from ds_fsmoe.planning.timeline import Timeline, simulate
+from ds_fsmoe.planning.workload import MoEWork, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.runtime.lanes import Observer
+from ds_fsmoe.runtime.pipeline import Experts, Hook, Parcel, PhasePlan, Pipeline
+from ds_fsmoe.runtime.trace import Tracer
+
+if TYPE_CHECKING:
+    from ds_fsmoe.runtime.gradients import GradientReducer
+
+
+@dataclass(frozen=True, slots=True)
+class CallSizes:
+    """What one call of a layer moves and multiplies, on one rank."""
+
+    num_experts: int
+    """E."""
+    capacity: int
+    """C."""
+    width: int
+    """M."""
+    dtype_bytes: int
+    """Of an element of what is sent, as the layer gives it; a hook may send something else."""
+    num_products: int
+    """Matrices of this rank's experts."""
+    num_weights: int
+    """Elements of those."""
+    slices_bytes: tuple[int, ...] = ()
+    """Of the gradients that travel in the same run, in their order."""
+
+    @classmethod
+    def of(cls, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts) -> CallSizes:
+        """Those of a call of a :class:`Pipeline`."""
+        matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
+        width, dtype_bytes = x_RM.shape[-1], x_RM.element_size()
+        return cls(num_experts, capacity, width, dtype_bytes, len(matrices), sum(matrices))
+
+
+def moe_work(groups: Groups, backward: bool, sizes: CallSizes) -> MoEWork:
+    """The experts' part of a layer, uncut, with the sizes of a call."""
+    # Every slot travels, with a token or without: as many tokens as slots, each sent once.
+    slots = sizes.num_experts * sizes.capacity
+    shape = Shape(
+        B=groups.mp,
+        L=max(1, slots),
+        M=sizes.width,
+        H=groups.esp,
+        E=sizes.num_experts,
+        K=1,
+        capacity_factor=None,
+        heads=1,
+        dtype_bytes=sizes.dtype_bytes,
+    )
+    layer = layer_work(shape, groups)
+    moe = (layer.backward if backward else layer.forward).moe
+    # Each expert here meets its slots of all ranks that share it: those of esp ranks, and of all that send it tokens.
+    rows = sizes.capacity * groups.ep * groups.esp
+    flops, launches = 2 * rows * sizes.num_weights, max(1, sizes.num_products)
+
+    def expert(work: Work | None, times: int = 1) -> Work | None:
+        return work and replace(work, size=times * flops, launches=times * launches)
+
+    return replace(
+        moe, expert=expert(moe.expert, 1 + backward), expert_dx=expert(moe.expert_dx), expert_dw=expert(moe.expert_dw)
+    )
+
+
+def sized(schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Schedule:
+    """The same tasks in the same order, each as large as it is in a call."""
+    moe = moe_work(plan.groups, plan.backward, sizes)
+    work_of = {each.kind: each for each in (*moe.enter, *moe.gather, *moe.reduce, *moe.leave)}
+    work_of |= {each.kind: each for each in (moe.expert, moe.expert_dx, moe.expert_dw) if each is not None}
+    # Where the capacity is really cut: into whole slots.
+    shares = [(stop - start) / max(1, sizes.capacity) for start, stop in plan.cutting(sizes.capacity).chunks]
+
+    def with_size(task: Task) -> Task:
+        if task.kind in (GRAD, EXPERT_GRAD):
+            return replace(task, size=sizes.slices_bytes[task.chunk])
+        work = work_of.get(task.kind)
+        return task if work is None else replace(task, size=work.size * shares[task.chunk], launches=work.launches)
+
+    return Schedule(tuple(map(with_size, schedule.tasks)))
+
+
+class Predictor:
+    """What phases of layers should take on a cluster.
+
+    Args:
+        name_or_path: of the cluster, as ``fsmoe.trace.cluster`` has it.
+
+    Raises:
+        ValueError: there is no such cluster, or its file is wrong.
+    """
+
+    def __init__(self, name_or_path: str) -> None:
+        self._name = name_or_path
+        self._cluster: Cluster = load_cluster(name_or_path)
+        self._costs: dict[Groups, Mapping[str, LinearCost]] = {}
+        self._timelines: dict[Any, Timeline] = {}
+
+    def costs(self, groups: Groups) -> Mapping[str, LinearCost]:
+        """What each kind of task costs in these groups.
+
+        Raises:
+            ConfigError: the cluster lacks a number for one of them.
+        """
+        if groups not in self._costs:
+            try:
+                self._costs[groups] = kind_costs(self._cluster, groups)
+            except ValueError as error:
+                raise ConfigError(f"fsmoe.trace.cluster = {shown(self._name)}: {error}") from error
+        return self._costs[groups]
+
+    def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Timeline:
+        """One phase of one call.
+
+        Args:
+            schedule: what is run of the plan.
+            plan: of the phase.
+            sizes: of the call.
+        """
+        key = schedule, plan, sizes
+        if key not in self._timelines:
+            cluster = self._cluster
+            self._timelines[key] = simulate(
+                sized(schedule, plan, sizes), self.costs(plan.groups), cluster.contention, cluster.host_ms
+            )
+        return self._timelines[key]
+
+
+@dataclass(frozen=True)
+class PredictedPipeline(Pipeline):
+    """Runs as any other, and tells the tracer in the steps it records what each phase should take."""
+
+    tracer: Tracer | None = None
+    predictor: Predictor | None = None
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, tracer: Tracer, predictor: Predictor) -> PredictedPipeline:
+        """That pipeline, with predictions.
+
+        Raises:
+            ConfigError: the cluster lacks a number that they need.
+        """
+        predictor.costs(pipeline.forward.groups)
+        return cls(**vars(pipeline), tracer=tracer, predictor=predictor)
+
+    def __call__(
+        self, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts, hook: Hook | None = None
+    ) -> torch.Tensor:
+        """See :class:`Pipeline`."""
+        if self.tracer is None or self.predictor is None or not self.tracer.is_recording:
+            return super().__call__(x_RM, num_experts, capacity, experts, hook)
+        # Of this call alone: another one may come before its backward.
+        sizes = CallSizes.of(x_RM, num_experts, capacity, experts)
+        window = None if self.window is None else _Watched(self.window)
+        observer = _OfCall(self, self.tracer, self.predictor, sizes, window)
+        of_call = replace(self, tracer=None, observer=observer, window=window)
+        return of_call(x_RM, num_experts, capacity, experts, hook)
+
+
+class _Watched:
+    """The window of a layer's backward, and how large what it gave to be sent is."""
+
+    def __init__(self, window: Any) -> None:
+        self._window: GradientReducer = window
+        self.slices_bytes: tuple[int, ...] = ()
+
+    def open(self) -> Sequence[Parcel]:
+        parcels = self._window.open()
+        flats = self._window.flats
+        self.slices_bytes = tuple((each.stop - each.first) * flats[each.flat].element_bytes for each in parcels)
+        return parcels
+
+    def send(self, parcel: Any) -> None:
+        self._window.send(parcel)
+
+    def close(self) -> None:
+        self._window.close()
+
+
+class _OfCall(Observer):
+    """Passes on what it is told, and tells the tracer ahead of a run what it should take."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tracer: Tracer,
+        predictor: Predictor,
+        sizes: CallSizes,
+        window: _Watched | None,
+    ) -> None:
+        self._observer = pipeline.observer or tracer
+        self._plans = {"forward": pipeline.forward, "backward": pipeline.backward}
+        self._tracer = tracer
+        self._predictor = predictor
+        self._sizes = sizes
+        self._window = window
+
+    def start(self, schedule: Schedule, label: str) -> None:
+        plan, sizes = self._plans[label.rpartition("/")[2]], self._sizes
+        if plan.backward and self._window is not None:
+            sizes = replace(sizes, slices_bytes=self._window.slices_bytes)
+        self._tracer.expect(partial(self._predictor.timeline, schedule, plan, sizes))
+        self._observer.start(schedule, label)
+
+    def begin(self, index: int, task: Task) -> None:
+        self._observer.begin(index, task)
+
+    def end(self, index: int, task: Task) -> None:
+        self._observer.end(index, task)

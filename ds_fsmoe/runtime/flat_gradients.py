@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients end to end in one buffer, so that any stretch of them can travel as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What is done to a message so that a sum over ranks becomes what is wanted; both in place."""
+
+    before: Callable[[torch.Tensor], object] | None = None
+    after: Callable[[torch.Tensor], object] | None = None
+
+
+class FlatGradients:
+    """The gradients that travel over one group in one type.
+
+    A parameter's gradient is copied in when it is there; the parameter's own is left as it was until somebody reads
+    :meth:`value`, so a stretch that was sent too early can be sent again.
+
+    Args:
+        kind: GRAD or EXPERT_GRAD of the planner.
+        parameters: in the order in which their gradients lie; all on one device.
+        dtype: on the wire.
+        group: the ranks that are summed over, for this traffic alone.
+        scaling: around the sum.
+        extra: elements at the end that belong to no parameter, and are not scaled.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        scaling: Scaling,
+        device: torch.device,
+        extra: int = 0,
+    ) -> None:
+        self.kind = kind
+        self.group = group
+        self._scaling = scaling
+        self.numel = sum(each.numel() for each in parameters)
+        self._buffer = torch.zeros(self.numel + extra, dtype=dtype, device=device)
+        self.extra = self._buffer[self.numel :]
+        self.arrange(parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """On the wire."""
+        return self._buffer.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the buffer."""
+        return self._buffer.device
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one gradient on the wire."""
+        return self._buffer.element_size()
+
+    def arrange(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let gradients lie in another order. What was in the buffer is lost."""
+        self.parameters = tuple(parameters)
+        self.starts: list[int] = []
+        """Where each parameter's gradient begins."""
+        at = 0
+        for each in self.parameters:
+            self.starts.append(at)
+            at += each.numel()
+
+    def value(self, index: int) -> torch.Tensor:
+        """The gradient of a parameter in the buffer: [numel]."""
+        start = self.starts[index]
+        return self._buffer[start : start + self.parameters[index].numel()]
+
+    def put(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Copy a gradient in; ``None`` is zero."""
+        place = self.value(index)
+        if gradient is None:
+            place.zero_()
+        else:
+            place.view(gradient.shape).copy_(gradient)
+
+    def send(self, first: int, stop: int) -> None:
+        """Reduce elements [first, stop), in the calling thread and on its current stream."""
+        gradients = self._scaled(first, stop)
+        dist.all_reduce(gradients, group=self.group)
+        self._finish(gradients)
+
+    def start(self, first: int, stop: int, with_extra: bool = False) -> Callable[[], None]:
+        """Begin to reduce elements [first, stop); returns what waits for the end, to be called in the same thread.
+
+        Args:
+            first, stop: of the gradients.
+            with_extra: the extra elements come along behind them, in the same message.
+        """
+        gradients = self._scaled(first, stop)
+        message = self._buffer[first:] if with_extra else gradients
+        work = dist.all_reduce(message, group=self.group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            self._finish(gradients)
+
+        return wait
+
+    def _scaled(self, first: int, stop: int) -> torch.Tensor:
+        gradients = self._buffer[first:stop]
+        if self._scaling.before is not None:
+            self._scaling.before(gradients)
+        return gradients
+
+    def _finish(self, gradients: torch.Tensor) -> None:
+        if self._scaling.after is not None:
+            self._scaling.after(gradients)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stretch of the gradients travels in which window of the backward: data, the same on every rank.
+
+A window opens with the backward of each MoE layer and has two parts: inside the layer's schedule (``moe``), and beside
+what comes between it and the next MoE layer (``dense``). What is in no window travels when the backward is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["adaptive", "fixed_chunk", "dense_only", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A stretch of one of the buffers, sent as one message."""
+
+    kind: str
+    """GRAD or EXPERT_GRAD of the planner."""
+    flat: int
+    """Which buffer."""
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What a buffer holds, as far as a plan depends on it."""
+
+    kind: str
+    element_bytes: int
+    ready: tuple[int, ...]
+    """Window -> how many elements from the start on exist when it opens; never falls."""
+    numel: int
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """Who travels when.
+
+    Raises:
+        ValueError: a buffer that is not sent once, whole and from start to end.
+    """
+
+    moe: tuple[tuple[Parcel, ...], ...]
+    dense: tuple[tuple[Parcel, ...], ...]
+    sizes: tuple[int, ...]
+    """Elements of each buffer."""
+
+    def __post_init__(self) -> None:
+        sent = [0] * len(self.sizes)
+        for parcels in self.parts:
+            for each in parcels:
+                if each.first != sent[each.flat] or not each.first < each.stop <= self.sizes[each.flat]:
+                    raise ValueError(f"{each} does not continue at element {sent[each.flat]} of its buffer")
+                sent[each.flat] = each.stop
+
+    @property
+    def parts(self) -> tuple[tuple[Parcel, ...], ...]:
+        """In the order in which they travel: inside the first layer, beside what follows it, inside the second, ..."""
+        return tuple(parcels for window in zip(self.moe, self.dense, strict=True) for parcels in window)
+
+    @property
+    def num_windows(self) -> int:
+        """How many MoE layers' backwards it counts on."""
+        return len(self.moe)
+
+    def hidden(self) -> int:
+        """Elements that travel in windows."""
+        return sum(each.stop - each.first for parcels in self.parts for each in parcels)
+
+
+def plan_by_rule(supplies: Sequence[Supply], mode: Mode, chunk_bytes: int) -> GradientPlan:
+    """A plan where nothing has been measured that would say how much a window holds.
+
+    ``adaptive`` gives each window that is left the same share of what is there; ``fixed_chunk`` one slice of
+    ``chunk_bytes`` from each buffer to each window; ``dense_only`` all that is there to the parts beside the layers.
+
+    Args:
+        supplies: of the buffers.
+        mode: not "off".
+        chunk_bytes: for ``fixed_chunk``.
+
+    Raises:
+        ValueError: another mode.
+    """
+    if mode not in ("adaptive", "fixed_chunk", "dense_only"):
+        raise ValueError(f"mode = {mode!r}: the choices are adaptive, fixed_chunk, dense_only")
+    num_windows = max((len(each.ready) for each in supplies), default=0)
+    sent = [0] * len(supplies)
+    moe: list[tuple[Parcel, ...]] = []
+    dense: list[tuple[Parcel, ...]] = []
+    for window in range(num_windows):
+        parcels: list[Parcel] = []
+        for index, supply in enumerate(supplies):
+            there = supply.ready[window] - sent[index]
+            if mode == "adaptive":
+                count = -(-there // (num_windows - window))
+            elif mode == "fixed_chunk":
+                count = min(there, max(1, chunk_bytes // supply.element_bytes))
+            else:
+                count = there
+            if count > 0:
+                parcels.append(Parcel(supply.kind, index, sent[index], sent[index] + count))
+                sent[index] += count
+        beside = mode == "dense_only"
+        moe.append(() if beside else tuple(parcels))
+        dense.append(tuple(parcels) if beside else ())
+    return GradientPlan(tuple(moe), tuple(dense), tuple(each.numel for each in supplies))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowBytes:
+    """What a planner wants to travel in one window: kind of gradient -> bytes of each slice."""
+
+    moe: tuple[tuple[str, float], ...] = ()
+    dense: tuple[tuple[str, float], ...] = ()
+
+
+def plan_by_bytes(supplies: Sequence[Supply], windows: Sequence[WindowBytes]) -> GradientPlan:
+    """A plan with the sizes that a planner has chosen, as far as there are gradients by then.
+
+    Args:
+        supplies: of the buffers.
+        windows: in the order in which the backward passes them; missing ones send nothing.
+    """
+    num_windows = max((len(each.ready) for each in supplies), default=0)
+    sent = [0] * len(supplies)
+
+    def take(slices: Sequence[tuple[str, float]], window: int) -> tuple[Parcel, ...]:
+        parcels = []
+        for kind, size_bytes in slices:
+            for index, supply in enumerate(supplies):
+                if supply.kind != kind or size_bytes < supply.element_bytes:
+                    continue
+                count = min(int(size_bytes) // supply.element_bytes, supply.ready[window] - sent[index])
+                if count > 0:
+                    parcels.append(Parcel(supply.kind, index, sent[index], sent[index] + count))
+                    sent[index] += count
+                    size_bytes -= count * supply.element_bytes
+        return tuple(parcels)
+
+    moe, dense = [], []
+    for window in range(num_windows):
+        wanted = windows[window] if window < len(windows) else WindowBytes()
+        moe.append(take(wanted.moe, window))
+        dense.append(take(wanted.dense, window))
+    return GradientPlan(tuple(moe), tuple(dense), tuple(each.numel for each in supplies))

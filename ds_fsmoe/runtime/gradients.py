@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduces gradients while the backward is still under way: in windows, by a plan that every rank has alike.
+
+A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one and are copied into flat
+buffers; the MoE layers' backwards open windows, in which stretches of the buffers travel; ``finish`` sends the rest.
+The messages of a communicator and their sizes follow from the plan alone, never from what has arrived on a rank. Two
+things may therefore go wrong on a rank, and both are put right at the end: a gradient that never came was sent as zero,
+which is what it is; one that came (or changed) after its place was sent has to travel again. The last message carries,
+for every parameter, on how many ranks that happened, so all ranks send those again together.
+
+The first rounds have no plan and send all at the end; they note before which window each gradient came. Ranks take
+the latest of what they saw, lay the buffers out in that order and make the plan. A round in which something came too
+late makes the next one look again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.runtime.flat_gradients import FlatGradients
+from ds_fsmoe.runtime.gradient_plan import GradientPlan, Parcel, Supply
+
+MakePlan = Callable[[Sequence[Supply]], GradientPlan]
+
+
+class GradientReducer:
+    """Owns the buffers and the state of a round.
+
+    Args:
+        flats: the buffers; the last one's ranks include those of all others, and its ``extra`` has room for two
+            elements per parameter of all buffers.
+        gradient_of: the present gradient of a parameter, or ``None``.
+        is_sending: whether a backward under way now is to be reduced; the same on every rank.
+        make_plan: from what exists before each window; the same on every rank. It may communicate.
+        looks: rounds before there is a plan.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[FlatGradients],
+        gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
+        is_sending: Callable[[], bool],
+        make_plan: MakePlan,
+        looks: int = 1,
+    ) -> None:
+        self.flats = tuple(flats)
+        self._gradient_of = gradient_of
+        self.is_sending = is_sending
+        self._make_plan = make_plan
+        self.plan: GradientPlan | None = None
+        # By number: of a parameter over all buffers, as they were given. Their order in a buffer may change.
+        self._numbers = {id(p): n for n, p in enumerate(p for flat in self.flats for p in flat.parameters)}
+        if len(self.flats[-1].extra) != 2 * len(self._numbers):
+            raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements, not two per parameter")
+        self._ready_at = [0] * len(self._numbers)
+        self._looks_left = looks
+        self._least_opened: int | None = None
+        self.on_finish: Callable[[], None] | None = None
+        """Hears of the end of each backward, ahead of what is sent then."""
+        self.rounds = 0
+        """How many have been finished."""
+        self.sent_again = 0
+        """How many gradients had to travel twice, over all rounds."""
+        self._new_plan: GradientPlan | None = None
+        self._parts: tuple[tuple[Parcel, ...], ...] = ()
+        self._locate()
+        self._begin()
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._numbers
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Whose gradients are reduced here."""
+        return (parameter for flat in self.flats for parameter in flat.parameters)
+
+    def value(self, parameter: nn.Parameter) -> torch.Tensor:
+        """[numel]: the reduced gradient, from :meth:`finish` until the next round."""
+        flat, index = self._places[id(parameter)]
+        return self.flats[flat].value(index)
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        """The gradient of a parameter is there. Without it, it is looked for at the end."""
+        self._begin_if_over()
+        flat, index = self._places[id(parameter)]
+        number = self._numbers[id(parameter)]
+        self._came_at[number] = self._opened
+        if self._sent[flat] > self.flats[flat].starts[index]:
+            self._late.add(number)
+            return
+        self.flats[flat].put(index, self._gradient_of(parameter))
+        self._there.add(number)
+
+    def open(self) -> tuple[Parcel, ...]:
+        """An MoE layer's backward begins: what is to be sent in it, in this order."""
+        if not self.is_sending():
+            return ()
+        self._begin_if_over()
+        self._wait()
+        part = 2 * self._opened
+        self._opened += 1
+        if part >= len(self._parts):
+            return ()
+        self._start_until(part)  # a layer inside another's expert: the part beside the outer one has not gone yet
+        self._wait()
+        self._next_part = part + 1
+        for parcel in self._parts[part]:
+            self._fill(parcel)
+        return self._parts[part]
+
+    def send(self, parcel: Parcel) -> None:
+        """One of what ``open`` gave, in the calling thread and on its current stream."""
+        self.flats[parcel.flat].send(parcel.first, parcel.stop)
+
+    def close(self) -> None:
+        """The layer's backward is through: what travels beside what follows is on its way."""
+        part = 2 * self._opened - 1
+        if not self._is_over and part == self._next_part < len(self._parts):
+            self._start_until(part + 1)
+
+    def finish(self) -> set[int]:
+        """The backward is over: send the rest, and again what was sent too early.
+
+        Returns:
+            ids of the parameters that have a gradient on any rank.
+        """
+        self._begin_if_over()
+        if self.on_finish is not None:
+            self.on_finish()
+        self._wait()
+        last = self.flats[-1]
+        last.extra.copy_(torch.tensor(self._marks()))
+        # Where a rank has passed fewer layers than others, its messages are cut as theirs all the same.
+        self._start_until(len(self._parts), at_end=True)
+        for index, flat in enumerate(self.flats):
+            parcel = Parcel(flat.kind, index, self._sent[index], flat.numel)
+            if parcel.first == parcel.stop and flat is not last:
+                continue
+            self._fill(parcel, at_end=True)
+            self._under_way.append(flat.start(parcel.first, parcel.stop, with_extra=flat is last))
+        self._wait()
+        # The one look from the host at what the ranks have in common.
+        present_on, late_on = last.extra.view(2, -1).tolist()
+        self._send_again([number for number, count in enumerate(late_on) if count])
+        self._look(any(late_on))
+        self.rounds += 1
+        self._is_over = True
+        return {each for each, number in self._numbers.items() if present_on[number]}
+
+    def _marks(self) -> list[float]:
+        """For every parameter: whether it has a gradient here; then, for every one: whether that came too late."""
+        present, late = ([0.0] * len(self._numbers) for _ in range(2))
+        for flat, each in enumerate(self.flats):
+            for index, parameter in enumerate(each.parameters):
+                number = self._numbers[id(parameter)]
+                if self._gradient_of(parameter) is None:
+                    continue
+                present[number] = 1.0
+                unannounced = number not in self._there and self._sent[flat] > each.starts[index]
+                late[number] = float(number in self._late or unannounced)
+        return present + late
+
+    def _begin_if_over(self) -> None:
+        if self._is_over:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._new_plan is not None:
+            # Not before: until now the reduced gradients of the last round may have been read.
+            for flat in self.flats:
+                flat.arrange(self._in_order(flat))
+            self._locate()
+            self.plan, self._new_plan = self._new_plan, None
+            self._parts = self.plan.parts
+        self._is_over = False
+        self._sent = [0] * len(self.flats)
+        self._opened = 0
+        self._next_part = 0
+        self._there: set[int] = set()
+        self._late: set[int] = set()
+        self._came_at: dict[int, int] = {}
+        self._under_way: list[Callable[[], None]] = []
+
+    def _locate(self) -> None:
+        self._places = {
+            id(parameter): (flat, index)
+            for flat, each in enumerate(self.flats)
+            for index, parameter in enumerate(each.parameters)
+        }
+
+    def _wait(self) -> None:
+        for wait in self._under_way:
+            wait()
+        self._under_way = []
+
+    def _start_until(self, part: int, at_end: bool = False) -> None:
+        """All parts of the plan before this one are on their way."""
+        for parcels in self._parts[self._next_part : part]:
+            for parcel in parcels:
+                self._fill(parcel, at_end)
+                self._under_way.append(self.flats[parcel.flat].start(parcel.first, parcel.stop))
+        self._next_part = max(self._next_part, part)
+
+    def _fill(self, parcel: Parcel, at_end: bool = False) -> None:
+        """Before a stretch leaves: what has not come is zero, and at the end what it is."""
+        flat = self.flats[parcel.flat]
+        for index, parameter in enumerate(flat.parameters):
+            # One that began in an earlier stretch was filled with it.
+            if not parcel.first <= flat.starts[index] < parcel.stop:
+                continue
+            number = self._numbers[id(parameter)]
+            if number not in self._there:
+                flat.put(index, self._gradient_of(parameter) if at_end else None)
+        self._sent[parcel.flat] = parcel.stop
+
+    def _send_again(self, numbers: Sequence[int]) -> None:
+        parameters = {self._numbers[id(each)]: each for each in self.parameters} if numbers else {}
+        for number in numbers:
+            flat, index = self._places[id(parameters[number])]
+            self.flats[flat].put(index, self._gradient_of(parameters[number]))
+            start = self.flats[flat].starts[index]
+            self.flats[flat].send(start, start + parameters[number].numel())
+        self.sent_again += len(numbers)
+
+    def _look(self, was_late: bool) -> None:
+        """Note what came when, if this round was one for looking; after the last one agree on it, and plan."""
+        if not self._looks_left:
+            self._looks_left = int(was_late)
+            return
+        # What was late once stays late: ranks may take turns.
+        for number in range(len(self._numbers)):
+            came_at = self._came_at.get(number, self._opened)
+            self._ready_at[number] = max(self._ready_at[number], came_at)
+        self._least_opened = min(self._opened, self._opened if self._least_opened is None else self._least_opened)
+        self._looks_left -= 1
+        if self._looks_left:
+            return
+        last = self.flats[-1]
+        facts = torch.tensor([-self._least_opened, *self._ready_at], dtype=torch.int64, device=last.device)
+        dist.all_reduce(facts, dist.ReduceOp.MAX, group=last.group)
+        opened, *self._ready_at = facts.tolist()
+        self._plan_for(-opened)
+
+    def _plan_for(self, num_windows: int) -> None:
+        supplies = []
+        for flat in self.flats:
+            ready = tuple(
+                sum(each.numel() for each in flat.parameters if self._ready_of(each) <= window)
+                for window in range(num_windows)
+            )
+            supplies.append(Supply(flat.kind, flat.element_bytes, ready, flat.numel))
+        self._new_plan = self._make_plan(supplies)
+
+    def _in_order(self, flat: FlatGradients) -> list[nn.Parameter]:
+        return sorted(flat.parameters, key=lambda each: (self._ready_of(each), self._numbers[id(each)]))
+
+    def _ready_of(self, parameter: nn.Parameter) -> int:
+        return self._ready_at[self._numbers[id(parameter)]]

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between tensor-parallel layers duplicate tokens are dropped and gathered as stock does, with stock's numbers.
+
+Stock itself runs there on gloo with one line changed, see ``fix_stock`` in ``tests/tensor_parallel.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.runtime.topology import layout
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+from tests.tensor_parallel import Mpu, SplitFeedForward, begin, degrees
+
+STEPS = 3
+# Of the largest number of its kind, in float32 after some steps with a learning rate of 0.5.
+TOLERANCE = 2e-5
+NO_DRAWS = (("use_rts", False), ("top2_2nd_expert_sampling", False))
+
+
+def train(
+    case: Case,
+    initialize: Callable[..., Any],
+    block: dict[str, Any] | None,
+    tp_size: int,
+    *,
+    mpu: Mpu | None,
+    ep_rank: int,
+) -> dict[str, list[torch.Tensor]]:
+    """Losses, outputs and gradients of a run in which each rank of a tensor-parallel group has the same batches."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = SmallModel(case, ep_rank)
+    for expert in model.modules():
+        if isinstance(expert, SplitFeedForward):
+            expert.differ()
+    blocks = {} if block is None else {"fsmoe": block}
+    engine, *_ = initialize(
+        model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks), mpu=mpu
+    )
+    seen: dict[str, list[torch.Tensor]] = {"losses": [], "outputs": [], "input gradients": []}
+    for name, parameter in model.named_parameters():
+        if "experts" not in name or (block or {}).get("esp_size", 1) == 1:
+            gradients = seen.setdefault(f"gradient of {name}", [])
+            parameter.register_hook(lambda gradient, gradients=gradients: gradients.append(gradient.clone()))
+    for step in range(STEPS * case.accumulation):
+        x_BLM, target_BLM = batch(step, rank // tp_size, next(model.parameters()).dtype)
+        x_BLM.requires_grad_()
+        torch.manual_seed(step * 100 + rank // tp_size)
+        loss, y_BLM = engine(x_BLM, target_BLM)
+        engine.backward(loss)
+        engine.step()
+        seen["losses"].append(loss.detach())
+        seen["outputs"].append(y_BLM.detach())
+        seen["input gradients"].append(x_BLM.grad)
+    for name, parameter in model.named_parameters():
+        if "experts" not in name or (block or {}).get("esp_size", 1) == 1:
+            seen[f"parameter {name}"] = [parameter.detach().clone()]
+    engine.destroy()
+    return seen
+
+
+def differences(ours: dict[str, list[torch.Tensor]], theirs: dict[str, list[torch.Tensor]]) -> list[str]:
+    """What is not equal to rounding, of what both runs have seen."""
+    found = []
+    for name in ours.keys() & theirs.keys():
+        a, b = (torch.stack([each.float() for each in run[name]]) for run in (ours, theirs))
+        off = (a - b).abs().max().item() / max(b.abs().max().item(), 1e-6)
+        if not off < TOLERANCE:
+            found.append(f"{name} differ by {off:.2g}")
+    return found
+
+
+BLOCKS = {"whole": degrees(1, 1), "chunks": degrees(3, 2)}
+# With stock's capacity, 14 and 20 slots for k = 2 and 3, for 21 tokens: what 2 ranks can share.
+CASES = [
+    Case(1, 0, "fp32", 1, 2, True),
+    Case(1, 1, "fp32", 1, 3, True, moe_options=NO_DRAWS),
+    Case(1, 2, "fp32", 2, 2, False, True),
+    Case(1, 1, "fp32", 1, 1, False),
+]
+
+
+def compare_with_stock(
+    rank: int, world_size: int, cases: list[Case], blocks: dict[str, dict[str, Any]], ep_rank: int | None = None
+) -> list[str]:
+    """Two tensor-parallel ranks, ours and stock's."""
+    import deepspeed
+
+    import ds_fsmoe
+
+    found = []
+    for case in cases:
+        own_ranks = rank // 2 if case.expert == "split" else rank
+        mpu = begin(2)
+        stocks = train(case, deepspeed.initialize, None, 2, mpu=mpu, ep_rank=own_ranks % case.ep_size)
+        assert not torch.equal(stocks["losses"][0], stocks["losses"][-1])
+        for name, block in blocks.items():
+            mpu = begin(2)
+            ep_rank = own_ranks // block.get("esp_size", 1) % case.ep_size
+            ours = train(case, ds_fsmoe.initialize, block, 2, mpu=mpu, ep_rank=ep_rank)
+            found += [f"{name}, {case}: {each}" for each in differences(ours, stocks)]
+    return found
+
+
+def check(function: Callable[..., list[str]], world_size: int, folder: Path, *args: Any) -> None:
+    for rank, found in enumerate(run_on_ranks(function, world_size, folder, *args)):
+        assert not found, f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ep_size"),
+    [
+        (2, 2),
+        (4, 2),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(4, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_parallel_ranks_train_to_stocks_numbers(world_size: int, ep_size: int, tmp_path: Path) -> None:
+    check(compare_with_stock, world_size, tmp_path, [replace(case, ep_size=ep_size) for case in CASES], BLOCKS)
+
+
+def test_one_expert_per_rank_group_and_one_rank_of_data(tmp_path: Path) -> None:
+    check(compare_with_stock, 2, tmp_path, CASES[:1], {"chunks": degrees(3, 2)})
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_experts_that_are_tensor_parallel_themselves_train_to_stocks_numbers(ep_size: int, tmp_path: Path) -> None:
+    options = (("enable_expert_tensor_parallelism", True), *NO_DRAWS)
+    cases = [replace(case, ep_size=ep_size, expert="split", moe_options=options) for case in CASES[:2]]
+    check(compare_with_stock, 4, tmp_path, cases, BLOCKS)
+
+
+@pytest.mark.parametrize(("world_size", "ep_size"), [(2, 1), (4, 2)])
+def test_sharded_experts_between_tensor_parallel_layers_train_to_stocks_numbers(
+    world_size: int, ep_size: int, tmp_path: Path
+) -> None:
+    """With four ranks it is the layout of the paper's figure 2: DP = MP = EP = ESP = 2."""
+    cases = [replace(case, ep_size=ep_size, expert="gpt", use_residual=False) for case in (CASES[0], CASES[3])]
+    check(compare_with_stock, world_size, tmp_path, cases, {"chunks": degrees(3, 2, esp_size=2)})
+
+
+def compare_with_no_tensor_parallelism(rank: int, world_size: int, case: Case, tp_size: int) -> list[str]:
+    """As many ranks as replicas, with the same batches: the mean over them is that over the different ones."""
+    import deepspeed
+
+    import ds_fsmoe
+
+    begin(1)
+    stocks = train(case, deepspeed.initialize, None, tp_size, mpu=None, ep_rank=rank % case.ep_size)
+    mpu = begin(tp_size)
+    block = degrees(2, 3)
+    ours = train(case, ds_fsmoe.initialize, block, tp_size, mpu=mpu, ep_rank=rank % case.ep_size)
+    assert len(ours["losses"]) == STEPS
+    # A rank has worked on other tokens in the two runs; what becomes of all gradients of experts, parameters show.
+    return differences({name: each for name, each in ours.items() if "gradient of moes" not in name}, stocks)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp_size", "case"),
+    [
+        # A capacity of 7 slots, where stock stops: "input dimension 1 (7) is not divisible".
+        (2, 2, Case(2, 0, "fp32", 1, 1, True)),
+        # Nothing dropped, and an EP group [2, 3] that has ranks of two tensor-parallel groups: one capacity for all.
+        (6, 3, Case(2, 0, "fp32", 1, 1, False)),
+    ],
+    ids=["odd capacity", "groups across"],
+)
+def test_what_stock_cannot_do_has_the_numbers_of_no_tensor_parallelism(
+    world_size: int, tp_size: int, case: Case, tmp_path: Path
+) -> None:
+    check(compare_with_no_tensor_parallelism, world_size, tmp_path, case, tp_size)
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("data_before_experts", [False, True])
+def test_ep_groups_of_tensor_parallel_experts_are_those_of_deepspeeds_own_table(data_before_experts: bool) -> None:
+    from deepspeed.utils.groups import _get_expert_parallel_ranks
+
+    for world, ep, mp, pp in [(4, 2, 2, 1), (12, 2, 2, 1), (12, 3, 2, 2), (24, 2, 3, 2), (16, 4, 2, 1), (6, 1, 3, 1)]:
+        found = layout(world, ep, 1, not data_before_experts, mp_size=mp, pp_size=pp, tensor_parallel_experts=True)
+        blocks, edp = _get_expert_parallel_ranks(world, mp, ep, pp, data_before_experts)
+        assert sorted(found.blocks) == sorted(map(tuple, blocks))
+        assert sorted(found.edp) == sorted(map(tuple, edp))
+        assert found.esp == found.mp
+        assert found.ep == found.blocks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "same_tokens", "groups"),
+    [
+        # The blocks themselves: all of their tensor-parallel ranks are in them, or they have as many tokens.
+        ((4, 2, 1, 2, False), True, ((0, 1), (2, 3))),
+        ((4, 2, 1, 4, False), True, ((0, 1), (2, 3))),
+        ((4, 1, 2, 2, False), True, ((0, 1), (2, 3))),
+        ((4, 2, 1, 2, True), True, ((0, 2), (1, 3))),
+        ((4, 2, 1, 2, False), False, ((0, 1), (2, 3))),
+        # Block [2, 3] has ranks of both tensor-parallel groups, and these have ranks of all blocks.
+        ((6, 2, 1, 3, False), True, ((0, 1, 2, 3, 4, 5),)),
+        # Other tokens on each rank, gathered before the experts.
+        ((8, 2, 1, 2, True), False, ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ],
+)
+def test_ranks_that_exchange_gather_or_share_tokens_agree_on_a_capacity(
+    sizes: tuple, same_tokens: bool, groups: tuple
+) -> None:
+    world, ep, esp, mp, tensor_parallel_experts = sizes
+    found = layout(world, ep, esp, mp_size=mp, tensor_parallel_experts=tensor_parallel_experts)
+    assert found.agreeing(same_tokens=same_tokens) == groups

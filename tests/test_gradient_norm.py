@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient norm without ZeRO: every distinct parameter once, whatever ep and esp, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+STEPS = 3
+SPREADS = [(1, 1), (2, 1), (4, 1), (2, 2)]  # (ep, esp)
+
+
+def norms_of_a_run(case: Case, rank: int, esp_size: int, clipping: float) -> tuple[list[float], list[float], float]:
+    """What the engine reports, what the gradients say, and a number that all of training went into."""
+    import ds_fsmoe
+
+    torch.manual_seed(0)
+    model = SmallModel(replace(case), rank // esp_size)
+    blocks = {"fsmoe": {"enabled": True, "esp_size": esp_size}, "gradient_clipping": clipping}
+    engine, *_ = ds_fsmoe.initialize(
+        model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks)
+    )
+    reported, true = [], []
+    for step in range(STEPS):
+        loss, _ = engine(*batch(step, rank, next(model.parameters()).dtype))
+        engine.backward(loss)
+        true.append(true_norm(model, case.ep_size * esp_size))
+        engine.step()
+        reported.append(engine.get_global_grad_norm())
+    checksum = sum(each.float().abs().sum().item() for name, each in model.named_parameters() if "experts" not in name)
+    engine.destroy()
+    return reported, true, checksum
+
+
+def true_norm(model: SmallModel, num_parts: int) -> float:
+    """From all gradients of all ranks, put together by hand: block 0 holds each expert, or shard of one, once."""
+    dense, experts = 0.0, 0.0
+    for name, parameter in model.named_parameters():
+        square = parameter.grad.double().pow(2).sum().item()
+        if "deepspeed_experts" in name:
+            experts += square
+        else:
+            dense += square
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, experts)
+    return (dense + sum(of_ranks[:num_parts])) ** 0.5
+
+
+def compare_spreads(rank: int, world_size: int, dtype: str, clipping: float) -> list:
+    return [
+        norms_of_a_run(Case(ep_size, 0, dtype, 1, 2, False, expert="gpt"), rank, esp_size, clipping)
+        for ep_size, esp_size in SPREADS
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "clipping"), [("fp32", 0.05), ("bf16", 0.05), ("fp32", 100.0)])
+def test_the_norm_does_not_depend_on_how_experts_are_spread(dtype: str, clipping: float, tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(compare_spreads, 4, tmp_path, dtype, clipping)
+    for spread, of_rank in zip(SPREADS, zip(*of_ranks, strict=True), strict=True):
+        reported, true, _ = of_rank[0]
+        assert all(each[0] == reported for each in of_rank), f"{spread}: ranks report other norms"
+        assert reported == pytest.approx(true, rel=1e-5)
+    rounding = 1e-4 if dtype == "fp32" else 0.02
+    for reported, _, checksum in of_ranks[0][1:]:
+        assert reported == pytest.approx(of_ranks[0][0][0], rel=rounding)
+        assert checksum == pytest.approx(of_ranks[0][0][2], rel=rounding)
+    assert (min(of_ranks[0][0][0]) > clipping) == (clipping < 1), "gradients are to be clipped, or not, in every step"

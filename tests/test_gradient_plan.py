@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan of slices sends every element of every buffer at most once, from the start on, and never before it exists."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+from ds_fsmoe.runtime.gradient_plan import (
+    GradientPlan,
+    Parcel,
+    Supply,
+    WindowBytes,
+    plan_by_bytes,
+    plan_by_rule,
+)
+
+MODES = ("adaptive", "fixed_chunk", "dense_only")
+
+
+@st.composite
+def supplies(draw: st.DrawFn, max_windows: int = 6) -> list[Supply]:
+    """Of some buffers, over the same windows."""
+    num_windows = draw(st.integers(0, max_windows))
+    made = []
+    for _ in range(draw(st.integers(1, 3))):
+        numel = draw(st.integers(0, 5000))
+        ready = sorted(draw(st.lists(st.integers(0, numel), min_size=num_windows, max_size=num_windows)))
+        kind, element_bytes = draw(st.sampled_from((GRAD, EXPERT_GRAD))), draw(st.sampled_from((2, 4)))
+        made.append(Supply(kind, element_bytes, tuple(ready), numel))
+    return made
+
+
+def window_bytes() -> st.SearchStrategy[list[WindowBytes]]:
+    slices = st.lists(
+        st.tuples(st.sampled_from((GRAD, EXPERT_GRAD)), st.floats(0, 30_000, allow_nan=False)), max_size=3
+    ).map(tuple)
+    return st.lists(st.builds(WindowBytes, slices, slices), max_size=7)
+
+
+def check(plan: GradientPlan, given_supplies: list[Supply]) -> list[int]:
+    """What must hold of every plan; returns how many elements of each buffer it sends in windows."""
+    sent = [0] * len(given_supplies)
+    for window, parts in enumerate(zip(plan.moe, plan.dense, strict=True)):
+        for parcels in parts:
+            for each in parcels:
+                supply = given_supplies[each.flat]
+                assert each.kind == supply.kind
+                assert each.first == sent[each.flat] < each.stop <= supply.ready[window]
+                sent[each.flat] = each.stop
+    assert plan.hidden() == sum(sent)
+    assert plan.sizes == tuple(each.numel for each in given_supplies)
+    return sent
+
+
+@given(supplies(), st.sampled_from(MODES), st.integers(1, 40_000))
+def test_a_plan_by_rule_sends_what_exists_once_and_in_order(
+    given_supplies: list[Supply], mode: str, chunk_bytes: int
+) -> None:
+    plan = plan_by_rule(given_supplies, mode, chunk_bytes)
+    check(plan, given_supplies)
+    assert plan.num_windows == len(given_supplies[0].ready)
+
+
+@given(supplies(), window_bytes())
+def test_a_plan_by_bytes_sends_what_exists_once_and_in_order(
+    given_supplies: list[Supply], windows: list[WindowBytes]
+) -> None:
+    plan = plan_by_bytes(given_supplies, windows)
+    check(plan, given_supplies)
+    for window, (moe, dense) in enumerate(zip(plan.moe, plan.dense, strict=True)):
+        wanted = windows[window] if window < len(windows) else WindowBytes()
+        for parcels, slices in ((moe, wanted.moe), (dense, wanted.dense)):
+            for kind in (GRAD, EXPERT_GRAD):
+                got = sum((e.stop - e.first) * given_supplies[e.flat].element_bytes for e in parcels if e.kind == kind)
+                assert got <= sum(size for of_kind, size in slices if of_kind == kind)
+
+
+@given(supplies(), st.integers(1, 40_000))
+def test_adaptive_leaves_nothing_that_the_last_window_could_take(
+    given_supplies: list[Supply], chunk_bytes: int
+) -> None:
+    sent = check(plan_by_rule(given_supplies, "adaptive", chunk_bytes), given_supplies)
+    assert sent == [each.ready[-1] if each.ready else 0 for each in given_supplies]
+
+
+@given(supplies(), st.integers(1, 40_000))
+def test_dense_only_sends_all_that_exists_beside_the_layers(given_supplies: list[Supply], chunk_bytes: int) -> None:
+    plan = plan_by_rule(given_supplies, "dense_only", chunk_bytes)
+    assert not any(plan.moe)
+    sent = check(plan, given_supplies)
+    assert sent == [each.ready[-1] if each.ready else 0 for each in given_supplies]
+
+
+@given(supplies(), st.integers(1, 40_000))
+def test_fixed_chunk_sends_at_most_a_chunk_per_buffer_and_window(
+    given_supplies: list[Supply], chunk_bytes: int
+) -> None:
+    plan = plan_by_rule(given_supplies, "fixed_chunk", chunk_bytes)
+    assert not any(plan.dense)
+    for parcels in plan.moe:
+        assert len({each.flat for each in parcels}) == len(parcels)
+        for each in parcels:
+            element_bytes = given_supplies[each.flat].element_bytes
+            assert (each.stop - each.first) * element_bytes <= max(chunk_bytes, element_bytes)
+
+
+def test_the_share_of_a_window_in_numbers() -> None:
+    plan = plan_by_rule([Supply(GRAD, 4, (10, 10, 31), 40)], "adaptive", 1)
+    assert [[(e.first, e.stop) for e in parcels] for parcels in plan.moe] == [[(0, 4)], [(4, 7)], [(7, 31)]]
+    plan = plan_by_rule([Supply(GRAD, 4, (10, 10, 31), 40)], "fixed_chunk", 27)
+    assert [[(e.first, e.stop) for e in parcels] for parcels in plan.moe] == [[(0, 6)], [(6, 10)], [(10, 16)]]
+
+
+def test_bytes_go_on_to_the_next_buffer_of_the_kind() -> None:
+    two = [Supply(GRAD, 4, (5,), 5), Supply(EXPERT_GRAD, 4, (9,), 9), Supply(GRAD, 2, (8,), 8)]
+    plan = plan_by_bytes(two, [WindowBytes(((GRAD, 27.0), (EXPERT_GRAD, 8.0)), ())])
+    assert [(e.flat, e.first, e.stop) for e in plan.moe[0]] == [(0, 0, 5), (2, 0, 3), (1, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    "parcels",
+    [
+        [Parcel(GRAD, 0, 1, 5)],  # not from the start
+        [Parcel(GRAD, 0, 0, 5), Parcel(GRAD, 0, 4, 7)],  # twice
+        [Parcel(GRAD, 0, 0, 5), Parcel(GRAD, 0, 6, 7)],  # with a hole
+        [Parcel(GRAD, 0, 0, 11)],  # past the end
+        [Parcel(GRAD, 0, 0, 0)],  # nothing
+    ],
+)
+def test_a_plan_with_a_hole_or_an_overlap_is_refused(parcels: list[Parcel]) -> None:
+    for moe, dense in (((tuple(parcels),), ((),)), (((),), (tuple(parcels),))):
+        with pytest.raises(ValueError, match="does not continue"):
+            GradientPlan(moe, dense, (10,))
+
+
+def test_the_part_inside_a_layer_comes_before_the_part_beside_what_follows() -> None:
+    first, second = Parcel(GRAD, 0, 0, 5), Parcel(GRAD, 0, 5, 7)
+    GradientPlan(((first,),), ((second,),), (10,))
+    with pytest.raises(ValueError, match="does not continue"):
+        GradientPlan(((second,),), ((first,),), (10,))
+
+
+def test_a_mode_without_a_rule_is_refused() -> None:
+    for mode in ("off", "auto", "lina"):
+        with pytest.raises(ValueError, match="adaptive, fixed_chunk, dense_only"):
+            plan_by_rule([Supply(GRAD, 4, (10,), 10)], mode, 1)

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reducer alone, without DeepSpeed and without a layer: a backward is a list of what happens on each rank.
+
+Whatever happens in which order, every rank ends up with the sum of the gradients of all ranks, and every communicator
+has seen the same messages on all of its ranks.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
+from ds_fsmoe.runtime.gradient_plan import GradientPlan, Supply, WindowBytes, plan_by_bytes, plan_by_rule
+from ds_fsmoe.runtime.gradients import GradientReducer
+from tests.ranks import run_on_ranks
+
+SIZES = (13, 7, 1, 29, 11, 3)
+MODES = ("adaptive", "fixed_chunk", "dense_only")
+OPEN, CLOSE = "open", "close"
+Backward = Sequence[str | int]
+"""In order: "open", "close", and the number of a parameter whose gradient arrives."""
+CPU = torch.device("cpu")
+
+
+class Wiretap:
+    """Notes the messages of this rank by group, and may delay them."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.messages: dict[tuple[int, ...], list[tuple[str, int]]] = defaultdict(list)
+        self._rng = None if seed is None else random.Random(seed)
+        self._all_reduce = dist.all_reduce
+
+    def __enter__(self) -> Wiretap:
+        dist.all_reduce = self._noted
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        dist.all_reduce = self._all_reduce
+
+    def _noted(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group") or dist.group.WORLD
+        self.messages[tuple(dist.get_process_group_ranks(group))].append((str(tensor.dtype), tensor.numel()))
+        if self._rng is not None:
+            time.sleep(self._rng.choice((0, 0, 0.001, 0.004)))
+        return self._all_reduce(tensor, *args, **kwargs)
+
+
+def plan_of(mode: str) -> Callable[[Sequence[Supply]], GradientPlan]:
+    if mode == "both":
+        # Cut in the middle of parameters, inside the layers and beside them.
+        window = WindowBytes(((GRAD, 20.0), (EXPERT_GRAD, 12.0)), ((GRAD, 36.0), (EXPERT_GRAD, 8.0)))
+        return partial(plan_by_bytes, windows=[window] * 3)
+    return partial(plan_by_rule, mode=mode, chunk_bytes=28)
+
+
+class Bench:
+    """Parameters, their reducer and backwards on this rank."""
+
+    def __init__(self, mode: str, groups: Sequence[Any] = (None,), looks: int = 1) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(size)) for size in SIZES]
+        self.groups = groups
+        per_flat = [self.parameters[flat :: len(groups)] for flat in range(len(groups))]
+        flats = [
+            FlatGradients(
+                GRAD if flat == len(groups) - 1 else EXPERT_GRAD,
+                parameters,
+                torch.float32,
+                group or dist.group.WORLD,
+                Scaling(before=lambda message: message.mul_(0.5)),
+                CPU,
+                2 * len(SIZES) if flat == len(groups) - 1 else 0,
+            )
+            for flat, (parameters, group) in enumerate(zip(per_flat, groups, strict=True))
+        ]
+        self.is_sending = True
+        self.reducer = GradientReducer(flats, lambda p: p.grad, lambda: self.is_sending, plan_of(mode), looks=looks)
+        self.round = 0
+
+    def gradient(self, number: int, rank: int) -> torch.Tensor:
+        """Whole numbers, so that every order of adding them up gives the same."""
+        generator = torch.Generator().manual_seed(97 * self.round + 7 * number + rank)
+        return torch.randint(-500, 500, (SIZES[number],), generator=generator).float()
+
+    def backward(self, events: Backward, announced: bool = True) -> None:
+        """What happens on this rank; a gradient that comes again is added to what is there."""
+        rank = dist.get_rank()
+        for event in events:
+            if event == OPEN:
+                self.parcels = self.reducer.open()
+                for parcel in self.parcels:
+                    self.reducer.send(parcel)
+            elif event == CLOSE:
+                self.reducer.close()
+            else:
+                parameter = self.parameters[event]
+                gradient = self.gradient(event, rank)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                if announced:
+                    self.reducer.ready(parameter)
+
+    def finish(self, of_ranks: Sequence[Backward]) -> list[str]:
+        """What is wrong with the sums, knowing what happened on each rank."""
+        before = [None if each.grad is None else each.grad.clone() for each in self.parameters]
+        present = self.reducer.finish()
+        wrong = []
+        for number, parameter in enumerate(self.parameters):
+            group = self.groups[number % len(self.groups)]
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            total = torch.zeros(SIZES[number])
+            for rank in ranks:
+                total += 0.5 * list(of_ranks[rank]).count(number) * self.gradient(number, rank)
+            if not torch.equal(self.reducer.value(parameter), total):
+                wrong.append(f"round {self.round}: parameter {number} is not the sum")
+            if (id(parameter) in present) != any(number in events for events in of_ranks):
+                wrong.append(f"round {self.round}: parameter {number} is said to be there, or not to be")
+            own = before[number]
+            if own is not None and not torch.equal(own, parameter.grad):
+                wrong.append(f"round {self.round}: the own gradient of parameter {number} has changed")
+            parameter.grad = None
+        self.round += 1
+        return wrong
+
+
+def usual(order: Sequence[int] = (5, 4, 3, 2, 1, 0), windows: int = 3) -> list[str | int]:
+    """Gradients between windows: two, a window, two, a window, ..."""
+    events: list[str | int] = []
+    for window in range(windows):
+        events += [*order[2 * window : 2 * window + 2], OPEN, CLOSE]
+    return events + list(order[2 * windows :])
+
+
+def without(events: Backward, *numbers: int) -> list[str | int]:
+    return [each for each in events if each not in numbers]
+
+
+def moved(events: Backward, number: int, place: int) -> list[str | int]:
+    left = without(events, number)
+    return [*left[:place], number, *left[place:]]
+
+
+def rounds_of(world_size: int, seed: int) -> list[list[Backward]]:
+    """Rounds, each with a backward for every rank: first named troubles, then random ones."""
+    plain = usual()
+    rng = random.Random(seed)
+
+    def on_one(trouble: Backward) -> list[Backward]:
+        return [trouble if rank == world_size - 1 else plain for rank in range(world_size)]
+
+    rounds = [
+        [plain] * world_size,
+        [plain] * world_size,
+        on_one(without(plain, 5)),  # missing on a rank
+        [without(plain, 3)] * world_size,  # on all
+        on_one(moved(plain, 5, 11)),  # late, behind its slice
+        [plain] * world_size,
+        on_one([*plain, 4]),  # twice, the second time when it was sent
+        on_one([4, *plain]),  # twice, both in time
+        on_one(without(plain, *range(6))),  # nothing at all
+        [[OPEN, CLOSE, OPEN, CLOSE]] * world_size,  # on any rank
+        on_one(usual(windows=2)),  # fewer windows
+        on_one(usual(windows=0)),
+        on_one([*plain, OPEN, CLOSE]),  # more
+        [usual(windows=1)] * world_size,
+        [[*plain, OPEN, CLOSE]] * world_size,
+        [[5, OPEN, OPEN, 4, CLOSE, CLOSE, *range(4), OPEN, CLOSE]] * world_size,  # one inside the other
+    ]
+    for _ in range(6):
+        of_ranks = []
+        for _ in range(world_size):
+            numbers = [number for number in range(6) if rng.random() < 0.8]
+            rng.shuffle(numbers)
+            of_ranks.append(usual(numbers, rng.randint(0, 4)))
+        rounds.append(of_ranks)
+    return [*rounds, [plain] * world_size, [plain] * world_size]
+
+
+def go_through(
+    rank: int, world_size: int, mode: str, kinds: str, delays: bool
+) -> tuple[list[str], dict[tuple[int, ...], list[tuple[str, int]]], int, int]:
+    groups: list[Any] = [None]
+    if kinds == "two groups":
+        # Every rank makes both, as torch wants it; its own comes first, that of all ranks last.
+        pairs = [dist.new_group([first, first + world_size // 2]) for first in range(world_size // 2)]
+        groups = [pairs[rank % (world_size // 2)], dist.new_group(list(range(world_size)))]
+    bench = Bench(mode, groups, looks=2 if kinds == "two groups" else 1)
+    wrong = []
+    with Wiretap(seed=rank if delays else None) as tap:
+        for of_ranks in rounds_of(world_size, seed=11):
+            bench.backward(of_ranks[rank])
+            wrong += bench.finish(of_ranks)
+    return wrong, dict(tap.messages), bench.reducer.sent_again, bench.reducer.plan.num_windows
+
+
+def check_messages(outcomes: Sequence[tuple[Any, dict[tuple[int, ...], list], int, int]]) -> None:
+    for rank, (wrong, messages, _, _) in enumerate(outcomes):
+        assert not wrong, f"rank {rank}: {wrong}"
+        for ranks, of_rank in messages.items():
+            assert of_rank == outcomes[ranks[0]][1][ranks], f"ranks {ranks[0]} and {rank} sent different messages"
+
+
+@pytest.mark.parametrize("mode", [*MODES, "both"])
+def test_sums_are_exact_and_messages_alike_whatever_arrives_when(mode: str, tmp_path: Path) -> None:
+    calm = run_on_ranks(go_through, 2, tmp_path / "calm", mode, "one group", False)
+    check_messages(calm)
+    assert calm[0][2] > 0  # something was late, or the test shows nothing
+    delayed = run_on_ranks(go_through, 2, tmp_path / "delayed", mode, "one group", True)
+    assert delayed == calm
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "both"])
+def test_sums_are_exact_over_two_kinds_of_groups(mode: str, tmp_path: Path) -> None:
+    calm = run_on_ranks(go_through, 4, tmp_path / "calm", mode, "two groups", False)
+    check_messages(calm)
+    assert calm[0][2] > 0
+    assert {len(ranks) for ranks in calm[0][1]} == {2, 4}
+    assert run_on_ranks(go_through, 4, tmp_path / "delayed", mode, "two groups", True) == calm
+
+
+def look_and_look_again(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
+    """What each round sends, when one gradient has come to come later."""
+    bench = Bench("adaptive")
+    early, late = usual(), moved(usual(), 5, 7)
+    sent = []
+    for events in (early, early, late, late, late, late):
+        with Wiretap() as tap:
+            bench.backward(events)
+            assert not bench.finish([events] * world_size)
+        sent.append([numel for _, numel in tap.messages[tuple(range(world_size))]])
+    return sent
+
+
+def test_a_late_gradient_travels_twice_until_the_plan_knows_it(tmp_path: Path) -> None:
+    looked, early, late, again, planned, same = run_on_ranks(look_and_look_again, 2, tmp_path)[0]
+    facts, total = 1 + len(SIZES), sum(SIZES) + 2 * len(SIZES)
+    assert looked == [total, facts]  # no plan yet: all in one message, then what each rank saw
+    assert sum(early) == total
+    assert len(early) == 4
+    assert late == [*early, SIZES[5]]  # the same messages, and the late one once more
+    assert again[: len(late)] == late  # still the old plan; whether it looks now or did before is its affair
+    assert again[len(late) :] in ([facts], [])
+    assert planned == same
+    assert sum(planned) == total
+    assert planned != early
+
+
+def forgotten(rank: int, world_size: int) -> list[str]:
+    """Gradients nobody announces, and those of backwards that were not to be reduced."""
+    bench = Bench("both")
+    wrong = []
+    for round_number in range(6):
+        bench.is_sending = False
+        for event in usual():
+            if event in (OPEN, CLOSE):
+                assert not (bench.reducer.open() if event == OPEN else bench.reducer.close())
+            else:
+                bench.parameters[event].grad = bench.gradient(event, rank)
+        bench.is_sending = True
+        added = usual() if round_number % 2 else without(usual(), 5, 0)
+        bench.backward(added, announced=round_number < 4)
+        wrong += bench.finish([usual() + without(added, OPEN, CLOSE)] * world_size)
+    return wrong
+
+
+def test_gradients_from_before_and_unannounced_ones_count(tmp_path: Path) -> None:
+    for wrong in run_on_ranks(forgotten, 2, tmp_path):
+        assert not wrong
+
+
+def abandoned(rank: int, world_size: int) -> list[str]:
+    """A backward that ends in an error on all ranks, and is begun anew."""
+    bench = Bench("both")
+    wrong = []
+    for round_number in range(7):
+        if round_number % 3 == 2:
+            bench.backward(usual()[: 3 + round_number])
+            for parameter in bench.parameters:
+                parameter.grad = None
+        bench.backward(usual())
+        wrong += bench.finish([usual()] * world_size)
+    return wrong
+
+
+def test_a_backward_that_was_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    for wrong in run_on_ranks(abandoned, 2, tmp_path):
+        assert not wrong
+
+
+def alone(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    for mode in (*MODES, "both"):
+        bench = Bench(mode)
+        for of_ranks in rounds_of(1, seed=5):
+            bench.backward(of_ranks[0])
+            wrong += bench.finish(of_ranks)
+    return wrong
+
+
+def test_one_rank_is_enough(tmp_path: Path) -> None:
+    assert run_on_ranks(alone, 1, tmp_path) == [[]]
+
+
+def test_room_for_the_marks_is_checked() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    flat = FlatGradients(GRAD, [parameter], torch.float32, None, Scaling(), CPU, extra=1)
+    with pytest.raises(ValueError, match="two per parameter"):
+        GradientReducer([flat], lambda p: p.grad, lambda: True, plan_of("adaptive"))

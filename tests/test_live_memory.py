@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counter of live memory, on programs of which every byte is known."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.runtime.lanes import make_lanes
+from ds_fsmoe.runtime.pipeline import PhasePlan
+from tests.live_memory import LiveMemory
+
+BYTES = torch.uint8
+
+
+def test_a_sum_rises_and_falls_and_its_peak_stays() -> None:
+    with LiveMemory() as memory:
+        first = torch.empty(1000, dtype=BYTES)
+        second = torch.empty(300, dtype=BYTES)
+        assert (memory.live, memory.peak) == (1300, 1300)
+        del first
+        third = torch.empty(500, dtype=BYTES)
+        assert (memory.live, memory.peak) == (800, 1300)
+        del second, third
+    assert (memory.live, memory.peak) == (0, 1300)
+
+
+def test_views_and_what_is_changed_in_place_are_no_new_memory() -> None:
+    before = torch.zeros(700, dtype=BYTES)
+    with LiveMemory() as memory:
+        whole = torch.zeros(1000, dtype=BYTES)
+        part = whole[:10]
+        whole.add_(1)
+        before.add_(1)
+        view = before.view(7, 100)
+        del whole
+        assert memory.live == 1000  # as long as a view of it is there
+        del part
+        assert (memory.live, memory.peak) == (0, 1000)
+        assert view.shape == (7, 100)
+
+
+def test_memory_that_is_used_again_at_the_same_place_counts_again() -> None:
+    with LiveMemory() as memory:
+        for _ in range(50):
+            foreign = torch.empty(0, dtype=BYTES)
+            foreign.add_(1)
+            made = torch.empty(64, dtype=BYTES)
+            assert memory.live == 64
+            del foreign, made
+    assert memory.peak == 64
+
+
+def test_a_backward_counts_what_autograd_keeps_and_makes() -> None:
+    weight = torch.randn(32, 32, requires_grad=True)
+    block = weight.nbytes
+    with LiveMemory() as memory:
+        x = torch.randn(32, 32)
+        y = torch.relu(x @ weight)
+        assert (memory.live, memory.peak) == (2 * block, 3 * block)  # the product went when relu was done
+        (gradient,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+        # Rows, result, ones, the gradient of the product, that of the weight.
+        assert memory.peak == 5 * block
+        del x, y
+        assert memory.live == block
+    assert gradient.shape == (32, 32)
+
+
+def test_other_threads_are_counted_through_an_observer_of_their_lanes() -> None:
+    # An EP group of two has all-to-alls, which are on lanes of their own.
+    plan = PhasePlan(BlockPlan(equal_shares(3)), Groups(world=2, gpus_per_node=1, ep=2), backward=False)
+    lanes, made = make_lanes(torch.device("cpu")), []
+    kinds = {task.kind for task in plan.schedule.tasks}
+    assert any(task.lane is not Lane.COMPUTE for task in plan.schedule.tasks)
+
+    def make(task: object) -> None:
+        made.append(torch.empty(100, dtype=BYTES))
+
+    with LiveMemory() as memory:
+        lanes.run(plan.schedule, dict.fromkeys(kinds, make), observer=memory.in_every_thread())
+        assert memory.live == memory.peak == 100 * len(plan.schedule.tasks)
+        made.clear()
+        assert memory.live == 0
+    lanes.close()

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What phases should take, with the sizes of each call, beside what they took."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fsmoe import CallbackBase, ConfigError
+from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
+from ds_fsmoe.config import read_block
+from ds_fsmoe.planning.block import BlockPlan, block_schedule, equal_shares
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD
+from ds_fsmoe.planning.timeline import Timeline, simulate
+from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
+from ds_fsmoe.predicted import CallSizes, PredictedPipeline, Predictor, moe_work, sized
+from ds_fsmoe.runtime.lanes import SerialLanes
+from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.trace import Tracer
+from ds_fsmoe.runtime.trace_files import range_name, rank_file, read_trace
+from ds_fsmoe.runtime.wires import Wires
+from tests.ranks import run_on_ranks
+from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch
+from tests.trace_cases import assert_no_overlap, assert_valid, events_of, make_tracer, row_names, written
+
+FIXTURES = (make_tracer,)  # which pytest finds by their names here
+# None of them alike, so that none can stand for another.
+OPERATIONS = {
+    **{
+        f"{link}.{name}": {"alpha_ms": 0.1 * at, "beta_ms_per_byte": 1e-5 * at}
+        for link, first in (("inter", 2), ("intra", 11))
+        for at, name in enumerate(("all_to_all", "all_reduce", "all_gather", "reduce_scatter"), first)
+    },
+    "gemm": {"alpha_ms": 0.07, "beta_ms_per_flop": 3e-6},
+    "attention": {"alpha_ms": 0.3, "beta_ms_per_flop": 0.0},
+    "softmax": {"alpha_ms": 0.0, "beta_ms_per_score": 0.0},
+    "routing": {"alpha_ms": 0.1, "beta_ms_per_flop": 0.0},
+    "order": {"alpha_ms": 0.15, "beta_ms_per_byte": 0.0},
+}
+
+
+def cluster_file(folder: Path, without: str = "") -> str:
+    operations = {name: costs for name, costs in OPERATIONS.items() if name != without}
+    data = {"name": "two", "num_nodes": 1, "gpus_per_node": 2, "contention": {"links": 0.3, "compute": 0.1}}
+    path = folder / "two.json"
+    path.write_text(json.dumps(data | {"host_ms": 0.01, "operations": operations}))
+    return str(path)
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("ffn", "num_products"), [("gpt", 2), ("mixtral", 3)])
+@pytest.mark.parametrize(("ep", "esp"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+def test_sizes_of_a_call_are_those_of_the_planner(
+    ep: int, esp: int, ffn: str, num_products: int, backward: bool
+) -> None:
+    groups = Groups(world=6, gpus_per_node=2, ep=ep, esp=esp)
+    num_experts, capacity, width, hidden, dtype_bytes = 9, 7, 13, 22, 2
+    experts_here = num_experts // ep
+    weights = experts_here * num_products * width * hidden // esp
+    sizes = CallSizes(num_experts, capacity, width, dtype_bytes, num_products * experts_here, weights)
+    # Of that many tokens the planner sends as many copies as there are slots.
+    shape = Shape(
+        B=1,
+        L=num_experts * capacity,
+        M=width,
+        H=hidden,
+        E=num_experts,
+        K=1,
+        capacity_factor=None,
+        ffn=ffn,
+        heads=1,
+        dtype_bytes=dtype_bytes,
+    )
+    layer = layer_work(shape, groups)
+    assert moe_work(groups, backward, sizes) == (layer.backward if backward else layer.forward).moe
+
+
+@pytest.mark.parametrize(("expert", "num_products"), [(GPTFeedForward, 2), (MixtralFeedForward, 3)])
+def test_products_of_an_expert_are_its_matrices(expert: Callable[..., torch.nn.Module], num_products: int) -> None:
+    experts = expert_set([expert(5, 14) for _ in range(3)])
+    sizes = CallSizes.of(torch.zeros(6 * 7, 5, dtype=torch.bfloat16), 6, 7, experts)
+    assert sizes == CallSizes(6, 7, 5, 2, 3 * num_products, 3 * num_products * 5 * 14)
+
+
+def test_chunks_are_as_large_as_whole_slots_allow() -> None:
+    plan = PhasePlan(BlockPlan(equal_shares(3), "paper"), Groups(world=2, gpus_per_node=2, ep=2), backward=False)
+    sizes = CallSizes(num_experts=4, capacity=5, width=3, dtype_bytes=4, num_products=4, num_weights=100)
+    schedule = sized(plan.schedule, plan, sizes)
+    rows = {"A2A_IN": [], "EXPERT": [], "A2A_OUT": []}
+    for task in schedule.tasks:
+        rows[task.kind].append(task.size)
+    # Two slots, one, and two.
+    assert rows["A2A_IN"] == rows["A2A_OUT"] == [pytest.approx(4 * slots * 3 * 4) for slots in (2, 1, 2)]
+    # Each of the experts here meets the slots of both ranks.
+    assert rows["EXPERT"] == [pytest.approx(2 * 2 * slots * 100) for slots in (2, 1, 2)]
+    assert {task.launches for task in schedule.tasks if task.kind == "EXPERT"} == {4}
+    stripped = [replace(task, size=0.0, launches=1) for task in schedule.tasks]
+    assert stripped == [replace(task, size=0.0, launches=1) for task in plan.schedule.tasks]
+
+
+def test_a_call_without_slots_costs_its_launches_alone(tmp_path: Path) -> None:
+    plan = PhasePlan(BlockPlan(equal_shares(2)), Groups(world=2, gpus_per_node=2, ep=2), backward=True)
+    timeline = Predictor(cluster_file(tmp_path)).timeline(plan.schedule, plan, CallSizes(4, 0, 3, 4, 4, 100))
+    took_ms = {span.task.kind: span.end_ms - span.start_ms for span in timeline.spans if span.task.kind != HOLD}
+    alpha_ms = OPERATIONS["intra.all_to_all"]["alpha_ms"]
+    # In the backward each product is two.
+    assert took_ms["EXPERT"] == pytest.approx(8 * 0.07, rel=0.2)
+    assert 0.99 * alpha_ms < took_ms["A2A_IN"] < 1.5 * alpha_ms
+
+
+# ---- one process
+
+
+def test_each_call_has_the_prediction_of_its_own_sizes(make_tracer: Callable[..., Tracer], tmp_path: Path) -> None:
+    """Two forwards of other sizes before the first backward."""
+    groups = Groups(world=1, gpus_per_node=1)
+    plans = [PhasePlan(BlockPlan(equal_shares(2)), groups, backward=backward) for backward in (False, True)]
+    tracer, predictor = make_tracer(1, 1), Predictor(cluster_file(tmp_path))
+    plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", observer=tracer)
+    pipeline = PredictedPipeline.of(plain, tracer, predictor)
+    experts = expert_set([GPTFeedForward(5, 14) for _ in range(3)])
+    for step in range(3):
+        tracer.step(step)
+        outputs = [
+            pipeline(torch.randn(3 * capacity, 5, requires_grad=True), 3, capacity, experts) for capacity in (4, 11)
+        ]
+        for y_RM in outputs:
+            y_RM.sum().backward()
+    trace = written(tracer)
+    found = defaultdict(list)
+    for event in events_of(trace, "predicted"):
+        found[event["args"]["run"], event["args"]["phase"]].append(event["args"]["ms"])
+    assert list(found) == [(0, "fwd"), (1, "fwd"), (2, "bwd"), (3, "bwd")]
+    for (_, phase), ms in found.items():
+        assert len(ms) == 2
+        assert phase in ("fwd", "bwd")
+    # Experts and nothing else: launches and products, twice as many in the backward.
+    expected_ms = [
+        times * (3 * 2 * 0.07 + 3e-6 * 2 * 3 * slots * 2 * 5 * 14) for times in (1, 2) for slots in (4 / 2, 5.5)
+    ]
+    whole_ms = [sum(ms) for ms in found.values()]
+    assert whole_ms == pytest.approx([2 * each for each in expected_ms], rel=1e-5)
+    # The part that is cut anew is whole slots: 11 are 6 and 5, or 5 and 6.
+    assert len({round(each, 6) for each in found[1, "fwd"]}) == 2
+
+
+class Gradients:
+    """Two slices in every backward, of two buffers."""
+
+    flats = (SimpleNamespace(element_bytes=4), SimpleNamespace(element_bytes=2))
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def open(self) -> tuple[Any, ...]:
+        self.sent.append("opened")
+        sizes = ((GRAD, 0, 3, 1003), (EXPERT_GRAD, 1, 0, 3001))
+        return tuple(SimpleNamespace(kind=kind, flat=flat, first=first, stop=stop) for kind, flat, first, stop in sizes)
+
+    def send(self, parcel: Any) -> None:
+        self.sent.append(parcel.kind)
+
+    def close(self) -> None:
+        self.sent.append("closed")
+
+
+def test_gradients_that_travel_in_a_backward_are_as_large_as_they_are(
+    make_tracer: Callable[..., Tracer], tmp_path: Path
+) -> None:
+    groups = Groups(world=4, gpus_per_node=4, ep=2)
+    plans = [PhasePlan(BlockPlan(), groups, backward=backward) for backward in (False, True)]
+    tracer, gradients = make_tracer(), Gradients()
+    plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", observer=tracer)
+    pipeline = replace(PredictedPipeline.of(plain, tracer, Predictor(cluster_file(tmp_path))), window=gradients)
+    tracer.step(0)
+    pipeline(
+        torch.randn(6 * 5, 7, requires_grad=True), 6, 5, expert_set([nn.Linear(7, 7) for _ in range(6)])
+    ).sum().backward()
+    tracer.step(1)
+    assert gradients.sent == ["opened", "GRAD", "EXPERT_GRAD", "closed"]
+    events = {
+        event["args"]["kind"]: event["args"]
+        for event in events_of(written(tracer), "predicted")
+        if event["args"]["phase"] == "bwd"
+    }
+    # Among four ranks, and among the two that have the same experts; beside other traffic it may take longer.
+    cost = OPERATIONS["intra.all_reduce"]
+    for kind, size_bytes in ((GRAD, 4 * 1000), (EXPERT_GRAD, 2 * 3001)):
+        alone_ms = cost["alpha_ms"] + cost["beta_ms_per_byte"] * size_bytes
+        assert events[kind]["ms"] == pytest.approx(alone_ms, abs=2e-6)
+
+
+def test_a_prediction_that_cannot_be_made_costs_the_trace_nothing(make_tracer: Callable[..., Tracer]) -> None:
+    tracer = make_tracer()
+    tracer.step(0)
+    groups = Groups(world=1, gpus_per_node=1)
+    schedule = PhasePlan(BlockPlan(), groups, backward=False).schedule
+
+    def predict() -> Timeline:
+        raise ValueError("no cost for EXPERT")
+
+    tracer.expect(predict)
+    SerialLanes().run(schedule, {"EXPERT": lambda task: None}, "L00/forward", tracer)
+    tracer.step(1)
+    assert len(events_of(written(tracer))) == 1
+    assert events_of(written(tracer), "predicted") == []
+
+
+# ---- on real ranks
+
+
+class Capacities(CallbackBase):
+    """Notes the slots of each call: layer -> phase -> how many each chunk has."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, str], list[int]] = defaultdict(list)
+
+    def before_dispatch_hook(self, args: Any) -> None:
+        self.seen[args.layer, args.direction].append(args.tensor.shape[1])
+
+
+capacities = Capacities()
+
+
+def train_with_predictions(rank: int, world_size: int, folder: str, cluster: str) -> list[dict[str, list[int]]]:
+    import ds_fsmoe
+
+    capacities.seen.clear()
+    case = Case(2, 1, "fp32", 1, 2, True, moe_options=(("top2_2nd_expert_sampling", False),), expert="gpt")
+    model = SmallModel(case, rank)
+    block = {
+        "enabled": True,
+        "schedule": "fsmoe",
+        "pipeline_degree": {"forward": 3, "backward": 2},
+        "gradient_partition": {"mode": "off"},
+        "hooks": ["tests.test_predicted.capacities"],
+        "trace": {"enabled": True, "start_step": 1, "num_steps": 2, "path": folder, "cluster": cluster},
+    }
+    engine, *_ = ds_fsmoe.initialize(
+        model=model, model_parameters=list(model.parameters()), config=case.ds_config(fsmoe=block)
+    )
+    for step in range(4):
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return dict(capacities.seen)
+
+
+def expected_timeline(cluster: str, backward: bool, chunks: list[int]) -> Timeline:
+    """From the planner alone: one layer of two ranks, with these slots per chunk."""
+    capacity = sum(chunks)
+    groups = Groups(world=2, gpus_per_node=2, ep=2)
+    shape = Shape(
+        B=1, L=NUM_EXPERTS * capacity, M=WIDTH, H=28, E=NUM_EXPERTS, K=1, capacity_factor=None, heads=1, dtype_bytes=4
+    )
+    layer = layer_work(shape, groups)
+    moe = (layer.backward if backward else layer.forward).moe
+    plan = BlockPlan(tuple(each / capacity for each in chunks), "paper")
+    numbers = load_cluster(cluster)
+    schedule = block_schedule(BlockWork((), moe, ()), plan)
+    return simulate(schedule, kind_costs(numbers, groups), numbers.contention, numbers.host_ms)
+
+
+def test_two_ranks_trace_what_each_phase_should_take_beside_what_it_took(tmp_path: Path) -> None:
+    folder, cluster = tmp_path / "trace", cluster_file(tmp_path)
+    seen = run_on_ranks(train_with_predictions, 2, tmp_path / "ranks", str(folder), cluster)
+    for rank in range(2):
+        trace = read_trace(rank_file(folder, rank))
+        assert_valid(trace)
+        assert_no_overlap(trace)
+        assert trace["otherData"]["complete"]
+        names = row_names(trace)
+        runs: dict[str, dict[int, list[dict[str, Any]]]] = {
+            each: defaultdict(list) for each in ("measured", "predicted")
+        }
+        for category, of_run in runs.items():
+            for event in events_of(trace, category):
+                of_run[event["args"]["run"]].append(event)
+                row = names[event["pid"], event["tid"]]
+                assert row.startswith("predicted ") == (category == "predicted")
+        # Two steps, two layers, two phases.
+        assert runs["predicted"].keys() == runs["measured"].keys() == set(range(8))
+        for number, events in runs["predicted"].items():
+            layer, phase = events[0]["args"]["layer"], events[0]["args"]["phase"]
+            degree, direction = (3, "forward") if phase == "fwd" else (2, "backward")
+            timeline = expected_timeline(cluster, phase == "bwd", seen[rank][layer, direction][:degree])
+            spans = [span for span in timeline.spans if span.task.kind != HOLD]
+            label = f"{layer}/{direction}"
+            assert [event["name"] for event in events] == [range_name(label, span.task) for span in spans]
+            took_ms = [span.end_ms - span.start_ms for span in spans]
+            assert [event["args"]["ms"] for event in events] == pytest.approx(took_ms, abs=2e-6)
+            # From where the phase began, to the microsecond; the host had begun the first task soon after.
+            began_us = events[0]["ts"] - spans[0].start_ms * 1e3
+            starts_us = [event["ts"] - began_us for event in events]
+            assert starts_us == pytest.approx([span.start_ms * 1e3 for span in spans], abs=2)
+            measured = runs["measured"][number]
+            assert {event["name"] for event in measured} == {event["name"] for event in events}
+            assert -2 <= min(event["ts"] for event in measured) - began_us < 300e3
+
+
+# ---- config
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sentence"),
+    [
+        (
+            "testbed_c",
+            "fsmoe.trace.cluster = \"testbed_c\": no cluster is called 'testbed_c', and there is no such file",
+        ),
+        (3, "fsmoe.trace.cluster = 3: must be a string"),
+    ],
+)
+def test_a_cluster_that_is_none_is_refused_with_the_choices(cluster: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True, "trace": {"enabled": True, "cluster": cluster}}})
+    assert sentence in str(caught.value)
+
+
+def test_a_cluster_file_that_is_wrong_is_refused_with_the_field(tmp_path: Path) -> None:
+    path = Path(cluster_file(tmp_path))
+    path.write_text(path.read_text().replace('"gemm": {"alpha_ms": 0.07', '"gemm": {"alpha_ms": -1'))
+    with pytest.raises(ConfigError, match=r"two\.json: operations\.gemm\.alpha_ms = -1: must be a finite number"):
+        read_block({"fsmoe": {"enabled": True, "trace": {"cluster": str(path)}}})
+
+
+def test_a_cluster_by_name_or_file_is_taken(tmp_path: Path) -> None:
+    for cluster in ("testbed_b", cluster_file(tmp_path), None):
+        trace = {} if cluster is None else {"cluster": cluster}
+        block = read_block({"fsmoe": {"enabled": True, "trace": trace}})
+        assert block is not None
+        assert block.trace.cluster == cluster
+
+
+def test_a_cluster_without_a_number_that_a_group_needs_is_refused(tmp_path: Path) -> None:
+    predictor = Predictor(cluster_file(tmp_path, without="inter.all_to_all"))
+    predictor.costs(Groups(world=2, gpus_per_node=2, ep=2))
+    with pytest.raises(
+        ConfigError, match=r"fsmoe\.trace\.cluster = .*operations\.inter\.all_to_all is missing, and the EP"
+    ):
+        predictor.costs(Groups(world=2, gpus_per_node=1, ep=2))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever the timing, the numbers are those of one task after another."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ds_fsmoe.planning.schedule import Task
+from ds_fsmoe.runtime.lanes import Observer
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+STEPS = 200
+
+
+class Pauses(Observer):
+    """Now and then a task starts late, on each rank others."""
+
+    def __init__(self, rank: int) -> None:
+        self._random = random.Random(rank)
+        self.count = 0
+
+    def begin(self, index: int, task: Task) -> None:
+        if self._random.random() < 0.1:
+            self.count += 1
+            time.sleep(self._random.random() * 0.002)
+
+
+def train(rank: int, overlap: bool) -> tuple[list[torch.Tensor], int]:
+    import ds_fsmoe
+
+    torch.manual_seed(0)
+    model = SmallModel(Case(ep_size=2, k=2), rank)
+    # By rule, because what is cut by a clock may be cut elsewhere in the other run.
+    block = {"enabled": True, "overlap": overlap, "deterministic": True}
+    block["pipeline_degree"] = {"forward": 3, "backward": 2}
+    config = Case(ep_size=2, k=2).ds_config(fsmoe=block)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    pauses = Pauses(rank)
+    seen = []
+    for step in range(STEPS):
+        if step == 2 and overlap:  # gradients travel in the lanes by now
+            for moe in model.moes:
+                inner = moe.deepspeed_moe
+                inner.pipeline = replace(inner.pipeline, observer=pauses)
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        seen.append(loss.detach())
+    seen += [each.detach().clone() for each in model.parameters()]
+    assert engine.fsmoe.reduction.reducer.plan.hidden() > 0
+    engine.destroy()
+    return seen, pauses.count
+
+
+def compare(rank: int, world_size: int) -> tuple[bool, int]:
+    serial, _ = train(rank, overlap=False)
+    paused, count = train(rank, overlap=True)
+    return all(torch.equal(a, b) for a, b in zip(serial, paused, strict=True)), count
+
+
+def test_200_training_steps_with_random_pauses_equal_the_serial_run(tmp_path: Path) -> None:
+    for equal, count in run_on_ranks(compare, 2, tmp_path):
+        assert equal
+        assert count > STEPS
