@@ -96,7 +96,9 @@ class TrainingStep:
         esp_size = dist.get_world_size() // ep_size
         torch.manual_seed(0)
         module = Blocks(model, ep_size)
-        gradients = {"mode": "off" if mode == NOT_REDUCED else mode, "chunk_bytes": chunk_bytes}
+        gradients: dict[str, Any] = {"mode": "off" if mode == NOT_REDUCED else mode}
+        if mode == "fixed_chunk":
+            gradients["chunk_bytes"] = chunk_bytes
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},

@@ -185,6 +185,9 @@ class _Stage0:
         return self._engine.communication_data_type
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # Made so by a function, and not by a module that says so beforehand.
+            parameter.grad = parameter.grad.to_dense()
         return parameter.grad
 
     def is_sending(self) -> bool:

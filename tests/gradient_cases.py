@@ -108,8 +108,8 @@ class AwkwardModel(nn.Module):
     The embedding is the head as well; ``frozen`` has no gradient, ``unused`` never gets one. By request: ``sometimes``
     gets one on some ranks in some steps; "wanders" uses ``wanderer`` in front or behind, in turns; "skips" leaves the
     last MoE layer out on one rank; "shared" uses a layer twice, once in the block that may be checkpointed; "twice"
-    uses an MoE layer twice; "sparse" makes the embedding's gradient sparse. The same parameters on every rank and for
-    every ep_size, by global expert id.
+    uses an MoE layer twice; "sparse" and "sparse function" make the embedding's gradient sparse. The same parameters on
+    every rank and for every ep_size, by global expert id.
     """
 
     def __init__(self, run: Run, rank: int) -> None:
@@ -128,7 +128,7 @@ class AwkwardModel(nn.Module):
         self.behind = moes[2]
         self.last = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if "sparse" not in run.features:
+        if not {"sparse", "sparse function"} & run.features:
             self.head.weight = self.embed.weight
         self._initialise(rank)
 
@@ -155,7 +155,11 @@ class AwkwardModel(nn.Module):
     ) -> torch.Tensor:
         """The loss. ``use_sometimes``: how much ``sometimes`` counts, ``None``: not touched; ``turn``: even or odd."""
         run = self.run
-        h_BLM = torch.tanh(self.frozen(self.first(self.embed(tokens_BL))))
+        if "sparse function" in run.features:
+            x_BLM = F.embedding(tokens_BL, self.embed.weight, sparse=True)
+        else:
+            x_BLM = self.embed(tokens_BL)
+        h_BLM = torch.tanh(self.frozen(self.first(x_BLM)))
         if "wanders" in run.features and turn % 2:
             h_BLM = h_BLM + self.wanderer(h_BLM)
         if "shared" in run.features:
