@@ -189,8 +189,8 @@ class _Watched:
         self._window: GradientReducer = window
         self.slices_bytes: tuple[int, ...] = ()
 
-    def open(self) -> Sequence[Parcel]:
-        parcels = self._window.open()
+    def open(self, label: str) -> Sequence[Parcel]:
+        parcels = self._window.open(label)
         flats = self._window.flats
         self.slices_bytes = tuple((each.stop - each.first) * flats[each.flat].element_bytes for each in parcels)
         return parcels

@@ -168,7 +168,7 @@ class Gradients:
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
-    def open(self) -> tuple[Any, ...]:
+    def open(self, label: str) -> tuple[Any, ...]:
         self.sent.append("opened")
         sizes = ((GRAD, 0, 3, 1003), (EXPERT_GRAD, 1, 0, 3001))
         return tuple(SimpleNamespace(kind=kind, flat=flat, first=first, stop=stop) for kind, flat, first, stop in sizes)

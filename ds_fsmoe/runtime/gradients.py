@@ -58,7 +58,10 @@ class GradientReducer:
             raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements, not two per parameter")
         self._ready_at = [0] * len(self._numbers)
         self._looks_left = looks
-        self._least_opened: int | None = None
+        self._passed: list[list[str]] = []
+        """Layers, in the order of the windows they opened, for each round that was looked at."""
+        self._windows: tuple[str, ...] = ()
+        """The layers that the plan counts on."""
         self.on_finish: Callable[[], None] | None = None
         """Hears of the end of each backward, ahead of what is sent then."""
         self.rounds = 0
@@ -66,6 +69,7 @@ class GradientReducer:
         self.sent_again = 0
         """How many gradients had to travel twice, over all rounds."""
         self._new_plan: GradientPlan | None = None
+        self._new_windows: tuple[str, ...] = ()
         self._parts: tuple[tuple[Parcel, ...], ...] = ()
         self._locate()
         self._begin()
@@ -95,14 +99,21 @@ class GradientReducer:
         self.flats[flat].put(index, self._gradient_of(parameter))
         self._there.add(number)
 
-    def open(self) -> tuple[Parcel, ...]:
-        """An MoE layer's backward begins: what is to be sent in it, in this order."""
+    def open(self, label: str) -> tuple[Parcel, ...]:
+        """The backward of the MoE layer of that name begins: what is to be sent in it, in this order."""
         if not self.is_sending():
             return ()
         self._begin_if_over()
         self._wait()
-        part = 2 * self._opened
-        self._opened += 1
+        self._layers.append(label)
+        # By name: where a rank has gone past a layer that others have run, it is where they are all the same.
+        if label in self._windows[self._opened :]:
+            self._opened = self._windows.index(label, self._opened) + 1
+        elif self._windows:
+            return ()
+        else:
+            self._opened += 1
+        part = 2 * (self._opened - 1)
         if part >= len(self._parts):
             return ()
         self._start_until(part)  # a layer inside another's expert: the part beside the outer one has not gone yet
@@ -176,9 +187,11 @@ class GradientReducer:
             self._locate()
             self.plan, self._new_plan = self._new_plan, None
             self._parts = self.plan.parts
+            self._windows, self._new_windows = self._new_windows, ()
         self._is_over = False
         self._sent = [0] * len(self.flats)
         self._opened = 0
+        self._layers: list[str] = []
         self._next_part = 0
         self._there: set[int] = set()
         self._late: set[int] = set()
@@ -235,15 +248,19 @@ class GradientReducer:
         for number in range(len(self._numbers)):
             came_at = self._came_at.get(number, self._opened)
             self._ready_at[number] = max(self._ready_at[number], came_at)
-        self._least_opened = min(self._opened, self._opened if self._least_opened is None else self._least_opened)
+        if not self._windows:
+            self._passed.append(self._layers)
         self._looks_left -= 1
         if self._looks_left:
             return
         last = self.flats[-1]
-        facts = torch.tensor([-self._least_opened, *self._ready_at], dtype=torch.int64, device=last.device)
-        dist.all_reduce(facts, dist.ReduceOp.MAX, group=last.group)
-        opened, *self._ready_at = facts.tolist()
-        self._plan_for(-opened)
+        facts: list[tuple[list[list[str]], list[int]]] = [([], [])] * last.group.size()
+        dist.all_gather_object(facts, (self._passed, self._ready_at), group=last.group)
+        self._ready_at = [max(each) for each in zip(*(ready_at for _, ready_at in facts), strict=True)]
+        seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
+        # Where not every backward passes the same layers, there is no telling when a window opens.
+        self._new_windows = seen.pop() if len(seen) == 1 else ()
+        self._plan_for(len(self._new_windows))
 
     def _plan_for(self, num_windows: int) -> None:
         supplies = []

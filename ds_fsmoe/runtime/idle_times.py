@@ -102,9 +102,14 @@ class TimedWindow:
         self._idle = idle
         self._is_timed = False
 
-    def open(self) -> tuple[Parcel, ...]:
+    @property
+    def flats(self) -> tuple[FlatGradients, ...]:
+        """Likewise."""
+        return self._reducer.flats
+
+    def open(self, label: str) -> tuple[Parcel, ...]:
         """See :class:`~ds_fsmoe.runtime.gradients.GradientReducer`."""
-        parcels = self._reducer.open()
+        parcels = self._reducer.open(label)
         # A graph that is older than the plan still has this window, and gradients travel in it by now.
         self._is_timed = self._reducer.is_sending() and self._reducer.plan is None
         if self._is_timed:

@@ -80,7 +80,7 @@ class Parcel(Protocol):
 class Window(Protocol):
     """What else travels in the backward of a layer: gradients of what the backward has passed already."""
 
-    def open(self) -> Sequence[Parcel]: ...
+    def open(self, label: str) -> Sequence[Parcel]: ...
 
     def send(self, parcel: Parcel) -> None: ...
 
@@ -251,7 +251,7 @@ class _Call:
         """The gradient of the rows, and those of the experts' parameters."""
         phase = _Phase(self, "backward", self._cut_backward, dy_RM)
         window = self.pipeline.window
-        parcels = () if window is None else window.open()
+        parcels = () if window is None else window.open(self.pipeline.label)
 
         def expert_dw(task: Task) -> None:
             self.experts.backward_dw(*self._cut_backward.chunks[task.chunk])
