@@ -66,8 +66,8 @@ class GradientPartitionBlock(_Block):
 class AutotuneBlock(_Block):
     """``fsmoe.autotune``: measuring this cluster and choosing degrees from it."""
 
-    enabled: bool = Field(False, description="measure at the first training step")
-    cache_dir: str | None = Field(None, description="where measurements are kept")
+    enabled: bool = Field(False, description="measure after the first training forward, and choose degrees by it")
+    cache_dir: str | None = Field(None, description="folder in which rank 0 keeps measurements")
     retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
 
 
@@ -124,14 +124,9 @@ class FSMoEBlock(_Block):
 
 # What the options ask for that this version cannot do yet: path -> (values that are true of this version, why not the
 # others). Only what a user wrote is held against it, so a default never is. Whoever brings a machine removes its row.
-_NO_PLANNER = "degrees are not searched in this version"
-_NO_AUTOTUNE = "nothing is measured in this version"
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "pipeline_degree.max": ((1,), _NO_PLANNER),
-    "solver": ((), _NO_PLANNER),
-    "autotune.enabled": ((False,), _NO_AUTOTUNE),
-    "autotune.cache_dir": ((None,), _NO_AUTOTUNE),
-    "autotune.retune_on_drift": ((False,), _NO_AUTOTUNE),
+    "solver": ((), "degrees are searched by simulating all of them in this version"),
+    "autotune.retune_on_drift": ((False,), "drift is not watched in this version"),
     "metrics": (("off",), "no metrics are written in this version"),
 }
 
@@ -162,6 +157,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         *_refused(block),
         *_missing_parts(block),
         *_unfit_degrees(block),
+        *_unfit_autotune(block),
         *_unfit_gradients(block),
         *_unknown_cluster(block),
     ]
@@ -253,6 +249,28 @@ def _unfit_gradients(block: FSMoEBlock) -> list[str]:
     ]
 
 
+def _unfit_autotune(block: FSMoEBlock) -> list[str]:
+    """Options that mean something to the autotuner alone, and what goes against it."""
+    enabled = f"{BLOCK}.autotune.enabled"
+    if block.autotune.enabled:
+        why = (
+            f"{enabled} = true: degrees that follow from a clock go against {BLOCK}.deterministic = true; turn one off"
+        )
+        return [why] if block.deterministic else []
+    written = {
+        "autotune.cache_dir": (block.autotune.cache_dir, None),
+        "pipeline_degree.max": (
+            block.pipeline_degree.max,
+            1 if "max" in block.pipeline_degree.model_fields_set else 16,
+        ),
+    }
+    return [
+        f"{BLOCK}.{path} = {shown(value)}: only with {enabled} = true, and it is false; leave it out"
+        for path, (value, idle) in written.items()
+        if value != idle
+    ]
+
+
 def _unfit_degrees(block: FSMoEBlock) -> list[str]:
     asked = block.pipeline_degree
     degrees = {"forward": asked.forward, "backward": asked.backward}
@@ -266,10 +284,10 @@ def _unfit_degrees(block: FSMoEBlock) -> list[str]:
     if block.schedule == "best":
         return []
     problems = [
-        f'{path}.{phase} = "auto" with {BLOCK}.schedule = {shown(block.schedule)}: must be a number: nothing is '
-        "measured in this version that it could follow from"
+        f'{path}.{phase} = "auto" with {BLOCK}.schedule = {shown(block.schedule)}: must be a number, or '
+        f"{BLOCK}.autotune.enabled be true, so that something is measured that it could follow from"
         for phase, degree in degrees.items()
-        if degree == "auto"
+        if degree == "auto" and not block.autotune.enabled
     ]
     if not problems and block.schedule in _COMMON_DEGREE and asked.forward != asked.backward:
         problems.append(

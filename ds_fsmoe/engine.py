@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_fsmoe import compat
+from ds_fsmoe.autotune import Autotune
 from ds_fsmoe.config import ConfigError, FSMoEBlock, read_block
 from ds_fsmoe.gradient_norm import clip_by_norm, put_right
 from ds_fsmoe.layer import FSMoEGate, StockMoE
@@ -67,6 +68,7 @@ class FSMoEState:
         self.running = running
         self.reduction: Reduction | None = None
         """Of gradients, where we do it."""
+        self.autotune = Autotune(block, running) if block.autotune.enabled else None
         self.gradients = "DeepSpeed's own reduction"
         """What is done with them, in words."""
 
@@ -94,6 +96,20 @@ class FSMoEState:
             self._compared_at = number
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
 
+    def before_forward(self) -> None:
+        """A forward in training is about to begin: once, choose how layers are run. Collective where that is due.
+
+        Raises:
+            MeasuringError, DisagreementError: on every rank.
+        """
+        if self.autotune is None or not self.autotune.is_due:
+            return
+        self.autotune.run({each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()})
+        if self.reduction is not None:
+            self.reduction.look_at_plans()
+        self._facts = {}
+        check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
+
     def groups(self) -> dict[str, FSMoEGroups]:
         """The groups of the layers, by DeepSpeed's name of those that share experts."""
         inner = [layer.deepspeed_moe for layer in self.layers.values()]
@@ -115,7 +131,7 @@ class FSMoEState:
         gates = sorted({_describe_gate(layer) for layer in self.layers.values()})
         return {
             "schedule": self.block.schedule,
-            "pipeline_degree": "forward {}, backward {}".format(*self.running.degrees),
+            "pipeline_degree": _describe_degrees(self),
             "esp_size": str(self.block.esp_size),
             "gate": "; ".join(gates),
             "order": self.parts.order_name,
@@ -128,6 +144,14 @@ class FSMoEState:
 def _alike(block: FSMoEBlock) -> dict[str, Any]:
     """What of a block has to be the same on every rank."""
     return block.model_dump(exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
+
+
+def _describe_degrees(state: FSMoEState) -> str:
+    pipelines = [layer.deepspeed_moe.pipeline for layer in state.layers.values()]
+    degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
+    return "; ".join(
+        "forward {}, backward {}".format(*each) for each in dict.fromkeys(degrees or [state.running.degrees])
+    )
 
 
 def _describe_gate(layer: StockMoE) -> str:
@@ -171,6 +195,8 @@ class FSMoEEngine(DeepSpeedEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
         self.fsmoe.at_step(self.global_steps)
+        if self.training:
+            self.fsmoe.before_forward()
         result = super().forward(*inputs, **kwargs)
         self.fsmoe.running.first_forwards.tell()
         return result
@@ -214,6 +240,8 @@ class FSMoEEngine(DeepSpeedEngine):
         Raises:
             RuntimeError: no forward was run before, so the size of a batch is not known.
         """
+        if self.training:
+            self.fsmoe.before_forward()
         total = torch.zeros(())
         for name, layer in self.fsmoe.layers.items():
             inner = layer.deepspeed_moe
@@ -231,6 +259,11 @@ class FSMoEEngine(DeepSpeedEngine):
         for sentence in compat.check_versions():
             log_on_rank_0(sentence, logging.WARNING)
         block = read_block(self.config)
+        if block.autotune.enabled and isinstance(model, PipelineModule):
+            raise ConfigError(
+                "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
+                "layers; use false, or leave it out"
+            )
         layers = find_layers(model)
         stage_size, stage_group = dist.get_world_size(), None
         if isinstance(model, PipelineModule):

@@ -3,15 +3,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.replay import AutocastState
+from ds_fsmoe.components.written import WrittenExpert
 from ds_fsmoe.expert_checks import check_experts_of
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.runtime.pipeline import CallSizes, Pipeline
 from ds_fsmoe.saved_bytes import SavedBytes, describe, saved_bytes
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """How a layer was called first."""
+
+    experts: ExpertSet
+    forms: tuple[WrittenExpert | None, ...]
+    """By which the experts were computed."""
+    sizes: CallSizes
+    autocast: AutocastState
 
 
 class FirstForwards:
@@ -19,10 +32,14 @@ class FirstForwards:
 
     Args:
         check_experts: whether their experts are tried.
+        keeps_calls: whether :attr:`calls` is filled.
     """
 
-    def __init__(self, check_experts: bool) -> None:
+    def __init__(self, check_experts: bool, keeps_calls: bool = False) -> None:
         self._check_experts = check_experts
+        self._keeps_calls = keeps_calls
+        self.calls: dict[str, FirstCall] = {}
+        """By label of the layer."""
         self._seen: set[str] = set()
         self._kept: dict[bool, list[SavedBytes]] = {False: [], True: []}
         """By whether all but the rows is computed again."""
@@ -53,6 +70,9 @@ class FirstForwards:
         def note(sizes: CallSizes) -> None:
             for recompute, kept in self._kept.items():
                 kept.append(saved_bytes(experts, sizes, x.device, recompute))
+            if self._keeps_calls:
+                autocast = AutocastState.now(dict.fromkeys(("cpu", x.device.type)))
+                self.calls[label] = FirstCall(experts, experts.written_now(), sizes, autocast)
 
         return replace(pipeline, on_call=note)
 

@@ -23,13 +23,14 @@ from torch import nn
 
 from ds_fsmoe.config import FSMoEBlock
 from ds_fsmoe.layer import FSMoELayer
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Mode, Supply, plan_by_rule
 from ds_fsmoe.runtime.gradients import GradientReducer
 from ds_fsmoe.runtime.groups import FSMoEGroups, communicator_like
-from ds_fsmoe.runtime.idle_times import IdleTimes, TimedWindow, cost_of, plan_by_time
+from ds_fsmoe.runtime.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
 from ds_fsmoe.runtime.spans import Together
 
 LOOKS = 3
@@ -99,11 +100,18 @@ class Reduction:
         self._idle = IdleTimes(engine.device)
         self.reducer.on_finish = self._idle.next_round
         self._observers = [layer.pipeline.observer for layer in self._layers]
+        self.look_at_plans()
+        self._door.take(self.reducer)
+
+    def look_at_plans(self) -> None:
+        """Measure in the backwards of the layers' plans, which have changed: until gradients are planned."""
+        if self.reducer.plan is not None:
+            return
         for layer, observer in zip(self._layers, self._observers, strict=True):
+            # A graph that is older keeps the window of its own plan.
             window = TimedWindow(self.reducer, layer.pipeline.backward, self._idle)
             together = window.recorder if observer is None else Together(observer, window.recorder)
             layer.pipeline = replace(layer.pipeline, window=window, observer=together)
-        self._door.take(self.reducer)
 
     def _plan(self, supplies: Sequence[Supply]) -> GradientPlan:
         """The same on every rank: rank 0 of those that share dense gradients decides."""
@@ -124,6 +132,7 @@ class Reduction:
         plan = plan_by_time(supplies, lanes, costs, idle, self.mode, solver=solver, chunk_bytes=chunk_bytes)
         decided = [plan]
         dist.broadcast_object_list(decided, src=dist.get_global_rank(group, 0), group=group)
+        log_on_rank_0(_describe(decided[0], supplies, idle, self.mode))
         return decided[0]
 
     def close(self) -> None:
@@ -131,6 +140,17 @@ class Reduction:
         self._door.give_back()
         for layer in self._layers:
             layer.pipeline = replace(layer.pipeline, window=None)
+
+
+def _describe(plan: GradientPlan, supplies: Sequence[Supply], idle: Sequence[Idle], mode: Mode) -> str:
+    sizes = [each.element_bytes for each in supplies]
+    early = sum((each.stop - each.first) * sizes[each.flat] for parcels in plan.parts for each in parcels)
+    total = sum(each.numel * each.element_bytes for each in supplies)
+    windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
+    return (
+        f"gradients ({mode}): {early / 1e6:.4g} of {total / 1e6:.4g} MB travel before the backward is over; idle there "
+        f"were, inside and behind each MoE layer, {windows} ms"
+    )
 
 
 def _flats(door: _Stage0 | _Stages1And2, groups: dict[str, FSMoEGroups]) -> list[FlatGradients]:

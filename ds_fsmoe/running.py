@@ -70,7 +70,7 @@ class Running:
             Tracer(Path(trace.path), rank, trace.start_step, trace.num_steps, device) if trace.enabled else None
         )
         self._predictor = None if self.tracer is None or trace.cluster is None else Predictor(trace.cluster)
-        self.first_forwards = FirstForwards(block.debug.check_experts)
+        self.first_forwards = FirstForwards(block.debug.check_experts, keeps_calls=block.autotune.enabled)
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
         if self.tracer is not None:
             self._watchdog.at_end.append(self.tracer.save)

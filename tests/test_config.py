@@ -133,11 +133,8 @@ def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence:
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        ({"pipeline_degree": {"max": 8}}, "fsmoe.pipeline_degree.max = 8: not yet"),
         ({"solver": "slsqp"}, "fsmoe.solver"),
-        ({"autotune": {"enabled": True}}, "fsmoe.autotune.enabled = true: not yet"),
-        ({"autotune": {"cache_dir": "x"}}, "fsmoe.autotune.cache_dir"),
-        ({"autotune": {"retune_on_drift": True}}, "fsmoe.autotune.retune_on_drift"),
+        ({"autotune": {"enabled": True, "retune_on_drift": True}}, "fsmoe.autotune.retune_on_drift"),
         ({"metrics": "brief"}, "fsmoe.metrics"),
     ],
 )
@@ -164,6 +161,26 @@ def test_an_option_of_another_mode_is_refused_and_never_ignored(written: dict, s
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ({"autotune": {"cache_dir": "x"}}, 'fsmoe.autotune.cache_dir = "x": only with fsmoe.autotune.enabled = true'),
+        ({"pipeline_degree": {"max": 8}}, "fsmoe.pipeline_degree.max = 8: only with fsmoe.autotune.enabled = true"),
+        ({"autotune": {"enabled": True}, "deterministic": True}, "go against fsmoe.deterministic = true"),
+    ],
+)
+def test_options_of_the_autotuner_are_refused_where_they_mean_nothing(written: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True} | written})
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["deepspeed", "tutel", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best"])
+def test_with_the_autotuner_every_schedule_may_have_its_degrees_chosen(schedule: str) -> None:
+    written = {"enabled": True, "schedule": schedule, "autotune": {"enabled": True}, "pipeline_degree": {"max": 8}}
+    assert read_block({"fsmoe": written}).pipeline_degree.max == 8
+
+
 def test_every_field_is_used_or_refused() -> None:
     """A field that neither the layer reads nor this version refuses would be ignored in silence."""
     from ds_fsmoe.config import _ONLY
@@ -181,6 +198,7 @@ def test_every_field_is_used_or_refused() -> None:
 
     used = {"enabled", "schedule", "order", "alltoall", "ops", "plugins", "esp_size", "overlap", "recompute", "hooks"}
     used |= {"pipeline_degree.forward", "pipeline_degree.backward", "topology.ranks_per_node"}
+    used |= {"pipeline_degree.max", "autotune.enabled", "autotune.cache_dir"}
     used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path", "trace.cluster"}
     used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts"}
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}

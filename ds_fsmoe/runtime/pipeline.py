@@ -119,7 +119,9 @@ class PhasePlan:
         at = self.groups.placements
         # Experts of this layer may have nobody to be summed with, and those of another with another ep_size do.
         lanes = {GRAD: at["dp"].lanes, EXPERT_GRAD: at["edp"].lanes or at["dp"].lanes}
-        slices = tuple(Slice(kind, lanes[kind], 1.0) for kind in kinds)
+        # Where they cross both kinds of links, on the slower one alone: of the other they need a fraction, and holding
+        # it would keep this layer's own traffic waiting.
+        slices = tuple(Slice(kind, lanes[kind][:1], 1.0) for kind in kinds)
         block = replace(self.block, held_dw=0, carried_dw=0, moe_slices=slices, dense_slices=())
         return block_schedule(BlockWork((), moe, ()), block)
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long an operation takes at several sizes, as all ranks see it together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.planning.cost import Fit, fit
+from ds_fsmoe.runtime.one_fate import OneFate
+from ds_fsmoe.runtime.topology import world_size_now
+
+FEWEST, MOST = 3, 9
+"""Repetitions that count, after one that does not."""
+BUDGET_S = 0.5
+"""As many repetitions as fit in here, within these bounds; making ready for them counts, too."""
+
+Prepare = Callable[[int], Callable[[], object]]
+"""A size to what is timed; what it does itself is not. It may not communicate."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """An operation, measured."""
+
+    unit: str
+    """Of the sizes."""
+    sizes: tuple[float, ...]
+    times_ms: tuple[float, ...]
+    """Medians, one per size."""
+
+    @cached_property
+    def fit(self) -> Fit:
+        """A line through them."""
+        return fit(self.sizes, self.times_ms)
+
+
+class Stopwatch:
+    """Times operations on all ranks of the job. Every method is collective.
+
+    Args:
+        device: on which they run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.fate = OneFate(device)
+        self.num_timed = 0
+        """Operations, so far."""
+
+    def times_ms(
+        self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None = None
+    ) -> list[float]:
+        """The median of each size.
+
+        The time of a collective is the least of the ranks of its group, for the last to arrive has not waited, and of
+        several such groups the slowest counts. The time of a computation is that of the slowest rank.
+
+        Args:
+            what: is timed, for messages.
+            sizes: given to ``prepare``, in turn within each repetition, so that no size has the quiet minutes alone.
+            prepare: makes ready for one of them.
+            group: of a collective; ``None`` for what a rank does alone.
+
+        Raises:
+            MeasuringError: on every rank, if one has failed.
+        """
+        self.num_timed += 1
+        start_s = time.perf_counter()
+        self._round(what, sizes, prepare, group)
+        # The same on every rank.
+        round_s = self._over_ranks([[time.perf_counter() - start_s]], None).item()
+        repeats = min(MOST, max(FEWEST, int(BUDGET_S / max(1e-6, round_s))))
+        rounds = [self._round(what, sizes, prepare, group) for _ in range(repeats)]
+        return self._over_ranks(rounds, group).median(dim=0).values.tolist()
+
+    def any_rank(self, what: bool) -> bool:
+        """Whether it is so on one rank at least."""
+        return bool(self._over_ranks([[float(what)]], None).item())
+
+    def _round(self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None) -> list[float]:
+        """One repetition of all sizes."""
+        times_ms = []
+        doing = f"measuring {what}"
+        if group is None:
+            with self.fate.of(doing):
+                times_ms = [self._time_ms(prepare(size)) for size in sizes]
+            return times_ms
+        for size in sizes:
+            # Nobody enters a collective that another rank will not come to. It also brings them together.
+            with self.fate.of(doing):
+                work = prepare(size)
+            with self.fate.of(doing):
+                times_ms.append(self._time_ms(work))
+            del work
+        return times_ms
+
+    def _time_ms(self, work: Callable[[], object]) -> float:
+        self._wait()
+        start_ns = time.perf_counter_ns()
+        work()
+        self._wait()
+        return (time.perf_counter_ns() - start_ns) / 1e6
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _over_ranks(self, values: Sequence[Sequence[float]], group: dist.ProcessGroup | None) -> torch.Tensor:
+        times = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if world_size_now() > 1:
+            if group is not None:
+                dist.all_reduce(times, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(times, dist.ReduceOp.MAX)
+        return times.cpu()

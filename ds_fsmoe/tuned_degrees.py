@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which degrees and orders a layer is run with, from what its tasks cost here: every candidate is simulated, with the
+sizes of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.degree import smallest_of_best
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.presets import BEST, late_choices, preset
+from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
+from ds_fsmoe.planning.timeline import simulate
+from ds_fsmoe.predicted import CallSizes, sized
+from ds_fsmoe.runtime.pipeline import PhasePlan
+from ds_fsmoe.runtime.profiler import BACKWARD_ANEW, LayerProfile
+
+MARGIN = 0.03
+"""``best`` cuts a layer where that is predicted to gain more than this share of its time; less is lost in the noise."""
+
+Degree = int | None
+"""``None``: to be chosen."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What may be chosen from."""
+
+    orders: Callable[[bool, bool], Sequence[Order]]
+    """(backward, whether weight gradients can be put off) -> ways to run a layer, smaller degrees first; of the same
+    degree, the first wins where others are not faster."""
+    is_common: bool = False
+    """Whether both phases have to have one degree."""
+    margin: float = 0.0
+    """What a degree above 1 has to gain."""
+
+    @classmethod
+    def of(cls, schedule: str, max_degree: int, links: Links) -> Ways:
+        """Those of a schedule by name.
+
+        Args:
+            schedule: as in ``fsmoe.schedule``.
+            max_degree: the largest to be considered.
+            links: the order in which ``best`` runs a layer that is not cut.
+        """
+        if schedule == BEST:
+            return cls(lambda backward, splits: tuple(_open(max_degree, links, backward and splits)), margin=MARGIN)
+        switches = preset(schedule)
+        return cls(lambda backward, _: switches.orders(max_degree, backward), switches.pipeline == "common")
+
+
+def _open(max_degree: int, links: Links, may_put_off: bool) -> Iterable[Order]:
+    yield Order(1, links)
+    for degree in range(2, max_degree + 1):
+        # Holding back beyond the layer's own end means nothing to a layer run alone.
+        late = sorted({0, *(late for late, _, _ in late_choices(degree))}) if may_put_off else (0,)
+        yield from (Order(degree, order, each) for each in late for order in ORDERS)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How lanes run tasks."""
+
+    is_serial: bool = False
+    """One after another."""
+    issues_ahead: bool = False
+    """Whether the host hands out tasks ahead of the lanes, as to a GPU; else each task bears its own cost."""
+
+    def predict_ms(self, plan: PhasePlan, sizes: CallSizes, profile: LayerProfile, same_cuts: bool = True) -> float:
+        """The experts' part of a layer in one phase."""
+        costs = profile.costs(plan.backward, same_cuts)
+        tasks = []
+        for task in sized(plan.schedule, plan, sizes).tasks:
+            # Measured are whole operations, with all their launches.
+            lane = Lane.COMPUTE if self.is_serial else task.lane
+            tasks.append(replace(task, lane=lane, launches=min(1, task.launches)))
+        host_ms = profile.task_ms if self.issues_ahead else 0.0
+        if not self.issues_ahead:
+            costs = {
+                kind: replace(cost, alpha_ms=cost.alpha_ms + profile.task_ms) if kind != HOLD else cost
+                for kind, cost in costs.items()
+            }
+        return simulate(Schedule(tuple(tasks)), costs, host_ms=host_ms).makespan_ms
+
+
+@dataclass(frozen=True)
+class PhaseChoice:
+    """How a layer is run in one phase."""
+
+    block: BlockPlan
+    time_ms: float
+    """Predicted, of the experts' part."""
+    uncut_ms: float
+    """The same with degree 1."""
+    runner_up: Degree
+    """The best other degree; ``None`` if there was none."""
+    runner_up_ms: float | None
+    auto_degree: int
+    """What would have been chosen, had nothing been asked for."""
+    auto_ms: float
+
+
+class _Phase:
+    """Every degree's best way in one phase."""
+
+    def __init__(self, price: Callable[[Order, bool], float], orders: Sequence[Order], differs: bool) -> None:
+        """
+        Args:
+            price: (order, whether both phases are cut alike) -> ms.
+            orders: to choose from, smaller degrees first.
+            differs: whether it matters that they are.
+        """
+        self._differs = differs
+        self._best: dict[tuple[int, bool], tuple[float, Order]] = {}
+        self.degrees = list(dict.fromkeys(order.degree for order in orders))
+        for degree in self.degrees:
+            of_degree = [order for order in orders if order.degree == degree]
+            for same_cuts in (True, False) if differs else (True,):
+                times_ms = [price(order, same_cuts) for order in of_degree]
+                at = smallest_of_best(times_ms)
+                self._best[degree, same_cuts] = times_ms[at], of_degree[at]
+
+    def ms(self, degree: int, same_cuts: bool) -> float:
+        return self._best[degree, same_cuts or not self._differs][0]
+
+    def order(self, degree: int, same_cuts: bool) -> Order:
+        return self._best[degree, same_cuts or not self._differs][1]
+
+
+def choose_degrees(
+    groups: Groups,
+    sizes: CallSizes,
+    profile: LayerProfile,
+    machine: Machine,
+    ways: Ways,
+    asked: tuple[Degree, Degree] = (None, None),
+    links: Links = "paper",
+) -> tuple[PhaseChoice, PhaseChoice]:
+    """How a layer is run forward and backward.
+
+    Args:
+        groups: of the layer.
+        sizes: of a call.
+        profile: what its tasks cost.
+        machine: how they are run.
+        ways: what may be chosen from.
+        asked: degrees for (forward, backward) that are not to be chosen.
+        links: the order in which a layer is run whose degree is asked for.
+    """
+    open_phases, phases = [], []
+    for backward, degree in zip((False, True), asked, strict=True):
+
+        def price(order: Order, same_cuts: bool, backward: bool = backward) -> float:
+            return machine.predict_ms(PhasePlan(order.plan(), groups, backward), sizes, profile, same_cuts)
+
+        differs = backward and BACKWARD_ANEW in profile.operations
+        # More chunks than slots gain nothing.
+        orders = [each for each in ways.orders(backward, profile.splits) if each.degree <= max(1, sizes.capacity)]
+        open_phases.append(_Phase(price, orders, differs))
+        phases.append(open_phases[-1] if degree is None else _Phase(price, [Order(degree, links)], differs))
+    must_match = ways.is_common or profile.draws
+    auto = _best_pair(open_phases[0], open_phases[1], ways.margin, must_match)
+    chosen = _best_pair(phases[0], phases[1], ways.margin, must_match)
+    same, auto_same = chosen[0] == chosen[1], auto[0] == auto[1]
+    choices = []
+    for phase, open_phase, degree, auto_degree in zip(phases, open_phases, chosen, auto, strict=True):
+        others = [each for each in open_phase.degrees if each != degree]
+        runner_up = min(others, key=lambda each: open_phase.ms(each, same), default=None)
+        choices.append(
+            PhaseChoice(
+                phase.order(degree, same).plan(),
+                phase.ms(degree, same),
+                open_phase.ms(1, same),
+                runner_up,
+                None if runner_up is None else open_phase.ms(runner_up, same),
+                auto_degree,
+                open_phase.ms(auto_degree, auto_same),
+            )
+        )
+    return choices[0], choices[1]
+
+
+def _best_pair(forward: _Phase, backward: _Phase, margin: float, must_match: bool) -> tuple[int, int]:
+    """The degrees whose phases take the least together, where they gain enough over degree 1."""
+    pairs = [(f, b) for f in forward.degrees for b in backward.degrees]
+    if must_match:
+        # Two different ones that are both asked for stay what they are.
+        pairs = [pair for pair in pairs if pair[0] == pair[1]] or pairs
+
+    def phases_ms(pair: tuple[int, int]) -> tuple[float, float]:
+        same = pair[0] == pair[1]
+        return forward.ms(pair[0], same), backward.ms(pair[1], same)
+
+    def gains(pair: tuple[int, int]) -> bool:
+        if must_match:
+            return pair == (1, 1) or (1, 1) not in pairs or sum(phases_ms(pair)) < (1 - margin) * sum(phases_ms((1, 1)))
+        return all(
+            degree == 1 or 1 not in phase.degrees or time_ms < (1 - margin) * phase.ms(1, True)
+            for phase, degree, time_ms in zip((forward, backward), pair, phases_ms(pair), strict=True)
+        )
+
+    pairs = [pair for pair in pairs if gains(pair)]
+    return pairs[smallest_of_best([sum(phases_ms(pair)) for pair in pairs])]

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``"autotune": {"enabled": true}``: degrees are measured for, agreed on and run, and training stays what it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
+STEPS = 5
+
+
+class Said(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+
+@dataclass
+class Run:
+    """One training run, as one rank saw it."""
+
+    numbers: list[torch.Tensor] = field(default_factory=list)
+    """Losses and outputs of every step, then all parameters."""
+    degrees: list[tuple[int, int]] = field(default_factory=list)
+    """Of each layer, (forward, backward)."""
+    plans: dict[str, str] = field(default_factory=dict)
+    num_measured: int | None = None
+    said: str = ""
+    error: str = ""
+
+
+def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEPS, break_expert: bool = False) -> Run:
+    import ds_fsmoe
+
+    said, logger = Said(), logging.getLogger("ds_fsmoe")
+    logger.addHandler(said)
+    torch.manual_seed(0)
+    run, esp_size = Run(), block.get("esp_size", 1)
+    model = SmallModel(case, rank // esp_size)
+    config = case.ds_config(fsmoe={"enabled": True} | block)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    # Nothing comes of the first forward but its sizes: so what is trained is run with one plan throughout.
+    engine(*batch(99, rank, torch.float32))
+    if break_expert:
+
+        def fails(*_: Any) -> None:
+            raise OSError("the disk is on fire")
+
+        model.moes[0].deepspeed_moe.experts.deepspeed_experts[0].register_forward_hook(fails)
+    try:
+        for step in range(steps * case.accumulation):
+            torch.manual_seed(100 * step + rank)
+            loss, y_BLM = engine(*batch(step, rank, torch.float32))
+            engine.backward(loss)
+            engine.step()
+            run.numbers += [loss.detach(), y_BLM.detach()]
+    except RuntimeError as error:
+        run.error = str(error)
+    pipelines = [layer.deepspeed_moe.pipeline for layer in engine.fsmoe.layers.values()]
+    run.degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
+    run.plans = {name: text for name, text in engine.fsmoe.facts().items() if name.startswith("plan ")}
+    run.num_measured = None if engine.fsmoe.autotune is None else engine.fsmoe.autotune.num_measured
+    run.numbers += [each.detach().clone() for each in model.parameters()]
+    engine.destroy()
+    logger.removeHandler(said)
+    run.said = "\n".join(said.lines)
+    return run
+
+
+def tuned(cache_dir: Path | str | None = None, **others: Any) -> dict[str, Any]:
+    return {"autotune": {"enabled": True, "cache_dir": None if cache_dir is None else str(cache_dir)}} | others
+
+
+def rewrite(folder: Path, factors: dict[str, float]) -> None:
+    """Make operations of the only file dearer, as if measured so on another machine."""
+    (path,) = folder.glob("*.json")
+    data = json.loads(path.read_text())
+    for layer in data["layers"]:
+        layer["task_ms"] = 0.0
+        for name, at in layer["operations"].items():
+            # A line without a start, so that cutting costs nothing.
+            at["times_ms"] = [factors[name] * size / max(at["sizes"]) for size in at["sizes"]]
+    path.write_text(json.dumps(data))
+
+
+FACTORS = {"all-to-all": 8.0, "experts forward": 16.0, "experts backward": 20.0, "experts dX": 7.0, "experts dW": 13.0}
+
+
+def tune_and_keep(rank: int, world_size: int, folder: str) -> dict[str, Run]:
+    kept = Path(folder) / "kept" / "deeper"
+    runs = {"measured": train(rank, tuned(kept)), "known": train(rank, tuned(kept))}
+    torch.distributed.barrier()
+    if rank == 0:
+        rewrite(kept, FACTORS)
+    torch.distributed.barrier()
+    runs["cut"] = train(rank, tuned(kept, pipeline_degree={"max": 6}))
+    (forward, backward), *_ = runs["cut"].degrees
+    by_hand = {"pipeline_degree": {"forward": forward, "backward": backward}}
+    runs["by hand"] = train(rank, by_hand)
+    runs["tutel"] = train(rank, tuned(kept, schedule="tutel"))
+    runs["fixed"] = train(rank, tuned(kept, pipeline_degree={"forward": 5, "backward": "auto"}))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
+    folder = tmp_path_factory.mktemp("tuned")
+    return run_on_ranks(tune_and_keep, 2, folder / "ranks", str(folder))
+
+
+def test_the_table_says_what_was_measured_and_chosen(runs: list[dict[str, Run]]) -> None:
+    said = runs[0]["measured"].said
+    assert runs[0]["measured"].num_measured > 4
+    for words in ("alpha [ms]", "r^2", "worst residual", "runner-up", "degree 1 [ms]", "the stage took"):
+        assert words in said
+    for operation in ("all-to-all", "experts forward", "experts backward", "experts dX", "experts dW"):
+        assert f"L00, L01  {operation}" in said
+    assert "autotune" not in runs[1]["measured"].said
+
+
+def test_what_was_measured_before_is_not_measured_again(runs: list[dict[str, Run]]) -> None:
+    for each in runs:
+        assert each["known"].num_measured == 0
+        assert each["known"].degrees == each["measured"].degrees
+    assert "nothing is measured, all is in " in runs[0]["known"].said
+    assert "WARNING" not in runs[0]["known"].said
+
+
+def test_training_with_degrees_found_is_training_with_them_given_by_hand_to_the_bit(
+    runs: list[dict[str, Run]],
+) -> None:
+    for each in runs:
+        found, given = each["cut"], each["by hand"]
+        assert found.degrees == given.degrees
+        assert all(degree > 1 for pair in found.degrees for degree in pair)
+        assert len(found.numbers) > 2 * STEPS
+        assert all(torch.equal(a, b) for a, b in zip(found.numbers, given.numbers, strict=True))
+    assert runs[0]["cut"].plans == runs[1]["cut"].plans
+
+
+def test_a_schedule_by_name_gets_its_one_degree(runs: list[dict[str, Run]]) -> None:
+    for forward, backward in runs[0]["tutel"].degrees:
+        assert forward == backward > 1
+
+
+def test_a_degree_given_by_hand_is_kept_and_the_table_says_what_would_have_been_chosen(
+    runs: list[dict[str, Run]],
+) -> None:
+    for each in runs:
+        assert {forward for forward, _ in each["fixed"].degrees} == {5}
+        assert {backward for _, backward in each["fixed"].degrees} != {1}
+    assert "L00, L01 forward: degree 5 is given by hand; auto would have chosen " in runs[0]["fixed"].said
+    assert "L00, L01 backward: degree" not in runs[0]["fixed"].said
+
+
+# ---- files that are of no use
+
+
+def meet_bad_files(rank: int, world_size: int, folder: str) -> dict[str, Run]:
+    kept, blocked = Path(folder) / "kept", Path(folder) / "a file"
+    runs = {"first": train(rank, tuned(kept), steps=1)}
+    torch.distributed.barrier()
+    if rank == 0:
+        blocked.write_text("in the way")
+        (path,) = kept.glob("*.json")
+        path.write_text(path.read_text()[:-40])
+    torch.distributed.barrier()
+    runs["corrupt"] = train(rank, tuned(kept), steps=1)
+    torch.distributed.barrier()
+    if rank == 0:
+        data = json.loads(path.read_text())
+        data["fingerprint"]["devices"] = ["another"]
+        path.write_text(json.dumps(data))
+    torch.distributed.barrier()
+    runs["stale"] = train(rank, tuned(kept), steps=1)
+    runs["mended"] = train(rank, tuned(kept), steps=1)
+    runs["blocked"] = train(rank, tuned(blocked / "kept"), steps=2)
+    runs["left"] = [each.name for each in kept.iterdir()]
+    return runs
+
+
+def test_a_file_of_no_use_is_named_and_measured_again(tmp_path: Path) -> None:
+    found = run_on_ranks(meet_bad_files, 2, tmp_path / "ranks", str(tmp_path))
+    said = {name: run.said for name, run in found[0].items() if name != "left"}
+    (name,) = found[0]["left"]
+    for each in found:
+        assert all(each[which].num_measured > 0 for which in ("first", "corrupt", "stale", "blocked"))
+        assert each["mended"].num_measured == 0
+        assert all(not run.error for which, run in each.items() if which != "left")
+    assert f"WARNING: fsmoe.autotune.cache_dir: {tmp_path / 'kept' / name} cannot be read: " in said["corrupt"]
+    assert f"{tmp_path / 'kept' / name} is of something else: it differs in devices" in said["stale"]
+    assert "WARNING" not in said["first"]
+    assert "WARNING" not in said["mended"]
+    assert said["blocked"].count("WARNING") == 1
+    assert "measurements cannot be kept in" in said["blocked"]
+
+
+# ---- other ranks and other ways
+
+
+def fail_on_one(rank: int, world_size: int) -> Run:
+    return train(rank, tuned(), steps=1, break_expert=rank == 1)
+
+
+def test_a_rank_that_fails_while_measuring_ends_all_of_them_with_its_error(tmp_path: Path) -> None:
+    for each in run_on_ranks(fail_on_one, 2, tmp_path / "ranks"):
+        assert each.error.startswith("rank 1 failed while measuring experts forward of L00: OSError: the disk is on")
+
+
+def train_sharded(rank: int, world_size: int) -> tuple[Run, Run]:
+    case = Case(2, 1, "fp32", 2, 1, False, expert="gpt")
+    return train(rank, tuned(esp_size=2), case), train(rank, {"esp_size": 2}, case)
+
+
+def test_sharded_experts_on_four_ranks_are_tuned_while_gradients_are_looked_at(tmp_path: Path) -> None:
+    found = run_on_ranks(train_sharded, 4, tmp_path / "ranks")
+    for ours, plain in found:
+        assert (ours.error, ours.plans) == ("", found[0][0].plans)
+        # All-to-all, all-gather, reduce-scatter, four of the experts, and empty tasks.
+        assert ours.num_measured == 8
+        for a, b in zip(ours.numbers, plain.numbers, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)

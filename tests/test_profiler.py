@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tasks cost is measured on all ranks together, leaves nothing behind, and fails on all ranks or on none."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
+from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.runtime.groups import make_groups
+from ds_fsmoe.runtime.lanes import make_lanes
+from ds_fsmoe.runtime.one_fate import MeasuringError
+from ds_fsmoe.runtime.pipeline import CallSizes, PhasePlan
+from ds_fsmoe.runtime.profiler import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BACKWARD,
+    BACKWARD_ANEW,
+    DW,
+    DX,
+    FORWARD,
+    REDUCE_SCATTER,
+    LayerProfile,
+    Subject,
+    measured_slots,
+    profile,
+)
+from ds_fsmoe.runtime.stopwatch import Stopwatch
+from ds_fsmoe.runtime.wires import Wires
+from tests.ranks import run_on_ranks
+
+WIDTH, HIDDEN, CAPACITY, LOCAL = 13, 29, 97, 2
+CPU = torch.device("cpu")
+
+
+class Counting(nn.Module):
+    """A user's expert: it counts its calls, and drops out."""
+
+    def __init__(self, drop: float = 0.0, fails: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(drop)
+        self.fails = fails
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise OSError("the disk is on fire")
+        self.calls += 1
+        return self.drop(self.linear(x))
+
+
+def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
+    groups = make_groups(ep, esp)
+    found = expert_set(experts)
+    wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
+    subject = Subject(
+        "L00",
+        wires,
+        found,
+        len(experts),
+        max(1, sum(each.numel() for each in found.parameters if each.dim() > 1)),
+        found.splits,
+        False,
+        CallSizes(ep * esp, CAPACITY, WIDTH, torch.float32, 1, True),
+        nullcontext,
+    )
+    lanes = make_lanes(CPU)
+    try:
+        schedule = PhasePlan(BlockPlan(equal_shares(3)), groups.planned, backward=False).schedule
+        return profile(Stopwatch(CPU), subject, lanes, schedule)
+    finally:
+        lanes.close()
+
+
+def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]:
+    written = profile_of([GPTFeedForward(WIDTH, HIDDEN) for _ in range(LOCAL)], ep, esp)
+    experts = [Counting() for _ in range(LOCAL)]
+    torch.manual_seed(rank)
+    state = torch.get_rng_state()
+    graphs = profile_of(experts, ep, esp)
+    same_state = torch.equal(state, torch.get_rng_state())
+    return {
+        "written": written,
+        "graphs": graphs,
+        "drawing": profile_of([Counting(0.3)], ep, esp).draws,
+        "calls": [each.calls.item() for each in experts],
+        "same state": same_state,
+        "gradients": [each.grad for expert in experts for each in expert.parameters()],
+    }
+
+
+@pytest.fixture(scope="module")
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """By the number of shards of an expert: on two ranks and on four."""
+    return {
+        esp: run_on_ranks(be_profiled, 2 * esp, tmp_path_factory.mktemp("profiled") / "ranks", 2, esp) for esp in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("esp", [1, 2])
+def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks(results_of: dict, esp: int) -> None:
+    results = results_of[esp]
+    first = results[0]
+    assert all(each["written"] == first["written"] and each["graphs"] == first["graphs"] for each in results)
+    collectives = {ALL_TO_ALL} | ({ALL_GATHER, REDUCE_SCATTER} if esp > 1 else set())
+    assert set(first["written"].operations) == collectives | {FORWARD, BACKWARD, DX, DW}
+    assert set(first["graphs"].operations) == collectives | {FORWARD, BACKWARD, BACKWARD_ANEW}
+    for found in (first["written"], first["graphs"]):
+        assert 0 < found.task_ms < 100
+        for timing in found.operations.values():
+            assert len(timing.sizes) == len(measured_slots(CAPACITY))
+            assert all(each > 0 for each in timing.times_ms)
+            # More never costs less by the line, whatever the clock has said.
+            predicted_ms = [timing.fit.cost.ms(size) for size in timing.sizes]
+            assert predicted_ms == sorted(predicted_ms)
+            assert timing.fit.r2 <= 1.0
+            assert timing.fit.worst_residual_ms >= 0.0
+
+
+def test_sizes_are_those_that_the_planner_gives_its_tasks(results_of: dict) -> None:
+    found = results_of[2][0]["written"]
+    sent_bytes = 2 * LOCAL * CAPACITY * WIDTH * 4
+    flops = 2 * 4 * CAPACITY * LOCAL * 2 * WIDTH * HIDDEN
+    largest = {name: timing.sizes[-1] for name, timing in found.operations.items()}
+    assert largest == {
+        ALL_TO_ALL: sent_bytes,
+        ALL_GATHER: 2 * sent_bytes,
+        REDUCE_SCATTER: 2 * sent_bytes,
+        FORWARD: flops,
+        BACKWARD: 2 * flops,
+        DX: flops,
+        DW: flops,
+    }
+
+
+def test_measuring_leaves_nothing_behind(results_of: dict) -> None:
+    for each in results_of[1]:
+        assert each["calls"] == [0, 0]
+        assert each["same state"]
+        assert each["gradients"] == [None] * 4
+        assert each["drawing"]
+        assert not each["graphs"].draws
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3, 16, 97])
+def test_a_line_can_be_fitted_at_any_capacity(capacity: int) -> None:
+    slots = measured_slots(capacity)
+    assert len(slots) >= 4
+    assert slots == sorted(set(slots))
+    assert slots[0] >= 1
+    assert capacity in slots or capacity == 0
+
+
+# ---- clocks of several ranks
+
+
+def sleep_by_rank(rank: int, world_size: int) -> list[float]:
+    watch = Stopwatch(CPU)
+
+    def prepare(size: int):
+        return lambda: time.sleep(0.1 if rank == 0 else 0.005)
+
+    group = dist.new_group(list(range(world_size)))
+    return [
+        *watch.times_ms("a collective", [1], prepare, group),
+        *watch.times_ms("a computation", [1], prepare),
+    ]
+
+
+def test_a_collective_takes_as_long_as_for_the_last_to_arrive_and_a_computation_as_on_the_slowest(
+    tmp_path: Path,
+) -> None:
+    for collective_ms, computation_ms in run_on_ranks(sleep_by_rank, 2, tmp_path / "ranks"):
+        assert 5 <= collective_ms < 100 <= computation_ms
+
+
+# ---- one fate
+
+
+def fail_on_one(rank: int, world_size: int, failing: int) -> str:
+    try:
+        profile_of([Counting(fails=rank == failing)], world_size, 1)
+    except MeasuringError as error:
+        return f"{error} | {error.__cause__!r}"
+    return "went through"
+
+
+def test_a_rank_that_fails_ends_the_measuring_on_all_of_them_with_its_error(tmp_path: Path) -> None:
+    said = "rank 1 failed while measuring experts forward of L00: OSError: the disk is on fire"
+    first, second, *_ = run_on_ranks(fail_on_one, 2, tmp_path / "ranks", 1)
+    assert first == f"{said} | None"
+    assert second == f"{said} | OSError('the disk is on fire')"

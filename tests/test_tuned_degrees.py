@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The degrees that are chosen are those that a search of all of them finds, within what was asked for."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from ds_fsmoe.planning.block import ORDERS
+from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
+from ds_fsmoe.predicted import CallSizes, moe_work
+from ds_fsmoe.runtime.profiler import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BACKWARD,
+    BACKWARD_ANEW,
+    DW,
+    DX,
+    FORWARD,
+    REDUCE_SCATTER,
+    LayerProfile,
+)
+from ds_fsmoe.runtime.stopwatch import Timing
+from ds_fsmoe.tuned_degrees import MARGIN, Machine, Ways, choose_degrees
+
+GROUPS = Groups(world=4, gpus_per_node=2, ep=2, esp=2)
+# Every degree up to 8 divides the capacity, so equal shares are whole slots.
+SIZES = CallSizes(num_experts=4, capacity=840, width=13, dtype_bytes=4, num_products=1, num_weights=754)
+MAX_DEGREE = 8
+
+
+def line(alpha_ms: float, whole_ms: float, size: float) -> Timing:
+    """Measured on a line: alpha, and what the whole capacity takes beyond it."""
+    shares = (0.25, 0.5, 1.0)
+    return Timing("byte", tuple(size * each for each in shares), tuple(alpha_ms + whole_ms * each for each in shares))
+
+
+def made_up(seed: int = 0, splits: bool = True, draws: bool = False, task_ms: float = 0.0, **wholes: float):
+    """Costs of a layer; each is (alpha, all of it) in ms."""
+    chance = random.Random(seed)
+    work = {backward: moe_work(GROUPS, backward, SIZES) for backward in (False, True)}
+    sent, gathered = work[False].enter[0].size, work[False].gather[0].size
+    flops = work[False].expert.size
+    sizes = {ALL_TO_ALL: sent, ALL_GATHER: gathered, REDUCE_SCATTER: gathered, FORWARD: flops, BACKWARD: 2 * flops}
+    sizes |= {DX: flops, DW: flops} if splits else {BACKWARD_ANEW: 2 * flops}
+    drawn = {name: (chance.uniform(0.01, 0.3), chance.uniform(0.5, 8)) for name in sizes}
+    operations = {
+        name: line(drawn[name][0], wholes.get(name.replace(" ", "_"), drawn[name][1]), size)
+        for name, size in sizes.items()
+    }
+    return LayerProfile(operations, task_ms, draws)
+
+
+def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order], task_ms: float = 0.0) -> list[float]:
+    """Times by the planner's own price of a block, which knows nothing of calls and slots."""
+
+    def once(work: Work | None) -> Work | None:
+        return work and replace(work, launches=1)
+
+    moe = moe_work(GROUPS, backward, SIZES)
+    once_launched = MoEWork(
+        moe.enter, moe.gather, once(moe.expert), moe.reduce, moe.leave, once(moe.expert_dx), once(moe.expert_dw)
+    )
+    costs = {
+        kind: replace(cost, alpha_ms=cost.alpha_ms + (task_ms if kind != "HOLD" else 0.0))
+        for kind, cost in profile.costs(backward).items()
+    }
+    return BlockTimes(BlockWork((), once_launched, ()), costs).times_ms(orders)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("schedule", ["fsmoe", "fsmoe_no_iio"])
+def test_each_phase_gets_the_degree_that_is_the_fastest_of_all(schedule: str, seed: int) -> None:
+    profile = made_up(seed, task_ms=0.02)
+    ways = Ways.of(schedule, MAX_DEGREE, "paper")
+    for backward, choice in enumerate(choose_degrees(GROUPS, SIZES, profile, Machine(), ways)):
+        orders = list(ways.orders(bool(backward), True))
+        times_ms = by_brute_force(profile, bool(backward), orders, 0.02)
+        best = min(range(len(orders)), key=times_ms.__getitem__)
+        assert len(orders) == MAX_DEGREE
+        assert choice.block == orders[best].plan()
+        assert choice.time_ms == pytest.approx(times_ms[best])
+        assert choice.uncut_ms == pytest.approx(times_ms[0])
+        rest_ms = [(time_ms, order.degree) for time_ms, order in zip(times_ms, orders, strict=True)]
+        runner_up = min(pair for pair in rest_ms if pair[1] != choice.block.degree)
+        assert (choice.runner_up_ms, choice.runner_up) == (pytest.approx(runner_up[0]), runner_up[1])
+
+
+def test_putting_weight_gradients_off_gains_nothing_by_the_noise_of_three_clocks() -> None:
+    # Experts alone: whatever the whole backward was measured to be, cutting it cannot help.
+    nothing = {"all-to-all": 0.0, "all-gather": 0.0, "reduce-scatter": 0.0}
+    profile = made_up(0, experts_backward=50.0, experts_dX=16.0, experts_dW=16.0, **nothing)
+    _, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("best", MAX_DEGREE, "reduce_first"))
+    assert backward.block.degree == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_searches_every_order_and_late_weight_gradients_too(seed: int) -> None:
+    profile = made_up(seed)
+    ways = Ways.of("best", MAX_DEGREE, "reduce_first")
+    forward, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+    every = [Order(1, "reduce_first")] + [
+        Order(degree, links, late)
+        for degree in range(2, MAX_DEGREE + 1)
+        for links in ORDERS
+        for late in sorted({0, 1, 2, degree})
+    ]
+    found_ms = by_brute_force(profile, True, every)
+    gains = min(found_ms) < (1 - MARGIN) * found_ms[0]
+    assert backward.time_ms == pytest.approx(min(found_ms) if gains else found_ms[0])
+    found_ms = by_brute_force(profile, False, [each for each in every if not each.late_dw])
+    gains = min(found_ms) < (1 - MARGIN) * found_ms[0]
+    assert forward.time_ms == pytest.approx(min(found_ms) if gains else found_ms[0])
+
+
+def test_best_does_not_cut_for_a_gain_within_the_noise() -> None:
+    # Two chunks hide half of the all-gather beside other traffic, and nothing else: some 2%.
+    big = {"all-to-all": 50.0, "all-gather": 1.2, "reduce-scatter": 1.2}
+    small = {"experts_forward": 0.1, "experts_backward": 0.1, "experts_dX": 0.1, "experts_dW": 0.1}
+    base = made_up(0, **big, **small)
+    free = {
+        name: Timing("byte", each.sizes, tuple(ms - each.fit.cost.alpha_ms for ms in each.times_ms))
+        for name, each in base.operations.items()
+    }
+    profile = replace(base, operations=free)
+    forward, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("best", MAX_DEGREE, "reduce_first"))
+    by_name, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("fsmoe", MAX_DEGREE, "paper"))
+    assert (1 - MARGIN) * by_name.uncut_ms < by_name.time_ms < by_name.uncut_ms
+    assert by_name.block.degree > 1
+    assert forward.block.degree == 1
+    assert forward.block.links == "reduce_first"
+
+
+@pytest.mark.parametrize("schedule", ["tutel", "tutel_improved", "pipemoe_lina"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schedule_of_one_degree_gets_the_one_with_the_least_sum(schedule: str, seed: int) -> None:
+    profile = made_up(seed)
+    ways = Ways.of(schedule, MAX_DEGREE, "shared")
+    forward, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+    orders = list(ways.orders(False, True))
+    sums_ms = [
+        sum(pair)
+        for pair in zip(by_brute_force(profile, False, orders), by_brute_force(profile, True, orders), strict=True)
+    ]
+    assert forward.block.degree == backward.block.degree == 1 + sums_ms.index(min(sums_ms))
+
+
+def test_the_schedule_that_does_not_cut_is_not_cut() -> None:
+    ways = Ways.of("deepspeed", MAX_DEGREE, "shared")
+    for choice in choose_degrees(GROUPS, SIZES, made_up(), Machine(), ways):
+        assert (choice.block.degree, choice.runner_up) == (1, None)
+
+
+def test_experts_that_draw_random_numbers_are_cut_alike_in_both_phases() -> None:
+    ways = Ways.of("fsmoe", MAX_DEGREE, "paper")
+    apart = 0
+    for seed in range(12):
+        free = choose_degrees(GROUPS, SIZES, made_up(seed, splits=False), Machine(), ways)
+        apart += free[0].block.degree != free[1].block.degree
+        pair = choose_degrees(GROUPS, SIZES, made_up(seed, splits=False, draws=True), Machine(), ways)
+        assert pair[0].block.degree == pair[1].block.degree
+    assert apart > 0
+
+
+def test_phases_are_cut_alike_where_cutting_anew_costs_more_than_it_gains() -> None:
+    ways = Ways.of("fsmoe", MAX_DEGREE, "paper")
+    for seed in range(6):
+        dear = made_up(seed, splits=False)
+        operations = dict(dear.operations) | {
+            BACKWARD_ANEW: replace(
+                dear.operations[BACKWARD], times_ms=tuple(100 * each for each in dear.operations[BACKWARD].times_ms)
+            )
+        }
+        forward, backward = choose_degrees(GROUPS, SIZES, replace(dear, operations=operations), Machine(), ways)
+        assert forward.block.degree == backward.block.degree
+
+
+def test_degrees_given_by_hand_are_kept_and_the_others_chosen_around_them() -> None:
+    profile = made_up(3)
+    ways = Ways.of("fsmoe", MAX_DEGREE, "paper")
+    free = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+    for asked in itertools.product((None, 1, 5, 11), repeat=2):
+        found = choose_degrees(GROUPS, SIZES, profile, Machine(), ways, asked, "paper")
+        for choice, degree, freely in zip(found, asked, free, strict=True):
+            assert choice.block.degree == (freely.block.degree if degree is None else degree)
+            assert choice.auto_degree == freely.block.degree
+            assert choice.auto_ms == pytest.approx(freely.time_ms)
+
+
+def test_where_one_task_runs_after_another_nothing_is_cut() -> None:
+    for schedule in ("best", "fsmoe", "tutel"):
+        ways = Ways.of(schedule, MAX_DEGREE, "paper")
+        for choice in choose_degrees(GROUPS, SIZES, made_up(1), Machine(is_serial=True), ways):
+            assert choice.block.degree == 1
+
+
+def test_no_more_chunks_than_slots_are_considered() -> None:
+    few = replace(SIZES, capacity=3)
+    for choice in choose_degrees(GROUPS, few, made_up(), Machine(), Ways.of("fsmoe", MAX_DEGREE, "paper")):
+        assert choice.block.degree <= 3
+
+
+def test_a_dear_host_makes_fewer_chunks() -> None:
+    for ahead in (False, True):
+        ways = Ways.of("fsmoe", MAX_DEGREE, "paper")
+        cheap, dear = (
+            choose_degrees(GROUPS, SIZES, made_up(0, task_ms=task_ms), Machine(issues_ahead=ahead), ways)[0]
+            for task_ms in (0.0, 5.0)
+        )
+        assert dear.block.degree < cheap.block.degree
