@@ -91,11 +91,12 @@ class Reduction:
         self._by_rule = block.deterministic
         self._door = (_Stages1And2 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else _Stage0)(engine)
         self.reducer = GradientReducer(
-            _flats(self._door, groups),
+            _flats(self._door, groups, block.gradient_partition.all_used),
             self._door.gradient_of,
             self._door.is_sending,
             self._plan,
             looks=1 if self._by_rule else LOOKS,
+            keep=self._door.keep if block.gradient_partition.all_used else None,
         )
         self._idle = IdleTimes(engine.device)
         self.reducer.on_finish = self._idle.next_round
@@ -153,7 +154,7 @@ def _describe(plan: GradientPlan, supplies: Sequence[Supply], idle: Sequence[Idl
     )
 
 
-def _flats(door: _Stage0 | _Stages1And2, groups: dict[str, FSMoEGroups]) -> list[FlatGradients]:
+def _flats(door: _Stage0 | _Stages1And2, groups: dict[str, FSMoEGroups], all_used: bool) -> list[FlatGradients]:
     """A buffer for each group and type; that of the most ranks last."""
     dense: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     experts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
@@ -175,7 +176,7 @@ def _flats(door: _Stage0 | _Stages1And2, groups: dict[str, FSMoEGroups]) -> list
         made.append(FlatGradients(EXPERT_GRAD, parameters, dtype, communicators[name], door.scaling(), door.device))
     of_all = communicator_like(everyone.layout, "dp")
     for place, (dtype, parameters) in enumerate(dense.items(), 1):
-        extra = 2 * count if place == len(dense) else 0
+        extra = 2 * count if place == len(dense) and not all_used else 0
         made.append(FlatGradients(GRAD, parameters, dtype, of_all, door.scaling(), door.device, extra))
     return made
 
@@ -209,6 +210,10 @@ class _Stage0:
             # Made so by a function, and not by a module that says so beforehand.
             parameter.grad = parameter.grad.to_dense()
         return parameter.grad
+
+    def keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if gradient.dtype == parameter.grad.dtype:
+            parameter.grad = gradient
 
     def is_sending(self) -> bool:
         return self._engine.is_gradient_accumulation_boundary() and not self._engine.inside_no_sync_ctxt
@@ -298,6 +303,10 @@ class _Stages1And2:
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return self._optimizer.get_gradient_for_reduction(parameter)
+
+    def keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if gradient.dtype == self.gradient_of(parameter).dtype:
+            setattr(parameter, "grad_accum" if self._optimizer.use_grad_accum_attribute else "grad", gradient)
 
     def is_sending(self) -> bool:
         engine, optimizer = self._engine, self._optimizer

@@ -202,6 +202,7 @@ def test_every_field_is_used_or_refused() -> None:
     used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path", "trace.cluster"}
     used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts"}
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
+    used |= {"gradient_partition.all_used"}
     assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields} | set(_ONLY)
 
 

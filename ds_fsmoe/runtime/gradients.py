@@ -37,6 +37,9 @@ class GradientReducer:
         is_sending: whether a backward under way now is to be reduced; the same on every rank.
         make_plan: from what exists before each window; the same on every rank. It may communicate.
         looks: rounds before there is a plan.
+        keep: lets a parameter's gradient be a view of the buffer from now on. Given where every parameter is known to
+            get its gradient once in each round, early enough: then nothing is ever sent again, no copy is needed for
+            that, ranks need not tell each other, and ``extra`` is empty.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class GradientReducer:
         is_sending: Callable[[], bool],
         make_plan: MakePlan,
         looks: int = 1,
+        keep: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self._gradient_of = gradient_of
@@ -54,8 +58,10 @@ class GradientReducer:
         self.plan: GradientPlan | None = None
         # By number: of a parameter over all buffers, as they were given. Their order in a buffer may change.
         self._numbers = {id(p): n for n, p in enumerate(p for flat in self.flats for p in flat.parameters)}
-        if len(self.flats[-1].extra) != 2 * len(self._numbers):
-            raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements, not two per parameter")
+        self._keep = keep
+        num_extra = 0 if keep is not None else 2 * len(self._numbers)
+        if len(self.flats[-1].extra) != num_extra:
+            raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
         self._ready_at = [0] * len(self._numbers)
         self._looks_left = looks
         self._passed: list[list[str]] = []
@@ -98,6 +104,8 @@ class GradientReducer:
             return
         self.flats[flat].put(index, self._gradient_of(parameter))
         self._there.add(number)
+        if self._keep is not None:
+            self._keep(parameter, self.value(parameter).view(parameter.shape))
 
     def open(self, label: str) -> tuple[Parcel, ...]:
         """The backward of the MoE layer of that name begins: what is to be sent in it, in this order."""
@@ -137,25 +145,33 @@ class GradientReducer:
         """The backward is over: send the rest, and again what was sent too early.
 
         Returns:
-            ids of the parameters that have a gradient on any rank.
+            ids of the parameters that have a gradient on any rank; of all, where all are known to.
+
+        Raises:
+            RuntimeError: a gradient came too late, and was known not to; all messages have been sent.
         """
         self._begin_if_over()
         if self.on_finish is not None:
             self.on_finish()
         self._wait()
         last = self.flats[-1]
-        last.extra.copy_(torch.tensor(self._marks()))
+        marks = self._marks()
+        last.extra.copy_(torch.tensor(marks if self._keep is None else []))
         # Where a rank has passed fewer layers than others, its messages are cut as theirs all the same.
         self._start_until(len(self._parts), at_end=True)
         for index, flat in enumerate(self.flats):
             parcel = Parcel(flat.kind, index, self._sent[index], flat.numel)
-            if parcel.first == parcel.stop and flat is not last:
+            if parcel.first == parcel.stop and not (flat is last and len(last.extra)):
                 continue
             self._fill(parcel, at_end=True)
             self._under_way.append(flat.start(parcel.first, parcel.stop, with_extra=flat is last))
         self._wait()
+        if self._keep is not None:
+            self._refuse_late(marks[len(self._numbers) :])
         # The one look from the host at what the ranks have in common.
-        present_on, late_on = last.extra.view(2, -1).tolist()
+        present_on, late_on = (
+            last.extra.view(2, -1).tolist() if self._keep is None else ([1.0] * len(self._numbers), [])
+        )
         self._send_again([number for number, count in enumerate(late_on) if count])
         self._look(any(late_on))
         self.rounds += 1
@@ -174,6 +190,14 @@ class GradientReducer:
                 unannounced = number not in self._there and self._sent[flat] > each.starts[index]
                 late[number] = float(number in self._late or unannounced)
         return present + late
+
+    def _refuse_late(self, late: Sequence[float]) -> None:
+        if any(late):
+            sizes = [tuple(each.shape) for each in self.parameters if late[self._numbers[id(each)]]]
+            raise RuntimeError(
+                f"gradients of parameters of shape {sizes} came after their slices had left, or twice, and "
+                "fsmoe.gradient_partition.all_used = true says that this does not happen: leave it out"
+            )
 
     def _begin_if_over(self) -> None:
         if self._is_over:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every parameter is known to be used, gradients travel without a second copy, and to the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+from tests.test_stock_parity import differences, train
+
+BLOCK = {"enabled": True, "deterministic": True, "gradient_partition": {"mode": "adaptive", "all_used": True}}
+CASES = [Case(1, 0, "fp32", 1, 2), Case(2, 1, "fp32", 2, 1), Case(2, 2, "bf16", 1, 2), Case(1, 2, "fp32", 2, 2)]
+
+
+def compare_with_stock(rank: int, world_size: int) -> list[str]:
+    import deepspeed
+
+    import ds_fsmoe
+
+    found = []
+    for case in CASES:
+        stocks = train(case, rank, deepspeed.initialize, None)
+        ours = train(case, rank, ds_fsmoe.initialize, BLOCK)
+        found += [f"{case}: {name}" for name in differences(ours, stocks)]
+    return found
+
+
+def test_training_equals_stock_bit_for_bit(tmp_path: Path) -> None:
+    for found in run_on_ranks(compare_with_stock, 2, tmp_path):
+        assert not found
+
+
+def make_engine(rank: int) -> Any:
+    import ds_fsmoe
+
+    torch.manual_seed(0)
+    model = SmallModel(Case(ep_size=2, k=2), rank)
+    model.spare = nn.Parameter(torch.ones(5))
+    config = Case(ep_size=2, k=2).ds_config(fsmoe=BLOCK)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def step(engine: Any, number: int, spare: bool) -> None:
+    loss, y_BLM = engine(*batch(number, 0, torch.float32))
+    # Used at the end of the forward, its gradient comes first; used at the start, it comes last.
+    use = engine.module.spare.sum()
+    engine.backward(loss + use * (y_BLM.sum() if spare else 0.0) + 0.0 * use)
+
+
+def where_gradients_lie(rank: int, world_size: int) -> tuple[bool, list[tuple[int, ...]]]:
+    engine = make_engine(rank)
+    reducer = engine.fsmoe.reduction.reducer
+    step(engine, 0, spare=True)
+    buffers = {each.value(0).untyped_storage().data_ptr() for each in reducer.flats}
+    inside = all(each.grad.untyped_storage().data_ptr() in buffers for each in reducer.parameters)
+    engine.step()
+    return inside, [tuple(each.extra.shape) for each in reducer.flats]
+
+
+def test_there_is_no_second_copy_and_nothing_to_tell(tmp_path: Path) -> None:
+    for inside, extras in run_on_ranks(where_gradients_lie, 2, tmp_path):
+        assert inside
+        assert set(extras) == {(0,)}
+
+
+def come_twice(rank: int, world_size: int) -> None:
+    engine = make_engine(rank)
+    for number in range(2):
+        step(engine, number, spare=True)
+        engine.step()
+    reducer = engine.fsmoe.reduction.reducer
+    assert reducer.plan.hidden() > 0
+    # Behind the backward's windows, as a gradient that comes again would.
+    engine.module.first.register_full_backward_hook(lambda *_: reducer.ready(engine.module.spare))
+    step(engine, 2, spare=True)
+
+
+def test_a_gradient_that_comes_late_after_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"\[\(5,\)\] came after their slices had left") as caught:
+        run_on_ranks(come_twice, 2, tmp_path)
+    assert str(caught.value).count("all_used = true says that this does not happen") == 2
