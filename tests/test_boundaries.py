@@ -32,6 +32,7 @@ DEEPSPEED: dict[str, str] = {
     "engine.py": "subclasses DeepSpeed's engines",
     "door.py": "stands in for DeepSpeed's initialize",
     "reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
+    "reduction_stages.py": "likewise: the methods it replaces",
     "gradient_norm.py": "clips where DeepSpeed's optimizers would clip by another norm",
     "compat.py": "holds and checks every private name of DeepSpeed",
     "runtime/groups.py": "makes process groups where DeepSpeed looks for them",
