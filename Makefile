@@ -39,7 +39,7 @@ cluster-demo: $(READY)
 	@$(RUN) benchmarks/cluster_demo.py $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
 
 test: $(READY) test-planning
-	@echo "== test: the test suite without what is marked slow (some minutes)"
+	@echo "== test: the test suite without what is marked slow (about a quarter of an hour)"
 	@$(RUN) -m pytest -m "not slow" --durations=10 --ignore tests/planning
 
 test-planning: $(PLANNING_READY)
@@ -47,7 +47,7 @@ test-planning: $(PLANNING_READY)
 	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest --durations=5 tests/planning
 
 test-full: $(READY) test-planning
-	@echo "== test-full: all tests (about half an hour)"
+	@echo "== test-full: all tests, every case of every matrix (hours)"
 	@$(RUN) -m pytest --durations=20 --ignore tests/planning
 
 lint: $(READY)
