@@ -15,6 +15,7 @@ late makes the next one look again.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -245,12 +246,10 @@ class GradientReducer:
     def _fill(self, parcel: Parcel, at_end: bool = False) -> None:
         """Before a stretch leaves: what has not come is zero, and at the end what it is."""
         flat = self.flats[parcel.flat]
-        for index, parameter in enumerate(flat.parameters):
-            # One that began in an earlier stretch was filled with it.
-            if not parcel.first <= flat.starts[index] < parcel.stop:
-                continue
-            number = self._numbers[id(parameter)]
-            if number not in self._there:
+        # One that began in an earlier stretch was filled with it.
+        for index in range(bisect_left(flat.starts, parcel.first), bisect_left(flat.starts, parcel.stop)):
+            parameter = flat.parameters[index]
+            if self._numbers[id(parameter)] not in self._there:
                 flat.put(index, self._gradient_of(parameter) if at_end else None)
         self._sent[parcel.flat] = parcel.stop
 
