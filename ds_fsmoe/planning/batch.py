@@ -110,7 +110,6 @@ def _play(jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention, h
     left_ms = work_ms[:, 0].copy()
     now_ms = np.zeros(starts[-1])
     ready = np.empty_like(left_ms, dtype=bool)
-    beside, traffic = 1.0 + contention.links, 1.0 + contention.compute
     while len(columns):
         if not left_tasks.all():
             over = left_tasks == 0
@@ -134,9 +133,12 @@ def _play(jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention, h
             until_ms = np.where(held, early_ms, np.inf).min(axis=0)
             ready &= ~held
         slowdown = np.ones_like(left_ms)
-        slowdown[_INTRA] = slowdown[_INTER] = np.where(ready[_INTRA] & ready[_INTER], beside, 1.0)
+        of_links = np.where(ready[_INTRA] & ready[_INTER], 1.0 + contention.links, 1.0)
+        if contention.traffic:
+            of_links = of_links + contention.traffic * ready[_COMPUTE]
+        slowdown[_INTRA] = slowdown[_INTER] = of_links
         if contention.compute:
-            slowdown[_COMPUTE] = np.where(ready[_INTRA] | ready[_INTER], traffic, 1.0)
+            slowdown[_COMPUTE] = np.where(ready[_INTRA] | ready[_INTER], 1.0 + contention.compute, 1.0)
         step_ms = np.minimum(np.where(ready, left_ms * slowdown, np.inf).min(axis=0), until_ms)
         now_ms = now_ms + step_ms
         left_ms -= ready * (step_ms / slowdown)

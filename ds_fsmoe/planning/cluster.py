@@ -21,6 +21,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 
 _FOLDER = Path(__file__).parent / "clusters"
+_CONTENTION = ("links", "compute", "traffic")
 _COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 UNITS: Mapping[str, str] = MappingProxyType(
     {f"{link}.{name}": "byte" for link in ("inter", "intra") for name in _COLLECTIVES}
@@ -123,7 +124,7 @@ class _Reader:
             if needed not in data:
                 raise self.wrong(needed, " is missing")
         contention = data.get("contention", {})
-        self.known("contention", contention, ("links", "compute", "source"))
+        self.known("contention", contention, (*_CONTENTION, "source"))
         self.known("operations", data["operations"], tuple(UNITS))
         return Cluster(
             name=str(data.get("name", Path(self._file).stem)),
@@ -132,9 +133,7 @@ class _Reader:
             operations=MappingProxyType(
                 {name: self.operation(name, value) for name, value in data["operations"].items()}
             ),
-            contention=Contention(
-                *(self.number(f"contention.{key}", contention.get(key, 0.0)) for key in ("links", "compute"))
-            ),
+            contention=Contention(*(self.number(f"contention.{key}", contention.get(key, 0.0)) for key in _CONTENTION)),
             host_ms=self.number("host_ms", data.get("host_ms", 0.0)),
             source=str(data.get("source", "")),
         )

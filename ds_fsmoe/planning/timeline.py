@@ -23,18 +23,22 @@ class Contention:
     """kappa: while both links are busy, what is left of each task takes 1 + kappa times as long."""
     compute: float = 0.0
     """While any link is busy, what is left of a compute task takes 1 + this times as long."""
+    traffic: float = 0.0
+    """While something is computed, what is left of a task on a link takes this times its length more, besides."""
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(each) and each >= 0 for each in (self.links, self.compute)):
+        if not all(math.isfinite(each) and each >= 0 for each in (self.links, self.compute, self.traffic)):
             raise ValueError(
-                f"Contention: links = {self.links}, compute = {self.compute}: must be finite numbers of at least 0"
+                f"Contention: links = {self.links}, compute = {self.compute}, traffic = {self.traffic}: must be finite "
+                "numbers of at least 0"
             )
 
     def slowdown(self, lane: Lane, busy: set[Lane]) -> float:
         """The factor by which a task on ``lane`` is slowed while the lanes in ``busy`` are at work."""
         if lane is Lane.COMPUTE:
             return 1.0 + self.compute if busy & {Lane.INTRA, Lane.INTER} else 1.0
-        return 1.0 + self.links if {Lane.INTRA, Lane.INTER} <= busy else 1.0
+        beside_link = self.links if {Lane.INTRA, Lane.INTER} <= busy else 0.0
+        return 1.0 + beside_link + (self.traffic if Lane.COMPUTE in busy else 0.0)
 
 
 IDEAL = Contention()

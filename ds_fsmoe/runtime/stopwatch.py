@@ -79,6 +79,10 @@ class Stopwatch:
         rounds = [self._round(what, sizes, prepare, group) for _ in range(repeats)]
         return self._over_ranks(rounds, group).median(dim=0).values.tolist()
 
+    def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Of each number the largest over ranks."""
+        return self._over_ranks(values, None).tolist()
+
     def any_rank(self, what: bool) -> bool:
         """Whether it is so on one rank at least."""
         return bool(self._over_ranks([[float(what)]], None).item())

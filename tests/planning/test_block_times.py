@@ -21,7 +21,13 @@ from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import BlockWork
 from tests.planning.layers import LAYOUTS, grad_lanes_of, layer_of, random_costs
 
-CONTENTIONS = ((IDEAL, 0.0), (IDEAL, 0.01), (Contention(0.45), 0.0), (Contention(0.6, 0.2), 0.02))
+CONTENTIONS = (
+    (IDEAL, 0.0),
+    (IDEAL, 0.01),
+    (Contention(0.45), 0.0),
+    (Contention(0.6, 0.2), 0.02),
+    (Contention(0.3, 0.2, 0.4), 0.01),
+)
 
 
 def all_orders(degrees: tuple[int, ...], backward: bool) -> list[Order]:

@@ -24,7 +24,13 @@ from tests.planning.layers import (
     random_phase,
 )
 
-CONTENTIONS = [Contention(), Contention(links=0.5), Contention(links=0.4, compute=0.2), Contention(compute=0.7)]
+CONTENTIONS = [
+    Contention(),
+    Contention(links=0.5),
+    Contention(links=0.4, compute=0.2),
+    Contention(compute=0.7),
+    Contention(0.3, 0.2, 0.4),
+]
 
 
 def random_schedule(rng: random.Random, layout: str) -> Schedule:
@@ -54,7 +60,7 @@ def test_a_timeline_keeps_its_laws(layout: str, contention: Contention, host_ms:
             assert alone_ms <= timeline.makespan_ms + 1e-9 or any(schedule.tasks[i].launches > 1 for i in indices)
             assert timeline.busy_ms(lane) <= timeline.makespan_ms + 1e-9
             assert timeline.busy_ms(lane) + timeline.idle_ms(lane) == pytest.approx(timeline.makespan_ms)
-        most = (1 + contention.links) * (1 + contention.compute)
+        most = (1 + contention.links + contention.traffic) * (1 + contention.compute)
         for index, (task, span) in enumerate(zip(schedule.tasks, spans, strict=True)):
             assert all(span.start_ms >= spans[needed].end_ms - 1e-9 for needed in task.after)
             launches = sum(each.launches for each in schedule.tasks[: index + 1])
@@ -128,8 +134,19 @@ def test_compute_is_slowed_by_traffic_and_traffic_not_by_compute() -> None:
     assert two_tasks((Lane.INTER, 3), (Lane.COMPUTE, 10), Contention(links=0.5)) == pytest.approx([3.0, 10.0])
 
 
+def test_traffic_is_slowed_by_computation_and_by_the_other_link_at_once() -> None:
+    assert two_tasks((Lane.INTER, 3), (Lane.COMPUTE, 10), Contention(traffic=0.5)) == pytest.approx([4.5, 10.0])
+    draft = Draft()
+    for place, lane in enumerate((Lane.INTER, Lane.INTRA, Lane.COMPUTE)):
+        draft.add(f"X{place}", lane, size=10)
+    costs = dict.fromkeys(("X0", "X1", "X2"), LinearCost(0, 1))
+    spans = simulate(draft.finish(), costs, Contention(links=0.5, traffic=0.5)).spans
+    # 10 ms at half speed beside both others, then 5 ms of work at 1.5 beside the other link.
+    assert [span.end_ms for span in spans] == pytest.approx([17.5, 17.5, 10.0])
+
+
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
-@pytest.mark.parametrize("field", ["links", "compute"])
+@pytest.mark.parametrize("field", ["links", "compute", "traffic"])
 def test_a_slowdown_that_is_no_number_is_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"Contention: .*{field} = {value}"):
         Contention(**{field: value})

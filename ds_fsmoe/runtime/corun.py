@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much two lanes slow each other down, measured on the lanes themselves: alone, then both at once.
+
+What an operation takes alone says little about a machine on which others are under way: links may share a wire or an
+adapter, and traffic takes processor time, memory bandwidth or multiprocessors from computation, and the other way round.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
+from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.runtime.lanes import Lanes
+from ds_fsmoe.runtime.spans import Recorder
+from ds_fsmoe.runtime.stopwatch import Stopwatch
+
+REPEATS = 3
+SHORTEST_MS = 20.0
+"""A lane is kept busy for at least so long, so that how it starts is of no weight."""
+MOST_TASKS = 64
+
+Prepare = Callable[[], Callable[[], object]]
+"""Makes ready, without communication, for what may then be done many times over."""
+
+
+@dataclass(frozen=True)
+class Slowdowns:
+    """Of lanes by each other."""
+
+    factors: Mapping[tuple[Lane, Lane], float]
+    """(slowed, by) -> how many times as long its tasks take while the other is at work; at least 1."""
+
+    def contention(self) -> Contention:
+        """As the planner knows it: one number for each kind of pair, the mean where there are several."""
+
+        def more(pairs: Sequence[tuple[Lane, Lane]]) -> float:
+            found = [self.factors[pair] - 1.0 for pair in pairs if pair in self.factors]
+            return sum(found) / len(found) if found else 0.0
+
+        inter, intra, compute = Lane.INTER, Lane.INTRA, Lane.COMPUTE
+        return Contention(
+            links=more([(inter, intra), (intra, inter)]),
+            compute=more([(compute, inter), (compute, intra)]),
+            traffic=more([(inter, compute), (intra, compute)]),
+        )
+
+    def pays(self) -> dict[tuple[Lane, Lane], float]:
+        """Pair of lanes -> how much work both do at once, in units of what one alone does: 2 is ideal, 1 no gain."""
+        pairs = itertools.combinations(Lane, 2)
+        return {(a, b): 1 / self.factors[a, b] + 1 / self.factors[b, a] for a, b in pairs if (a, b) in self.factors}
+
+
+def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what: str) -> Slowdowns:
+    """Measure every pair. Collective; each lane's work is the same on every rank.
+
+    Args:
+        watch: of this job.
+        lanes: that overlap.
+        work: lane -> what it does, over and over.
+        what: is measured, for messages.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    bodies: dict[Lane, Callable[[], object]] = {}
+    with watch.fate.of(f"making ready to measure {what}"):
+        bodies = {lane: prepare() for lane, prepare in work.items()}
+    recorder = Recorder(watch.device)
+
+    def busy_ms(counts: Mapping[Lane, int]) -> list[float]:
+        """Lane -> when it was through; of the slowest rank, the median over repeats."""
+        schedule = _beside(counts)
+        runs = []
+        for _ in range(REPEATS):
+            with watch.fate.of(f"measuring {what}"):
+                lanes.run(schedule, {lane.value: _calling(bodies[lane]) for lane in counts}, what, recorder)
+                spans = recorder.timeline(schedule).spans
+            runs.append([max(each.end_ms for each in spans if each.task.lane is lane) for lane in counts])
+        return torch.tensor(watch.slowest(runs)).median(dim=0).values.tolist()
+
+    if len(bodies) < 2:
+        return Slowdowns({})
+    for lane in bodies:  # warm up
+        busy_ms({lane: 1})
+    once_ms = {lane: max(1e-3, busy_ms({lane: 1})[0]) for lane in bodies}
+    aim_ms = max(SHORTEST_MS, 2 * max(once_ms.values()))
+    counts = {lane: max(1, min(MOST_TASKS, round(aim_ms / once_ms[lane]))) for lane in bodies}
+    alone_ms = {lane: busy_ms({lane: counts[lane]})[0] for lane in bodies}
+    factors: dict[tuple[Lane, Lane], float] = {}
+    for a, b in itertools.combinations(bodies, 2):
+        a_ms, b_ms = busy_ms({a: counts[a], b: counts[b]})
+        factors[a, b] = _slowdown(alone_ms[a], a_ms, b_ms)
+        factors[b, a] = _slowdown(alone_ms[b], b_ms, a_ms)
+    return Slowdowns(factors)
+
+
+def _slowdown(alone_ms: float, together_ms: float, other_ms: float) -> float:
+    """From when a lane was through, alone and together; it is slowed only while the other is at work."""
+    beside_ms = min(together_ms, other_ms)
+    # What was left of it when the other was through ran at full speed.
+    done_beside_ms = alone_ms - (together_ms - beside_ms)
+    return max(1.0, beside_ms / done_beside_ms) if done_beside_ms > 0 else 1.0
+
+
+def _beside(counts: Mapping[Lane, int]) -> Schedule:
+    """So many tasks on each lane, that wait for nothing but their lane. A task's kind is its lane's name."""
+    draft = Draft()
+    for chunk in range(max(counts.values())):
+        for lane, count in counts.items():
+            if chunk < count:
+                draft.add(lane.value, lane, chunk=chunk)
+    return draft.finish()
+
+
+def _calling(body: Callable[[], object]) -> Callable[[Task], None]:
+    def call(task: Task) -> None:
+        body()
+
+    return call
