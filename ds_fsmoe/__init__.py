@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
     from ds_fsmoe.components.experts.gpt import GPTFeedForward
     from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-    from ds_fsmoe.components.gate import GateBase
+    from ds_fsmoe.components.gate import GateBase, update_gates
+    from ds_fsmoe.components.gates.deepseek import DeepSeekGate
+    from ds_fsmoe.components.gates.gshard import GShardGate
+    from ds_fsmoe.components.gates.mixtral import MixtralGate
+    from ds_fsmoe.components.gates.qwen import QwenGate
+    from ds_fsmoe.components.gates.sigmoid import SigmoidGate
+    from ds_fsmoe.components.gates.switch import SwitchGate
     from ds_fsmoe.components.gates.topk import LinearGate
+    from ds_fsmoe.components.gates.xmoe import XMoEGate
     from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
     from ds_fsmoe.components.hooks.frames import FramesAsTokens
     from ds_fsmoe.components.order import OrderBase
@@ -40,22 +47,29 @@ _MODULE_OF_NAME = {
     "CallbackArgs": "components.callback",
     "CallbackBase": "components.callback",
     "ConfigError": "config",
+    "DeepSeekGate": "components.gates.deepseek",
     "ExpertArgs": "components.expert",
     "ExpertBase": "components.expert",
     "FSMoELayer": "layer",
     "FlatAllToAll": "components.alltoalls.flat",
     "FramesAsTokens": "components.hooks.frames",
     "GPTFeedForward": "components.experts.gpt",
+    "GShardGate": "components.gates.gshard",
     "GateBase": "components.gate",
     "LayerError": "parts",
     "LinearGate": "components.gates.topk",
     "MOELayer": "moe_layer",
     "MixtralFeedForward": "components.experts.mixtral",
+    "MixtralGate": "components.gates.mixtral",
     "MoE": "takeover",
     "MoEOutput": "moe_layer",
     "OrderBase": "components.order",
+    "QwenGate": "components.gates.qwen",
     "Routing": "components.routing",
+    "SigmoidGate": "components.gates.sigmoid",
     "SimpleOrder": "components.orders.sparse",
+    "SwitchGate": "components.gates.switch",
+    "XMoEGate": "components.gates.xmoe",
     "initialize": "door",
     "install": "door",
     "register_alltoall": "registry",
@@ -63,6 +77,7 @@ _MODULE_OF_NAME = {
     "register_gate": "registry",
     "register_order": "registry",
     "uninstall": "door",
+    "update_gates": "components.gate",
 }
 
 # Written out, because type checkers read it.
@@ -72,22 +87,29 @@ __all__ = [
     "CallbackArgs",
     "CallbackBase",
     "ConfigError",
+    "DeepSeekGate",
     "ExpertArgs",
     "ExpertBase",
     "FSMoELayer",
     "FlatAllToAll",
     "FramesAsTokens",
     "GPTFeedForward",
+    "GShardGate",
     "GateBase",
     "LayerError",
     "LinearGate",
     "MOELayer",
     "MixtralFeedForward",
+    "MixtralGate",
     "MoE",
     "MoEOutput",
     "OrderBase",
+    "QwenGate",
     "Routing",
+    "SigmoidGate",
     "SimpleOrder",
+    "SwitchGate",
+    "XMoEGate",
     "__version__",
     "initialize",
     "install",
@@ -96,6 +118,7 @@ __all__ = [
     "register_gate",
     "register_order",
     "uninstall",
+    "update_gates",
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -34,7 +35,12 @@ class _Block(BaseModel):
 
 
 class GateBlock(_Block):
-    """``fsmoe.gate``. What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error."""
+    """``fsmoe.gate``. What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error.
+
+    A gate's own options stand beside these, and are held against the signature of its class.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     type: str = Field("topk", description="name of a gate on the shelf")
     k: int = Field(None, description="experts per token, between 1 and the layer's num_experts")
@@ -43,6 +49,10 @@ class GateBlock(_Block):
     min_capacity: int = Field(None, ge=0, description="slots per expert at the least")
     drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs")
     drop_policy: Literal["probs", "position"] = Field(None, description="who stays in a full expert")
+
+    def options(self) -> dict[str, Any]:
+        """What a user wrote for the gate."""
+        return {name: getattr(self, name) for name in self.model_fields_set - {"type"}}
 
 
 class PipelineDegreeBlock(_Block):
@@ -71,6 +81,8 @@ class AutotuneBlock(_Block):
 
     enabled: bool = Field(False, description="measure after the first training forward, and choose degrees by it")
     cache_dir: str | None = Field(None, description="folder in which rank 0 keeps measurements")
+    watch_every: int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
+    drift_threshold: float = Field(0.25, gt=0, description="by which share of it a step may differ from the prediction")
     retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
 
 
@@ -96,6 +108,7 @@ class DebugBlock(_Block):
     check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
     hang_timeout_s: float = Field(300, gt=0, description="write what each rank was doing after this long")
     check_experts: bool = Field(False, description="try at the first training forward whether experts are row-wise")
+    check_router: bool = Field(False, description="stop all ranks at nan or infinity in a router's input")
 
 
 class FSMoEBlock(_Block):
@@ -129,7 +142,6 @@ class FSMoEBlock(_Block):
 # others). Only what a user wrote is held against it, so a default never is. Whoever brings a machine removes its row.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "solver": ((), "degrees are searched by simulating all of them in this version"),
-    "autotune.retune_on_drift": ((False,), "drift is not watched in this version"),
     "metrics": (("off",), "no metrics are written in this version"),
 }
 
@@ -154,11 +166,14 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         raise ConfigError(join_problems(_sentences(error.errors()))) from None
     if not block.enabled:
         # Stock DeepSpeed runs, so what this version can do is not asked.
+        if problems := _unknown_keys_of_topk(block):
+            raise ConfigError(join_problems(problems))
         return block
     _import_plugins(block)
     problems = [
         *_refused(block),
         *_missing_parts(block),
+        *(_unknown_keys_of_topk(block) or _unknown_gate_options(block)),
         *_unfit_degrees(block),
         *_unfit_autotune(block),
         *_unfit_gradients(block),
@@ -191,15 +206,18 @@ def _sentences(errors: Iterable[Mapping[str, Any]]) -> list[str]:
         location = [part for part in error["loc"] if part not in ("int", "constrained-int", "literal['auto']")]
         path = ".".join([BLOCK, *map(str, location)])
         if error["type"] == "extra_forbidden":
-            choices = _fields_at(location[:-1])
-            near = difflib.get_close_matches(str(location[-1]), choices, n=1)
-            hint = f"did you mean {near[0]!r}? The keys are" if near else "the keys are"
-            musts[f"{path}: unknown key; {hint} {', '.join(choices)}"] = []
+            musts[_unknown_key(path, _fields_at(location[:-1]))] = []
             continue
         must = "must be an object" if error["type"] == "model_type" else error["msg"]
         must = re.sub(r"^[Ii]nput should be |^must be ", "", must).replace("a valid ", "a ").replace("a int", "an int")
         musts.setdefault(f"{path} = {shown(error['input'])}: must be ", []).append(must)
     return [start + " or ".join(ends) for start, ends in musts.items()]
+
+
+def _unknown_key(path: str, choices: list[str]) -> str:
+    near = difflib.get_close_matches(path.rpartition(".")[2], choices, n=1)
+    hint = f"did you mean {near[0]!r}? The keys are" if near else "the keys are"
+    return f"{path}: unknown key; {hint} {', '.join(choices)}"
 
 
 def shown(value: Any) -> str:
@@ -259,9 +277,19 @@ def _unfit_autotune(block: FSMoEBlock) -> list[str]:
         why = (
             f"{enabled} = true: degrees that follow from a clock go against {BLOCK}.deterministic = true; turn one off"
         )
-        return [why] if block.deterministic else []
+        problems = [why] if block.deterministic else []
+        if block.autotune.retune_on_drift and not block.autotune.watch_every:
+            problems.append(
+                f"{BLOCK}.autotune.retune_on_drift = true: only with {BLOCK}.autotune.watch_every above 0, and it is "
+                "0, so no step is compared; turn the one off or the other on"
+            )
+        return problems
+    idle = AutotuneBlock()
     written = {
-        "autotune.cache_dir": (block.autotune.cache_dir, None),
+        **{
+            f"autotune.{name}": (getattr(block.autotune, name), getattr(idle, name))
+            for name in ("cache_dir", "watch_every", "drift_threshold", "retune_on_drift")
+        },
         "pipeline_degree.max": (
             block.pipeline_degree.max,
             1 if "max" in block.pipeline_degree.model_fields_set else 16,
@@ -330,4 +358,32 @@ def _missing_parts(block: FSMoEBlock) -> list[str]:
             problems.append(
                 f"{BLOCK}.{path} = {shown(name)}: no such part; the choices are {', '.join((*auto, *names))}"
             )
+    return problems
+
+
+def _unknown_keys_of_topk(block: FSMoEBlock) -> list[str]:
+    """For the layers' own gate there are no options but those of the block itself."""
+    if block.gate is None or block.gate.type != "topk":
+        return []
+    return [_unknown_key(f"{BLOCK}.gate.{name}", list(GateBlock.model_fields)) for name in block.gate.model_extra or ()]
+
+
+def _unknown_gate_options(block: FSMoEBlock) -> list[str]:
+    """Options that the chosen gate does not have, by the signature of its class."""
+    if block.gate is None or block.gate.type == "topk" or block.gate.type not in registry.known("gate"):
+        return []
+    parameters = inspect.signature(registry.lookup("gate", block.gate.type)).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return []  # it takes what it is given, and answers for that itself
+    names = [each.name for each in parameters]
+    problems = []
+    for name, value in block.gate.options().items():
+        if name in names:
+            continue
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}? Its options are" if near else "its options are"
+        problems.append(
+            f"{BLOCK}.gate.{name} = {shown(value)}: the gate {shown(block.gate.type)} has no such option; {hint} "
+            f"{', '.join(names) or 'none'}"
+        )
     return problems

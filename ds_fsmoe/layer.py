@@ -24,10 +24,12 @@ from torch import nn
 from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.order import OrderBase
+from ds_fsmoe.components.routing import Routing, RoutingBase
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.parts import LayerError, Parts
-from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
+from ds_fsmoe.router_checks import RouterCheck
 from ds_fsmoe.running import Running, alone
 from ds_fsmoe.runtime.duplicates import PLAIN, Duplicates, TensorParallelUse
 from ds_fsmoe.runtime.groups import sizes_of_mpu
@@ -69,7 +71,9 @@ class FSMoELayer(StockMOELayer):
     """Stock's inner MoE layer, with our way for the tokens. Made by :func:`take_over`, never constructed."""
 
     parts: Parts
+    order: OrderBase
     running: Running | None = None
+    router_check: RouterCheck | None = None
     pipeline: Pipeline | None = None
     label: str = "moe"
     path: str = ""
@@ -106,12 +110,15 @@ class FSMoELayer(StockMOELayer):
         experts = self._local_experts()
         if self.training and self.running is not None:
             pipeline = self.running.first_forwards.watch(self.label, self.path, experts, pipeline, hidden_states)
+        gate = self.route
+        if self.training and self.router_check is not None:
+            gate = self.router_check.before(gate, self.path)
         with _timed(self, MOE_TIMER, "time_moe"):
             result = token_path(
                 hidden_states,
                 used_token,
-                gate=self.gate if isinstance(self.gate, (FSMoEGate, GateBase)) else self._route_by_own_gate,
-                order=self.parts.order,
+                gate=gate,
+                order=self.order,
                 pipeline=pipeline,
                 experts=experts,
                 group=self.ep_group if self.running is None else self.capacity_group,
@@ -120,8 +127,10 @@ class FSMoELayer(StockMOELayer):
             )
         if recorder is not None:
             spans = recorder.timeline(pipeline.forward.schedule).spans
-            self.time_falltoall = sum(each.end_ms - each.start_ms for each in spans if each.task.kind == A2A_IN)
-            self.time_salltoall = sum(each.end_ms - each.start_ms for each in spans if each.task.kind == A2A_OUT)
+            self.time_falltoall, self.time_salltoall = (
+                sum(each.end_ms - each.start_ms for each in spans if each.task.kind in kinds)
+                for kinds in ((A2A_IN_NODE, A2A_IN), (A2A_OUT, A2A_OUT_NODE))
+            )
         self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
         if self.mp_group is not None and not self.tensor_parallel.same_tokens:
             # Each rank has the loss of its own tokens: added up over the group they are to be its mean.
@@ -141,7 +150,7 @@ class FSMoELayer(StockMOELayer):
         if self.running is not None:
             # DeepSpeed comes here layer by layer on every rank, and making groups is collective.
             use = self.tensor_parallel
-            self.pipeline = self.running.pipeline(self.label, self.ep_size, self.parts.alltoall.exchange, use)
+            self.pipeline = self.running.pipeline(self.label, self.ep_size, self.parts.alltoall, use)
             groups = self.running.groups(self.ep_size, use)
             self.capacity_group, self.mp_group = groups.capacity_group, groups.mp_group
             if use.same_tokens and groups.mp_group is not None:
@@ -153,6 +162,13 @@ class FSMoELayer(StockMOELayer):
             )
         if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
             self.gate._set_ep_group(ep_group if self.capacity_group is None else self.capacity_group)
+
+    def route(
+        self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
+    ) -> RoutingBase:
+        """What the layer's gate decides; see :class:`~ds_fsmoe.components.gate.GateBase`."""
+        by_own_gate = not isinstance(self.gate, (FSMoEGate, GateBase))
+        return (self._route_by_own_gate if by_own_gate else self.gate)(x_SM, used_token_S, group)
 
     def _route_by_own_gate(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None

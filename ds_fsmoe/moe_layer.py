@@ -8,7 +8,8 @@ tokens (E = G * e).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ from ds_fsmoe.components.expert import LocalExperts
 from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import RoutingBase, kind_of
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.runtime.duplicates import Duplicates
@@ -47,7 +48,7 @@ def token_path(
     x: torch.Tensor,
     used_token_S: torch.Tensor | None,
     *,
-    gate: Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], Routing],
+    gate: Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], RoutingBase],
     order: OrderBase,
     pipeline: Pipeline,
     experts: ExpertSet,
@@ -60,15 +61,15 @@ def token_path(
     Args:
         x: [..., M].
         used_token_S: [S] mask of tokens that take part, or ``None``.
-        gate: ``(x_SM, used_token_S, group) -> Routing``.
-        order: a part.
+        gate: ``(x_SM, used_token_S, group) -> routing``.
+        order: a part, that reads the gate's kind of routing.
         pipeline: how the part between the orders is run.
         experts: of this rank.
         group: the ranks that have to agree on the capacity; ``None`` for one.
         callbacks: called in turn at each of the six points.
         duplicates: the ranks that have the same tokens and send a part of the slots each; ``None``: this one sends all.
     """
-    routing: Routing | None = None
+    routing: RoutingBase | None = None
 
     def hooked(
         point: str, tensor: torch.Tensor, direction: Literal["forward", "backward"] = "forward", chunk: int = 0
@@ -83,14 +84,15 @@ def token_path(
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
     num_experts, capacity = routing.num_experts, routing.capacity
-    # An order puts rows where the slots say, so chunks that lie in one piece cost no copy.
+    # An order puts rows where the routing says, so chunks that lie in one piece cost no copy.
     if duplicates is None:
         cutting = pipeline.forward.cutting(capacity)
-        chunked = replace(routing, slots_KS=cutting.chunked_slots(routing.slots_KS, num_experts))
+        chunked = routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity)
     else:
         capacity = duplicates.part(routing.capacity)
-        slots_KS = duplicates.slots(routing.slots_KS, num_experts, routing.capacity, pipeline.forward.cutting(capacity))
-        chunked = replace(routing, slots_KS=slots_KS, capacity=duplicates.num_ranks * capacity)
+        cutting = pipeline.forward.cutting(capacity)
+        place = partial(duplicates.slots, num_experts=num_experts, capacity=routing.capacity, cutting=cutting)
+        chunked = routing.relaid(place, duplicates.num_ranks * capacity)
     x_ECM = order.arrange(x_SM, chunked)
     x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
     if duplicates is not None:
@@ -154,6 +156,12 @@ class MOELayer(nn.Module):
         for name, part, base in parts:
             if not isinstance(part, base):
                 raise TypeError(f"MOELayer: {name} = {part!r}: must be an instance of {base.__name__}")
+        kind = kind_of(gate_impl)
+        if not issubclass(kind, order_impl.reads):
+            raise ValueError(
+                f"MOELayer: order_impl = {type(order_impl).__name__}: cannot read the {kind.__name__} that "
+                f"{type(gate_impl).__name__} gives; the order {kind.order!r} can"
+            )
         num_ranks = 1 if group is None else dist.get_world_size(group)
         if num_experts < 1 or num_experts % num_ranks:
             raise ValueError(f"MOELayer: num_experts = {num_experts}: must be a multiple of the {num_ranks} rank(s)")

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackBase
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.orders.sparse import SimpleOrder
-from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.components.routing import kind_of
+from ds_fsmoe.config import BLOCK, ConfigError, FSMoEBlock, shown
 from ds_fsmoe.ops.loading import load_row_ops
 
 
@@ -23,12 +28,46 @@ class LayerError(ValueError):
 class Parts:
     """The exchangeable parts of a layer that hold no parameters, shared by all layers of a model."""
 
-    order: OrderBase
     alltoall: AllToAllBase
     callbacks: tuple[CallbackBase, ...]
-    order_name: str
+    asked_order: str
+    """Name of the order for all layers; "auto": for each the one that goes with its gate."""
     alltoall_name: str
     ops_name: str
+    gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    _orders: dict[str, OrderBase] = field(default_factory=dict, repr=False)
+
+    def order_for(self, gate: Any) -> OrderBase:
+        """The order of a layer with this gate.
+
+        Raises:
+            ConfigError: the order asked for cannot read what the gate gives; with those that can.
+            LayerError: what is on the shelf under its name is no order.
+        """
+        kind = kind_of(gate)
+        name = kind.order if self.asked_order == "auto" else self.asked_order
+        if name not in self._orders:
+            self._orders[name] = self._make_order(name)
+        order = self._orders[name]
+        if not issubclass(kind, order.reads):
+            classes = {each: registry.lookup("order", each) for each in registry.known("order")}
+            fitting = [each for each in classes if issubclass(kind, getattr(classes[each], "reads", ()))]
+            raise ConfigError(
+                f"{BLOCK}.order = {shown(name)}: must be {' or '.join(map(shown, ['auto', *fitting]))} with "
+                f"{type(gate).__name__}, whose decision is a {kind.__name__}"
+            )
+        return order
+
+    @property
+    def order_name(self) -> str:
+        """The names of the orders that layers have been given."""
+        return "; ".join(sorted(self._orders)) or self.asked_order
+
+    def _make_order(self, name: str) -> OrderBase:
+        order_class = registry.lookup("order", name)
+        order = order_class(self.gather_rows) if order_class is SimpleOrder else order_class()
+        _check_kind(order, OrderBase, name)
+        return order
 
 
 def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
@@ -39,15 +78,15 @@ def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
         ValueError: ``ops: "required"`` on a device without compiled ops.
     """
     ops = load_row_ops(block.ops, device_type)
-    order_name = "sparse" if block.order == "auto" else block.order
     alltoall_name = "flat" if block.alltoall == "auto" else block.alltoall
-    order_class = registry.lookup("order", order_name)
-    order = order_class(ops.gather_rows) if order_class is SimpleOrder else order_class()
     alltoall = registry.lookup("alltoall", alltoall_name)()
-    for part, base, name in ((order, OrderBase, order_name), (alltoall, AllToAllBase, alltoall_name)):
-        if not isinstance(part, base):
-            raise LayerError(f"the part {name!r} is a {type(part).__name__}: it must be a subclass of {base.__name__}")
-    return Parts(order, alltoall, _make_callbacks(block), order_name, alltoall_name, ops.name)
+    _check_kind(alltoall, AllToAllBase, alltoall_name)
+    return Parts(alltoall, _make_callbacks(block), block.order, alltoall_name, ops.name, ops.gather_rows)
+
+
+def _check_kind(part: Any, base: type, name: str) -> None:
+    if not isinstance(part, base):
+        raise LayerError(f"the part {name!r} is a {type(part).__name__}: it must be a subclass of {base.__name__}")
 
 
 def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:

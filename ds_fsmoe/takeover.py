@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +16,11 @@ from torch import nn
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.gate_settings import OptionError
 from ds_fsmoe.components.shards import check_shardable, shard_expert
-from ds_fsmoe.config import FSMoEBlock, GateBlock
+from ds_fsmoe.config import ConfigError, FSMoEBlock, GateBlock, shown
 from ds_fsmoe.layer import FSMoEGate, FSMoELayer, StockMoE, StockMOELayer, StockTopKGate
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.duplicates import TensorParallelUse, sum_gradients
@@ -179,8 +185,23 @@ def take_over(
     inner.__class__ = FSMoELayer
     inner.parts, inner.running, inner.label = parts, running, label
     inner.tensor_parallel = tensor_parallel_use(layer)
-    sharded = {} if running is None else _shard_experts(layer, running)
-    return sharded | _take_over_gate(layer, gate)
+    replaced = {} if running is None else _shard_experts(layer, running)
+    replaced |= _take_over_gate(layer, gate)
+    inner.order = parts.order_for(inner.gate)
+    if running is not None and getattr(inner.gate, "causal", False):
+        _warn_of_later_tokens(type(inner.gate).__name__)
+    return replaced
+
+
+@functools.cache
+def _warn_of_later_tokens(gate: str) -> None:
+    """Once for each class of gates, however many layers there are."""
+    log_on_rank_0(
+        f"{gate} decides on a token by the other tokens of its batch, later ones of its sequence too. A causal "
+        "language model is then trained with what it cannot know when it generates, and its training loss looks better "
+        'than it is. If the model is none, "causal": false in fsmoe.gate ends this warning',
+        logging.WARNING,
+    )
 
 
 def tensor_parallel_use(layer: StockMoE) -> TensorParallelUse:
@@ -211,29 +232,35 @@ def _take_over_gate(layer: StockMoE, gate: GateBlock | None) -> dict[nn.Paramete
     if type(inner.gate) is StockTopKGate:
         inner.gate.__class__ = FSMoEGate
     if gate is not None:
-        for name in gate.model_fields_set - {"type"}:
-            setattr(inner.gate, name, getattr(gate, name))
+        for name, value in gate.options().items():
+            setattr(inner.gate, name, value)
     return {}
 
 
 def _replace_gate(layer: StockMoE, gate: GateBlock) -> dict[nn.Parameter, nn.Parameter]:
     stock = layer.deepspeed_moe.gate
     ours = _make_gate(layer, gate).to(device=stock.wg.weight.device, dtype=stock.wg.weight.dtype)
+    own = getattr(ours, "wg", None)
+    if isinstance(own, nn.Linear) and own.weight.shape == stock.wg.weight.shape:
+        # The same matrix in another formula: it begins as the model has it.
+        with torch.no_grad():
+            own.weight.copy_(stock.wg.weight)
     layer.deepspeed_moe.gate = ours
     return dict.fromkeys(ours.parameters(), stock.wg.weight)
 
 
-def _make_gate(layer: StockMoE, gate: GateBlock) -> GateBase:
+def _make_gate(layer: StockMoE, gate: GateBlock, path: str = "this layer") -> GateBase:
     stock = layer.deepspeed_moe.gate
     gate_class: type[GateBase] = registry.lookup("gate", gate.type)
-    options = {name: getattr(gate, name) for name in gate.model_fields_set - {"type"}}
-    try:
-        ours = gate_class(**_inherited_options(gate_class, stock) | options)
-    except TypeError as error:
-        raise LayerError(f"fsmoe.gate: the gate {gate.type!r} does not take {options}: {error}") from error
-    if not isinstance(ours, GateBase):
-        raise LayerError(f"fsmoe.gate: {gate.type!r} is a {gate_class.__name__}: it must be a subclass of GateBase")
-    ours.build_once(stock.wg.in_features, stock.wg.out_features)
+    options = gate.options()
+    with _refusals_in_words_of_the_block(options, path):
+        try:
+            ours = gate_class(**_inherited_options(gate_class, stock) | options)
+        except TypeError as error:
+            raise LayerError(f"fsmoe.gate: the gate {gate.type!r} does not take {options}: {error}") from error
+        if not isinstance(ours, GateBase):
+            raise LayerError(f"fsmoe.gate: {gate.type!r} is a {gate_class.__name__}: it must be a subclass of GateBase")
+        ours.build_once(stock.wg.in_features, stock.wg.out_features)
     for name in ours.state_dict():
         if "expert" in name:
             raise LayerError(
@@ -241,6 +268,20 @@ def _make_gate(layer: StockMoE, gate: GateBlock) -> GateBase:
                 "with 'expert' in it for an expert's when it saves: rename it"
             )
     return ours
+
+
+@contextmanager
+def _refusals_in_words_of_the_block(options: dict[str, Any], path: str) -> Iterator[None]:
+    try:
+        yield
+    except LayerError:
+        raise
+    except OptionError as error:
+        # What the block does not say comes from the layer, or is the gate's own default.
+        where = f"fsmoe.gate.{error.name}" if error.name in options else f"fsmoe.gate: {path}: {error.name}"
+        raise ConfigError(f"{where} = {shown(error.value)}: {error.problem}") from error
+    except ValueError as error:
+        raise LayerError(f"fsmoe.gate: {path}: {error}") from error
 
 
 def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict[str, Any]:
@@ -256,7 +297,18 @@ def give_back(layer: StockMoE) -> None:
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:
         inner.__class__ = StockMOELayer
-        names = ("parts", "running", "label", "path", "tensor_parallel", "pipeline", "last_shape", "_known_experts")
+        names = (
+            "parts",
+            "order",
+            "running",
+            "router_check",
+            "label",
+            "path",
+            "tensor_parallel",
+            "pipeline",
+            "last_shape",
+            "_known_experts",
+        )
         for name in names:
             vars(inner).pop(name, None)
     if type(inner.gate) is FSMoEGate:
@@ -268,13 +320,15 @@ def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
 
     Raises:
         LayerError: a part that cannot be made.
-        ValueError: an option that the part refuses.
+        ConfigError: an option that the gate refuses, or an order that does not go with a gate.
     """
-    choose_parts(block.model_copy(update={"ops": "reference"}), "cpu")
-    if block.gate is not None and block.gate.type != "topk":
-        with torch.device("meta"):
-            for layer in layers.values():
-                _make_gate(layer, block.gate)
+    parts = choose_parts(block.model_copy(update={"ops": "reference"}), "cpu")
+    for name, layer in layers.items():
+        gate = layer.deepspeed_moe.gate
+        if block.gate is not None and block.gate.type != "topk":
+            with torch.device("meta"):
+                gate = _make_gate(layer, block.gate, name)
+        parts.order_for(gate)
 
 
 class MoE(StockMoE):

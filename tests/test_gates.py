@@ -13,7 +13,8 @@ import torch
 from ds_fsmoe import registry
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import LinearGate, route_top_k
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, kind_of
+from ds_fsmoe.components.token_choice import TokenChoiceGate
 from tests.reference import LayerSettings, capacity_of, route
 
 SIZES_SEM = [(23, 5, 13), (7, 7, 11), (1, 5, 3), (47, 11, 17)]
@@ -28,9 +29,18 @@ _TOP_K += [{"k": 1, "use_rts": False, "min_capacity": 2}, {"k": 2, "top2_2nd_exp
 _TOP_K += [{"k": k, "drop_policy": "position", "capacity_factor": 0.6, "min_capacity": 0} for k in (3, 5)]
 _TOP_K += [{"k": k, "noisy_gate_policy": "Jitter", "capacity_factor": 0.7, "min_capacity": 1} for k in (1, 2, 3)]
 _TOP_K += [{"k": 1, "noisy_gate_policy": "RSample", "min_capacity": 1}, {"min_capacity": 60}]
-OPTIONS: dict[str, list[dict[str, Any]]] = {"topk": _TOP_K}
+_CHOICE: list[dict[str, Any]] = [{}, {"k": 3, "drop_tokens": False}]
+_CHOICE += [
+    {"k": k, "drop_policy": policy, "capacity_factor": 0.4, "min_capacity": 0}
+    for k, policy in ((2, "position"), (5, "probs"))
+]
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    name: _CHOICE for name in registry.known("gate") if issubclass(registry.lookup("gate", name), TokenChoiceGate)
+} | {"topk": _TOP_K}
 
-GATES = [(name, options) for name in registry.known("gate") for options in OPTIONS.get(name, [{}])]
+# Where slots choose their tokens, other laws hold: see test_slot_gates.py.
+TOKENS_CHOOSE = [name for name in registry.known("gate") if kind_of(registry.lookup("gate", name)) is Routing]
+GATES = [(name, options) for name in TOKENS_CHOOSE for options in OPTIONS.get(name, [{}])]
 EVERY_GATE = pytest.mark.parametrize(("name", "options"), GATES, ids=str)
 EVERY_SIZE = pytest.mark.parametrize("size_SEM", SIZES_SEM, ids=str)
 
@@ -38,7 +48,7 @@ EVERY_SIZE = pytest.mark.parametrize("size_SEM", SIZES_SEM, ids=str)
 def taking(**options: Any) -> list[str]:
     """The gates on the shelf that take these options."""
     names = []
-    for name in registry.known("gate"):
+    for name in TOKENS_CHOOSE:
         try:
             registry.lookup("gate", name)(**options)
         except (TypeError, ValueError):

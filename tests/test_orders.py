@@ -1,25 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders: tokens into slots and back, held against loops over slots and against the one-hot einsum."""
+"""Orders: tokens into slots and back, held against loops over slots and against the one-hot einsum.
+
+Each order is held to it with every kind of routing that it reads.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from ds_fsmoe import registry
+from ds_fsmoe.components.dense_routing import DenseRouting
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.components.slot_routing import SlotRouting
+from ds_fsmoe.runtime.chunking import Cutting
 
 # (S, M, E, C, K); in the second some slots stay empty whatever happens, in the third most choices find none.
 SIZES_SMECK = [(23, 13, 5, 7, 2), (3, 1, 2, 29, 1), (31, 7, 3, 2, 3), (1, 5, 1, 1, 1)]
 EVERY_SIZE = pytest.mark.parametrize("size_SMECK", SIZES_SMECK, ids=str)
 
 
-@pytest.fixture(params=registry.known("order"))
-def order(request: pytest.FixtureRequest) -> OrderBase:
-    return registry.lookup("order", request.param)()
+def as_slots(routing: Routing) -> SlotRouting:
+    """The same decision, slot by slot."""
+    slots = routing.slots_KS.reshape(-1)
+    num_tokens = routing.slots_KS.shape[1]
+    tokens = torch.arange(num_tokens).expand_as(routing.slots_KS).reshape(-1)
+    tokens_R = torch.full((routing.num_slots + 1,), num_tokens).scatter(0, slots, tokens)[:-1]
+    weights_R = routing.weights_KS.new_zeros(routing.num_slots + 1)
+    weights_R = weights_R.scatter(0, slots, routing.weights_KS.reshape(-1))[:-1]
+    of_all = routing.aux_loss, routing.counts_E, routing.capacity, routing.num_experts
+    return SlotRouting(tokens_R, weights_R, num_tokens, *of_all)
+
+
+def as_matrices(routing: Routing) -> DenseRouting:
+    """The same decision with a weight, mostly 0, for every token in every slot."""
+    no_weights_SR = routing.weights_KS.new_zeros(routing.slots_KS.shape[1], routing.num_slots + 1)
+    dispatch_SR = no_weights_SR.scatter(1, routing.slots_KS.t(), 1.0)[:, :-1]
+    combine_SR = no_weights_SR.scatter(1, routing.slots_KS.t(), routing.weights_KS.t())[:, :-1]
+    of_all = routing.aux_loss, routing.counts_E, routing.capacity, routing.num_experts
+    return DenseRouting(dispatch_SR, combine_SR, *of_all)
+
+
+AS_KIND = {Routing: lambda routing: routing, SlotRouting: as_slots, DenseRouting: as_matrices}
+
+
+class WithKind(OrderBase):
+    """An order that is told what a ``Routing`` says by another kind of routing."""
+
+    def __init__(self, order: OrderBase, kind: type[RoutingBase]) -> None:
+        self.order = order
+        self.kind = kind
+
+    def arrange(self, x_SM: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self.order.arrange(x_SM, AS_KIND[self.kind](routing))
+
+    def restore(self, y_ECM: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return self.order.restore(y_ECM, AS_KIND[self.kind](routing))
+
+
+ORDERS = [(name, kind) for name in registry.known("order") for kind in registry.lookup("order", name).reads]
+# A matrix of weights has no empty slots: 0 times nan is nan.
+BY_SLOT = [(name, kind) for name, kind in ORDERS if kind is not DenseRouting]
+
+
+@pytest.fixture(params=ORDERS, ids=lambda each: f"{each[0]}-{each[1].__name__}")
+def order(request: pytest.FixtureRequest) -> WithKind:
+    name, kind = request.param
+    return WithKind(registry.lookup("order", name)(), kind)
+
+
+def test_the_shelf_has_the_orders_of_gshard_and_tutel_and_one_that_mixes() -> None:
+    assert set(ORDERS) >= {
+        ("sparse", Routing),
+        ("sparse", SlotRouting),
+        ("einsum", Routing),
+        ("einsum", SlotRouting),
+        ("dense", DenseRouting),
+    }
 
 
 def routing_of(slots_KS: torch.Tensor, weights_KS: torch.Tensor, num_experts: int, capacity: int) -> Routing:
@@ -124,6 +185,7 @@ def test_gradients_equal_those_of_the_loops(order: OrderBase, size_SMECK: tuple)
     assert (torch.autograd.grad(order.arrange(x_SM, routing).sum(), x_SM)[0][is_dropped_S] == 0).all()
 
 
+@pytest.mark.parametrize("order", BY_SLOT, indirect=True, ids=lambda each: f"{each[0]}-{each[1].__name__}")
 def test_nan_and_inf_of_dropped_tokens_and_of_empty_slots_reach_nobody(order: OrderBase) -> None:
     # Three tokens, two experts with two slots: token 1 is dropped, slot (1, 1) is empty.
     routing = routing_of(torch.tensor([[0, 4, 2]]), torch.tensor([[0.5, 0.0, 2.0]]), num_experts=2, capacity=2)
@@ -150,6 +212,77 @@ def test_weights_are_not_rounded_to_the_experts_type(order: OrderBase) -> None:
     y_ECM = torch.tensor([[[2.0**12]], [[-(2.0**12)]]], dtype=torch.bfloat16)
     routing = routing_of(torch.tensor([[0], [1]]), torch.tensor([[weight], [1.0]]), num_experts=2, capacity=1)
     assert order.restore(y_ECM, routing).tolist() == [[1.0]]
+
+
+@EVERY_SIZE
+@pytest.mark.parametrize("name", ["einsum", "sparse"])
+def test_einsum_and_sparse_agree_in_values_and_gradients(name: str, size_SMECK: tuple) -> None:
+    x_SM, y_ECM, routing = random_case(size_SMECK)
+    routing.weights_KS.requires_grad_()
+    x_SM.requires_grad_(), y_ECM.requires_grad_()
+    dx_ECM, dy_SM = torch.randn_like(y_ECM), torch.randn_like(x_SM)
+    found = []
+    for each, kind in ((name, SlotRouting), ("sparse", Routing), ("einsum", Routing)):
+        order = WithKind(registry.lookup("order", each)(), kind)
+        x_ECM, y_SM = order.arrange(x_SM, routing), order.restore(y_ECM, routing)
+        gradients = torch.autograd.grad([x_ECM, y_SM], [x_SM, y_ECM, routing.weights_KS], [dx_ECM, dy_SM])
+        found.append([x_ECM, y_SM, *gradients])
+    for of_one, of_sparse, of_einsum in zip(*found, strict=True):
+        torch.testing.assert_close(of_one, of_sparse, rtol=0, atol=1e-13)
+        torch.testing.assert_close(of_einsum, of_sparse, rtol=0, atol=1e-13)
+
+
+def test_under_autocast_nothing_is_rounded_that_was_not(order: OrderBase) -> None:
+    x_SM, y_ECM, routing = random_case(SIZES_SMECK[0])
+    x_SM, y_ECM = x_SM.float(), y_ECM.float()
+    plain = order.arrange(x_SM, routing), order.restore(y_ECM, routing)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = order.arrange(x_SM, routing), order.restore(y_ECM, routing)
+    for of_plain, of_cast in zip(plain, cast, strict=True):
+        assert of_cast.dtype == torch.float32
+        assert torch.equal(of_plain, of_cast)
+
+
+def with_gaps(slots: torch.Tensor, num_experts: int, capacity: int) -> torch.Tensor:
+    """From the last row to the first, and one row of every expert left empty."""
+    num_rows = num_experts * (capacity + 1)
+    return torch.where(slots < num_experts * capacity, num_rows - 1 - slots, num_rows)
+
+
+@EVERY_SIZE
+@pytest.mark.parametrize("way", ["whole", "chunks", "gaps"])
+def test_rows_may_lie_anywhere_and_others_between_them(order: WithKind, size_SMECK: tuple, way: str) -> None:
+    x_SM, y_ECM, routing = random_case(size_SMECK)
+    num_experts, capacity = routing.num_experts, routing.capacity
+    place = {
+        "whole": lambda slots: slots,
+        "chunks": partial(Cutting((0, capacity // 3, capacity // 3, capacity)).chunked_slots, num_experts=num_experts),
+        "gaps": partial(with_gaps, num_experts=num_experts, capacity=capacity),
+    }[way]
+    new_capacity = capacity + 1 if way == "gaps" else capacity
+    num_rows = num_experts * new_capacity
+    row_of_slot = place(torch.arange(num_experts * capacity))
+    assert (place(torch.tensor([num_experts * capacity])) == num_rows).all()
+    assert len(set(row_of_slot.tolist())) == num_experts * capacity
+
+    x_SM.requires_grad_(), y_ECM.requires_grad_(), routing.weights_KS.requires_grad_()
+    relaid = AS_KIND[order.kind](routing).relaid(place, new_capacity)
+    assert (relaid.capacity, relaid.num_experts) == (new_capacity, num_experts)
+    # What lies in a row that is no slot's is nobody's.
+    y_RM = y_ECM.new_full((num_rows, y_ECM.shape[2]), math.inf).index_copy(0, row_of_slot, y_ECM.flatten(0, 1))
+    x_RM = x_SM.new_zeros(num_rows, x_SM.shape[1]).index_copy(
+        0, row_of_slot, order.arrange(x_SM, routing).flatten(0, 1)
+    )
+    ours = order.order.arrange(x_SM, relaid), order.order.restore(y_RM.view(num_experts, new_capacity, -1), relaid)
+    theirs = x_RM.view(num_experts, new_capacity, -1), order.restore(y_ECM, routing)
+    d_outputs = [torch.randn_like(each) for each in theirs]
+    inputs = [x_SM, y_ECM, routing.weights_KS]
+    for pair in zip(
+        [*ours, *torch.autograd.grad(ours, inputs, d_outputs)],
+        [*theirs, *torch.autograd.grad(theirs, inputs, d_outputs)],
+        strict=True,
+    ):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-13)
 
 
 def test_tensors_need_not_be_contiguous(order: OrderBase) -> None:

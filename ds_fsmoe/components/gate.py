@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,10 @@ class GateBase(nn.Module):
     """
 
     _is_built = False
+
+    def __init__(self) -> None:
+        # Written out, so that a gate's signature names its options: that of nn.Module takes anything.
+        super().__init__()
 
     def build_once(self, model_dim: int, num_experts: int) -> None:
         """What a layer calls when it takes the gate in: :meth:`build`, and never again.
@@ -55,6 +60,53 @@ class GateBase(nn.Module):
             group: the ranks that exchange tokens with this one and so must agree on the capacity.
         """
         raise TypeError(f"{type(self).__name__} must define forward(x_SM, used_token_S, group)")
+
+    def counts_to_sum(self) -> torch.Tensor | None:
+        """What this rank has counted since the last optimizer step, for a gate that learns from counts.
+
+        Returns:
+            Integers, of the same shape on all ranks; ``None``, on all of them, if there is nothing to learn.
+        """
+        return None
+
+    def after_optimizer_step(self, counts: torch.Tensor) -> None:
+        """An optimizer step was taken. Called if there are counts to sum, on all ranks with the same numbers.
+
+        Args:
+            counts: the sum over all ranks of what :meth:`counts_to_sum` gave; over ranks with the same tokens too, so
+                only proportions mean something.
+        """
+
+    def describe(self) -> str:
+        """A few words for a report."""
+        return type(self).__name__
+
+
+def update_gates(gates: Iterable[GateBase], groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
+    """Let gates learn from what they have counted: to be called after each optimizer step, by every rank.
+
+    An engine of ours does that by itself. Collective where a gate has counts: one all-reduce over each of the groups
+    for all gates together.
+
+    Args:
+        gates: in the same order on all ranks.
+        groups: the ranks to sum over, one group after another; ``None`` means all there are.
+    """
+    counted = [(gate, counts) for gate in gates if (counts := gate.counts_to_sum()) is not None]
+    if not counted:
+        return
+    total = torch.cat([counts.reshape(-1) for _, counts in counted])
+    if dist.is_available() and dist.is_initialized():
+        for group in groups:
+            dist.all_reduce(total, group=group)
+    parts = total.split([counts.numel() for _, counts in counted])
+    for (gate, counts), part in zip(counted, parts, strict=True):
+        gate.after_optimizer_step(part.view_as(counts))
+
+
+def in_backward() -> bool:
+    """Whether this thread is within a backward: a forward there is one computed again (activation checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @functools.lru_cache(maxsize=256)

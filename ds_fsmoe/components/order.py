@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, RoutingBase
 
 
 class OrderBase(ABC):
@@ -16,10 +17,13 @@ class OrderBase(ABC):
     An order's law: with one slot per token and weight 1, ``restore(arrange(x)) == x``.
     """
 
+    reads: ClassVar[tuple[type[RoutingBase], ...]] = (Routing,)
+    """The kinds of routing it can go by."""
+
     @abstractmethod
-    def arrange(self, x_SM: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def arrange(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
         """[S, M] tokens to [E, C, M] slots; a slot that no token took is zero."""
 
     @abstractmethod
-    def restore(self, y_ECM: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def restore(self, y_ECM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
         """[E, C, M] results to [S, M]: the weighted sum over a token's slots, zero where all were dropped."""

@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gate decides: which slot every choice of every token takes, and with which weight."""
+"""What a gate decides. There is a kind of routing for every way of deciding it, and an order reads some of them.
+
+Here is what all kinds have in common, and the usual one, in which every token chooses its experts.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Slot numbers, any shape, to the numbers of their rows: for one that is none, the number of rows."""
 
-@dataclass(frozen=True)
-class Routing:
-    """The decision of one gate call, as every order reads it.
 
-    Letters: S tokens on this rank, E experts (all ranks), K choices per token, C slots per expert.
+class RoutingBase(ABC):
+    """The decision of one gate call: which tokens go to which slots, and what of the results comes back to whom.
+
+    Letters: S tokens on this rank, E experts (all ranks), K choices per token, C slots per expert, R = E * C slots, or
+    the rows in which they lie.
     """
 
-    slots_KS: torch.Tensor
-    """[K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was dropped."""
-    weights_KS: torch.Tensor
-    """[K, S] float: what the expert's output is multiplied with; 0 where the choice was dropped."""
+    order: ClassVar[str] = "sparse"
+    """Name of the order that "auto" takes."""
+
     aux_loss: torch.Tensor
-    """Scalar: the load-balancing loss, to be added to the model's loss by the model."""
+    """Scalar: the load-balancing loss, to be added to the model's loss by the model; 0 where there is none."""
     counts_E: torch.Tensor
     """[E] int64: how many tokens of this rank chose each expert, before any was dropped."""
     capacity: int
@@ -30,5 +38,59 @@ class Routing:
 
     @property
     def num_slots(self) -> int:
-        """E * C, which is also the index that stands for "dropped"."""
+        """R = E * C, which is also the index that stands for "none"."""
         return self.num_experts * self.capacity
+
+    @abstractmethod
+    def relaid(self, place: Place, capacity: int) -> RoutingBase:
+        """The same decision, for rows that lie elsewhere than ``expert * C + position``.
+
+        Args:
+            place: where the row of each slot lies.
+            capacity: how many rows there are per expert, at least C; those that are no slot's are empty.
+        """
+
+
+@dataclass(frozen=True)
+class Routing(RoutingBase):
+    """Each token has chosen, at most K experts."""
+
+    slots_KS: torch.Tensor
+    """[K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was dropped."""
+    weights_KS: torch.Tensor
+    """[K, S] float: what the expert's output is multiplied with; 0 where the choice was dropped."""
+    aux_loss: torch.Tensor
+    counts_E: torch.Tensor
+    capacity: int
+    num_experts: int
+
+    def relaid(self, place: Place, capacity: int) -> Routing:
+        return replace(self, slots_KS=place(self.slots_KS), capacity=capacity)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the rows of all slots lie, both ways."""
+
+    row_of_slot: torch.Tensor
+    """[E * C] int64."""
+    slot_of_row: torch.Tensor
+    """[R] int64, E * C for a row that is no slot's."""
+
+
+def find_places(place: Place, num_slots: int, num_rows: int, device: torch.device) -> Places | None:
+    """What ``place`` does to all slots; ``None`` if every slot's row has the slot's own number."""
+    slots = torch.arange(num_slots, device=device)
+    row_of_slot = place(slots)
+    if row_of_slot is slots and num_rows == num_slots:
+        return None
+    slot_of_row = torch.full((num_rows,), num_slots, device=device).scatter_(0, row_of_slot, slots)
+    return Places(row_of_slot, slot_of_row)
+
+
+def kind_of(gate: Any) -> type[RoutingBase]:
+    """The kind of routing that a gate, or a class of gates, gives: its attribute ``gives``.
+
+    What says nothing gives a :class:`Routing`: stock's own gates, and whatever a user wraps around them.
+    """
+    return getattr(gate, "gives", Routing)

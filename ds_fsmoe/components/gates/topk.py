@@ -15,59 +15,45 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate import GateBase, dropless_capacity, dropping_capacity
+from ds_fsmoe.components.gate_settings import CapacitySettings, OptionError, SettingsGate
+from ds_fsmoe.components.router import which_are_used
 from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.token_choice import capacity_of, keep_largest, mask_chosen, place, slots_of
 from ds_fsmoe.registry import register_gate
 
 _JITTER = 1e-2  # inputs of the router are scaled by a factor in 1 +- this
 
 
 @dataclass(frozen=True)
-class TopKSettings:
-    """Everything a top-k decision depends on besides the logits. Defaults are those of ``deepspeed.moe.layer.MoE``."""
+class TopKSettings(CapacitySettings):
+    """Everything a top-k decision depends on besides the logits. Defaults are those of ``deepspeed.moe.layer.MoE``.
 
-    k: int = 1
-    capacity_factor: float = 1.0
-    eval_capacity_factor: float = 1.0
-    min_capacity: int = 4
+    ``drop_policy`` is for k >= 3; below, each formula has a rule of its own.
+    """
+
     noisy_gate_policy: str | None = None
     """``"Jitter"`` scales the router's input by a random factor near 1, ``"RSample"`` (k = 1) adds Gumbel noise."""
-    drop_tokens: bool = True
-    drop_policy: str = "probs"
-    """k >= 3: who stays when an expert is full: the largest ``"probs"``, or first come by ``"position"``."""
     use_rts: bool = True
     """k = 1: who stays when an expert is full is drawn at random; without it, it is as ``torch.topk`` breaks ties."""
     top2_2nd_expert_sampling: bool = True
     """k = 2: the second expert is sampled (Gumbel noise on the logits) instead of being the second best."""
 
-    def factor(self, training: bool) -> float:
-        """The capacity factor in force."""
-        return self.capacity_factor if training else self.eval_capacity_factor
+    def check(self, owner: str) -> None:
+        super().check(owner)
+        if self.noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
+            problem = "the choices are None, 'Jitter', 'RSample'"
+            raise OptionError(owner, "noisy_gate_policy", self.noisy_gate_policy, problem)
 
 
 @register_gate("topk")
-class LinearGate(GateBase):
-    """One matrix ``wg`` [E, M] scores the experts; each token takes its k best.
+class LinearGate(SettingsGate):
+    """One matrix ``wg`` [E, M] scores the experts; each token takes its k best."""
 
-    Args:
-        settings: fields of :class:`TopKSettings`, by name.
-
-    Raises:
-        ValueError: an unknown or impossible setting, by name, with what is possible.
-    """
-
-    def __init__(self, **settings: object) -> None:
-        super().__init__()
-        unknown = sorted(set(settings) - set(TopKSettings.__dataclass_fields__))
-        if unknown:
-            choices = ", ".join(TopKSettings.__dataclass_fields__)
-            raise ValueError(f"LinearGate has no setting {', '.join(map(repr, unknown))}: the choices are {choices}")
-        self.settings = TopKSettings(**settings)
-        _check(self.settings)
+    Settings = TopKSettings
+    settings: TopKSettings
 
     def build(self, model_dim: int, num_experts: int) -> None:
-        if not 1 <= self.settings.k <= num_experts:
-            raise ValueError(f"LinearGate: k = {self.settings.k}: must be between 1 and num_experts ({num_experts})")
+        self.check_k(num_experts)
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
 
     def forward(
@@ -77,22 +63,6 @@ class LinearGate(GateBase):
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
         return route_top_k(x_SM, self.wg.weight, self.settings, self.training, used_token_S, group)
-
-
-def _check(settings: TopKSettings) -> None:
-    if settings.noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
-        raise ValueError(
-            f"LinearGate: noisy_gate_policy = {settings.noisy_gate_policy!r}: the choices are None, 'Jitter', 'RSample'"
-        )
-    if settings.drop_policy not in ("probs", "position"):
-        raise ValueError(f"LinearGate: drop_policy = {settings.drop_policy!r}: the choices are 'probs', 'position'")
-    for name, least in (("k", None), ("min_capacity", 0)):
-        value = getattr(settings, name)
-        if type(value) is not int or (least is not None and value < least):
-            raise ValueError(f"LinearGate: {name} = {value!r}: must be an integer{'' if least is None else ' >= 0'}")
-    for name in ("capacity_factor", "eval_capacity_factor"):
-        if not 0 < getattr(settings, name) < float("inf"):
-            raise ValueError(f"LinearGate: {name} = {getattr(settings, name)}: must be above 0 and finite")
 
 
 def route_top_k(
@@ -121,21 +91,25 @@ def route_top_k(
     noise = settings.noisy_gate_policy if training else None
     if noise == "Jitter":
         one = torch.ones((), dtype=torch.float32, device=x_SM.device)
-        x_SM = x_SM * torch.distributions.Uniform(one * (1.0 - _JITTER), one * (1.0 + _JITTER)).rsample(x_SM.shape)
+        # Arguments that are held against their range are fetched from the device for it.
+        factors = torch.distributions.Uniform(one * (1.0 - _JITTER), one * (1.0 + _JITTER), validate_args=False)
+        x_SM = x_SM * factors.rsample(x_SM.shape)
     logits_SE = F.linear(x_SM, weight_EM.to(router_dtype))
-    used_S = None
-    if used_token_S is not None:
-        used_S = used_token_S.reshape(-1).ne(0)
-        if len(used_S) != len(x_SM):
-            raise ValueError(f"used_token has {len(used_S)} entries for {len(x_SM)} tokens: one per token is needed")
+    used_S = which_are_used(used_token_S, len(x_SM))
     settings = replace(settings, noisy_gate_policy=noise)
     route = {1: _route_top_1, 2: _route_top_2}.get(settings.k, _route_more)
-    return route(logits_SE, settings, settings.factor(training), used_S, group)
+    return route(logits_SE, settings, training, used_S, group)
 
 
 def _gumbel_like(logits_SE: torch.Tensor) -> torch.Tensor:
     zero = torch.zeros((), dtype=torch.float32, device=logits_SE.device)
-    return torch.distributions.Gumbel(zero, zero + 1.0).rsample(logits_SE.shape)
+    return torch.distributions.Gumbel(zero, zero + 1.0, validate_args=False).rsample(logits_SE.shape)
+
+
+def _one_hot(expert_S: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """[S, E] int64; ``F.one_hot`` looks at the numbers first, and on some devices the host waits for them."""
+    zeros_SE = torch.zeros(len(expert_S), num_experts, dtype=torch.int64, device=expert_S.device)
+    return zeros_SE.scatter_(1, expert_S.unsqueeze(1), 1)
 
 
 def _mask_used(mask_SE: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
@@ -147,26 +121,10 @@ def _share_E(chosen_SE: torch.Tensor, probs_SE: torch.Tensor) -> torch.Tensor:
     return chosen_SE.to(torch.promote_types(probs_SE.dtype, torch.float32)).mean(dim=0)
 
 
-def _capacity(
-    counts_E: torch.Tensor,
-    num_tokens: int,
-    settings: TopKSettings,
-    factor: float,
-    group: dist.ProcessGroup | None,
-) -> int:
-    if not settings.drop_tokens:
-        return dropless_capacity(counts_E, group)
-    return dropping_capacity(num_tokens, counts_E.numel(), factor * settings.k, settings.min_capacity)
-
-
-def _slots(expert_KS: torch.Tensor, position_KS: torch.Tensor, kept_KS: torch.Tensor, num_experts: int, capacity: int):
-    return torch.where(kept_KS, expert_KS * capacity + position_KS, num_experts * capacity)
-
-
 def _route_top_1(
     logits_SE: torch.Tensor,
     settings: TopKSettings,
-    factor: float,
+    training: bool,
     used_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> Routing:
@@ -176,9 +134,9 @@ def _route_top_1(
     noisy_SE = logits_SE + _gumbel_like(logits_SE) if settings.noisy_gate_policy == "RSample" else None
     probs_SE = F.softmax(logits_SE, dim=1)
     expert_S = torch.argmax(probs_SE if noisy_SE is None else noisy_SE, dim=1)
-    chosen_SE = _mask_used(F.one_hot(expert_S, num_experts), used_S)
+    chosen_SE = _mask_used(_one_hot(expert_S, num_experts), used_S)
     counts_E = chosen_SE.sum(dim=0)
-    capacity = _capacity(counts_E, num_tokens, settings, factor, group)
+    capacity = capacity_of(counts_E, num_tokens, settings, training, group)
     aux_loss = torch.sum(probs_SE.mean(dim=0) * _share_E(chosen_SE, probs_SE)) * num_experts
 
     # Who stays: the `capacity` largest of a random number per (token, expert), or of the bare 0/1 mask. Ties in the
@@ -191,7 +149,7 @@ def _route_top_1(
 
     position_S = ((torch.cumsum(kept_SE, dim=0) - 1) * kept_SE).sum(dim=1)
     return Routing(
-        slots_KS=_slots(expert_S, position_S, kept_SE.sum(dim=1) > 0, num_experts, capacity).unsqueeze(0),
+        slots_KS=slots_of(expert_S, position_S, kept_SE.sum(dim=1) > 0, num_experts, capacity).unsqueeze(0),
         weights_KS=(probs_SE * kept_SE).sum(dim=1).unsqueeze(0),
         aux_loss=aux_loss,
         counts_E=counts_E,
@@ -203,7 +161,7 @@ def _route_top_1(
 def _route_top_2(
     logits_SE: torch.Tensor,
     settings: TopKSettings,
-    factor: float,
+    training: bool,
     used_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> Routing:
@@ -211,19 +169,19 @@ def _route_top_2(
     num_tokens, num_experts = logits_SE.shape
     probs_SE = F.softmax(logits_SE, dim=1)
     first_S = torch.argmax(probs_SE, dim=1)
-    first_SE = F.one_hot(first_S, num_experts)
+    first_SE = _one_hot(first_S, num_experts)
     scores_SE = logits_SE.detach()
     if settings.top2_2nd_expert_sampling:
         scores_SE = scores_SE + _gumbel_like(logits_SE)
     second_S = torch.argmax(scores_SE.masked_fill(first_SE.bool(), float("-inf")), dim=1)
     first_SE = _mask_used(first_SE, used_S)
-    second_SE = _mask_used(F.one_hot(second_S, num_experts), used_S)
+    second_SE = _mask_used(_one_hot(second_S, num_experts), used_S)
 
     position_first_SE = torch.cumsum(first_SE, dim=0) - 1
     position_second_SE = torch.cumsum(second_SE, dim=0) - 1 + first_SE.sum(dim=0, keepdim=True)
     aux_loss = torch.mean(probs_SE.mean(dim=0) * _share_E(first_SE, probs_SE)) * num_experts * num_experts
     counts_E = (first_SE + second_SE).sum(dim=0)
-    capacity = _capacity(counts_E, num_tokens, settings, factor, group)
+    capacity = capacity_of(counts_E, num_tokens, settings, training, group)
     if settings.drop_tokens:
         first_SE = first_SE * (position_first_SE < capacity)
         second_SE = second_SE * (position_second_SE < capacity)
@@ -234,7 +192,7 @@ def _route_top_2(
     weight_second_S = (probs_SE * second_SE).sum(dim=1)
     total_S = torch.clamp(weight_first_S + weight_second_S, min=torch.finfo(probs_SE.dtype).eps)
     return Routing(
-        slots_KS=_slots(torch.stack([first_S, second_S]), position_KS, kept_KS, num_experts, capacity),
+        slots_KS=slots_of(torch.stack([first_S, second_S]), position_KS, kept_KS, num_experts, capacity),
         weights_KS=torch.stack([weight_first_S / total_S, weight_second_S / total_S]),
         aux_loss=aux_loss,
         counts_E=counts_E,
@@ -246,7 +204,7 @@ def _route_top_2(
 def _route_more(
     logits_SE: torch.Tensor,
     settings: TopKSettings,
-    factor: float,
+    training: bool,
     used_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
 ) -> Routing:
@@ -254,30 +212,26 @@ def _route_more(
     num_tokens, num_experts = logits_SE.shape
     probs_SE = F.softmax(logits_SE, dim=1)
     best_SK, expert_SK = torch.topk(probs_SE, k=settings.k, dim=1)
-    chosen_SE = torch.zeros_like(probs_SE, dtype=torch.bool).scatter_(1, expert_SK, True)
-    chosen_SE = chosen_SE if used_S is None else chosen_SE & used_S.unsqueeze(1)
+    chosen_SE = mask_chosen(expert_SK, num_experts, used_S)
     counts_E = chosen_SE.sum(dim=0)
     balance_E = probs_SE.mean(dim=0) * _share_E(chosen_SE, probs_SE)
     aux_loss = torch.mean(balance_E) * num_experts * num_experts / settings.k
 
-    capacity = _capacity(counts_E, num_tokens, settings, factor, group)
+    capacity = capacity_of(counts_E, num_tokens, settings, training, group)
     kept_SE = chosen_SE
     if settings.drop_tokens and settings.drop_policy == "probs":
+        # Zeros where nothing was chosen, as in stock, beside which a probability that underflowed has no precedence.
         competing_SE = torch.zeros_like(probs_SE).scatter(1, expert_SK, best_SK)
         if used_S is not None:
             competing_SE = competing_SE * used_S.unsqueeze(1)
-        staying_CE = torch.topk(competing_SE, k=min(capacity, num_tokens), dim=0, sorted=False).indices
-        kept_SE = chosen_SE & torch.zeros_like(chosen_SE).scatter_(0, staying_CE, True)
-    position_SE = torch.cumsum(kept_SE, dim=0) - 1
-    if settings.drop_tokens and settings.drop_policy == "position":
-        kept_SE = kept_SE & (position_SE < capacity)
+        kept_SE = keep_largest(chosen_SE, competing_SE, capacity)
+    kept_SE, slots_KS = place(expert_SK, kept_SE, capacity)
 
     weights_SE = probs_SE * kept_SE
     # Summed over all E columns, zeros included, because the order of this sum is part of stock's last bit.
     total_S1 = torch.clamp(weights_SE.sum(dim=1, keepdim=True), min=torch.finfo(probs_SE.dtype).eps)
-    kept_KS = kept_SE.gather(1, expert_SK).t()
     return Routing(
-        slots_KS=_slots(expert_SK.t(), position_SE.gather(1, expert_SK).t(), kept_KS, num_experts, capacity),
+        slots_KS=slots_KS,
         weights_KS=(weights_SE / total_S1).gather(1, expert_SK).t().contiguous(),
         aux_loss=aux_loss,
         counts_E=counts_E,

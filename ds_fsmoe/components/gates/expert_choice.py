@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert choice: each expert takes the tokens it scores highest (Zhou et al. 2022, arXiv:2202.09368)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ds_fsmoe.components.gate import GateBase, dropless_capacity, dropping_capacity
+from ds_fsmoe.components.gate_settings import OptionError
+from ds_fsmoe.components.router import linear_scores, which_are_used
+from ds_fsmoe.components.slot_routing import SlotRouting
+from ds_fsmoe.registry import register_gate
+
+
+@register_gate("expert_choice")
+class ExpertChoiceGate(GateBase):
+    """Scores are a softmax over experts of ``x * wg``; each expert takes the tokens with its ``T`` largest, and the
+    score is the weight. ``T = ceil(S / E * k * capacity_factor)``, at most S.
+
+    So all experts have the same load, and a token may be taken by any number of them, or by none. The tokens of a rank
+    compete with one another, later ones of a sequence with earlier ones.
+
+    Args:
+        k: how many experts take a token on average, at a capacity factor of 1.
+        capacity_factor: while training.
+        eval_capacity_factor: while evaluating.
+        agree_capacity: ``True``: ranks may come with different numbers of tokens. Each expert takes of a rank's tokens
+            what follows from their own number, and the ranks agree on the largest; the host waits for that in every
+            forward. ``False``: all ranks have to have equally many.
+        causal: whether the model may be one in which no token is to know of later ones; ``False`` keeps the take-over
+            from warning of it.
+
+    Raises:
+        ValueError: an impossible option, with what is possible.
+    """
+
+    gives = SlotRouting
+
+    def __init__(
+        self,
+        *,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        agree_capacity: bool = False,
+        causal: bool = True,
+    ) -> None:
+        super().__init__()
+        if type(k) is not int or k < 1:
+            raise self._wrong("k", k, "must be an integer >= 1")
+        for name, factor in (("capacity_factor", capacity_factor), ("eval_capacity_factor", eval_capacity_factor)):
+            if type(factor) not in (int, float) or not 0 < factor < math.inf:
+                raise self._wrong(name, factor, "must be a number above 0 and finite")
+        for name, flag in (("agree_capacity", agree_capacity), ("causal", causal)):
+            if type(flag) is not bool:
+                raise self._wrong(name, flag, "must be true or false")
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.agree_capacity = agree_capacity
+        self.causal = causal
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        if self.k > num_experts:
+            raise self._wrong("k", self.k, f"must be between 1 and num_experts ({num_experts})")
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+
+    def describe(self) -> str:
+        return f"{super().describe()}, k = {self.k}, capacity factor {self.capacity_factor}"
+
+    def _wrong(self, name: str, value: object, problem: str) -> OptionError:
+        return OptionError(type(self).__name__, name, value, problem)
+
+    def forward(
+        self,
+        x_SM: torch.Tensor,
+        used_token_S: torch.Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> SlotRouting:
+        scores_SE = F.softmax(linear_scores(x_SM, self.wg.weight), dim=1)
+        num_tokens, num_experts = scores_SE.shape
+        used_S = which_are_used(used_token_S, num_tokens)
+        factor = self.k * (self.capacity_factor if self.training else self.eval_capacity_factor)
+        num_taken = min(num_tokens, dropping_capacity(num_tokens, num_experts, factor, 0))
+        capacity = num_taken
+        if self.agree_capacity:
+            capacity = dropless_capacity(torch.tensor([num_taken], device=x_SM.device), group)
+
+        eligible_SE = scores_SE if used_S is None else scores_SE.masked_fill(~used_S.unsqueeze(1), float("-inf"))
+        tokens_ET = torch.topk(eligible_SE.detach(), num_taken, dim=0, sorted=False).indices.t()
+        weights_ET = scores_SE.t().gather(1, tokens_ET)
+        counts_E = torch.full((num_experts,), num_taken, device=x_SM.device)
+        if used_S is not None:
+            # Where there are too few for all slots, masked ones have come along.
+            is_used_ET = used_S[tokens_ET]
+            tokens_ET = tokens_ET.masked_fill(~is_used_ET, num_tokens)
+            weights_ET = weights_ET.masked_fill(~is_used_ET, 0.0)
+            counts_E = is_used_ET.sum(dim=1)
+        empty = (0, capacity - num_taken)
+        return SlotRouting(
+            tokens_R=F.pad(tokens_ET, empty, value=num_tokens).reshape(-1),
+            weights_R=F.pad(weights_ET, empty).reshape(-1),
+            num_tokens=num_tokens,
+            aux_loss=scores_SE.new_zeros(()),
+            counts_E=counts_E,
+            capacity=capacity,
+            num_experts=num_experts,
+        )

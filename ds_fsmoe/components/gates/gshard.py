@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GShard's noisy top-k gate: while training, each logit gets noise whose size the token decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
+from ds_fsmoe.registry import register_gate
+
+
+@dataclass(frozen=True)
+class GShardSettings(ChoiceSettings):
+    """Options of the gate."""
+
+    k: int = 2
+    noise: bool = True
+    """False: no noise in training either, and no ``w_noise``."""
+
+
+@register_gate("gshard")
+class GShardGate(TokenChoiceGate):
+    """``h = x Wg + N(0, 1) * softplus(x Wnoise)`` while training, else ``x Wg``; the k largest; weights: softmax over
+    those k."""
+
+    Settings = GShardSettings
+    settings: GShardSettings
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        super().build(model_dim, num_experts)
+        if self.settings.noise:
+            self.w_noise = nn.Linear(model_dim, num_experts, bias=False)
+            nn.init.zeros_(self.w_noise.weight)
+
+    def weights_sum_to_1(self) -> bool:
+        return True
+
+    def score(self, x_SM: torch.Tensor) -> Scores:
+        logits_SE = linear_scores(x_SM, self.wg.weight)
+        if self.training and self.settings.noise:
+            size_SE = F.softplus(linear_scores(x_SM, self.w_noise.weight))
+            logits_SE = logits_SE + torch.randn_like(logits_SE) * size_SE
+        return Scores(logits_SE, F.softmax(logits_SE, dim=1))
+
+    def weigh(self, scores: Scores, expert_SK: torch.Tensor) -> torch.Tensor:
+        return F.softmax(scores.logits_SE.gather(1, expert_SK), dim=1)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtral's gate: softmax over the logits of the chosen experts alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ds_fsmoe.components.gate_settings import option
+from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
+from ds_fsmoe.registry import register_gate
+
+
+@dataclass(frozen=True)
+class MixtralSettings(ChoiceSettings):
+    """Options of the gate."""
+
+    k: int = 2
+    z_loss_factor: float = option(0.1, least=0)
+    """A tenth of the balance loss, as in ST-MoE (1e-3 and 1e-2)."""
+
+
+@register_gate("mixtral")
+class MixtralGate(TokenChoiceGate):
+    """``h = x Wg``; the k largest; weights: softmax over those k, so that they sum to 1."""
+
+    Settings = MixtralSettings
+    settings: MixtralSettings
+
+    def weights_sum_to_1(self) -> bool:
+        return True
+
+    def score(self, x_SM: torch.Tensor) -> Scores:
+        logits_SE = linear_scores(x_SM, self.wg.weight)
+        return Scores(logits_SE, F.softmax(logits_SE, dim=1))
+
+    def weigh(self, scores: Scores, expert_SK: torch.Tensor) -> torch.Tensor:
+        # The same as probabilities over their sum, without their underflow.
+        return F.softmax(scores.logits_SE.gather(1, expert_SK), dim=1)

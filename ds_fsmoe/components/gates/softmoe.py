@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SoftMoE: every slot gets a mixture of all tokens, every token a mixture of all results (Puigcerver et al. 2023,
+arXiv:2308.00951).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ds_fsmoe.components.dense_routing import DenseRouting
+from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.gate_settings import OptionError
+from ds_fsmoe.components.router import linear_scores, which_are_used
+from ds_fsmoe.registry import register_gate
+
+
+@register_gate("softmoe")
+class SoftMoEGate(GateBase):
+    """``x * wg`` has a column per slot. A slot's input is the mean of all tokens, weighted with the softmax of its
+    column over tokens; a token's result that of all slots, weighted with the softmax of its row over slots.
+
+    Nothing is dropped, nothing has to be balanced, and no token stands for itself: the tokens of a rank are mixed with
+    one another, later ones of a sequence with earlier ones. The router's matrix is [E * slots_per_expert, M], and what
+    the experts do does not depend on how many tokens there are.
+
+    Args:
+        slots_per_expert: C. With E * C near S times the k of another gate, the experts have as much to do as with it.
+        causal: whether the model may be one in which no token is to know of later ones; ``False`` keeps the take-over
+            from warning of it.
+
+    Raises:
+        ValueError: an impossible option, with what is possible.
+    """
+
+    gives = DenseRouting
+
+    def __init__(self, *, slots_per_expert: int = 1, causal: bool = True) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        if type(slots_per_expert) is not int or slots_per_expert < 1:
+            raise OptionError(owner, "slots_per_expert", slots_per_expert, "must be an integer >= 1")
+        if type(causal) is not bool:
+            raise OptionError(owner, "causal", causal, "must be true or false")
+        self.slots_per_expert = slots_per_expert
+        self.causal = causal
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        self.wg = nn.Linear(model_dim, num_experts * self.slots_per_expert, bias=False)
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.slots_per_expert} slot(s) per expert"
+
+    def forward(
+        self,
+        x_SM: torch.Tensor,
+        used_token_S: torch.Tensor | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> DenseRouting:
+        logits_SR = linear_scores(x_SM, self.wg.weight)
+        num_tokens, num_slots = logits_SR.shape
+        num_experts = num_slots // self.slots_per_expert
+        used_S = which_are_used(used_token_S, num_tokens)
+        combine_SR = F.softmax(logits_SR, dim=1)
+        if used_S is None:
+            dispatch_SR = F.softmax(logits_SR, dim=0)
+            num_used = torch.full((), num_tokens, device=x_SM.device)
+        else:
+            is_masked_S1 = ~used_S.unsqueeze(1)
+            # Not minus infinity, of which the softmax is nan where nothing else is left.
+            lowest = torch.finfo(logits_SR.dtype).min
+            dispatch_SR = F.softmax(logits_SR.masked_fill(is_masked_S1, lowest), dim=0).masked_fill(is_masked_S1, 0.0)
+            combine_SR = combine_SR.masked_fill(is_masked_S1, 0.0)
+            num_used = used_S.sum()
+        return DenseRouting(
+            dispatch_SR=dispatch_SR,
+            combine_SR=combine_SR,
+            aux_loss=logits_SR.new_zeros(()),
+            counts_E=num_used.expand(num_experts).clone(),
+            capacity=self.slots_per_expert,
+            num_experts=num_experts,
+        )

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switch Transformer's gate: the chosen expert's probability is its weight, and a full expert takes no more tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ds_fsmoe.components.gate_settings import option
+from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
+from ds_fsmoe.registry import register_gate
+
+
+@dataclass(frozen=True)
+class SwitchSettings(ChoiceSettings):
+    """Options of the gate."""
+
+    drop_policy: str = option("position", choices=("probs", "position"))
+    jitter: float = option(0.01, least=0)
+    """While training, the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter."""
+
+
+@register_gate("switch")
+class SwitchGate(TokenChoiceGate):
+    """``p = softmax(x Wg)``; the k largest; weights ``p``, not renormalised."""
+
+    Settings = SwitchSettings
+    settings: SwitchSettings
+
+    def score(self, x_SM: torch.Tensor) -> Scores:
+        jitter = self.settings.jitter
+        if self.training and jitter:
+            x_SM = x_SM * torch.empty_like(x_SM).uniform_(1.0 - jitter, 1.0 + jitter)
+        logits_SE = linear_scores(x_SM, self.wg.weight)
+        return Scores(logits_SE, F.softmax(logits_SE, dim=1))

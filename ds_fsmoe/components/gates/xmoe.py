@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""X-MoE's gate: the cosine between token and expert in a space of few dimensions, so that tokens are not drawn
+towards the experts' own vectors (representation collapse)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_fsmoe.components.gate_settings import option
+from ds_fsmoe.components.router import linear_scores
+from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
+from ds_fsmoe.registry import register_gate
+
+_LEAST_TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True)
+class XMoESettings(ChoiceSettings):
+    """Options of the gate."""
+
+    routing_dim: int | None = option(None, least=1)
+    """Dimensions in which tokens and experts are compared; left out: half as many as there are experts, at least 2."""
+    temperature: float = option(0.3, above=0)
+    """What cosines are divided by before anything is learned."""
+
+
+@register_gate("xmoe")
+class XMoEGate(TokenChoiceGate):
+    """``h_i = cos(Wproj x, wg_i) / temperature``; ``p = softmax(h)``; the k largest; weights ``p``.
+
+    The temperature is learned as its logarithm, and never falls below 0.01.
+    """
+
+    Settings = XMoESettings
+    settings: XMoESettings
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        self.check_k(num_experts)
+        routing_dim = self.settings.routing_dim or max(num_experts // 2, 2)
+        self.projection = nn.Linear(model_dim, routing_dim, bias=False)
+        self.wg = nn.Parameter(torch.randn(num_experts, routing_dim) / math.sqrt(routing_dim))
+        self.log_temperature = nn.Parameter(torch.full((1,), math.log(self.settings.temperature)))
+
+    def score(self, x_SM: torch.Tensor) -> Scores:
+        x_SD = F.normalize(linear_scores(x_SM, self.projection.weight), dim=1)
+        cosine_SE = linear_scores(x_SD, F.normalize(self.wg.to(x_SD.dtype), dim=1))
+        temperature = self.log_temperature.to(x_SD.dtype).exp().clamp(min=_LEAST_TEMPERATURE)
+        logits_SE = cosine_SE / temperature
+        return Scores(logits_SE, F.softmax(logits_SE, dim=1))

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing in which slots choose: an expert fills each of its slots with one token, and a token may be in any number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ds_fsmoe.components.routing import Place, RoutingBase, find_places
+
+
+@dataclass(frozen=True)
+class SlotRouting(RoutingBase):
+    """Each slot has one token, or none.
+
+    A :class:`~ds_fsmoe.components.routing.Routing` could say it with K = E choices per token, nearly all of them
+    dropped; restoring from that would read E * S rows instead of E * C.
+    """
+
+    tokens_R: torch.Tensor
+    """[R] int64: the token in each slot, ``num_tokens`` where there is none."""
+    weights_R: torch.Tensor
+    """[R] float: what the slot's result is multiplied with; 0 where there is no token."""
+    num_tokens: int
+    """S."""
+    aux_loss: torch.Tensor
+    counts_E: torch.Tensor
+    capacity: int
+    num_experts: int
+
+    def relaid(self, place: Place, capacity: int) -> SlotRouting:
+        places = find_places(place, self.num_slots, self.num_experts * capacity, self.tokens_R.device)
+        if places is None:
+            return self
+        # One more slot than there are stands for none.
+        tokens = torch.cat([self.tokens_R, self.tokens_R.new_full((1,), self.num_tokens)])
+        weights = torch.cat([self.weights_R, self.weights_R.new_zeros(1)])
+        return replace(
+            self, tokens_R=tokens[places.slot_of_row], weights_R=weights[places.slot_of_row], capacity=capacity
+        )
