@@ -10,16 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.config import ConfigError, FSMoEBlock, shown
+from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.first_forwards import FirstForwards
 from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.presets import BEST, preset
-from ds_fsmoe.predicted import PredictedPipeline, Predictor
+from ds_fsmoe.predicted import PredictedPipeline, Predictor, Predictors
 from ds_fsmoe.runtime.duplicates import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.topology import layout, world_size_now
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.watchdog import Watchdog
@@ -59,6 +62,7 @@ class Running:
         self, block: FSMoEBlock, device: torch.device, expert_before_data: bool = True, mpu: Any = None
     ) -> None:
         self.block = block
+        self.device = device
         self.expert_before_data = expert_before_data
         self.mp_size, self.pp_size = sizes_of_mpu(mpu)
         self.lanes: Lanes = make_lanes(device, block.overlap)
@@ -70,6 +74,9 @@ class Running:
             Tracer(Path(trace.path), rank, trace.start_step, trace.num_steps, device) if trace.enabled else None
         )
         self._predictor = None if self.tracer is None or trace.cluster is None else Predictor(trace.cluster)
+        self.predictors: Predictors = dict
+        """Of the layers, from what the autotuner has measured."""
+        self.step_clock = StepClock(device) if block.autotune.enabled else None
         self.first_forwards = FirstForwards(block.debug.check_experts, keeps_calls=block.autotune.enabled)
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
         if self.tracer is not None:
@@ -97,23 +104,27 @@ class Running:
         rank = dist.get_rank() if world_size_now() > 1 else 0
         return found.group_of("esp", rank).index(rank)
 
-    def pipeline(self, label: str, ep_size: int, exchange: Exchange, use: TensorParallelUse = PLAIN) -> Pipeline:
+    def pipeline(self, label: str, ep_size: int, alltoall: AllToAllBase, use: TensorParallelUse = PLAIN) -> Pipeline:
         """How one layer is run. Collective: every rank asks for its layers in the same order.
 
         Raises:
-            ConfigError: ``trace.cluster`` has no number for one of the groups.
+            ConfigError: ``trace.cluster`` has no number for one of the groups, or the all-to-all contradicts itself.
         """
         groups = self.groups(ep_size, use)
+        try:
+            exchange = exchange_in(groups, alltoall)
+        except ValueError as error:
+            raise ConfigError(f"fsmoe.alltoall = {shown(self.block.alltoall)}: {error}") from error
         plans = (
-            PhasePlan(BlockPlan(equal_shares(degree), self.links), groups.planned, backward)
+            PhasePlan(BlockPlan(equal_shares(degree), self.links), groups.planned, backward, exchange.planned)
             for degree, backward in zip(self.degrees, (False, True), strict=True)
         )
         of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Wires
-        wires = of_kind(exchange, groups.ep_group, groups.esp_group)
+        wires = of_kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs)
         pipeline = Pipeline(self.lanes, wires, *plans, label, self.block.recompute, self.tracer)
-        if self.tracer is None or self._predictor is None:
+        if self.step_clock is None and self._predictor is None:
             return pipeline
-        return PredictedPipeline.of(pipeline, self.tracer, self._predictor)
+        return PredictedPipeline.of(pipeline, self.tracer, self._predictor, lambda: self.predictors(), self.step_clock)
 
     def at_step(self, number: int) -> None:
         """Optimizer step ``number`` is about to begin, or goes on."""

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-alls: every registered one, on real process groups."""
+"""All-to-alls: every registered one, on real process groups, with nodes and without."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +14,11 @@ import torch.distributed as dist
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.exchanges import Exchange, exchange_in
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
+from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
+from ds_fsmoe.runtime.topology import Topology
+from ds_fsmoe.runtime.wires import Wires
 from tests.ranks import run_on_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64]
@@ -129,3 +137,128 @@ def test_one_rank_keeps_its_tokens(tmp_path: Path) -> None:
         assert registry.lookup("alltoall", name)()(x, None) is x
     (found,) = run_on_ranks(alone, 1, tmp_path)
     assert found == dict.fromkeys(registry.known("alltoall"), True)
+
+
+# ---- on nodes
+
+
+@contextmanager
+def on_nodes(*node_of_rank: int) -> Iterator[None]:
+    """As if the ranks lay so."""
+    where = "ds_fsmoe.runtime.groups"
+    # Groups are made once, on whatever nodes they lay then.
+    with patch(f"{where}.find_topology", lambda _: Topology(node_of_rank)), patch(f"{where}._made", {}):
+        yield
+
+
+# Ranks -> (node of each, EP size); with the same node for all, or another for each, there is one kind of link.
+SHAPES: dict[int, list[tuple[tuple[int, ...], int]]] = {
+    4: [
+        ((0, 0, 1, 1), 4),
+        ((0, 1, 0, 1), 4),
+        ((0, 1, 1, 1), 4),
+        ((0, 0, 0, 1), 2),
+        ((0, 0, 0, 0), 4),
+        ((2, 1, 3, 0), 4),
+    ],
+    6: [((0, 0, 0, 1, 1, 1), 6), ((0, 1, 1, 2, 2, 2), 6), ((0, 0, 1, 1, 2, 2), 6), ((0, 1, 1, 0, 1, 1), 3)],
+    8: [((0, 0, 0, 0, 1, 1, 1, 1), 8), ((0, 0, 0, 0, 1, 1, 1, 1), 4), ((0, 1, 2, 2, 2, 0, 2, 0), 8)],
+}
+
+
+class Routed(AllToAllBase):
+    """An all-to-all as a layer runs it."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return self._exchange.whole(x, group)
+
+
+def laws_of_legs(exchange: Exchange, groups: FSMoEGroups, rank: int) -> dict[str, bool]:
+    """What is run as two tasks is what is run as one."""
+    wires = Wires(exchange.whole, groups.ep_group, None, exchange.legs)
+    held = dict.fromkeys(("in two parts, both ways, it is the same", "a part can be repeated to be measured"), True)
+    for dtype in DTYPES:
+        for shape in ((3, 5, 7), (1, 0, 7), (0, 5, 7)):
+            x_EcM = tokens_of(rank, (shape[0] * groups.ep_group.size(), *shape[1:]), dtype)
+            whole = wires.to_experts(x_EcM)
+            blocks = wires.blocks(x_EcM)
+            for first, second in ((A2A_IN_NODE, A2A_IN), (A2A_OUT, A2A_OUT_NODE)):
+                between = exchange.legs[first](blocks)
+                end = exchange.legs[second](between)
+                held["in two parts, both ways, it is the same"] &= torch.equal(end, wires.blocks(whole))
+                for kind, result in ((first, between), (second, end)):
+                    again = wires.ready(kind, x_EcM)
+                    repeated = torch.equal(again(), result) and torch.equal(again(), result)
+                    held["a part can be repeated to be measured"] &= repeated
+    return held
+
+
+def every_law_on_nodes(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Name and shape -> laws that are broken; and how it is run."""
+    broken = {}
+    for nodes, ep_size in SHAPES[world_size]:
+        with on_nodes(*nodes):
+            groups = make_groups(ep_size)
+        members = list(groups.ranks_of("ep"))
+        for name in registry.known("alltoall"):
+            exchange = exchange_in(groups, registry.lookup("alltoall", name)())
+            held = laws_in_a_group(Routed(exchange), groups.ep_group, members, rank)
+            assert len(held) == 10
+            if exchange.legs:
+                held |= laws_of_legs(exchange, groups, rank)
+            spans = len(groups.planned.placements["ep"].lanes) == 2
+            held["2dh has legs where there are two kinds of links"] = bool(exchange.legs) == (name == "2dh" and spans)
+            x = tokens_of(rank, (ep_size * 5, 11), torch.bfloat16)
+            flat = registry.lookup("alltoall", "flat")()(x, groups.ep_group)
+            held["equal to flat bit for bit"] = torch.equal(exchange.whole(x, groups.ep_group), flat)
+            broken[f"{name} on {nodes}, {ep_size} exchange"] = [law for law, holds in held.items() if not holds]
+    return broken
+
+
+@pytest.mark.parametrize("world_size", SHAPES)
+def test_every_all_to_all_keeps_the_laws_on_nodes_of_every_shape(world_size: int, tmp_path: Path) -> None:
+    for rank, broken in enumerate(run_on_ranks(every_law_on_nodes, world_size, tmp_path)):
+        assert len(broken) == len(SHAPES[world_size]) * len(registry.known("alltoall"))
+        assert broken == {name: [] for name in broken}, f"rank {rank} of {world_size}"
+
+
+def communicators(rank: int, world_size: int) -> dict[str, object]:
+    made: list[tuple[list[int], str]] = []
+    new_group = dist.new_group
+
+    def counted(ranks: list[int], **options: object) -> dist.ProcessGroup:
+        made.append((ranks, str(options["group_desc"])))
+        return new_group(ranks, **options)
+
+    found: dict[str, object] = {}
+    with patch.object(dist, "new_group", counted):
+        for name in ("flat", "1dh", "2dh"):
+            for nodes in ((0, 0, 1, 1), (0, 0, 0, 0)):
+                with on_nodes(*nodes):
+                    groups = make_groups(4)
+                made.clear()
+                exchanges = [exchange_in(groups, registry.lookup("alltoall", name)()) for _ in range(2)]
+                found[f"{name} on {nodes}"] = sorted((desc.removeprefix("fsmoe_"), ranks) for ranks, desc in made)
+    assert exchanges[0] is not exchanges[1]
+    return found
+
+
+def test_communicators_are_made_once_for_all_layers_and_not_where_there_is_one_link(tmp_path: Path) -> None:
+    inside, between = (
+        [(f"a2a_{link}", ranks) for ranks in parts]
+        for link, parts in (("intra", ([0, 1], [2, 3])), ("inter", ([0, 2], [1, 3])))
+    )
+    for found in run_on_ranks(communicators, 4, tmp_path):
+        assert found == {
+            "flat on (0, 0, 1, 1)": [],
+            "flat on (0, 0, 0, 0)": [],
+            # Both steps inside the node share one communicator.
+            "1dh on (0, 0, 1, 1)": [("a2a_inter", [0, 2]), *inside],
+            "1dh on (0, 0, 0, 0)": [],
+            # Made for 1dh already.
+            "2dh on (0, 0, 1, 1)": between,
+            "2dh on (0, 0, 0, 0)": [],
+        }

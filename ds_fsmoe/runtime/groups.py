@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -30,6 +31,7 @@ from ds_fsmoe.runtime.topology import (
     find_topology,
     layout,
     placed_groups,
+    why_not_sharded,
     world_size_now,
 )
 
@@ -76,6 +78,7 @@ class FSMoEGroups:
 # What was made, for as long as the default process group it was made under lives. DeepSpeed's own dictionaries are no
 # place for ours: it takes every key in them for an expert-parallel size.
 _made: dict[tuple, FSMoEGroups] = {}
+_made_parts: dict[tuple, dist.ProcessGroup | None] = {}
 _made_under: weakref.ref | None = None
 
 
@@ -107,10 +110,10 @@ def make_groups(
         same_tokens: whether tensor-parallel ranks come to the layer with the same tokens.
 
     Raises:
-        ValueError: sizes that do not divide the ranks, with the sizes that would do.
+        ValueError: sizes that do not divide the ranks, with the sizes that would do; experts to be sharded on nodes
+            that are not equally large.
         RuntimeError: DeepSpeed's groups of that size have other ranks, or belong to a destroyed process group.
     """
-    global _made_under
     stock = _deepspeed_groups()
     if mp_size is None or pp_size is None:
         mpu_mp_size, mpu_pp_size = sizes_of_mpu(None if stock is None else stock.mpu)
@@ -124,15 +127,13 @@ def make_groups(
     )
     if found.world_size == 1:
         return FSMoEGroups(found, find_topology(ranks_per_node), 0, None, None, None, None, None)
-    world = dist.group.WORLD
-    if _made_under is None or _made_under() is not world:
-        _made.clear()
-        # When the default group goes, so do ours: kept here, they would hold on to its sockets and threads.
-        _made_under = weakref.ref(world, lambda _: _made.clear())
+    world = _current_world()
     agreeing = found.agreeing(same_tokens=same_tokens)
     key = (found, agreeing, ranks_per_node, stock is not None)
     if key not in _made:
         topology = find_topology(ranks_per_node)
+        if reason := why_not_sharded(topology, esp_size):
+            raise ValueError(reason)
         rank, timeout = dist.get_rank(), _timeout_of(world)
         # The order of these lines is the order on every rank, members or not: making a group is collective. DeepSpeed's
         # come first, as they do with a layer, which has made them before it comes here.
@@ -146,6 +147,38 @@ def make_groups(
         capacity_group = _communicator(agreeing, "capacity", rank, timeout) if own_kind else theirs[0]
         _made[key] = FSMoEGroups(found, topology, rank, *ours, *theirs, mp_group, capacity_group)
     return _made[key]
+
+
+def make_parts(kind: str, parts: tuple[Ranks, ...]) -> dist.ProcessGroup | None:
+    """A communicator for each of these sets of ranks; returns the one with this rank, ``None`` if it is alone.
+
+    Collective over all ranks of the job, with the same arguments on each. Made once, and given again until the default
+    process group is destroyed.
+
+    Args:
+        kind: what they are for: two kinds with the same ranks have communicators of their own.
+        parts: no rank is in two of them.
+    """
+    world = _current_world()
+    if (kind, parts) not in _made_parts:
+        _made_parts[kind, parts] = _communicator(parts, kind, dist.get_rank(), _timeout_of(world))
+    return _made_parts[kind, parts]
+
+
+def _current_world() -> Any:
+    """The default process group; what was made under another one is forgotten."""
+    global _made_under
+    world = dist.group.WORLD
+    if _made_under is None or _made_under() is not world:
+        _forget()
+        # When the default group goes, so do ours: kept here, they would hold on to its sockets and threads.
+        _made_under = weakref.ref(world, lambda _: _forget())
+    return world
+
+
+def _forget() -> None:
+    _made.clear()
+    _made_parts.clear()
 
 
 def _communicator(groups: Sequence[Ranks], kind: str, rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
@@ -258,3 +291,25 @@ def communicator_like(found: Layout, kind: str) -> dist.ProcessGroup | None:
     """A new communicator with the ranks of this rank's group of a kind, for traffic that must not come between that of
     another: gradients on a lane. Collective; ``None`` for a group of one rank."""
     return _communicator(getattr(found, kind), kind, dist.get_rank(), _timeout_of(dist.group.WORLD))
+
+
+@contextmanager
+def passing_communicators(kinds: Sequence[Sequence[Ranks]], name: str) -> Iterator[list[dist.ProcessGroup]]:
+    """Communicators for a while: of each kind this rank's, of one rank too. They are destroyed at the end, by when no
+    rank may be in one of their collectives. Collective over all ranks of the job, with the same arguments on each.
+
+    Args:
+        kinds: the groups of each kind; every rank is in one of them.
+        name: of them, for messages.
+    """
+    made: list[dist.ProcessGroup] = []
+    timeout = _timeout_of(dist.group.WORLD) if kinds else None
+    try:
+        for groups in kinds:
+            for ranks in groups:
+                group = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
+                made += [group] if dist.get_rank() in ranks else []
+        yield made
+    finally:
+        for group in made:
+            dist.destroy_process_group(group)

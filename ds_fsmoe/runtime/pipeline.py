@@ -15,33 +15,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
-    A2A_IN,
-    A2A_OUT,
+    A2A_IN_NODE,
+    A2A_OUT_NODE,
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
     EXPERT_GRAD,
-    GATHER,
     GRAD,
-    REDUCE,
     Schedule,
     Task,
 )
-from ds_fsmoe.planning.workload import BlockWork, Shape, layer_work
-from ds_fsmoe.runtime.chunking import ChunkedRows, Cutting, cut
+from ds_fsmoe.planning.workload import AllToAll, BlockWork, Shape, layer_work
+from ds_fsmoe.runtime.chunking import Cutting, cut
+from ds_fsmoe.runtime.crossings import crossings_of
 from ds_fsmoe.runtime.lanes import Body, Lanes, Observer
+from ds_fsmoe.runtime.phase import Direction, Hook, Phase
 from ds_fsmoe.runtime.wires import Wires
-
-Direction = Literal["forward", "backward"]
-Hook = Callable[[str, torch.Tensor, Direction, int], torch.Tensor]
-"""``(point, tensor, direction, chunk)`` to the tensor to go on with; the points are those of the paper's hooks."""
 
 
 class ExpertCall(Protocol):
@@ -94,6 +90,8 @@ class PhasePlan:
     block: BlockPlan
     groups: Groups
     backward: bool
+    alltoall: AllToAll = "flat"
+    """One task, or (``"2dh"``) two on two lanes where the EP groups lie on both kinds of links."""
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -113,7 +111,7 @@ class PhasePlan:
     def _schedule(self, kinds: tuple[str, ...]) -> Schedule:
         # Sizes are of no importance to what is run, so those of one row stand for all.
         sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
-        work = layer_work(sizes, self.groups)
+        work = layer_work(sizes, self.groups, self.alltoall)
         moe = (work.backward if self.backward else work.forward).moe
         # What waits for the rest of the layer, or for the next one, waits for the end of this part at the most.
         at = self.groups.placements
@@ -162,6 +160,11 @@ class Pipeline:
     window: Window | None = None
     on_call: Callable[[CallSizes], None] | None = None
     """Is told the sizes of each call, before it begins."""
+
+    def __post_init__(self) -> None:
+        kinds = crossings_of(self.forward.schedule).kinds | crossings_of(self.backward.schedule).kinds
+        if kinds & {A2A_IN_NODE, A2A_OUT_NODE} and not self.wires.legs:
+            raise ValueError(f"{self.label}: an all-to-all in two tasks is planned, and the wires have no legs for it")
 
     def __call__(
         self, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts, hook: Hook | None = None
@@ -237,21 +240,28 @@ class _Call:
         hook: Hook | None,
     ) -> None:
         self.pipeline = pipeline
-        self.num_experts = num_experts
-        self.layout = forward
-        """How rows lie, in both phases."""
+        self._num_experts = num_experts
+        self._cut_forward = forward
         self._cut_backward = backward
         self.experts = experts
-        self.hook = hook
+        self._hook = hook
 
     def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
         """[E * C, M] to the same."""
-        phase = _Phase(self, "forward", self.layout, x_RM.detach())
-        return phase.run(self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
+        phase = self._phase("forward", self._cut_forward, x_RM.detach())
+        return self._run(phase, self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
+
+    def _phase(self, direction: Direction, cutting: Cutting, rows_RM: torch.Tensor) -> Phase:
+        of_call = (self.pipeline.wires, self._num_experts, self._cut_forward, self._hook)
+        return Phase(*of_call, direction, cutting, rows_RM)
+
+    def _run(self, phase: Phase, schedule: Schedule, compute: Mapping[str, Body]) -> torch.Tensor:
+        pipeline = self.pipeline
+        return phase.run(pipeline.lanes, schedule, compute, pipeline.label, pipeline.observer)
 
     def backward(self, dy_RM: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """The gradient of the rows, and those of the experts' parameters."""
-        phase = _Phase(self, "backward", self._cut_backward, dy_RM)
+        phase = self._phase("backward", self._cut_backward, dy_RM)
         window = self.pipeline.window
         parcels = () if window is None else window.open(self.pipeline.label)
 
@@ -265,110 +275,7 @@ class _Call:
         }
         for kind in (GRAD, EXPERT_GRAD) if parcels else ():
             bodies[kind] = lambda task: window.send(parcels[task.chunk])
-        dx_RM = phase.run(self.pipeline.backward.sending(tuple(each.kind for each in parcels)), bodies)
+        dx_RM = self._run(phase, self.pipeline.backward.sending(tuple(each.kind for each in parcels)), bodies)
         if window is not None:
             window.close()
         return dx_RM, self.experts.gradients()
-
-
-class _Phase:
-    """The chunks of one phase on their way: each task takes its chunk from where the one before has left it."""
-
-    def __init__(self, call: _Call, direction: Direction, cutting: Cutting, rows_RM: torch.Tensor) -> None:
-        self._call = call
-        self._wires = call.pipeline.wires
-        self._direction: Direction = direction
-        self._cuts = cutting.chunks
-        self._rows_RM = rows_RM
-        self._source = self._chunked(rows_RM.contiguous())
-        self._is_whole = len(self._cuts) == len(call.layout.chunks) == 1
-        self._at: dict[int, torch.Tensor] = {}
-        self._back: set[int] = set()
-        self._result_RM: torch.Tensor | None = None
-        # On a GPU the memory of a tensor that another stream uses must not be given away before the join.
-        self._held: list[torch.Tensor] | None = [] if rows_RM.is_cuda else None
-
-    def _chunked(self, rows_RM: torch.Tensor) -> ChunkedRows:
-        return ChunkedRows(rows_RM, self._call.num_experts, self._call.layout)
-
-    def run(self, schedule: Schedule, bodies: Mapping[str, Body]) -> torch.Tensor:
-        """Walk the schedule; returns [E * C, M]."""
-        pipeline = self._call.pipeline
-        travel = {A2A_IN: self._enter, GATHER: self._gather, REDUCE: self._reduce, A2A_OUT: self._leave}
-        pipeline.lanes.run(schedule, travel | dict(bodies), f"{pipeline.label}/{self._direction}", pipeline.observer)
-        for chunk in range(len(self._cuts)):
-            # Where nothing is sent, no task has brought it back.
-            if chunk not in self._back:
-                self._bring_back(chunk)
-        assert self._result_RM is not None
-        return self._result_RM
-
-    def compute(self, body: Callable[[int, int, torch.Tensor], torch.Tensor]) -> Body:
-        """The task that calls ``body(start, stop, rows [N, e, c, M])``."""
-
-        def work(task: Task) -> None:
-            chunk = task.chunk
-            y_NecM = body(*self._cuts[chunk], self._arrived(chunk))
-            if self._result_RM is None and not self._is_whole:
-                # Not before: under autocast the experts' type is not that of their input.
-                self._result_RM = y_NecM.new_empty(self._rows_RM.shape)
-            self._keep(chunk, y_NecM)
-
-        return work
-
-    def _enter(self, task: Task) -> None:
-        self._send(task.chunk)
-
-    def _gather(self, task: Task) -> None:
-        self._keep(task.chunk, self._wires.gather(self._arrived(task.chunk).contiguous()))
-
-    def _reduce(self, task: Task) -> None:
-        self._keep(task.chunk, self._wires.reduce(self._at[task.chunk].contiguous()))
-
-    def _leave(self, task: Task) -> None:
-        self._bring_back(task.chunk)
-
-    def _arrived(self, chunk: int) -> torch.Tensor:
-        if chunk not in self._at:  # with an EP group of one no task has sent it
-            self._send(chunk)
-        return self._at[chunk]
-
-    def _send(self, chunk: int) -> None:
-        """To the ranks that have the experts: the chunk is [G, e, c, M] then."""
-        x_EcM = self._hooked("before_dispatch_hook", self._source.read(*self._cuts[chunk]), chunk)
-        self._hold(x_EcM)
-        x_EcM = self._hooked("after_dispatch_hook", self._wires.to_experts(x_EcM.contiguous()), chunk)
-        ranks = self._wires.num_exchanging
-        self._keep(chunk, x_EcM.view(ranks, x_EcM.shape[0] // ranks, *x_EcM.shape[1:]))
-
-    def _bring_back(self, chunk: int) -> None:
-        """To the ranks that have the tokens."""
-        start, stop = self._cuts[chunk]
-        y_NecM = self._at.pop(chunk)
-        y_EcM = y_NecM.reshape(self._call.num_experts, *y_NecM.shape[2:])
-        y_EcM = self._hooked("before_combine_hook", y_EcM, chunk)
-        self._hold(y_EcM)
-        y_EcM = self._hooked("after_combine_hook", self._wires.to_experts(y_EcM.contiguous()), chunk)
-        self._hold(y_EcM)
-        if y_EcM.shape != (self._call.num_experts, stop - start, self._rows_RM.shape[-1]):
-            raise ValueError(
-                f"{tuple(y_EcM.shape)} came back for {self._call.num_experts} experts of {stop - start} slots of width "
-                f"{self._rows_RM.shape[-1]}: a hook or an expert has changed the shape"
-            )
-        self._back.add(chunk)
-        if self._is_whole:
-            self._result_RM = y_EcM.reshape(self._rows_RM.shape)
-        else:
-            self._chunked(self._result_RM).write(start, stop, y_EcM)
-
-    def _keep(self, chunk: int, tensor: torch.Tensor) -> None:
-        self._at[chunk] = tensor
-        self._hold(tensor)
-
-    def _hold(self, tensor: torch.Tensor) -> None:
-        if self._held is not None:
-            self._held.append(tensor)
-
-    def _hooked(self, point: str, tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-        hook = self._call.hook
-        return tensor if hook is None else hook(point, tensor, self._direction, chunk)

@@ -33,6 +33,11 @@ class Topology:
         """Ranks of the fullest node."""
         return max(Counter(self.node_of_rank).values())
 
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Ranks of each node, in the order of its first rank."""
+        return tuple(Counter(self.node_of_rank).values())
+
     def lanes_of(self, ranks: Sequence[int]) -> tuple[Lane, ...]:
         """The links that one group crosses; see :class:`~ds_fsmoe.planning.groups.Placement`."""
         return self.place([ranks]).lanes
@@ -75,6 +80,19 @@ def topology_of_size(world_size: int, ranks_per_node: int) -> Topology:
             f"{sizes_that_divide(world_size)}"
         )
     return Topology(tuple(rank // ranks_per_node for rank in range(world_size)))
+
+
+def why_not_sharded(topology: Topology, esp_size: int) -> str | None:
+    """Why experts cannot be shared by ``esp_size`` ranks on these nodes; ``None``: they can."""
+    sizes = Counter(topology.node_sizes)
+    if esp_size == 1 or len(sizes) == 1:
+        return None
+    nodes = ", ".join(f"{count} of {size} rank{'s' if size > 1 else ''}" for size, count in sorted(sizes.items()))
+    return (
+        f"fsmoe.esp_size = {esp_size}: the nodes are not equally large ({nodes}), so some ranks that share an expert "
+        "would lie inside a node and others in two; use 1, or as many ranks on every node, or, where host names do not "
+        "tell the nodes, set fsmoe.topology.ranks_per_node"
+    )
 
 
 def find_topology(ranks_per_node: int | None = None) -> Topology:

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hierarchical all-to-all in a layer: two tasks on two lanes, and the numbers of the flat one."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe import registry
+from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.components.shards import shard_expert
+from ds_fsmoe.exchanges import exchange_in
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_IN_NODE,
+    A2A_OUT,
+    A2A_OUT_NODE,
+    EXPERT,
+    GATHER,
+    HOLD,
+    REDUCE,
+    Lane,
+)
+from ds_fsmoe.planning.timeline import simulate
+from ds_fsmoe.predicted import CallSizes, sized
+from ds_fsmoe.runtime.duplicates import SelfSplitWires
+from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
+from ds_fsmoe.runtime.lanes import Lanes, Observer, make_lanes
+from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.wires import Wires
+from tests.ranks import run_on_ranks
+from tests.test_alltoalls import on_nodes
+
+EXPERTS_PER_RANK, CAPACITY, WIDTH, HIDDEN = 2, 11, 7, 28
+TASKS = (A2A_IN_NODE, A2A_IN, A2A_OUT, A2A_OUT_NODE)
+LINKS = ("shared", "paper", "reduce_first")
+
+# ---- the schedule
+
+
+def plan(links: str = "paper", degree: int = 4, backward: bool = False, **groups: int) -> PhasePlan:
+    sizes = {"world": 4, "gpus_per_node": 2, "ep": 4} | groups
+    return PhasePlan(BlockPlan(equal_shares(degree), links), Groups(**sizes), backward, "2dh")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("links", ["paper", "reduce_first"])
+def test_the_two_tasks_lie_on_two_lanes_in_the_order_of_travel(links: str, backward: bool) -> None:
+    schedule = plan(links, 3, backward).schedule
+    lane_of = {task.kind: task.lane for task in schedule.tasks}
+    assert [lane_of[kind] for kind in TASKS] == [Lane.INTRA, Lane.INTER, Lane.INTER, Lane.INTRA]
+    assert HOLD not in lane_of, "no lane waits for the other"
+    for chunk in range(3):
+        places = {task.kind: index for index, task in enumerate(schedule.tasks) if task.chunk == chunk}
+        enter_node, enter, leave, leave_node = (places[kind] for kind in TASKS)
+        assert schedule.tasks[enter].after == (enter_node,)
+        assert schedule.tasks[leave_node].after == (leave,)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_chunk_is_inside_its_node_while_another_is_between_nodes(backward: bool) -> None:
+    two, flat = plan(backward=backward), replace(plan(backward=backward), alltoall="flat")
+    costs = dict.fromkeys(TASKS, LinearCost(1.0, 0.0)) | dict.fromkeys((HOLD, EXPERT), LinearCost(0.0, 0.0))
+    spans = simulate(two.schedule, costs).spans
+    at = {(each.task.kind, each.task.chunk): (each.start_ms, each.end_ms) for each in spans}
+    for chunk in range(3):
+        assert at[A2A_IN_NODE, chunk + 1] == at[A2A_IN, chunk], "side by side"
+        assert at[A2A_OUT, chunk + 1] == at[A2A_OUT_NODE, chunk]
+    # Flat holds both links for as long as both tasks take.
+    longer = costs | dict.fromkeys((A2A_IN, A2A_OUT), LinearCost(2.0, 0.0))
+    assert simulate(two.schedule, costs).makespan_ms == 10.0
+    assert simulate(flat.schedule, longer).makespan_ms == 16.0
+
+
+@pytest.mark.parametrize("links", ["paper", "reduce_first"])
+def test_with_sharded_experts_the_link_inside_the_node_is_never_idle_for_another_chunk(links: str) -> None:
+    """Gathers and reduces are on that link, too: it is at work from the first task to the last."""
+    of_phase = plan(links, 4, world=8, gpus_per_node=4, ep=4, esp=2)
+    costs = dict.fromkeys((*TASKS, GATHER, REDUCE), LinearCost(1.0, 0.0))
+    timeline = simulate(of_phase.schedule, costs | dict.fromkeys((HOLD, EXPERT), LinearCost(0.0, 0.0)))
+    inside = [span for span in timeline.spans if span.task.lane is Lane.INTRA]
+    assert len(inside) == 4 * 4
+    assert timeline.makespan_ms == 16.0
+
+
+@pytest.mark.parametrize("groups", [{"gpus_per_node": 1}, {"gpus_per_node": 4}, {"ep": 1}, {"ep": 2, "esp": 2}])
+def test_on_one_kind_of_link_the_schedule_is_the_flat_one(groups: dict[str, int]) -> None:
+    for backward in (False, True):
+        two = plan(backward=backward, **groups)
+        assert two.schedule == replace(two, alltoall="flat").schedule
+        assert not {A2A_IN_NODE, A2A_OUT_NODE} & {task.kind for task in two.schedule.tasks}
+
+
+def test_every_task_has_its_size() -> None:
+    of_phase = plan(degree=2)
+    found = sized(of_phase.schedule, of_phase, CallSizes(8, CAPACITY, WIDTH, 4, 2, 2 * WIDTH * HIDDEN))
+    sent_bytes = 8 * CAPACITY * WIDTH * 4
+    for kind in TASKS:
+        assert sum(task.size for task in found.tasks if task.kind == kind) == pytest.approx(sent_bytes)
+        assert all(task.launches == 1 for task in found.tasks if task.kind == kind)
+
+
+def test_two_tasks_without_legs_are_refused() -> None:
+    plans = plan(), plan(backward=True)
+    with pytest.raises(ValueError, match="L07: an all-to-all in two tasks is planned, and the wires have no legs"):
+        Pipeline(make_lanes(torch.device("cpu"), overlap=False), Wires(lambda x, group: x, None, None), *plans, "L07")
+
+
+# ---- layers
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a layer is run."""
+
+    forward: int
+    backward: int
+    links: str = "paper"
+    late_dw: int = 0
+    recompute: bool = False
+    capacity: int = CAPACITY
+
+
+CASES = [
+    Case(1, 1),
+    Case(3, 2),
+    Case(2, 3, "reduce_first", 2),
+    Case(4, 3, "shared", 1),
+    Case(3, 1, recompute=True),
+    Case(5, 4, capacity=3),
+    Case(2, 2, capacity=0),
+]
+
+
+class Sum(torch.nn.Module):
+    """An expert that is the same on all ranks of its group, as one is that splits itself and sums its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def run_layer(
+    case: Case,
+    groups: FSMoEGroups,
+    alltoall: AllToAllBase,
+    lanes: Lanes,
+    *,
+    self_split: bool = False,
+    hook: Any = None,
+    observer: Observer | None = None,
+) -> list[torch.Tensor]:
+    """Output and gradients of one forward and backward of this rank."""
+    rank, layout = groups.rank, groups.layout
+    ep_rank, shard = groups.index_in("ep"), groups.index_in("esp")
+    experts = []
+    for number in range(EXPERTS_PER_RANK):
+        torch.manual_seed(100 * ep_rank + number)
+        expert = (Sum() if self_split else GPTFeedForward(WIDTH, HIDDEN)).double()
+        experts.append(
+            expert if self_split or layout.esp_size == 1 else shard_expert(expert, shard, layout.esp_size)[0]
+        )
+    exchange = exchange_in(groups, alltoall)
+    plans = (
+        PhasePlan(BlockPlan(equal_shares(case.forward), case.links), groups.planned, False, exchange.planned),
+        PhasePlan(
+            BlockPlan(equal_shares(case.backward), case.links, case.late_dw), groups.planned, True, exchange.planned
+        ),
+    )
+    kind = SelfSplitWires if self_split else Wires
+    wires = kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs)
+    pipeline = Pipeline(lanes, wires, *plans, recompute=case.recompute, observer=observer)
+    num_experts = EXPERTS_PER_RANK * layout.ep_size
+    generator = torch.Generator().manual_seed(rank)
+    x_RM, dy_RM = torch.randn(2, num_experts * case.capacity, WIDTH, dtype=torch.float64, generator=generator)
+    x_RM.requires_grad_()
+    y_RM = pipeline(x_RM, num_experts, case.capacity, expert_set(experts, keep_expert_dim=True), hook)
+    y_RM.backward(dy_RM)
+    return [y_RM.detach(), x_RM.grad, *(each.grad for expert in experts for each in expert.parameters())]
+
+
+def named(name: str) -> AllToAllBase:
+    return registry.lookup("alltoall", name)()
+
+
+# (ranks, EP, ESP, node of each rank): both links; unequal nodes; a group inside a node beside one that spans two; ESP
+# within the nodes, and with groups over which nodes are cut; a group of three.
+LAYOUTS = [
+    (4, 4, 1, (0, 0, 1, 1)),
+    (4, 4, 1, (0, 1, 1, 1)),
+    (4, 2, 1, (0, 0, 0, 1)),
+    (4, 2, 2, (0, 0, 0, 1)),
+    (6, 6, 1, (0, 1, 1, 2, 2, 2)),
+    (6, 3, 2, (0, 0, 0, 0, 1, 1)),
+    (8, 4, 2, (0, 0, 0, 0, 1, 1, 1, 1)),
+]
+
+
+def compare(rank: int, world_size: int, ep: int, esp: int, nodes: tuple[int, ...]) -> list[str]:
+    with on_nodes(*nodes):
+        groups = make_groups(ep, esp)
+    assert len(groups.planned.placements["ep"].lanes) == 2
+    lanes, serial, found = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False), []
+    for case in CASES:
+        flat = run_layer(case, groups, named("flat"), serial)
+        assert case.capacity == 0 or flat[1].abs().max() > 1e-2
+        for name in ("1dh", "2dh"):
+            for on in (lanes, serial):
+                ours = run_layer(case, groups, named(name), on)
+                if not torch.equal(ours[0], flat[0]):
+                    found.append(f"{case}: the output of {name} on {type(on).__name__} differs")
+                # Bit for bit, too: the same rows meet in the same products.
+                differences = [
+                    (one - other).abs().max().item() for one, other in zip(ours, flat, strict=True) if one.numel()
+                ]
+                if not max(differences, default=0.0) < 1e-12:
+                    found.append(f"{case}: {name} on {type(on).__name__} differs by {max(differences):.2g}")
+    lanes.close()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "ep", "esp", "nodes"), LAYOUTS)
+def test_layers_have_the_numbers_of_the_flat_all_to_all(
+    world_size: int, ep: int, esp: int, nodes: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert run_on_ranks(compare, world_size, tmp_path, ep, esp, nodes) == [[]] * world_size
+
+
+def self_split(rank: int, world_size: int) -> list[bool]:
+    """Tensor-parallel experts: EP groups over every second rank, two of them on each of two unequal nodes."""
+    with on_nodes(0, 0, 0, 1):
+        groups = make_groups(2, mp_size=2, tensor_parallel_experts=True)
+    assert groups.layout.ep == ((0, 2), (1, 3))
+    assert len(groups.planned.placements["ep"].lanes) == 2
+    lanes = make_lanes(torch.device("cpu"))
+    case = Case(3, 2)
+    flat, two = (run_layer(case, groups, named(name), lanes, self_split=True) for name in ("flat", "2dh"))
+    lanes.close()
+    return [torch.equal(*pair) for pair in zip(flat, two, strict=True)]
+
+
+def test_experts_that_split_themselves_have_them_too(tmp_path: Path) -> None:
+    for equal in run_on_ranks(self_split, 4, tmp_path):
+        assert equal == [True] * (2 + 2 * EXPERTS_PER_RANK)
+
+
+class Delays(Observer):
+    """Sleeps a random while at the start of a task, another one on every rank."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def begin(self, index: int, task: Any) -> None:
+        time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
+
+
+def delayed(rank: int, world_size: int) -> int:
+    found = []
+    for ep, esp, nodes in ((4, 1, (0, 0, 1, 1)), (4, 1, (0, 1, 1, 1)), (2, 2, (0, 0, 0, 1))):
+        with on_nodes(*nodes):
+            found.append(make_groups(ep, esp))
+    lanes, serial = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False)
+    delays, different = Delays(rank), 0
+    for number in range(60):
+        groups, name = found[number % 3], ("2dh", "2dh", "1dh")[number // 3 % 3]
+        case = Case(1 + number % 5, 1 + number % 4, LINKS[number % 7 % 3], number % 3)
+        ours = run_layer(case, groups, named(name), lanes, observer=delays)
+        theirs = run_layer(case, groups, named("flat"), serial)
+        different += not all(map(torch.equal, ours, theirs))
+    lanes.close()
+    return different
+
+
+def test_whoever_is_late_the_numbers_are_those_of_flat_one_task_after_another(tmp_path: Path) -> None:
+    assert run_on_ranks(delayed, 4, tmp_path) == [0] * 4
+
+
+# ---- hooks and lanes
+
+
+class Watch(Observer):
+    def __init__(self) -> None:
+        self.under_way = ""
+        self.seen: list[tuple[str, str]] = []
+
+    def begin(self, index: int, task: Any) -> None:
+        self.under_way = task.kind
+
+    def hook(self, point: str, tensor: torch.Tensor, direction: str, chunk: int) -> torch.Tensor:
+        assert tensor.shape[0] == 4 * EXPERTS_PER_RANK
+        self.seen.append((point, self.under_way))
+        # What travels is half as wide then, in all steps.
+        return tensor.float() if point.startswith("before") else tensor.double()
+
+
+def with_hooks(rank: int, world_size: int) -> tuple[list[tuple[str, str]], bool]:
+    with on_nodes(0, 0, 1, 1):
+        groups = make_groups(4)
+    lanes, watch = make_lanes(torch.device("cpu"), overlap=False), Watch()
+    ours = run_layer(Case(2, 1), groups, named("2dh"), lanes, hook=watch.hook, observer=watch)
+    flat = run_layer(Case(2, 1), groups, named("flat"), lanes, hook=Watch().hook)
+    return watch.seen, all(map(torch.equal, ours, flat))
+
+
+def test_hooks_come_before_the_first_part_and_after_the_last(tmp_path: Path) -> None:
+    points = ("before_dispatch_hook", "after_dispatch_hook", "before_combine_hook", "after_combine_hook")
+    for seen, equal in run_on_ranks(with_hooks, 4, tmp_path):
+        assert equal
+        assert len(seen) == 4 * 3
+        assert set(seen) == set(zip(points, TASKS, strict=True))
+
+
+def one_group_per_lane(rank: int, world_size: int) -> dict[str, set[str]]:
+    """Communicator -> the lanes on which it was used in an overlapped run."""
+    used: dict[str, set[str]] = {}
+    lane_of_thread: dict[int, str] = {}
+
+    class Where(Observer):
+        def begin(self, index: int, task: Any) -> None:
+            lane_of_thread[threading.get_ident()] = str(task.lane)
+
+    all_to_all = dist.all_to_all_single
+
+    def counted(*args: Any, group: Any, **options: Any) -> Any:
+        used.setdefault(f"{group.group_desc}", set()).add(lane_of_thread[threading.get_ident()])
+        return all_to_all(*args, group=group, **options)
+
+    with on_nodes(0, 0, 0, 1):
+        groups = make_groups(2, 2)
+    lanes = make_lanes(torch.device("cpu"))
+    dist.all_to_all_single = counted
+    try:
+        run_layer(Case(3, 2), groups, named("2dh"), lanes, observer=Where())
+    finally:
+        dist.all_to_all_single = all_to_all
+    lanes.close()
+    return used
+
+
+def test_each_communicator_is_used_on_one_lane(tmp_path: Path) -> None:
+    used = run_on_ranks(one_group_per_lane, 4, tmp_path)
+    # Ranks 0 and 2 exchange inside the node, 1 and 3 between nodes; ranks 0 and 1, and 2 and 3, share experts.
+    for rank in (0, 2):
+        assert used[rank]["fsmoe_a2a_intra"] == {"intra"}
+        assert "fsmoe_a2a_inter" not in used[rank]
+    for rank in (1, 3):
+        assert used[rank]["fsmoe_a2a_inter"] == {"inter"}
+        assert "fsmoe_a2a_intra" not in used[rank]
+    assert all("fsmoe_ep" not in each for each in used), "not the group that flat would use"
+
+
+# ---- one of one's own
+
+PLUGIN = '''
+from ds_fsmoe import register_alltoall
+from ds_fsmoe.components.relays import RelayedAllToAll
+
+
+@register_alltoall("last")
+class ByTheLast(RelayedAllToAll):
+    """All of a node goes out through its last rank."""
+
+    links = ("intra", "inter")
+
+    def relays(self, source, destination, nodes):
+        node = nodes.neighbours(source)
+        return (destination if destination in node else node[-1],)
+'''
+
+
+def own(rank: int, world_size: int, folder: str) -> tuple[bool, int]:
+    sys.path.insert(0, folder)
+    module: ModuleType = __import__("my_alltoall")
+    assert registry.lookup("alltoall", "last") is module.ByTheLast
+    with on_nodes(0, 0, 0, 1, 1):
+        groups = make_groups(5)
+    lanes = make_lanes(torch.device("cpu"))
+    ours, flat = (run_layer(Case(3, 2), groups, named(name), lanes) for name in ("last", "flat"))
+    lanes.close()
+    return all(map(torch.equal, ours, flat)), len(exchange_in(groups, named("last")).legs)
+
+
+def test_one_of_ones_own_is_a_file_with_a_decorator(tmp_path: Path) -> None:
+    (tmp_path / "my_alltoall.py").write_text(PLUGIN)
+    assert run_on_ranks(own, 5, tmp_path / "ranks", str(tmp_path)) == [(True, 4)] * 5

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fsmoe.alltoall`` in a training run: the numbers do not depend on it, and the trace shows what is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fsmoe.runtime.trace_files import merge_traces
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+CASE = Case(4, 1, "fp32", 2, 2, False, moe_options=(("top2_2nd_expert_sampling", False),))
+
+
+def block(alltoall: str, **others: Any) -> dict[str, Any]:
+    """Two nodes of two ranks, cut differently forward and backward; degrees that are asked for are not tuned."""
+    return {
+        "enabled": True,
+        "alltoall": alltoall,
+        "schedule": "fsmoe",
+        "pipeline_degree": {"forward": 3, "backward": 2},
+        "topology": {"ranks_per_node": 2},
+        "autotune": {"enabled": False},
+        **others,
+    }
+
+
+def train(rank: int, block: dict[str, Any]) -> list[torch.Tensor]:
+    """Losses and parameters of three steps; in the last the last rank has no second batch."""
+    import ds_fsmoe
+
+    torch.manual_seed(0)
+    model = SmallModel(CASE, rank)
+    config = CASE.ds_config(fsmoe=block)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    losses = []
+    for step in range(6):
+        if step == 5 and rank == 3:
+            loss = engine.fsmoe_dummy_forward()
+        else:
+            loss = engine(*batch(step, rank, torch.float32))[0]
+            losses.append(loss.detach())
+        engine.backward(loss)
+        engine.step()
+    found = losses + [each.detach().clone() for each in model.parameters()]
+    engine.destroy()
+    return found
+
+
+def train_all(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    trace = {"enabled": True, "start_step": 1, "num_steps": 1, "path": f"{folder}/trace", "cluster": "testbed_a"}
+    flat = train(rank, block("flat"))
+    assert all(each.isfinite().all() for each in flat)
+    found = {
+        "1dh": train(rank, block("1dh")),
+        "2dh": train(rank, block("2dh", trace=trace)),
+        "2dh, one after another": train(rank, block("2dh", overlap=False)),
+        "2dh, recomputed, with hooks": train(
+            rank, block("2dh", recompute=True, hooks=["tests.test_chunked_training.Doubtful"])
+        ),
+        "2dh in nodes of one rank": train(rank, block("2dh", topology={"ranks_per_node": 1})),
+        "2dh in one node": train(rank, block("2dh", topology={"ranks_per_node": 4})),
+    }
+    return {name: all(map(torch.equal, each, flat)) for name, each in found.items()}
+
+
+def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(tmp_path: Path) -> None:
+    for equal in run_on_ranks(train_all, 4, tmp_path / "ranks", str(tmp_path)):
+        assert equal == dict.fromkeys(equal, True)
+        assert len(equal) == 6
+    events = json.loads(merge_traces(tmp_path / "trace").read_text())["traceEvents"]
+    tasks = [each for each in events if each["ph"] == "X"]
+    for category in ("measured", "predicted"):
+        seen = {(each["args"]["kind"], each["args"]["lane"]) for each in tasks if each["cat"] == category}
+        assert seen == {
+            *(("A2A_IN_NODE", "intra"), ("A2A_IN", "inter"), ("A2A_OUT", "inter"), ("A2A_OUT_NODE", "intra")),
+            ("EXPERT", "compute"),
+        }
+    # Of each rank, micro step and layer, measured and predicted: 3 chunks forward, 2 backward, of five tasks each.
+    assert len(tasks) == 2 * 4 * 2 * 2 * (3 + 2) * 5
+
+
+WRONG = """
+from ds_fsmoe import register_alltoall
+from ds_fsmoe.components.relays import RelayedAllToAll
+
+
+@register_alltoall("direct")
+class Direct(RelayedAllToAll):
+    links = ("intra", "inter")
+
+    def relays(self, source, destination, nodes):
+        return (destination,)
+"""
+
+
+def contradicting(rank: int, world_size: int, folder: str) -> str:
+    sys.path.insert(0, folder)
+    try:
+        train(rank, block("direct", plugins=["wrong_alltoall"]))
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_one_that_contradicts_itself_is_refused_on_every_rank_with_path_and_value(tmp_path: Path) -> None:
+    (tmp_path / "wrong_alltoall.py").write_text(WRONG)
+    sentences = run_on_ranks(contradicting, 4, tmp_path / "ranks", str(tmp_path))
+    beginning = 'ConfigError: fsmoe.alltoall = "direct": Direct takes blocks of rank 0 to rank 2 over'
+    assert sentences[0].startswith(beginning)
+    assert sentences == sentences[:1] * 4
+
+
+@pytest.mark.parametrize("alltoall", ["1dh", "2dh"])
+def test_without_other_ranks_there_is_nothing_to_exchange(alltoall: str, tmp_path: Path) -> None:
+    assert run_on_ranks(alone, 1, tmp_path, alltoall) == [True]
+
+
+def alone(rank: int, world_size: int, alltoall: str) -> bool:
+    import ds_fsmoe
+
+    case = Case(1, 0, "fp32", 1, 2, True)
+    losses = []
+    for each in ("flat", alltoall):
+        torch.manual_seed(0)
+        model = SmallModel(case, rank)
+        asked = {"enabled": True, "alltoall": each, "autotune": {"enabled": False}}
+        config = case.ds_config(fsmoe=asked)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        torch.manual_seed(0)
+        losses.append(engine(*batch(0, rank, torch.float32))[0])
+        engine.destroy()
+    return torch.equal(*losses)
