@@ -1,68 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Degrees chosen for the machine at hand: measure, plan, agree, and run so from then on.
 
-The first forward in training runs uncut and tells the sizes of each layer. At the start of the second one, where all
-ranks are together and no layer is under way, what the layers' tasks cost is measured, once for layers that are equal.
+The first forward in training runs uncut and tells the sizes of each layer; the second shows what the rest of the model
+takes. At the start of the third, where all ranks are together and no layer is under way, what the layers' tasks cost is
+measured: each collective once for all layers that share its ranks, experts once for layers that are equal.
 """
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.autotune_cache import ProfileCache
-from ds_fsmoe.autotune_table import Row, describe
+from ds_fsmoe.autotune_cache import MeasurementCache
+from ds_fsmoe.autotune_choice import Choice, Found, choose, other_esp_sizes, predict
+from ds_fsmoe.autotune_progress import Progress
+from ds_fsmoe.autotune_subjects import Kind, find_kinds, largest_of_each
+from ds_fsmoe.autotune_table import Row, Told, describe
 from ds_fsmoe.config import FSMoEBlock
-from ds_fsmoe.first_forwards import FirstCall
+from ds_fsmoe.fingerprint import cluster_fingerprint
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.measured_costs import Machine, MeasuredPredictor
+from ds_fsmoe.other_times import time_gate_and_order, time_gradients
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
-from ds_fsmoe.predicted import CallSizes
-from ds_fsmoe.runtime.agreement import check_agreement
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
-from ds_fsmoe.runtime.profiler import LayerProfile, Subject, is_serial, profile
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.runtime.cluster_profile import profile_cluster
+from ds_fsmoe.runtime.corun import Slowdowns
+from ds_fsmoe.runtime.link_times import time_links
+from ds_fsmoe.runtime.measurements import Measurements, Measuring
+from ds_fsmoe.runtime.pipeline import PhasePlan
+from ds_fsmoe.runtime.profiler import is_serial, profile, slowdowns_of
 from ds_fsmoe.runtime.stopwatch import Stopwatch
 from ds_fsmoe.runtime.topology import find_topology, world_size_now
-from ds_fsmoe.tuned_degrees import Machine, PhaseChoice, Ways, choose_degrees
-from ds_fsmoe.versions import VERSION
+from ds_fsmoe.step_prediction import StepTimes
+from ds_fsmoe.tuned_degrees import Ways
 
 if TYPE_CHECKING:
     from ds_fsmoe.layer import FSMoELayer
+    from ds_fsmoe.reduction import Reduction
     from ds_fsmoe.running import Running
 
 _T = TypeVar("_T")
 _HOST_DEGREE = 4
 """Chunks of the schedule by which the cost of handing out tasks is timed."""
-
-
-@dataclass
-class _Kind:
-    """Layers that are equal, and have been called alike."""
-
-    labels: list[str]
-    layer: FSMoELayer
-    subject: Subject
-    text: str
-    """What makes them equal, but for the capacity: layers with the same one are measured once."""
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """Of one of them."""
-        assert self.layer.pipeline is not None
-        return self.layer.pipeline
-
-    @property
-    def sizes(self) -> CallSizes:
-        """For the planner. Experts are one product of all their weights: what they cost was measured as a whole."""
-        at, subject = self.subject.sizes, self.subject
-        return CallSizes(subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights)
+FORWARDS_BEFORE = 2
+"""In training, before it is measured: one is slow, one shows what the rest of the model takes."""
+ONE_WIRE = 0.8
+"""From this slowdown on two links are one: both at once gain less than a tenth."""
 
 
 class Autotune:
@@ -71,215 +60,222 @@ class Autotune:
     Args:
         block: what is asked for.
         running: lanes and groups of its layers.
+        group: the ranks that run the same layers; ``None``: all of the job.
     """
 
-    def __init__(self, block: FSMoEBlock, running: Running) -> None:
+    def __init__(self, block: FSMoEBlock, running: Running, group: dist.ProcessGroup | None = None) -> None:
         self._block = block
         self._running = running
-        self.is_done = False
+        self._group = group
+        self._num_forwards = 0
+        self._is_wanted = True
+        self._why_again: str | None = None
+        self.took_s = 0.0
+        """Of the stage, when it ran last."""
         self.num_measured = 0
         """Operations that were timed; none where all was known."""
         self.rows: list[Row] = []
-        """What was measured and chosen; on rank 0."""
+        """What was measured and chosen."""
+        self.step: StepTimes | None = None
+        """Predicted."""
+        self.predictors: dict[str, MeasuredPredictor] = {}
+        """Label of a layer -> what its phases should take, since the stage has run."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a first forward in training has told sizes, and nothing has come of them yet."""
-        return not self.is_done and bool(self._running.first_forwards.calls)
+    def counts_forward(self) -> bool:
+        """A forward in training is about to begin: whether the stage is due ahead of it. The same on every rank."""
+        self._num_forwards += 1
+        return self._is_wanted and self._num_forwards > FORWARDS_BEFORE
 
-    def run(self, layers: Mapping[str, FSMoELayer]) -> None:
+    def request_again(self, reason: str) -> None:
+        """Measure and plan anew, one training forward from now. Every rank asks for it at the same step.
+
+        Args:
+            reason: is said when it is done.
+        """
+        self._is_wanted, self._why_again = True, reason
+        self._num_forwards = FORWARDS_BEFORE - 1
+        self._running.first_forwards.watch_again()
+
+    def run(
+        self,
+        layers: Mapping[str, FSMoELayer],
+        reduction: Reduction | None = None,
+        dense_ms: tuple[float, float] | None = None,
+    ) -> None:
         """Measure, choose, and change the layers' plans. Collective over all ranks, between forwards.
 
         Args:
             layers: of the engine, by label.
+            reduction: of its gradients, if we do it.
+            dense_ms: what the rest of the model takes, forward and backward.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
             DisagreementError: on every rank, if they have run different layers.
         """
         start_s = time.perf_counter()
-        self.is_done = True
+        self._is_wanted = False
         calls = self._running.first_forwards.calls
-        device = next(next(iter(layers.values())).parameters()).device
-        watch = Stopwatch(device)
-        kinds = self._kinds({label: layer for label, layer in layers.items() if label in calls}, calls, device)
-        profiles, source = self._profiles(watch, kinds)
-        self.num_measured = watch.num_timed
-        choices: list[tuple[PhaseChoice, PhaseChoice]] = []
-        with watch.fate.of("choosing degrees"):
-            if _is_first():
-                choices = [self._choose(kind, profiles[kind.text], device) for kind in kinds]
-        choices = _from_first(choices)
-        for kind, pair in zip(kinds, choices, strict=True):
-            for label in kind.labels:
-                _run_so(layers[label], pair)
+        device = self._running.device
+        everyone, stage = Stopwatch(device), Stopwatch(device, self._group)
+        asked_nodes = self._block.topology.ranks_per_node
+        topology = find_topology(None if asked_nodes == "auto" else asked_nodes)
+        kinds = find_kinds({label: layer for label, layer in layers.items() if label in calls}, calls, self._group)
+        fingerprint = cluster_fingerprint(device, topology)
+        known, source = self._known(everyone, fingerprint)
+        with Progress(_rank() == 0) as progress:
+            for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
+            cluster = profile_cluster(for_all, topology, self._running.lanes, self._dtype(kinds))
+            found = self._measure(of_stage, kinds, reduction)
+        self.num_measured = everyone.num_timed + stage.num_timed
+        self._keep(everyone, fingerprint, known, cluster)
+        machine = Machine(is_serial(self._running.lanes), device.type == "cuda", found.slowed.contention())
+        ways, asked = self._ways(machine), self._asked()
+        decided: tuple[list[Choice], dict[int, float]] = [], {}
+        with stage.fate.of("choosing degrees"):
+            if self._is_first():
+                choices = [choose(kind, found, machine, ways, asked, self._running.links) for kind in kinds]
+                decided = choices, other_esp_sizes(kinds, found, machine, ways, cluster, topology)
+        choices, sharded = self._from_first(decided)
+        self._run_so(layers, kinds, choices, found, machine)
+        self.step = predict(kinds, choices, found, machine, dense_ms, reduction)
         # They hold experts, and are of no use any more.
         calls.clear()
-        asked = self._asked()
         self.rows = [
-            Row(tuple(kind.labels), profiles[kind.text], pair, asked) for kind, pair in zip(kinds, choices, strict=True)
+            Row(
+                tuple(kind.labels),
+                found.profiles[kind.subject.kind, choice.alltoall],
+                choice.phases,
+                asked,
+                choice.alltoall,
+                choice.alltoalls_ms,
+                found.reduces(kind),
+            )
+            for kind, choice in zip(kinds, choices, strict=True)
         ]
-        log_on_rank_0(describe(self.rows, time.perf_counter() - start_s, source))
+        slowed = found.slowed
+        told = Told(self.step, slowed, sharded, self._block.esp_size, self._block.schedule, cluster, self._why_again)
+        source = source or f"measured {self.num_measured} operations"
+        self.took_s = time.perf_counter() - start_s
+        log_on_rank_0(describe(self.rows, told, self.took_s, source))
+        self._why_again = None
 
-    def _kinds(
-        self, layers: Mapping[str, FSMoELayer], calls: Mapping[str, FirstCall], device: torch.device
-    ) -> list[_Kind]:
-        """The same on every rank, in the same order."""
-        subjects = {label: _subject(label, layer, calls[label]) for label, layer in layers.items()}
-        texts = {label: _text(subject) for label, subject in subjects.items()}
-        check_agreement(
-            {f"experts of {label}": text for label, text in texts.items()}, what="the layers to be measured"
-        )
-        # Where nothing is dropped, blocks of ranks have capacities of their own.
-        capacities = torch.tensor([each.sizes.capacity for each in subjects.values()])
-        if world_size_now() > 1:
-            capacities = capacities.to(device)
-            dist.all_reduce(capacities, dist.ReduceOp.MAX)
-        found: dict[tuple, _Kind] = {}
-        for (label, subject), capacity in zip(subjects.items(), capacities.tolist(), strict=True):
-            subject = replace(subject, sizes=replace(subject.sizes, capacity=capacity))
-            pipeline = layers[label].pipeline
-            assert pipeline is not None
-            text = f"{texts[label]}, {_text_of_groups(pipeline)}, recompute {subject.recompute}"
-            kind = found.setdefault((text, _rounded(capacity)), _Kind([], layers[label], subject, text))
-            kind.labels.append(label)
-            if capacity > kind.subject.sizes.capacity:
-                kind.subject = subject
-        return list(found.values())
+    def _dtype(self, kinds: Sequence[Kind]) -> torch.dtype:
+        """Of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
+        own = kinds[0].subject.sizes.dtype if kinds else None
+        of_ranks = [own]
+        if self._group is not None:
+            of_ranks = [own] * world_size_now()
+            dist.all_gather_object(of_ranks, own)
+        return next((each for each in of_ranks if each is not None), torch.float32)
 
-    def _profiles(self, watch: Stopwatch, all_kinds: list[_Kind]) -> tuple[dict[str, LayerProfile], str]:
-        """Text of a kind -> what its tasks cost; and where that is from."""
-        largest: dict[str, _Kind] = {}
-        for kind in sorted(all_kinds, key=lambda each: each.subject.sizes.capacity):
-            largest[kind.text] = kind
-        kinds = list(largest.values())
+    def _known(self, everyone: Stopwatch, fingerprint: Mapping[str, object]) -> tuple[Measurements, str]:
+        """What need not be measured, the same on every rank, and where it is from."""
+        known, source = Measurements(), ""
         cache_dir = self._block.autotune.cache_dir
-        known: tuple[list[LayerProfile] | None, str] = (None, "")
-        fingerprint = self._fingerprint(watch.device, kinds)
-        cache = None
-        with watch.fate.of("reading what was measured before"):
-            if cache_dir is not None and _is_first():
-                cache = ProfileCache(Path(cache_dir))
-                found = cache.read(fingerprint, [kind.subject.operations for kind in kinds])
-                known = found, f"nothing is measured, all is in {cache.file_of(fingerprint)}"
-        profiles, source = _from_first(known)
-        if profiles is not None:
-            return dict(zip(largest, profiles, strict=True)), source
-        profiles = []
-        for kind in kinds:
+        with everyone.fate.of("reading what was measured before"):
+            if cache_dir is not None and _rank() == 0 and self._why_again is None:
+                cache = MeasurementCache(Path(cache_dir))
+                found = cache.read(fingerprint)
+                if found is not None:
+                    known, source = found, str(cache.file_of(fingerprint))
+        known, source = _from_rank_0((known, source))
+        return known, source and f"what {source} has is not measured again"
+
+    def _keep(
+        self, everyone: Stopwatch, fingerprint: Mapping[str, object], known: Measurements, cluster: Cluster
+    ) -> None:
+        cache_dir = self._block.autotune.cache_dir
+        if cache_dir is None or not everyone.any_rank(self.num_measured > 0):
+            return
+        of_ranks = [known]
+        if world_size_now() > 1 and self._group is not None:  # stages have measured layers of their own
+            of_ranks = [known] * world_size_now()
+            dist.all_gather_object(of_ranks, known)
+        with everyone.fate.of("keeping what was measured"):
+            if _rank() == 0:
+                joined = Measurements()
+                for each in of_ranks:
+                    joined.timings |= each.timings
+                    joined.numbers |= each.numbers
+                MeasurementCache(Path(cache_dir)).write(fingerprint, joined, cluster)
+
+    def _measure(self, measuring: Measuring, kinds: list[Kind], reduction: Reduction | None) -> Found:
+        largest = largest_of_each(kinds)
+        for kind in largest:
+            kind.find_ways(self._running)
+        links = time_links(measuring, [way.subject for kind in largest for way in kind.ways.values()])
+        profiles = {}
+        for kind in largest:
             block = BlockPlan(equal_shares(_HOST_DEGREE), self._running.links)
             schedule = PhasePlan(block, kind.pipeline.forward.groups, backward=False).schedule
-            profiles.append(profile(watch, kind.subject, self._running.lanes, schedule))
-        with watch.fate.of("keeping what was measured"):
-            if cache is not None:
-                cache.write(fingerprint, profiles)
-        return dict(zip(largest, profiles, strict=True)), f"measured {watch.num_timed} operations"
+            measured = profile(measuring, kind.subject, self._running.lanes, schedule)
+            others = time_gate_and_order(measuring, kind) | time_gradients(measuring, kind, reduction)
+            for name, way in kind.ways.items():
+                of_links = {each: links.timings[way.subject.link_name(each)] for each in way.subject.links}
+                operations = {**of_links, **measured.operations, **others}
+                profiles[kind.subject.kind, name] = replace(measured, operations=operations)
+        found = Found({kind.subject.kind: kind.ways for kind in largest}, profiles, links, Slowdowns({}))
+        if not largest or is_serial(self._running.lanes):
+            return found
+        heaviest = max(largest, key=lambda kind: kind.subject.measured_capacity * kind.subject.sizes.width)
+        # One with a part on each link, if there is one.
+        way = max(heaviest.ways.values(), key=lambda each: len(each.subject.links))
+        slowed = slowdowns_of(measuring, way.subject, self._running.lanes, heaviest.lane_of)
+        return replace(found, slowed=slowed)
 
     def _asked(self) -> tuple[int | None, int | None]:
         asked = self._block.pipeline_degree
         forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
         return forward, backward
 
-    def _choose(self, kind: _Kind, measured: LayerProfile, device: torch.device) -> tuple[PhaseChoice, PhaseChoice]:
-        block, running = self._block, self._running
-        machine = Machine(is_serial(running.lanes), issues_ahead=device.type == "cuda")
-        ways = Ways.of(block.schedule, block.pipeline_degree.max, running.links)
-        groups = kind.pipeline.forward.groups
-        return choose_degrees(groups, kind.sizes, measured, machine, ways, self._asked(), running.links)
+    def _ways(self, machine: Machine) -> Ways:
+        block = self._block
+        return Ways.of(block.schedule, block.pipeline_degree.max, machine.contention.links >= ONE_WIRE)
 
-    def _fingerprint(self, device: torch.device, kinds: list[_Kind]) -> dict[str, Any]:
-        """What measurements hold for. Collective."""
-        names = [_name_of(device)] * world_size_now()
-        if world_size_now() > 1:
-            dist.all_gather_object(names, _name_of(device))
-        asked = self._block.topology.ranks_per_node
-        return {
-            "nodes of ranks": list(find_topology(None if asked == "auto" else asked).node_of_rank),
-            "devices": names,
-            "versions": {name: version(name) for name in ("torch", "deepspeed")} | {"ds_fsmoe": VERSION},
-            "backend": _backend(),
-            "overlap": self._block.overlap,
-            "alltoall": self._block.alltoall,
-            "layers": [f"{kind.text}, capacity up to {_rounded(kind.subject.sizes.capacity)}" for kind in kinds],
-        }
+    def _run_so(
+        self,
+        layers: Mapping[str, FSMoELayer],
+        kinds: Sequence[Kind],
+        choices: Sequence[Choice],
+        found: Found,
+        machine: Machine,
+    ) -> None:
+        for kind, choice in zip(kinds, choices, strict=True):
+            way = found.ways[kind.subject.kind][choice.alltoall]
+            measured = found.profiles[kind.subject.kind, choice.alltoall]
+            same_cuts = choice.phases[0].block.shares == choice.phases[1].block.shares
+            for label in kind.labels:
+                pipeline = layers[label].pipeline
+                assert pipeline is not None
+                forward, backward = (
+                    replace(plan, block=phase.block, alltoall=way.planned)
+                    for phase, plan in zip(choice.phases, (pipeline.forward, pipeline.backward), strict=True)
+                )
+                exchange, legs = way.subject.wires.exchange, way.subject.wires.legs
+                wires = replace(pipeline.wires, exchange=exchange, legs=legs, reduces=found.reduces(kind))
+                layers[label].pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
+                self.predictors[label] = MeasuredPredictor(machine, measured, same_cuts)
 
+    def _is_first(self) -> bool:
+        return world_size_now() == 1 or dist.get_rank(self._group) == 0
 
-def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
-    pipeline = layer.pipeline
-    assert pipeline is not None
-    weights = sum(each.numel() for each in call.experts.parameters if each.dim() > 1)
-    return Subject(
-        label,
-        pipeline.wires,
-        call.experts,
-        len(call.experts.experts),
-        max(1, weights),
-        all(form is not None for form in call.forms),
-        pipeline.recompute,
-        call.sizes,
-        call.autocast.restored,
-    )
-
-
-def _text(subject: Subject) -> str:
-    """What has to be the same on every rank, but for the capacity."""
-    modules = [type(each).__name__ for each in getattr(subject.experts, "experts", ())]
-    shapes = ["x".join(map(str, each.shape)) for each in subject.experts.parameters]
-    return (
-        f"experts {'/'.join(modules)} of {' '.join(shapes)}, written out {subject.splits}, "
-        f"width {subject.sizes.width}, {subject.sizes.dtype}"
-    )
+    def _from_first(self, value: _T) -> _T:
+        """What the first rank of the stage has. Collective over the stage."""
+        if world_size_now() == 1:
+            return value
+        held = [value]
+        source = 0 if self._group is None else dist.get_global_rank(self._group, 0)
+        dist.broadcast_object_list(held, src=source, group=self._group)
+        return held[0]
 
 
-def _text_of_groups(pipeline: Pipeline) -> str:
-    placements = pipeline.forward.groups.placements
-    lies = ", ".join(f"{kind} {placements[kind].size} on {'+'.join(placements[kind].lanes)}" for kind in ("ep", "esp"))
-    return f"{lies}, {type(pipeline.wires).__name__}"
+def _rank() -> int:
+    return 0 if world_size_now() == 1 else dist.get_rank()
 
 
-def _name_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _backend() -> str:
-    if world_size_now() == 1:
-        return "none"
-    name = str(dist.get_backend())
-    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name
-
-
-def _rounded(capacity: int) -> int:
-    """To a power of two, so that a capacity that follows the tokens does not make every run a new one."""
-    return 1 << max(0, capacity - 1).bit_length()
-
-
-def _run_so(layer: FSMoELayer, choices: tuple[PhaseChoice, PhaseChoice]) -> None:
-    pipeline = layer.pipeline
-    assert pipeline is not None
-    forward, backward = (
-        PhasePlan(choice.block, plan.groups, plan.backward)
-        for choice, plan in zip(choices, (pipeline.forward, pipeline.backward), strict=True)
-    )
-    layer.pipeline = replace(pipeline, forward=forward, backward=backward)
-
-
-def _is_first() -> bool:
-    return world_size_now() == 1 or dist.get_rank() == 0
-
-
-def _from_first(value: _T) -> _T:
-    """What rank 0 has. Collective."""
+def _from_rank_0(value: _T) -> _T:
+    """Collective over all ranks."""
     if world_size_now() == 1:
         return value
     held = [value]

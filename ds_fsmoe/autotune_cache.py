@@ -1,33 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements kept between runs: one JSON file for each cluster and model that they hold for.
+"""Measurements kept between runs: one JSON file for each cluster that they hold for.
 
 A file that cannot be read, or is of something else, is never trusted: it is named in a warning, and written anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import logging
-import math
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
+import re
+import socket
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.runtime.profiler import LayerProfile
+from ds_fsmoe.planning.cluster import Cluster, cluster_as_json
+from ds_fsmoe.runtime.measurements import Measurements
 from ds_fsmoe.runtime.stopwatch import Timing
 
-_FORMAT = 1
-"""Of the file: with another number it is of another version."""
+_FORMAT = 2
+"""Of what a cluster file has in ``measured``: with another number it is of another version."""
 Fingerprint = Mapping[str, Any]
 """What the measurements hold for, in JSON's types."""
 
 
-class ProfileCache:
-    """The files of one folder; for rank 0 alone.
+class MeasurementCache:
+    """The files of one folder, one per cluster; for rank 0 alone.
+
+    Each is a cluster file, as ``ds_fsmoe plan --cluster`` takes it, that holds what it was made from. Two jobs that
+    write the same file at the same time leave that of one of them, whole.
 
     Args:
         folder: made when the first file is written.
@@ -35,100 +42,142 @@ class ProfileCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._said_of_folder = False
 
     def file_of(self, fingerprint: Fingerprint) -> Path:
-        """Where measurements of this are kept."""
+        """Where measurements of this cluster are kept."""
         text = json.dumps(fingerprint, sort_keys=True)
-        return self._folder / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        return self._folder / f"cluster-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
-    def read(self, fingerprint: Fingerprint, wanted: Sequence[tuple[str, ...]]) -> list[LayerProfile] | None:
-        """What is kept, or ``None``; a file that is of no use is named in a warning.
+    def read(self, fingerprint: Fingerprint) -> Measurements | None:
+        """What is kept, or ``None``; a file that is of no use is named in a warning."""
+        path = self.file_of(fingerprint)
+        try:
+            return read_measurements(path, fingerprint)
+        except (FileNotFoundError, NotADirectoryError):  # the latter is said when it is written
+            return None
+        except UselessFileError as error:
+            log_on_rank_0(f"fsmoe.autotune.cache_dir: {path} {error}; it is measured again", logging.WARNING)
+            return None
+
+    def write(self, fingerprint: Fingerprint, measurements: Measurements, cluster: Cluster) -> None:
+        """Keep measurements beside those that are kept, whole or not at all; a warning where that cannot be done.
 
         Args:
-            fingerprint: of this run.
-            wanted: the operations of each kind of layer.
+            fingerprint: of the cluster.
+            measurements: of this run; of two by one name these are kept.
+            cluster: what they make.
         """
         path = self.file_of(fingerprint)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):  # the latter is said when it is written
-            return None
-        except (OSError, ValueError) as error:
-            self._warn(path, f"cannot be read: {error}")
-            return None
-        try:
-            return _profiles(data, fingerprint, wanted)
-        except _UselessError as error:
-            self._warn(path, str(error))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self._warn(path, f"is not a file of measurements: {type(error).__name__}: {error}")
-        return None
-
-    def write(self, fingerprint: Fingerprint, profiles: Sequence[LayerProfile]) -> None:
-        """Keep measurements, whole or not at all; where that cannot be done, a warning says so."""
-        path = self.file_of(fingerprint)
-        data = {"format": _FORMAT, "fingerprint": fingerprint, "layers": [_as_json(each) for each in profiles]}
-        temporary = None
+            kept = read_measurements(path, fingerprint)
+        except (OSError, UselessFileError):  # nothing there that is worth keeping
+            kept = Measurements()
+        both = Measurements(kept.timings | measurements.timings, kept.numbers | measurements.numbers)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self._folder, prefix=path.stem, suffix=".part", delete=False
-            ) as file:
-                temporary = Path(file.name)
-                file.write(json.dumps(data, indent=1) + "\n")
-            os.replace(temporary, path)
+            write_measurements(path, fingerprint, both, cluster)
         except OSError as error:
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
-            log_on_rank_0(
-                f"fsmoe.autotune.cache_dir: measurements cannot be kept in {self._folder}, so the next run measures "
-                f"again: {error}",
-                logging.WARNING,
-            )
-
-    def _warn(self, path: Path, why: str) -> None:
-        log_on_rank_0(f"fsmoe.autotune.cache_dir: {path} {why}; it is measured again", logging.WARNING)
+            if not self._said_of_folder:
+                log_on_rank_0(
+                    f"fsmoe.autotune.cache_dir: measurements cannot be kept in {self._folder}, so the next run "
+                    f"measures again: {error}",
+                    logging.WARNING,
+                )
+            self._said_of_folder = True
 
 
-class _UselessError(Exception):
-    """A file that was read and is not to be trusted."""
+class UselessFileError(Exception):
+    """A file that is not to be trusted. The message says why, after the file's name."""
 
 
-def _as_json(profile: LayerProfile) -> dict[str, Any]:
-    operations = {
-        name: {"unit": each.unit, "sizes": list(each.sizes), "times_ms": list(each.times_ms)}
-        for name, each in profile.operations.items()
+def write_measurements(path: Path, fingerprint: Fingerprint, measurements: Measurements, cluster: Cluster) -> None:
+    """Write a cluster file with what it was made from, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    measured = {
+        "format": _FORMAT,
+        "fingerprint": fingerprint,
+        "timings": {
+            name: {"unit": each.unit, "sizes": list(each.sizes), "times_ms": list(each.times_ms)}
+            for name, each in sorted(measurements.timings.items())
+        },
+        "numbers": dict(sorted(measurements.numbers.items())),
     }
-    return {"operations": operations, "task_ms": profile.task_ms, "draws": profile.draws}
+    text = json.dumps(cluster_as_json(cluster) | {"measured": measured}, indent=1)
+    write_whole(path, _LIST.sub(_on_one_line, text) + "\n")
 
 
-def _profiles(data: Any, fingerprint: Fingerprint, wanted: Sequence[tuple[str, ...]]) -> list[LayerProfile]:
+_LIST = re.compile(r"\[\n[^\[\]{}]*\]")
+"""A list without lists in it, over several lines. No text has a line break in JSON, so none looks like it."""
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return "[" + re.sub(r"\n\s*", " ", found[0][1:-1]).strip() + "]"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that nobody ever sees a part of it: neither a reader, nor whoever comes after a crash.
+
+    Raises:
+        OSError: it cannot be written; what was there is there still.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_measurements(path: Path, fingerprint: Fingerprint) -> Measurements:
+    """What was measured on this cluster.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such file.
+        UselessFileError: there is, and it is not to be trusted.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return _measurements(data["measured"], fingerprint)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UselessFileError(f"cannot be read: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise UselessFileError(f"is not a file of measurements: {type(error).__name__}: {error}") from error
+
+
+def _measurements(data: Any, fingerprint: Fingerprint) -> Measurements:
     if data["format"] != _FORMAT:
-        raise _UselessError(f"has format {data['format']}, and this version reads {_FORMAT}")
-    if data["fingerprint"] != json.loads(json.dumps(fingerprint)):
-        differing = [key for key, value in fingerprint.items() if data["fingerprint"].get(key) != value]
-        raise _UselessError(f"is of something else: it differs in {', '.join(differing) or 'what it was made for'}")
-    if len(data["layers"]) != len(wanted):
-        raise _UselessError(f"has {len(data['layers'])} kinds of layers where {len(wanted)} are needed")
-    return [_profile(each, names) for each, names in zip(data["layers"], wanted, strict=True)]
+        raise UselessFileError(f"has format {data['format']!r}, and this version reads {_FORMAT}")
+    expected, found = json.loads(json.dumps(fingerprint)), data["fingerprint"]
+    if found != expected:
+        differing = sorted(key for key in expected.keys() | found.keys() if found.get(key) != expected.get(key))
+        raise UselessFileError(f"is of another cluster: it differs in {', '.join(differing)}")
+    timings = {name: _timing(name, at) for name, at in data["timings"].items()}
+    return Measurements(timings, {name: _number(value, name) for name, value in data["numbers"].items()})
 
 
-def _profile(data: Any, names: tuple[str, ...]) -> LayerProfile:
-    if set(data["operations"]) != set(names):
-        raise _UselessError(f"has {', '.join(data['operations'])} where {', '.join(names)} are needed")
-    operations = {}
-    for name in names:
-        at = data["operations"][name]
-        timing = Timing(str(at["unit"]), _numbers(at["sizes"], name), _numbers(at["times_ms"], name))
-        timing.fit  # noqa: B018 - what cannot be fitted is of no use, and says why
-        operations[name] = timing
-    if not isinstance(data["draws"], bool):
-        raise _UselessError(f"has draws = {data['draws']!r}, which is neither true nor false")
-    return LayerProfile(operations, _numbers([data["task_ms"]], "task_ms")[0], data["draws"])
+def _timing(name: str, at: Any) -> Timing:
+    sizes, times_ms = (tuple(_number(each, name) for each in at[key]) for key in ("sizes", "times_ms"))
+    if not isinstance(at["unit"], str):
+        raise UselessFileError(f"has {at['unit']!r} for the unit of {name}")
+    if any(a >= b for a, b in itertools.pairwise(sizes)):
+        raise UselessFileError(f"has sizes of {name} that do not grow: {list(sizes)}")
+    timing = Timing(at["unit"], sizes, times_ms)
+    timing.fit  # noqa: B018 - what cannot be fitted is of no use, and says why
+    return timing
 
 
-def _numbers(values: Any, name: str) -> tuple[float, ...]:
-    for each in values:
-        if isinstance(each, bool) or not isinstance(each, int | float) or not (math.isfinite(each) and each >= 0):
-            raise _UselessError(f"has {each!r} in {name}: must be a finite number of at least 0")
-    return tuple(float(each) for each in values)
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        raise UselessFileError(f"has {value!r} in {name}: must be a finite number of at least 0")
+    return float(value)

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the autotuner has measured and chosen, as a table to be read."""
+"""What the autotuner has measured and chosen, as tables to be read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
+from ds_fsmoe.planning.presets import BEST
+from ds_fsmoe.runtime.corun import Slowdowns
+from ds_fsmoe.runtime.link_times import Reduces
 from ds_fsmoe.runtime.profiler import LayerProfile
+from ds_fsmoe.runtime.stopwatch import Timing
+from ds_fsmoe.step_prediction import StepTimes
 from ds_fsmoe.tuned_degrees import Degree, PhaseChoice
+
+PAYS = 1.1
+"""Below this much more work of two lanes at once, overlap is said not to pay."""
 
 
 @dataclass(frozen=True)
@@ -21,52 +31,144 @@ class Row:
     """(forward, backward)."""
     asked: tuple[Degree, Degree]
     """Degrees given by hand."""
+    alltoall: str
+    alltoalls_ms: Mapping[str, float]
+    """All-to-all -> what both phases are predicted to take with it."""
+    reduces: Reduces
+    """How reduce-scatters are done, by size."""
 
 
-def describe(rows: Sequence[Row], took_s: float, source: str) -> str:
-    """Two tables: what operations cost, and how layers are run.
+@dataclass(frozen=True)
+class Told:
+    """What holds for all layers."""
+
+    step: StepTimes
+    slowed: Slowdowns
+    sharded_ms: Mapping[int, float]
+    """ESP size -> all experts' parts of a step, by the cluster's numbers."""
+    esp_size: int
+    """As it is."""
+    schedule: str
+    """As it was asked for."""
+    cluster: Cluster
+    why_again: str | None = None
+    """What it was measured anew for."""
+
+
+def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str:
+    """Tables: what operations cost, how lanes slow each other down, how layers are run, what a step should take.
 
     Args:
         rows: one per kind of layer.
+        told: for all of them.
         took_s: seconds of the stage.
         source: where the numbers are from.
     """
-    costs = [("layers", "operation", "alpha [ms]", "beta [ms per unit]", "unit", "r^2", "worst residual [ms]")]
-    plans = [("layers", "phase", "degree", "predicted [ms]", "runner-up", "predicted [ms]", "degree 1 [ms]", "order")]
-    notes: list[str] = []
-    measured: dict[int, list[Row]] = {}
+    again = f", again because {told.why_again}" if told.why_again else ""
+    head = f"autotune{again}: {source}; the stage took {took_s:.2f} s"
+    return "\n".join([head, *_costs(rows), "", *_slowed(told), *_plans(rows, told.schedule), "", *_step(told)])
+
+
+def _costs(rows: Sequence[Row]) -> list[str]:
+    cells = [("layers", "operation", "alpha [ms]", "beta [ms per unit]", "unit", "r^2", "worst residual [ms]")]
+    bad: dict[str, list[str]] = {}
+    users: dict[tuple[str, int], list[str]] = {}
+    timings: dict[tuple[str, int], Timing] = {}
+    profiles: dict[int, tuple[LayerProfile, list[str]]] = {}
     for row in rows:
-        measured.setdefault(id(row.profile), []).append(row)
-    for alike in measured.values():
-        profile = alike[0].profile
-        layers = _span(sorted(label for row in alike for label in row.labels))
-        for name, timing in profile.operations.items():
-            fit = timing.fit
-            cells = (f"{fit.cost.alpha_ms:.4f}", f"{fit.cost.beta_ms:.3e}", timing.unit, f"{fit.r2:.4f}")
-            costs.append((layers, name, *cells, f"{fit.worst_residual_ms:.4f}"))
-        costs.append((layers, "each task, besides", f"{profile.task_ms:.4f}", "", "", "", ""))
-        bad = [name for name, timing in profile.operations.items() if not timing.fit.is_good]
-        if bad:
-            notes.append(f"{layers}: a straight line does not describe what was measured of {', '.join(bad)}")
-        if profile.draws:
+        profiles.setdefault(id(row.profile), (row.profile, []))[1].extend(row.labels)
+        for name, timing in row.profile.operations.items():
+            users.setdefault((name, id(timing)), []).extend(row.labels)
+            timings[name, id(timing)] = timing
+    for key, timing in timings.items():
+        fit, layers = timing.best_fit, _span(sorted(set(users[key])))
+        for cost, from_size in _lines(fit.cost):
+            unit = timing.unit if from_size is None else f"{timing.unit}, {from_size}"
+            line = (f"{cost.alpha_ms:.4f}", f"{cost.beta_ms:.3e}", unit, f"{fit.r2:.4f}")
+            cells.append((layers, key[0], *line, f"{fit.worst_residual_ms:.4f}"))
+        if not fit.is_good:
+            bad.setdefault(layers, []).append(f"{key[0]} ({fit.worst_share:.0%} off)")
+    notes = [
+        f"{layers}: no straight line describes what was measured of {', '.join(names)}; best cuts for larger gains only"
+        for layers, names in bad.items()
+    ]
+    for measured, labels in profiles.values():
+        layers = _span(sorted(set(labels)))
+        cells.append((layers, "each task, besides", f"{measured.task_ms:.4f}", "", "", "", ""))
+        if measured.draws:
             notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")
+    return [*_aligned(cells), *notes]
+
+
+def _lines(cost: Cost) -> list[tuple[LinearCost, str | None]]:
+    if isinstance(cost, SwitchedCost):
+        return [(cost.below, f"below {cost.switch_size:.3g}"), (cost.above, f"from {cost.switch_size:.3g}")]
+    return [(cost, None)]
+
+
+def _slowed(told: Told) -> list[str]:
+    factors = told.slowed.factors
+    if not factors:
+        return ["one task runs after another here: no lane slows another down", ""]
+    lanes = list(dict.fromkeys(lane for pair in factors for lane in pair))
+    cells = [("slowed down", *(f"by {lane}" for lane in lanes))]
+    for slowed in lanes:
+        shown = (f"{factors[slowed, by]:.2f}" if (slowed, by) in factors else "-" for by in lanes)
+        cells.append((str(slowed), *shown))
+    lines = [*_aligned(cells)]
+    for (a, b), both in told.slowed.pays().items():
+        if both < PAYS:
+            lines.append(f"{a} and {b} at once do {both:.2f} of what one does alone: overlap of these will not pay")
+    return [*lines, ""]
+
+
+def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
+    heads = ("layers", "phase", "degree", "predicted [ms]", "isolated [ms]", "runner-up", "its [ms]", "degree 1 [ms]")
+    cells: list[tuple[str, ...]] = [(*heads, "order", "all-to-all")]
+    notes: list[str] = []
     for row in rows:
         layers = _span(row.labels)
+        if len(row.alltoalls_ms) > 1:
+            each = ", ".join(f"{name} {time_ms:.3f} ms" for name, time_ms in row.alltoalls_ms.items())
+            notes.append(f"{layers}: all-to-all {row.alltoall} of {each} for both phases")
+        if row.reduces:
+            names = {"exchange": "an all-to-all and a sum", "backend": "the backend's own"}
+            each = ", ".join(f"from {from_bytes:.3g} bytes on {names[name]}" for from_bytes, name in row.reduces)
+            notes.append(f"{layers}: reduce-scatter: {each}")
         for phase, choice, asked in zip(("forward", "backward"), row.choices, row.asked, strict=True):
             block = choice.block
             runner_up = ("-", "-")
             if choice.runner_up is not None and choice.runner_up_ms is not None:
                 runner_up = (str(choice.runner_up), f"{choice.runner_up_ms:.3f}")
             late = f", {block.late_dw} late dW" if block.late_dw else ""
-            cells = (f"{choice.time_ms:.3f}", *runner_up, f"{choice.uncut_ms:.3f}", f"{block.links}{late}")
-            plans.append((layers, phase, str(block.degree), *cells))
+            times = (f"{choice.time_ms:.3f}", f"{choice.isolated_ms:.3f}", *runner_up, f"{choice.uncut_ms:.3f}")
+            cells.append((layers, phase, str(block.degree), *times, f"{block.links}{late}", row.alltoall))
             if asked is not None:
                 notes.append(
                     f"{layers} {phase}: degree {asked} is given by hand; auto would have chosen {choice.auto_degree}, "
                     f"predicted {choice.auto_ms:.3f} ms"
                 )
-    head = f"autotune: {source}; the stage took {took_s:.2f} s"
-    return "\n".join([head, *_aligned(costs), "", *_aligned(plans), *notes])
+            elif block.degree == 1 and schedule == BEST:
+                notes.append(f"{layers} {phase}: stock's schedule is run, nothing is predicted to gain enough over it")
+    return [*_aligned(cells), *notes]
+
+
+def _step(told: Told) -> list[str]:
+    step = told.step
+    rest = "not seen yet, so left out" if step.dense_ms is None else f"{step.dense_ms:.3f} ms, as measured"
+    lines = [
+        f"a step without the optimizer, predicted: {step.chosen_ms:.3f} ms ({step.isolated_ms:.3f} if lanes did not "
+        f"slow each other down), deepspeed {step.deepspeed_ms:.3f} ms: {step.speedup:.2f} times as fast",
+        f"  in it: all but the experts' parts {rest}; gradients {step.gradients_ms:.3f} ms, of which "
+        f"{step.exposed_ms:.3f} have no idle link to travel on",
+    ]
+    if len(told.sharded_ms) > 1:
+        sizes = ", ".join(
+            f"{size}{' (as it is)' if size == told.esp_size else ''} {time_ms:.3f} ms"
+            for size, time_ms in told.sharded_ms.items()
+        )
+        lines.append(f"  experts' parts of a step with other fsmoe.esp_size, by the cluster's numbers: {sizes}")
+    return lines
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -13,6 +13,7 @@ from ds_fsmoe.versions import VERSION
 COMMANDS = {
     "env": "ds_fsmoe.commands.env",
     "plan": "ds_fsmoe.commands.plan",
+    "profile": "ds_fsmoe.commands.profile",
     "simulate-paper": "ds_fsmoe.commands.simulate_paper",
 }
 
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="ds_fsmoe", description="Training of Mixture-of-Experts models, scheduled.")
     parser.add_argument("--version", action="version", version=f"ds_fsmoe {VERSION}")
+    # DeepSpeed's launcher puts it before what it was given; ranks find it in their environment.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(module_name)

@@ -8,6 +8,7 @@ the optimizer is not.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,16 +21,17 @@ from torch import nn
 
 from ds_fsmoe import compat
 from ds_fsmoe.autotune import Autotune
-from ds_fsmoe.config import ConfigError, FSMoEBlock, read_block
+from ds_fsmoe.components.gate import GateBase, update_gates
+from ds_fsmoe.config import AutotuneBlock, ConfigError, FSMoEBlock, read_block
 from ds_fsmoe.gradient_norm import clip_by_norm, put_right
 from ds_fsmoe.layer import FSMoEGate, StockMoE
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.parts import Parts, choose_parts
-from ds_fsmoe.preflight import (
-    check_experts,
-    check_tensor_parallel,
-)
+from ds_fsmoe.predicted import Predicts
+from ds_fsmoe.prediction_watch import PredictionWatch
+from ds_fsmoe.preflight import check_experts, check_nodes, check_tensor_parallel
 from ds_fsmoe.reduction import Reduction, wanted_mode, why_not
+from ds_fsmoe.router_checks import RouterCheck
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.agreement import (
     check_agreement,
@@ -39,6 +41,7 @@ from ds_fsmoe.runtime.agreement import (
     facts_of_versions,
 )
 from ds_fsmoe.runtime.groups import FSMoEGroups, sizes_of_mpu
+from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.takeover import (
     check_mpu,
     facts_of_tensor_parallel,
@@ -68,10 +71,21 @@ class FSMoEState:
         self.running = running
         self.reduction: Reduction | None = None
         """Of gradients, where we do it."""
-        self.autotune = Autotune(block, running) if block.autotune.enabled else None
+        self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
+        running.predictors = self._predictors
+        self.watch: PredictionWatch | None = None
+        """Compares steps with what was predicted of them, where that is asked for."""
+        if running.step_clock is not None and block.autotune.watch_every:
+            labels = [layer.deepspeed_moe.label for layer in layers.values()]
+            self.watch = PredictionWatch(
+                block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
+            )
         self.gradients = "DeepSpeed's own reduction"
         """What is done with them, in words."""
 
+        self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
+        for layer in layers.values():
+            layer.deepspeed_moe.router_check = self._router_check
         self._facts: dict[str, str] = {}
         self._compared_at = 0
 
@@ -91,6 +105,8 @@ class FSMoEState:
             DisagreementError: every ``debug.check_every`` steps, if ranks have come to differ.
         """
         self.running.at_step(number)
+        if self._router_check is not None:
+            self._router_check.step = number
         every = self.block.debug.check_every
         if every and number >= self._compared_at + every:
             self._compared_at = number
@@ -102,13 +118,33 @@ class FSMoEState:
         Raises:
             MeasuringError, DisagreementError: on every rank.
         """
-        if self.autotune is None or not self.autotune.is_due:
+        if self.autotune is None or not self.autotune.counts_forward():
             return
-        self.autotune.run({each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()})
+        clock = self.running.step_clock
+        dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
+        layers = {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
+        self.autotune.run(layers, self.reduction, dense_ms)
         if self.reduction is not None:
             self.reduction.look_at_plans()
+        if self.watch is not None:
+            self.watch.plans_changed()
         self._facts = {}
         check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
+
+    def _predictors(self) -> Mapping[str, Predicts]:
+        return {} if self.autotune is None else self.autotune.predictors
+
+    def _plan_again(self, reason: str) -> None:
+        self.autotune.request_again(reason)
+
+    def after_optimizer_step(self) -> None:
+        """Parameters have been changed: let gates learn from what they have counted. Collective if there are such."""
+        inner = [layer.deepspeed_moe for layer in self.layers.values()]
+        groups = [self.stage_group]
+        # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
+        if self.stage_group is not None and inner and inner[0].mp_group is not None:
+            groups.append(inner[0].mp_group)
+        update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
 
     def groups(self) -> dict[str, FSMoEGroups]:
         """The groups of the layers, by DeepSpeed's name of those that share experts."""
@@ -157,7 +193,7 @@ def _describe_degrees(state: FSMoEState) -> str:
 def _describe_gate(layer: StockMoE) -> str:
     gate = layer.deepspeed_moe.gate
     if not isinstance(gate, FSMoEGate):
-        return type(gate).__name__
+        return gate.describe() if isinstance(gate, GateBase) else type(gate).__name__
     return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"
 
 
@@ -195,16 +231,45 @@ class FSMoEEngine(DeepSpeedEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
         self.fsmoe.at_step(self.global_steps)
-        if self.training:
-            self.fsmoe.before_forward()
+        clock = self._clock_of_forward()
+        if clock is not None:
+            clock.begin_forward()
         result = super().forward(*inputs, **kwargs)
+        if clock is not None:
+            clock.end_forward()
         self.fsmoe.running.first_forwards.tell()
+        return result
+
+    def _clock_of_forward(self) -> StepClock | None:
+        """A forward is about to begin: what there is to do ahead of one in training, and who times it."""
+        # DeepSpeed's ``eval`` is told to the module alone: the engine itself is in training for ever.
+        if not self.module.training:
+            return None
+        self.fsmoe.before_forward()
+        return self.fsmoe.running.step_clock
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, timed in steps that are compared with what was predicted."""
+        clock = self.fsmoe.running.step_clock
+        if clock is None:
+            return super().backward(*args, **kwargs)
+        clock.begin_backward()
+        result = super().backward(*args, **kwargs)
+        clock.end_backward()
         return result
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; the trace ends with the step, and not with what comes after it."""
+        number = self.global_steps
         result = super().step(*args, **kwargs)
+        if self.was_step_applied():
+            self.fsmoe.after_optimizer_step()
         self.fsmoe.running.at_step(self.global_steps)
+        watch = self.fsmoe.watch
+        if watch is not None and self.global_steps != number:
+            found = watch.step_is_over(self.global_steps)
+            if found is not None and self.monitor.enabled:
+                self.monitor.write_events(found.events(self.global_samples))
         return result
 
     def clip_fp32_gradients(self) -> None:
@@ -240,8 +305,9 @@ class FSMoEEngine(DeepSpeedEngine):
         Raises:
             RuntimeError: no forward was run before, so the size of a batch is not known.
         """
-        if self.training:
-            self.fsmoe.before_forward()
+        clock = self._clock_of_forward()
+        if clock is not None:
+            clock.begin_forward()
         total = torch.zeros(())
         for name, layer in self.fsmoe.layers.items():
             inner = layer.deepspeed_moe
@@ -252,6 +318,8 @@ class FSMoEEngine(DeepSpeedEngine):
             x = torch.zeros(inner.last_shape, dtype=weight.dtype, device=weight.device) + total.to(weight)
             y = inner(x, torch.zeros(inner.last_shape[:-1].numel(), device=weight.device))
             total = 0.0 * (y.float().sum() + inner.l_aux.float())
+        if clock is not None:
+            clock.end_forward()
         return total
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
@@ -259,10 +327,19 @@ class FSMoEEngine(DeepSpeedEngine):
         for sentence in compat.check_versions():
             log_on_rank_0(sentence, logging.WARNING)
         block = read_block(self.config)
-        if block.autotune.enabled and isinstance(model, PipelineModule):
+        if block.autotune.enabled and self.config.get("autotuning", {}).get("enabled", False):
+            # It launches short jobs to compare their speed, and in each of them this would be measured anew.
+            log_on_rank_0("autotuning.enabled = true: DeepSpeed's own tuner is at work, so fsmoe.autotune is left out")
+            block = block.model_copy(update={"autotune": AutotuneBlock()})
+        if block.autotune.enabled and isinstance(model, PipelineModule) and sizes_of_mpu(self.mpu)[0] > 1:
             raise ConfigError(
-                "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
-                "layers; use false, or leave it out"
+                "fsmoe.autotune.enabled = true: not yet with a PipelineModule and tensor parallelism at once; use "
+                "false, or leave it out"
+            )
+        if block.autotune.retune_on_drift and isinstance(model, PipelineModule):
+            raise ConfigError(
+                "fsmoe.autotune.retune_on_drift = true: not yet with a PipelineModule, whose steps are not compared "
+                "with what was predicted; use false, or leave it out"
             )
         layers = find_layers(model)
         stage_size, stage_group = dist.get_world_size(), None
@@ -278,6 +355,8 @@ class FSMoEEngine(DeepSpeedEngine):
         parts = choose_parts(block, get_accelerator().device_name())
         device = torch.device(get_accelerator().device_name())
         expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
+        for sentence in check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu)):
+            log_on_rank_0(sentence, logging.WARNING)
         running = Running(block, device, expert_before_data, self.mpu)
         for index, (name, layer) in enumerate(layers.items()):
             replaced = take_over(layer, parts, block.gate, running, f"L{index:02d}")
@@ -298,6 +377,10 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
         self.fsmoe.at_step(self.global_steps)
+        # Before any stage has begun: between its micro batches, ranks of one stage are never all between two layers.
+        self.fsmoe.before_forward()
         result = super().train_batch(*args, **kwargs)
+        if self.was_step_applied():
+            self.fsmoe.after_optimizer_step()
         self.fsmoe.running.at_step(self.global_steps)
         return result

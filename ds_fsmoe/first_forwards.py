@@ -25,6 +25,8 @@ class FirstCall:
     """By which the experts were computed."""
     sizes: CallSizes
     autocast: AutocastState
+    num_tokens: int
+    """S, on this rank."""
 
 
 class FirstForwards:
@@ -62,19 +64,25 @@ class FirstForwards:
         if label in self._seen:
             return pipeline
         self._seen.add(label)
-        if self._check_experts:
+        if self._check_experts and not self._is_told:
             cuts = pipeline.forward.block.shares, pipeline.backward.block.shares
             check_experts_of(path, experts, x, same_cuts=cuts[0] == cuts[1])
         self._recompute = pipeline.recompute
 
         def note(sizes: CallSizes) -> None:
-            for recompute, kept in self._kept.items():
+            for recompute, kept in self._kept.items() if not self._is_told else ():
                 kept.append(saved_bytes(experts, sizes, x.device, recompute))
             if self._keeps_calls:
                 autocast = AutocastState.now(dict.fromkeys(("cpu", x.device.type)))
-                self.calls[label] = FirstCall(experts, experts.written_now(), sizes, autocast)
+                num_tokens = x.shape[:-1].numel()
+                self.calls[label] = FirstCall(experts, experts.written_now(), sizes, autocast, num_tokens)
 
         return replace(pipeline, on_call=note)
+
+    def watch_again(self) -> None:
+        """Keep the next call of each layer as if it were its first."""
+        self._seen.clear()
+        self.calls.clear()
 
     def tell(self) -> None:
         """A forward of the engine has ended: say once what is kept for its backward."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_fsmoe.config import BLOCK, ConfigError, GateBlock, join_problems, shown
+from ds_fsmoe.config import BLOCK, ConfigError, FSMoEBlock, GateBlock, join_problems, shown
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.runtime.topology import find_topology, layout, why_not_sharded
 
 
 def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateBlock | None, esp_size: int = 1) -> None:
@@ -98,6 +100,53 @@ def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_
             )
     if problems:
         raise ConfigError(join_problems(problems))
+
+
+def check_nodes(
+    block: FSMoEBlock, layers: Mapping[str, Any], expert_before_data: bool, mp_size: int, pp_size: int
+) -> list[str]:
+    """Hold the sharding of experts against the nodes that the ranks lie on. Collective over all ranks of the job.
+
+    Args:
+        block: ``esp_size`` and ``topology`` are read.
+        layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``deepspeed_moe.ep_size`` is read.
+        expert_before_data, mp_size, pp_size: lay out the groups, see :func:`ds_fsmoe.runtime.topology.layout`.
+
+    Returns:
+        What is allowed and costs more than it need: a sentence each.
+
+    Raises:
+        ConfigError: the nodes are not equally large; on every rank.
+    """
+    if block.esp_size == 1:
+        return []
+    asked = block.topology.ranks_per_node
+    topology = find_topology(None if asked == "auto" else asked)
+    if reason := why_not_sharded(topology, block.esp_size):
+        raise ConfigError(reason)
+    sentences = []
+    for ep_size in sorted({layer.deepspeed_moe.ep_size for layer in layers.values()}):
+        largest = topology.world_size // pp_size // ep_size
+        # Where the ranks that share an expert would lie, for each size there is.
+        at = {
+            size: topology.place(
+                layout(
+                    *(topology.world_size, ep_size, size, expert_before_data),
+                    mp_size=mp_size,
+                    pp_size=pp_size,
+                ).esp
+            )
+            for size in range(1, largest + 1)
+            if largest % size == 0
+        }
+        if Lane.INTER in at[block.esp_size].lanes:
+            inside = ", ".join(str(size) for size, place in at.items() if Lane.INTER not in place.lanes)
+            sentences.append(
+                f"{BLOCK}.esp_size = {block.esp_size}: ranks that share an expert lie in {at[block.esp_size].nodes} "
+                f"nodes, so all-gathers and reduce-scatters of {block.esp_size} times the bytes of an all-to-all go "
+                f"over the link between nodes; with ep_size = {ep_size} they stay inside a node for {inside}"
+            )
+    return sentences
 
 
 def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:

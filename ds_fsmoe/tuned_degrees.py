@@ -7,16 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ds_fsmoe.measured_costs import LayerCosts, Machine
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.degree import smallest_of_best
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.presets import BEST, late_choices, preset
-from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
-from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.predicted import CallSizes, sized
+from ds_fsmoe.planning.timeline import IDEAL
+from ds_fsmoe.planning.workload import AllToAll
+from ds_fsmoe.predicted import CallSizes
 from ds_fsmoe.runtime.pipeline import PhasePlan
-from ds_fsmoe.runtime.profiler import BACKWARD_ANEW, LayerProfile
 
 MARGIN = 0.03
 """``best`` cuts a layer where that is predicted to gain more than this share of its time; less is lost in the noise."""
@@ -38,52 +38,28 @@ class Ways:
     """What a degree above 1 has to gain."""
 
     @classmethod
-    def of(cls, schedule: str, max_degree: int, links: Links) -> Ways:
+    def of(cls, schedule: str, max_degree: int, one_wire: bool = False) -> Ways:
         """Those of a schedule by name.
 
         Args:
             schedule: as in ``fsmoe.schedule``.
             max_degree: the largest to be considered.
-            links: the order in which ``best`` runs a layer that is not cut.
+            one_wire: whether both links are one wire, so that ``best`` takes them for one lane.
         """
         if schedule == BEST:
-            return cls(lambda backward, splits: tuple(_open(max_degree, links, backward and splits)), margin=MARGIN)
+            orders = ("shared",) if one_wire else ORDERS
+            return cls(lambda backward, splits: tuple(_open(max_degree, orders, backward and splits)), margin=MARGIN)
         switches = preset(schedule)
         return cls(lambda backward, _: switches.orders(max_degree, backward), switches.pipeline == "common")
 
 
-def _open(max_degree: int, links: Links, may_put_off: bool) -> Iterable[Order]:
-    yield Order(1, links)
+def _open(max_degree: int, links: Sequence[Links], may_put_off: bool) -> Iterable[Order]:
+    # Stock's schedule; on lanes of their own, its collectives leave the other link to gradients.
+    yield Order(1, links[-1])
     for degree in range(2, max_degree + 1):
         # Holding back beyond the layer's own end means nothing to a layer run alone.
         late = sorted({0, *(late for late, _, _ in late_choices(degree))}) if may_put_off else (0,)
-        yield from (Order(degree, order, each) for each in late for order in ORDERS)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """How lanes run tasks."""
-
-    is_serial: bool = False
-    """One after another."""
-    issues_ahead: bool = False
-    """Whether the host hands out tasks ahead of the lanes, as to a GPU; else each task bears its own cost."""
-
-    def predict_ms(self, plan: PhasePlan, sizes: CallSizes, profile: LayerProfile, same_cuts: bool = True) -> float:
-        """The experts' part of a layer in one phase."""
-        costs = profile.costs(plan.backward, same_cuts)
-        tasks = []
-        for task in sized(plan.schedule, plan, sizes).tasks:
-            # Measured are whole operations, with all their launches.
-            lane = Lane.COMPUTE if self.is_serial else task.lane
-            tasks.append(replace(task, lane=lane, launches=min(1, task.launches)))
-        host_ms = profile.task_ms if self.issues_ahead else 0.0
-        if not self.issues_ahead:
-            costs = {
-                kind: replace(cost, alpha_ms=cost.alpha_ms + profile.task_ms) if kind != HOLD else cost
-                for kind, cost in costs.items()
-            }
-        return simulate(Schedule(tuple(tasks)), costs, host_ms=host_ms).makespan_ms
+        yield from (Order(degree, order, each) for each in late for order in links)
 
 
 @dataclass(frozen=True)
@@ -93,6 +69,8 @@ class PhaseChoice:
     block: BlockPlan
     time_ms: float
     """Predicted, of the experts' part."""
+    isolated_ms: float
+    """The same if lanes did not slow each other down."""
     uncut_ms: float
     """The same with degree 1."""
     runner_up: Degree
@@ -133,11 +111,12 @@ class _Phase:
 def choose_degrees(
     groups: Groups,
     sizes: CallSizes,
-    profile: LayerProfile,
+    profile: LayerCosts,
     machine: Machine,
     ways: Ways,
     asked: tuple[Degree, Degree] = (None, None),
     links: Links = "paper",
+    alltoall: AllToAll = "flat",
 ) -> tuple[PhaseChoice, PhaseChoice]:
     """How a layer is run forward and backward.
 
@@ -149,30 +128,38 @@ def choose_degrees(
         ways: what may be chosen from.
         asked: degrees for (forward, backward) that are not to be chosen.
         links: the order in which a layer is run whose degree is asked for.
+        alltoall: in one task or in two.
     """
     open_phases, phases = [], []
+    alone = replace(machine, contention=IDEAL)
     for backward, degree in zip((False, True), asked, strict=True):
 
         def price(order: Order, same_cuts: bool, backward: bool = backward) -> float:
-            return machine.predict_ms(PhasePlan(order.plan(), groups, backward), sizes, profile, same_cuts)
+            return machine.predict_ms(PhasePlan(order.plan(), groups, backward, alltoall), sizes, profile, same_cuts)
 
-        differs = backward and BACKWARD_ANEW in profile.operations
+        differs = backward and profile.costs_more_cut_anew
         # More chunks than slots gain nothing.
         orders = [each for each in ways.orders(backward, profile.splits) if each.degree <= max(1, sizes.capacity)]
         open_phases.append(_Phase(price, orders, differs))
         phases.append(open_phases[-1] if degree is None else _Phase(price, [Order(degree, links)], differs))
     must_match = ways.is_common or profile.draws
-    auto = _best_pair(open_phases[0], open_phases[1], ways.margin, must_match)
-    chosen = _best_pair(phases[0], phases[1], ways.margin, must_match)
+    # A gain that is smaller than what the lines are off by is none.
+    margin = max(ways.margin, profile.doubt) if ways.margin else 0.0
+    auto = _best_pair(open_phases[0], open_phases[1], margin, must_match)
+    chosen = _best_pair(phases[0], phases[1], margin, must_match)
     same, auto_same = chosen[0] == chosen[1], auto[0] == auto[1]
     choices = []
-    for phase, open_phase, degree, auto_degree in zip(phases, open_phases, chosen, auto, strict=True):
+    for backward, phase, open_phase, degree, auto_degree in zip(
+        (False, True), phases, open_phases, chosen, auto, strict=True
+    ):
+        plan = PhasePlan(phase.order(degree, same).plan(), groups, backward, alltoall)
         others = [each for each in open_phase.degrees if each != degree]
         runner_up = min(others, key=lambda each: open_phase.ms(each, same), default=None)
         choices.append(
             PhaseChoice(
-                phase.order(degree, same).plan(),
+                plan.block,
                 phase.ms(degree, same),
+                alone.predict_ms(plan, sizes, profile, same),
                 open_phase.ms(1, same),
                 runner_up,
                 None if runner_up is None else open_phase.ms(runner_up, same),

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.autotune import FORWARDS_BEFORE
+from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
@@ -47,6 +49,7 @@ class Run:
 def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEPS, break_expert: bool = False) -> Run:
     import ds_fsmoe
 
+    hurry()
     said, logger = Said(), logging.getLogger("ds_fsmoe")
     logger.addHandler(said)
     torch.manual_seed(0)
@@ -54,8 +57,9 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
     model = SmallModel(case, rank // esp_size)
     config = case.ds_config(fsmoe={"enabled": True} | block)
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    # Nothing comes of the first forward but its sizes: so what is trained is run with one plan throughout.
-    engine(*batch(99, rank, torch.float32))
+    # Nothing comes of the first two forwards but sizes: so what is trained is run with one plan throughout.
+    for _ in range(FORWARDS_BEFORE):
+        engine(*batch(99, rank, torch.float32))
     if break_expert:
 
         def fails(*_: Any) -> None:
@@ -90,11 +94,16 @@ def rewrite(folder: Path, factors: dict[str, float]) -> None:
     """Make operations of the only file dearer, as if measured so on another machine."""
     (path,) = folder.glob("*.json")
     data = json.loads(path.read_text())
-    for layer in data["layers"]:
-        layer["task_ms"] = 0.0
-        for name, at in layer["operations"].items():
-            # A line without a start, so that cutting costs nothing.
-            at["times_ms"] = [factors[name] * size / max(at["sizes"]) for size in at["sizes"]]
+    for name, at in data["measured"]["timings"].items():
+        for start, factor in factors.items():
+            if name.startswith((f"{start} of ", f"{start} (flat) of ")):
+                # A line without a start, so that cutting costs nothing.
+                at["times_ms"] = [factor * size / max(at["sizes"]) for size in at["sizes"]]
+    for name in data["measured"]["numbers"]:
+        if name.startswith("an empty task"):
+            data["measured"]["numbers"][name] = 0.0
+        if name.startswith("slowdown"):
+            data["measured"]["numbers"][name] = 1.0
     path.write_text(json.dumps(data))
 
 
@@ -126,9 +135,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
 def test_the_table_says_what_was_measured_and_chosen(runs: list[dict[str, Run]]) -> None:
     said = runs[0]["measured"].said
     assert runs[0]["measured"].num_measured > 4
-    for words in ("alpha [ms]", "r^2", "worst residual", "runner-up", "degree 1 [ms]", "the stage took"):
+    heads = ("alpha [ms]", "r^2", "worst residual", "slowed down", "runner-up", "isolated [ms]", "degree 1 [ms]")
+    for words in (*heads, "the stage took", "a step without the optimizer, predicted: ", "deepspeed "):
         assert words in said
-    for operation in ("all-to-all", "experts forward", "experts backward", "experts dX", "experts dW"):
+    for operation in ("all-to-all", "experts forward", "experts backward", "experts dX", "experts dW", "gate", "order"):
         assert f"L00, L01  {operation}" in said
     assert "autotune" not in runs[1]["measured"].said
 
@@ -137,8 +147,8 @@ def test_what_was_measured_before_is_not_measured_again(runs: list[dict[str, Run
     for each in runs:
         assert each["known"].num_measured == 0
         assert each["known"].degrees == each["measured"].degrees
-    assert "nothing is measured, all is in " in runs[0]["known"].said
-    assert "WARNING" not in runs[0]["known"].said
+    assert " has is not measured again" in runs[0]["known"].said
+    assert "cache_dir: " not in runs[0]["known"].said
 
 
 def test_training_with_degrees_found_is_training_with_them_given_by_hand_to_the_bit(
@@ -184,7 +194,7 @@ def meet_bad_files(rank: int, world_size: int, folder: str) -> dict[str, Run]:
     torch.distributed.barrier()
     if rank == 0:
         data = json.loads(path.read_text())
-        data["fingerprint"]["devices"] = ["another"]
+        data["measured"]["fingerprint"]["devices"] = ["another"]
         path.write_text(json.dumps(data))
     torch.distributed.barrier()
     runs["stale"] = train(rank, tuned(kept), steps=1)
@@ -203,10 +213,10 @@ def test_a_file_of_no_use_is_named_and_measured_again(tmp_path: Path) -> None:
         assert each["mended"].num_measured == 0
         assert all(not run.error for which, run in each.items() if which != "left")
     assert f"WARNING: fsmoe.autotune.cache_dir: {tmp_path / 'kept' / name} cannot be read: " in said["corrupt"]
-    assert f"{tmp_path / 'kept' / name} is of something else: it differs in devices" in said["stale"]
-    assert "WARNING" not in said["first"]
-    assert "WARNING" not in said["mended"]
-    assert said["blocked"].count("WARNING") == 1
+    assert f"{tmp_path / 'kept' / name} is of another cluster: it differs in devices" in said["stale"]
+    assert "cache_dir: " not in said["first"]
+    assert "cache_dir: " not in said["mended"]
+    assert said["blocked"].count("cache_dir: ") == 1
     assert "measurements cannot be kept in" in said["blocked"]
 
 
@@ -219,7 +229,7 @@ def fail_on_one(rank: int, world_size: int) -> Run:
 
 def test_a_rank_that_fails_while_measuring_ends_all_of_them_with_its_error(tmp_path: Path) -> None:
     for each in run_on_ranks(fail_on_one, 2, tmp_path / "ranks"):
-        assert each.error.startswith("rank 1 failed while measuring experts forward of L00: OSError: the disk is on")
+        assert each.error.startswith("rank 1 failed while measuring experts forward of experts GPTFeedForward/GPT")
 
 
 def train_sharded(rank: int, world_size: int) -> tuple[Run, Run]:
@@ -231,7 +241,7 @@ def test_sharded_experts_on_four_ranks_are_tuned_while_gradients_are_looked_at(t
     found = run_on_ranks(train_sharded, 4, tmp_path / "ranks")
     for ours, plain in found:
         assert (ours.error, ours.plans) == ("", found[0][0].plans)
-        # All-to-all, all-gather, reduce-scatter, four of the experts, and empty tasks.
-        assert ours.num_measured == 8
+        # All-to-all, all-gather, reduce-scatter, four of the experts, and more.
+        assert ours.num_measured > 8
         for a, b in zip(ours.numbers, plain.numbers, strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -34,12 +34,16 @@ DEEPSPEED: dict[str, str] = {
     "reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
     "reduction_stages.py": "likewise: the methods it replaces",
     "gradient_norm.py": "clips where DeepSpeed's optimizers would clip by another norm",
+    "profile_job.py": "starts torch.distributed as training does",
     "compat.py": "holds and checks every private name of DeepSpeed",
     "runtime/groups.py": "makes process groups where DeepSpeed looks for them",
 }
 # (file, imported module) -> why the rule of its room does not hold there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime/groups.py", "deepspeed"): DEEPSPEED["runtime/groups.py"],
+    ("commands/env.py", "ds_fsmoe.ops"): "says of each op whether it can be built, where there is a torch",
+    ("commands/env.py", "ds_fsmoe.runtime.link_facts"): "says what is known of the links; needs no torch",
+    ("commands/profile.py", "ds_fsmoe.profile_job"): "measures, which takes all that training takes",
     ("planning/draw.py", "matplotlib"): "draws, when it is asked to; all else there plans without",
 }
 # What must stay importable by someone who has no torch: to plan, to read configs, to be told what is missing.

@@ -95,7 +95,7 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"gate": {"capacity_factor": float("inf")}}, "fsmoe.gate.capacity_factor = Infinity: must be a finite number"),
         ({"gate": {"drop_tokens": None}}, "fsmoe.gate.drop_tokens = null: must be a boolean"),
         ({"gate": {"k": None}}, "fsmoe.gate.k = null: must be an integer"),
-        ({"gate": {"type": "auto"}}, 'fsmoe.gate.type = "auto": no such part; the choices are topk'),
+        ({"gate": {"type": "auto"}}, 'fsmoe.gate.type = "auto": no such part; the choices are deepseek, expert_choice, gshard'),
         ({"plugins": [""]}, 'fsmoe.plugins = "": cannot be imported'),
         ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
         ({"gate": "topk"}, 'fsmoe.gate = "topk": must be an object'),
@@ -106,9 +106,9 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ),
         ({"hooks": "a.b"}, 'fsmoe.hooks = "a.b": must be a list'),
         ({"plugins": ["no.such"]}, "fsmoe.plugins = \"no.such\": cannot be imported: No module named 'no'"),
-        ({"order": "einsum"}, 'fsmoe.order = "einsum": no such part; the choices are auto, sparse'),
-        ({"alltoall": "2dh"}, 'fsmoe.alltoall = "2dh": no such part; the choices are auto, flat'),
-        ({"gate": {"type": "gshard"}}, 'fsmoe.gate.type = "gshard": no such part; the choices are topk'),
+        ({"order": "einsun"}, 'fsmoe.order = "einsun": no such part; the choices are auto, dense, einsum, sparse'),
+        ({"alltoall": "3dh"}, 'fsmoe.alltoall = "3dh": no such part; the choices are auto, 1dh, 2dh, flat'),
+        ({"gate": {"type": "gshart"}}, 'fsmoe.gate.type = "gshart": no such part; the choices are deepseek, expert'),
         (
             {"schedule": "deepspeed", "pipeline_degree": {"forward": 2}},
             'fsmoe.pipeline_degree.forward = 2: must be 1 or "auto" with fsmoe.schedule = "deepspeed"',
@@ -134,7 +134,6 @@ def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence:
     ("written", "sentence"),
     [
         ({"solver": "slsqp"}, "fsmoe.solver"),
-        ({"autotune": {"enabled": True, "retune_on_drift": True}}, "fsmoe.autotune.retune_on_drift"),
         ({"metrics": "brief"}, "fsmoe.metrics"),
     ],
 )
@@ -199,8 +198,9 @@ def test_every_field_is_used_or_refused() -> None:
     used = {"enabled", "schedule", "order", "alltoall", "ops", "plugins", "esp_size", "overlap", "recompute", "hooks"}
     used |= {"pipeline_degree.forward", "pipeline_degree.backward", "topology.ranks_per_node"}
     used |= {"pipeline_degree.max", "autotune.enabled", "autotune.cache_dir"}
+    used |= {"autotune.watch_every", "autotune.drift_threshold", "autotune.retune_on_drift"}
     used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path", "trace.cluster"}
-    used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts"}
+    used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts", "debug.check_router"}
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
     used |= {"gradient_partition.all_used"}
     assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields} | set(_ONLY)
@@ -208,7 +208,7 @@ def test_every_field_is_used_or_refused() -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True, "solver": "slsqp", "schedule": "tutel", "order": "einsum"}})
+        read_block({"fsmoe": {"enabled": True, "solver": "slsqp", "schedule": "tutel", "order": "einsun"}})
     lines = str(caught.value).splitlines()
     assert lines[0] == "4 problems:"
     degrees = ["fsmoe.pipeline_degree.forward", "fsmoe.pipeline_degree.backward"]

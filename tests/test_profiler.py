@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,28 @@ from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.runtime.groups import make_groups
 from ds_fsmoe.runtime.lanes import make_lanes
+from ds_fsmoe.runtime.link_times import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, fastest, time_links
+from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.one_fate import MeasuringError
 from ds_fsmoe.runtime.pipeline import CallSizes, PhasePlan
 from ds_fsmoe.runtime.profiler import (
-    ALL_GATHER,
-    ALL_TO_ALL,
     BACKWARD,
     BACKWARD_ANEW,
     DW,
     DX,
     FORWARD,
-    REDUCE_SCATTER,
     LayerProfile,
     Subject,
     measured_slots,
     profile,
 )
-from ds_fsmoe.runtime.stopwatch import Stopwatch
+from ds_fsmoe.runtime.stopwatch import Stopwatch, Timing
 from ds_fsmoe.runtime.wires import Wires
 from tests.ranks import run_on_ranks
 
 WIDTH, HIDDEN, CAPACITY, LOCAL = 13, 29, 97, 2
+MEASURED = 104
+"""The capacity, up to the next multiple of an eighth of 64."""
 CPU = torch.device("cpu")
 
 
@@ -66,6 +68,7 @@ def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
     wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
     subject = Subject(
         "L00",
+        "/".join(type(each).__name__ for each in experts),
         wires,
         found,
         len(experts),
@@ -78,7 +81,11 @@ def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
     lanes = make_lanes(CPU)
     try:
         schedule = PhasePlan(BlockPlan(equal_shares(3)), groups.planned, backward=False).schedule
-        return profile(Stopwatch(CPU), subject, lanes, schedule)
+        measuring = Measuring(Stopwatch(CPU), Measurements())
+        found = time_links(measuring, [subject])
+        of_links = {name: found.timings[subject.link_name(name)] for name in subject.links}
+        measured = profile(measuring, subject, lanes, schedule)
+        return replace(measured, operations={**of_links, **measured.operations})
     finally:
         lanes.close()
 
@@ -119,7 +126,7 @@ def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks(results_of: d
     for found in (first["written"], first["graphs"]):
         assert 0 < found.task_ms < 100
         for timing in found.operations.values():
-            assert len(timing.sizes) == len(measured_slots(CAPACITY))
+            assert len(timing.sizes) >= len(measured_slots(CAPACITY))
             assert all(each > 0 for each in timing.times_ms)
             # More never costs less by the line, whatever the clock has said.
             predicted_ms = [timing.fit.cost.ms(size) for size in timing.sizes]
@@ -130,8 +137,8 @@ def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks(results_of: d
 
 def test_sizes_are_those_that_the_planner_gives_its_tasks(results_of: dict) -> None:
     found = results_of[2][0]["written"]
-    sent_bytes = 2 * LOCAL * CAPACITY * WIDTH * 4
-    flops = 2 * 4 * CAPACITY * LOCAL * 2 * WIDTH * HIDDEN
+    sent_bytes = 2 * LOCAL * MEASURED * WIDTH * 4
+    flops = 2 * 4 * MEASURED * LOCAL * 2 * WIDTH * HIDDEN
     largest = {name: timing.sizes[-1] for name, timing in found.operations.items()}
     assert largest == {
         ALL_TO_ALL: sent_bytes,
@@ -197,7 +204,38 @@ def fail_on_one(rank: int, world_size: int, failing: int) -> str:
 
 
 def test_a_rank_that_fails_ends_the_measuring_on_all_of_them_with_its_error(tmp_path: Path) -> None:
-    said = "rank 1 failed while measuring experts forward of L00: OSError: the disk is on fire"
+    said = "rank 1 failed while measuring experts forward of Counting, 104 slots: OSError: the disk is on fire"
     first, second, *_ = run_on_ranks(fail_on_one, 2, tmp_path / "ranks", 1)
     assert first == f"{said} | None"
     assert second == f"{said} | OSError('the disk is on fire')"
+
+
+# ---- several ways to do the same
+
+
+def test_of_two_ways_the_faster_one_is_taken_by_size_with_one_change_at_most() -> None:
+    sizes = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+    early = Timing("byte", sizes, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0))
+    late = Timing("byte", sizes, (5.0, 5.1, 5.2, 5.4, 5.8, 6.6))
+    rule, taken = fastest({"exchange": early, "backend": late})
+    assert rule == ((0.0, "exchange"), (8.0, "backend"))
+    assert taken.times_ms == (1.0, 2.0, 4.0, 5.4, 5.8, 6.6)
+    assert fastest({"exchange": early, "backend": Timing("byte", sizes, tuple(3 * t for t in early.times_ms))}) == (
+        ((0.0, "exchange"),),
+        early,
+    )
+    assert fastest({"exchange": late, "backend": early})[0] == ((0.0, "backend"), (8.0, "exchange"))
+
+
+def reduce_by(rank: int, world_size: int) -> list[torch.Tensor]:
+    groups = make_groups(1, world_size)
+    y_NecM = torch.arange(2.0 * world_size * 3 * 5).view(2 * world_size, 1, 3, 5) * (rank + 1)
+    ways = ((), ((0.0, "exchange"),), ((0.0, "backend"),), ((0.0, "backend"), (y_NecM.nbytes + 1.0, "exchange")))
+    wires = [Wires(FlatAllToAll().exchange, None, groups.esp_group, reduces=each) for each in ways]
+    assert [each.reduce_method(y_NecM) for each in wires] == ["exchange", "exchange", "backend", "backend"]
+    return [each.reduce(y_NecM) for each in wires]
+
+
+def test_every_way_to_reduce_gives_the_same_sum(tmp_path: Path) -> None:
+    for found in run_on_ranks(reduce_by, 3, tmp_path / "ranks"):
+        assert all(torch.equal(each, found[0]) for each in found)

@@ -9,24 +9,17 @@ from dataclasses import replace
 
 import pytest
 
+from ds_fsmoe.measured_costs import Machine
 from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
 from ds_fsmoe.predicted import CallSizes, moe_work
-from ds_fsmoe.runtime.profiler import (
-    ALL_GATHER,
-    ALL_TO_ALL,
-    BACKWARD,
-    BACKWARD_ANEW,
-    DW,
-    DX,
-    FORWARD,
-    REDUCE_SCATTER,
-    LayerProfile,
-)
+from ds_fsmoe.runtime.link_times import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
+from ds_fsmoe.runtime.profiler import BACKWARD, BACKWARD_ANEW, DW, DX, FORWARD, LayerProfile
 from ds_fsmoe.runtime.stopwatch import Timing
-from ds_fsmoe.tuned_degrees import MARGIN, Machine, Ways, choose_degrees
+from ds_fsmoe.tuned_degrees import MARGIN, Ways, choose_degrees
 
 GROUPS = Groups(world=4, gpus_per_node=2, ep=2, esp=2)
 # Every degree up to 8 divides the capacity, so equal shares are whole slots.
@@ -67,7 +60,7 @@ def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order], t
         moe.enter, moe.gather, once(moe.expert), moe.reduce, moe.leave, once(moe.expert_dx), once(moe.expert_dw)
     )
     costs = {
-        kind: replace(cost, alpha_ms=cost.alpha_ms + (task_ms if kind != "HOLD" else 0.0))
+        kind: cost.plus(task_ms if kind != "HOLD" else 0.0)
         for kind, cost in profile.costs(backward).items()
     }
     return BlockTimes(BlockWork((), once_launched, ()), costs).times_ms(orders)[:, 0].tolist()
@@ -77,7 +70,7 @@ def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order], t
 @pytest.mark.parametrize("schedule", ["fsmoe", "fsmoe_no_iio"])
 def test_each_phase_gets_the_degree_that_is_the_fastest_of_all(schedule: str, seed: int) -> None:
     profile = made_up(seed, task_ms=0.02)
-    ways = Ways.of(schedule, MAX_DEGREE, "paper")
+    ways = Ways.of(schedule, MAX_DEGREE)
     for backward, choice in enumerate(choose_degrees(GROUPS, SIZES, profile, Machine(), ways)):
         orders = list(ways.orders(bool(backward), True))
         times_ms = by_brute_force(profile, bool(backward), orders, 0.02)
@@ -95,14 +88,14 @@ def test_putting_weight_gradients_off_gains_nothing_by_the_noise_of_three_clocks
     # Experts alone: whatever the whole backward was measured to be, cutting it cannot help.
     nothing = {"all-to-all": 0.0, "all-gather": 0.0, "reduce-scatter": 0.0}
     profile = made_up(0, experts_backward=50.0, experts_dX=16.0, experts_dW=16.0, **nothing)
-    _, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("best", MAX_DEGREE, "reduce_first"))
+    _, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("best", MAX_DEGREE))
     assert backward.block.degree == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_best_searches_every_order_and_late_weight_gradients_too(seed: int) -> None:
     profile = made_up(seed)
-    ways = Ways.of("best", MAX_DEGREE, "reduce_first")
+    ways = Ways.of("best", MAX_DEGREE)
     forward, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
     every = [Order(1, "reduce_first")] + [
         Order(degree, links, late)
@@ -128,8 +121,8 @@ def test_best_does_not_cut_for_a_gain_within_the_noise() -> None:
         for name, each in base.operations.items()
     }
     profile = replace(base, operations=free)
-    forward, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("best", MAX_DEGREE, "reduce_first"))
-    by_name, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("fsmoe", MAX_DEGREE, "paper"))
+    forward, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("best", MAX_DEGREE))
+    by_name, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("fsmoe", MAX_DEGREE))
     assert (1 - MARGIN) * by_name.uncut_ms < by_name.time_ms < by_name.uncut_ms
     assert by_name.block.degree > 1
     assert forward.block.degree == 1
@@ -140,7 +133,7 @@ def test_best_does_not_cut_for_a_gain_within_the_noise() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_schedule_of_one_degree_gets_the_one_with_the_least_sum(schedule: str, seed: int) -> None:
     profile = made_up(seed)
-    ways = Ways.of(schedule, MAX_DEGREE, "shared")
+    ways = Ways.of(schedule, MAX_DEGREE)
     forward, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
     orders = list(ways.orders(False, True))
     sums_ms = [
@@ -151,13 +144,13 @@ def test_a_schedule_of_one_degree_gets_the_one_with_the_least_sum(schedule: str,
 
 
 def test_the_schedule_that_does_not_cut_is_not_cut() -> None:
-    ways = Ways.of("deepspeed", MAX_DEGREE, "shared")
+    ways = Ways.of("deepspeed", MAX_DEGREE)
     for choice in choose_degrees(GROUPS, SIZES, made_up(), Machine(), ways):
         assert (choice.block.degree, choice.runner_up) == (1, None)
 
 
 def test_experts_that_draw_random_numbers_are_cut_alike_in_both_phases() -> None:
-    ways = Ways.of("fsmoe", MAX_DEGREE, "paper")
+    ways = Ways.of("fsmoe", MAX_DEGREE)
     apart = 0
     for seed in range(12):
         free = choose_degrees(GROUPS, SIZES, made_up(seed, splits=False), Machine(), ways)
@@ -168,7 +161,7 @@ def test_experts_that_draw_random_numbers_are_cut_alike_in_both_phases() -> None
 
 
 def test_phases_are_cut_alike_where_cutting_anew_costs_more_than_it_gains() -> None:
-    ways = Ways.of("fsmoe", MAX_DEGREE, "paper")
+    ways = Ways.of("fsmoe", MAX_DEGREE)
     for seed in range(6):
         dear = made_up(seed, splits=False)
         operations = dict(dear.operations) | {
@@ -182,7 +175,7 @@ def test_phases_are_cut_alike_where_cutting_anew_costs_more_than_it_gains() -> N
 
 def test_degrees_given_by_hand_are_kept_and_the_others_chosen_around_them() -> None:
     profile = made_up(3)
-    ways = Ways.of("fsmoe", MAX_DEGREE, "paper")
+    ways = Ways.of("fsmoe", MAX_DEGREE)
     free = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
     for asked in itertools.product((None, 1, 5, 11), repeat=2):
         found = choose_degrees(GROUPS, SIZES, profile, Machine(), ways, asked, "paper")
@@ -194,22 +187,72 @@ def test_degrees_given_by_hand_are_kept_and_the_others_chosen_around_them() -> N
 
 def test_where_one_task_runs_after_another_nothing_is_cut() -> None:
     for schedule in ("best", "fsmoe", "tutel"):
-        ways = Ways.of(schedule, MAX_DEGREE, "paper")
+        ways = Ways.of(schedule, MAX_DEGREE)
         for choice in choose_degrees(GROUPS, SIZES, made_up(1), Machine(is_serial=True), ways):
             assert choice.block.degree == 1
 
 
 def test_no_more_chunks_than_slots_are_considered() -> None:
     few = replace(SIZES, capacity=3)
-    for choice in choose_degrees(GROUPS, few, made_up(), Machine(), Ways.of("fsmoe", MAX_DEGREE, "paper")):
+    for choice in choose_degrees(GROUPS, few, made_up(), Machine(), Ways.of("fsmoe", MAX_DEGREE)):
         assert choice.block.degree <= 3
 
 
 def test_a_dear_host_makes_fewer_chunks() -> None:
     for ahead in (False, True):
-        ways = Ways.of("fsmoe", MAX_DEGREE, "paper")
+        ways = Ways.of("fsmoe", MAX_DEGREE)
         cheap, dear = (
             choose_degrees(GROUPS, SIZES, made_up(0, task_ms=task_ms), Machine(issues_ahead=ahead), ways)[0]
             for task_ms in (0.0, 5.0)
         )
         assert dear.block.degree < cheap.block.degree
+
+
+def test_lanes_that_slow_each_other_down_to_a_standstill_are_not_worth_a_cut() -> None:
+    ways = Ways.of("best", MAX_DEGREE)
+    for seed in range(4):
+        profile = made_up(seed)
+        free = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+        assert max(choice.block.degree for choice in free) > 1
+        # Two lanes at once do no more than one: nothing is left to be gained.
+        stuck = Machine(contention=Contention(links=1.0, compute=1.0, traffic=1.0))
+        for choice, freely in zip(choose_degrees(GROUPS, SIZES, profile, stuck, ways), free, strict=True):
+            assert choice.block.degree == 1
+            assert choice.time_ms == pytest.approx(freely.uncut_ms)
+
+
+def test_contention_is_priced_and_the_isolated_time_is_told_beside_it() -> None:
+    ways = Ways.of("fsmoe", MAX_DEGREE)
+    busy = Machine(contention=Contention(links=0.3, compute=0.4, traffic=0.2))
+    for seed in range(4):
+        profile = made_up(seed)
+        for choice, freely in zip(
+            choose_degrees(GROUPS, SIZES, profile, busy, ways),
+            choose_degrees(GROUPS, SIZES, profile, Machine(), ways),
+            strict=True,
+        ):
+            assert freely.isolated_ms == pytest.approx(freely.time_ms)
+            assert freely.time_ms <= choice.isolated_ms + 1e-9
+            assert choice.isolated_ms < choice.time_ms <= choice.uncut_ms + 1e-9
+
+
+def test_links_that_are_one_wire_are_one_lane_for_best() -> None:
+    for seed in range(3):
+        for choice in choose_degrees(GROUPS, SIZES, made_up(seed), Machine(), Ways.of("best", MAX_DEGREE, True)):
+            assert choice.block.links == "shared"
+
+
+def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
+    profile = made_up(0)
+    ways = Ways.of("best", MAX_DEGREE)
+    forward, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+    gain = 1 - forward.time_ms / forward.uncut_ms
+    assert forward.block.degree > 1
+    at = profile.operations[FORWARD]
+    # Off by more than the gain, up and down in turn, so that the line stays where it is.
+    off = 1.5 * gain
+    swinging = [(1 + (off if place % 2 else -off)) * at.fit.cost.ms(size) for place, size in enumerate(at.sizes)]
+    doubtful = replace(profile, operations=dict(profile.operations) | {FORWARD: replace(at, times_ms=tuple(swinging))})
+    assert doubtful.doubt > MARGIN
+    for choice in choose_degrees(GROUPS, SIZES, doubtful, Machine(), ways):
+        assert choice.time_ms < (1 - doubtful.doubt) * choice.uncut_ms or choice.block.degree == 1

@@ -187,8 +187,16 @@ def _add_moe(
 
     # Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
     reduce_ahead = plan.links == "reduce_first"
+    # Of an all-to-all in two steps the one inside the node comes a chunk ahead of the gather on the way in, and a chunk
+    # behind the reduce on the way out: on the same link, each would wait for the other's chunk to come between nodes.
+    in_steps = len(moe.enter) > 1 and plan.links != "shared"
+    inside, enter = (moe.enter[:1], moe.enter[1:]) if in_steps else ((), moe.enter)
+    leave, back_inside = (moe.leave[:1], moe.leave[1:]) if in_steps else (moe.leave, ())
+    step(0, inside)
     for chunk in range(degree):
-        step(chunk, moe.enter)
+        step(chunk, enter)
+        if chunk + 1 < degree:
+            step(chunk + 1, inside)
         step(chunk, moe.gather)
         if chunk == degree - 1:
             _add_slices(draft, plan.moe_slices, layer, passed)
@@ -198,7 +206,10 @@ def _add_moe(
     for chunk in range(degree):
         if not reduce_ahead or chunk == degree - 1:
             step(chunk, moe.reduce)
-        step(chunk, moe.leave)
+        step(chunk, leave)
+        if chunk > 0:
+            step(chunk - 1, back_inside)
+    step(degree - 1, back_inside)
     return tuple(dict.fromkeys(index for each in at for index in each)), weights_done, late
 
 

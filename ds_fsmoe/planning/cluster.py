@@ -21,6 +21,8 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 
 _FOLDER = Path(__file__).parent / "clusters"
+_FIELDS = ("name", "source", "num_nodes", "gpus_per_node", "contention", "host_ms", "operations", "measured")
+"""Of a file. ``measured`` is what the rest was made from, for whoever measured it; it is not looked into here."""
 _CONTENTION = ("links", "compute", "traffic")
 _COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 UNITS: Mapping[str, str] = MappingProxyType(
@@ -108,6 +110,24 @@ def load_cluster(name_or_path: str) -> Cluster:
     return _Reader(f"cluster file {path}").cluster(data)
 
 
+def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
+    """What :func:`load_cluster` reads back as an equal cluster, in JSON's types."""
+    operations = {}
+    for name, operation in cluster.operations.items():
+        cost = {"alpha_ms": float(operation.cost.alpha_ms), f"beta_ms_per_{UNITS[name]}": float(operation.cost.beta_ms)}
+        ranks = {} if operation.ranks is None else {"ranks": operation.ranks}
+        operations[name] = cost | ranks | {"source": operation.source}
+    return {
+        "name": cluster.name,
+        "source": cluster.source,
+        "num_nodes": cluster.num_nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "contention": {key: float(getattr(cluster.contention, key)) for key in _CONTENTION},
+        "host_ms": float(cluster.host_ms),
+        "operations": operations,
+    }
+
+
 class _Reader:
     """Reads a cluster file field by field, and says of a wrong one where it is."""
 
@@ -118,11 +138,12 @@ class _Reader:
         return ValueError(f"{self._file}: {path}{sentence}")
 
     def cluster(self, data: Any) -> Cluster:
-        fields = ("name", "source", "num_nodes", "gpus_per_node", "contention", "host_ms", "operations")
-        self.known("", data, fields)
+        self.known("", data, _FIELDS)
         for needed in ("num_nodes", "gpus_per_node", "operations"):
             if needed not in data:
                 raise self.wrong(needed, " is missing")
+        if not isinstance(data.get("measured", {}), dict):
+            raise self.wrong("measured", " must be a JSON object")
         contention = data.get("contention", {})
         self.known("contention", contention, (*_CONTENTION, "source"))
         self.known("operations", data["operations"], tuple(UNITS))

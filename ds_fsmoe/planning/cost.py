@@ -38,12 +38,37 @@ class LinearCost:
         """Milliseconds of a task of this size, done in so many launches."""
         return launches * self.alpha_ms + size * self.beta_ms
 
+    def plus(self, alpha_ms: float) -> LinearCost:
+        """The same with a larger start-up."""
+        return LinearCost(self.alpha_ms + alpha_ms, self.beta_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchedCost:
+    """Two lines: from some size on a backend goes about it otherwise (another protocol, another algorithm)."""
+
+    below: LinearCost
+    above: LinearCost
+    switch_size: float
+    """The smallest size on the upper line."""
+
+    def ms(self, size: float, launches: int = 1) -> float:
+        """See :class:`LinearCost`."""
+        return (self.below if size < self.switch_size else self.above).ms(size, launches)
+
+    def plus(self, alpha_ms: float) -> SwitchedCost:
+        """See :class:`LinearCost`."""
+        return SwitchedCost(self.below.plus(alpha_ms), self.above.plus(alpha_ms), self.switch_size)
+
+
+Cost = LinearCost | SwitchedCost
+
 
 @dataclass(frozen=True)
 class Fit:
     """A cost with the evidence for it."""
 
-    cost: LinearCost
+    cost: Cost
     r2: float
     """Coefficient of determination."""
     sizes: tuple[float, ...]
@@ -57,12 +82,18 @@ class Fit:
         return max(abs(each) for each in self.residuals_ms)
 
     @property
+    def worst_share(self) -> float:
+        """The largest deviation as a share of what the line says there."""
+        return max(
+            abs(off) / max(self.cost.ms(size), 1e-12) for size, off in zip(self.sizes, self.residuals_ms, strict=True)
+        )
+
+    @property
     def is_good(self) -> bool:
         """Whether the line describes the measurements."""
-        pairs = zip(self.sizes, self.residuals_ms, strict=True)
-        return self.r2 >= GOOD_R2 or all(abs(off) <= GOOD_RESIDUAL * self.cost.ms(size) for size, off in pairs)
+        return self.r2 >= GOOD_R2 or self.worst_share <= GOOD_RESIDUAL
 
-    def require_good(self, what: str) -> LinearCost:
+    def require_good(self, what: str) -> Cost:
         """The cost, if it can be trusted.
 
         Args:
@@ -96,20 +127,59 @@ def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
         )
     if not (np.isfinite(size).all() and np.isfinite(time_ms).all() and (size >= 0).all() and (time_ms >= 0).all()):
         raise ValueError("fit: sizes and times must be finite and at least 0")
+    return _fitted(size, time_ms, np.ones_like(size))
+
+
+def _fitted(size: np.ndarray, time_ms: np.ndarray, weight: np.ndarray) -> Fit:
     # Sizes span many orders of magnitude, so the slope is solved for in units of the largest.
     unit = size.max() or 1.0
-    alpha_ms, slope_ms = _non_negative_line(size / unit, time_ms)
+    alpha_ms, slope_ms = _non_negative_line(size / unit, time_ms, weight)
     residuals = time_ms - alpha_ms - slope_ms * size / unit
     spread = float(((time_ms - time_ms.mean()) ** 2).sum())
     r2 = 1.0 - float((residuals**2).sum()) / spread if spread > 0 else float(np.allclose(residuals, 0))
     return Fit(LinearCost(alpha_ms, slope_ms / unit), r2, tuple(size.tolist()), tuple(residuals.tolist()))
 
 
-def _non_negative_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+def fit_switched(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
+    """:func:`fit`; where that leaves some measurement by more than :data:`GOOD_RESIDUAL`, the line with the least
+    relative deviations; and where two lines describe them far better still, these.
+
+    Args:
+        sizes: ascending, and for two lines at least six: three for each.
+        times_ms: measured medians, one per size.
+
+    Raises:
+        ValueError: see :func:`fit`.
+    """
+    best = fit(sizes, times_ms)
+    if best.worst_share <= GOOD_RESIDUAL:
+        return best
+    size, time_ms = np.asarray(sizes, dtype=float), np.asarray(times_ms, dtype=float)
+    # What is small counts as much as what is large: it is what chunks are.
+    weight = 1.0 / np.maximum(time_ms, 1e-3 * time_ms.max())
+    best = min(best, _fitted(size, time_ms, weight), key=lambda each: each.worst_share)
+    one_share = best.worst_share
+    for place in range(3, len(size) - 2):
+        low = _fitted(size[:place], time_ms[:place], weight[:place])
+        high = _fitted(size[place:], time_ms[place:], weight[place:])
+        share = max(low.worst_share, high.worst_share)
+        # More lines always fit better; a switch is believed where it leaves a fraction of the deviation.
+        if share < min(0.4 * one_share, best.worst_share):
+            assert isinstance(low.cost, LinearCost)
+            assert isinstance(high.cost, LinearCost)
+            residuals = (*low.residuals_ms, *high.residuals_ms)
+            spread = float(((time_ms - time_ms.mean()) ** 2).sum())
+            r2 = 1.0 - sum(each**2 for each in residuals) / spread if spread > 0 else best.r2
+            best = Fit(SwitchedCost(low.cost, high.cost, float(size[place])), r2, best.sizes, residuals)
+    return best
+
+
+def _non_negative_line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
     """Intercept and slope of the best line with neither below 0: the free optimum, or the better of the two edges."""
-    slope, intercept = np.polyfit(x, y, 1)
+    slope, intercept = np.polyfit(x, y, 1, w=weight)
     if slope >= 0 and intercept >= 0:
         return float(intercept), float(slope)
-    through_origin = (0.0, max(0.0, float(x @ y / (x @ x))))
-    flat = (max(0.0, float(y.mean())), 0.0)
-    return min(through_origin, flat, key=lambda line: float(((y - line[0] - line[1] * x) ** 2).sum()))
+    squared = weight**2
+    through_origin = (0.0, max(0.0, float((squared * x) @ y / ((squared * x) @ x))))
+    flat = (max(0.0, float(squared @ y / squared.sum())), 0.0)
+    return min(through_origin, flat, key=lambda line: float((squared * (y - line[0] - line[1] * x) ** 2).sum()))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
 
 _INSTANT_MS = 1e-12  # what floating point leaves of a finished task
@@ -118,7 +118,7 @@ class Timeline:
 
 def simulate(
     schedule: Schedule,
-    costs: Mapping[str, LinearCost],
+    costs: Mapping[str, Cost],
     contention: Contention = IDEAL,
     host_ms: float = 0.0,
 ) -> Timeline:

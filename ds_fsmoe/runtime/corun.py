@@ -2,7 +2,7 @@
 """How much two lanes slow each other down, measured on the lanes themselves: alone, then both at once.
 
 What an operation takes alone says little about a machine on which others are under way: links may share a wire or an
-adapter, and traffic takes processor time, memory bandwidth or multiprocessors from computation, and the other way round.
+adapter, and traffic and computation take processor time, memory bandwidth or multiprocessors from each other.
 """
 
 from __future__ import annotations

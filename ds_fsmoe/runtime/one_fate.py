@@ -17,14 +17,16 @@ class MeasuringError(RuntimeError):
 
 
 class OneFate:
-    """Of all ranks.
+    """Of some ranks.
 
     Args:
         device: where their process group carries tensors.
+        group: the ranks; ``None``: all of the job.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self._device = device
+        self._group = group
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -49,12 +51,13 @@ class OneFate:
                 raise MeasuringError(f"failed while {what}: {_said(error)}") from error
             return
         failed = torch.tensor([float(error is not None)], device=self._device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
         if not failed.item():
             return
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if error is None else _said(error))
-        first, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        texts: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(texts, None if error is None else _said(error), group=self._group)
+        index, text = next((index, text) for index, text in enumerate(texts) if text is not None)
+        first = index if self._group is None else dist.get_global_rank(self._group, index)
         others = sum(each is not None for each in texts) - 1
         more = f" (and {others} more rank{'s' if others > 1 else ''})" if others else ""
         raise MeasuringError(f"rank {first}{more} failed while {what}: {text}") from error

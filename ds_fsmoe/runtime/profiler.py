@@ -9,33 +9,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.cost import Cost, LinearCost
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
+    A2A_IN_NODE,
     A2A_OUT,
+    A2A_OUT_NODE,
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
+    EXPERT_GRAD,
     GATHER,
+    GRAD,
     HOLD,
     REDUCE,
+    Lane,
     Schedule,
 )
+from ds_fsmoe.runtime.corun import Slowdowns, slowdowns
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes
+from ds_fsmoe.runtime.link_times import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BETWEEN_NODES,
+    IN_NODES,
+    LINKS,
+    REDUCE_SCATTER,
+    prepared,
+)
+from ds_fsmoe.runtime.measurements import Measuring
 from ds_fsmoe.runtime.pipeline import CallSizes, ExpertCall, Experts
 from ds_fsmoe.runtime.stopwatch import Prepare, Stopwatch, Timing
 from ds_fsmoe.runtime.wires import Wires
 
-ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = "all-to-all", "all-gather", "reduce-scatter"
 FORWARD, BACKWARD = "experts forward", "experts backward"
 BACKWARD_ANEW = "experts backward, cut anew"
 DX, DW = "experts dX", "experts dW"
-_COLLECTIVES = (ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER)
+GRADIENTS, EXPERT_GRADIENTS = "all-reduce of gradients", "all-reduce of experts' gradients"
+GATE, ORDER = "gate", "order and back"
 _HOST_RUNS = 8
 
 
@@ -45,13 +62,13 @@ class LayerProfile:
 
     operations: Mapping[str, Timing]
     """By the names above. Collectives per byte: of what an all-to-all sends, an all-gather ends with, a reduce-scatter
-    starts from. Experts per floating-point operation of their matrix products."""
+    starts from. Experts per floating-point operation of their matrix products. Gate and order per token."""
     task_ms: float
     """What a task costs beside its work: to hand it to a lane, and to wait for what it needs."""
     draws: bool
     """Whether the experts draw random numbers: then forward and backward have to be cut alike."""
 
-    def costs(self, backward: bool, same_cuts: bool = True) -> dict[str, LinearCost]:
+    def costs(self, backward: bool, same_cuts: bool = True) -> dict[str, Cost]:
         """Kind of task -> what one costs in that phase, however many launches it is.
 
         Args:
@@ -60,13 +77,18 @@ class LayerProfile:
         """
         at = self.operations
         anew = BACKWARD_ANEW if BACKWARD_ANEW in at and not same_cuts else BACKWARD
-        names = {A2A_IN: ALL_TO_ALL, A2A_OUT: ALL_TO_ALL, GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER}
+        between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
+        names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
+        names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER}
         names |= {EXPERT: anew, EXPERT_DX: DX, EXPERT_DW: DW} if backward else {EXPERT: FORWARD}
-        found = {kind: at[name].fit.cost for kind, name in names.items() if name in at}
+        names |= {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS} if backward else {}
+        found: dict[str, Cost] = {kind: at[name].cost for kind, name in names.items() if name in at}
         if EXPERT_DW in found:
             # The sum of its parts, of half the size each: measured apart from them, it differs by the noise of the
             # clock, and putting weight gradients off would seem to gain that.
-            dx, dw = found[EXPERT_DX], found[EXPERT_DW]
+            dx, dw = at[DX].fit.cost, at[DW].fit.cost
+            assert isinstance(dx, LinearCost)
+            assert isinstance(dw, LinearCost)
             found[EXPERT] = LinearCost(dx.alpha_ms + dw.alpha_ms, (dx.beta_ms + dw.beta_ms) / 2)
         return {HOLD: LinearCost(0.0, 0.0)} | found
 
@@ -75,6 +97,17 @@ class LayerProfile:
         """Whether weight gradients can be put off."""
         return DW in self.operations
 
+    @property
+    def costs_more_cut_anew(self) -> bool:
+        """Whether it matters to the backward how the forward was cut."""
+        return BACKWARD_ANEW in self.operations
+
+    @property
+    def doubt(self) -> float:
+        """How far what was measured of the planned operations lies off its lines, as a share; 0 where lines do."""
+        planned = (each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD, DX, DW))
+        return max((each.best_fit.worst_share for each in planned if not each.best_fit.is_good), default=0.0)
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -82,6 +115,8 @@ class Subject:
 
     name: str
     """For messages."""
+    kind: str
+    """What makes layers equal: those with the same text are measured once."""
     wires: Wires
     experts: Experts
     num_local_experts: int
@@ -93,6 +128,10 @@ class Subject:
     sizes: CallSizes
     surroundings: Callable[[], AbstractContextManager]
     """What holds around a call: autocast."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """ "ep" and "esp" -> where the ranks of the group lie, as text."""
+    alltoall: str = "flat"
+    """Name of the algorithm."""
 
     @property
     def num_experts(self) -> int:
@@ -100,16 +139,39 @@ class Subject:
         return self.num_local_experts * self.wires.num_exchanging
 
     @property
-    def operations(self) -> tuple[str, ...]:
-        """What there is to time."""
-        groups = (self.wires.ep_group, self.wires.esp_group, self.wires.esp_group)
-        names = [name for name, group in zip(_COLLECTIVES, groups, strict=True) if group is not None]
-        names += [FORWARD, BACKWARD]
+    def links(self) -> tuple[str, ...]:
+        """Its collectives."""
+        exchanges = (IN_NODES, BETWEEN_NODES) if self.wires.legs else (ALL_TO_ALL,)
+        return (
+            *(() if self.wires.ep_group is None else exchanges),
+            *(() if self.wires.esp_group is None else (ALL_GATHER, REDUCE_SCATTER)),
+        )
+
+    @property
+    def computations(self) -> tuple[str, ...]:
+        """What its experts do."""
         if self.splits:
-            names += [DX, DW]
-        elif not self.recompute:
-            names.append(BACKWARD_ANEW)
-        return tuple(names)
+            return FORWARD, BACKWARD, DX, DW
+        return (FORWARD, BACKWARD) if self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
+
+    @property
+    def measured_capacity(self) -> int:
+        """C, up to the next multiple of an eighth of a power of two: a capacity that follows the tokens shall not make
+        every run a new one."""
+        capacity = max(1, self.sizes.capacity)
+        step = max(1, (1 << (capacity - 1).bit_length()) // 16)
+        return -(-capacity // step) * step
+
+    def link_name(self, name: str) -> str:
+        """All that the time of one of its collectives depends on, but for the size."""
+        is_shared = name in (ALL_GATHER, REDUCE_SCATTER)
+        how = "" if is_shared else f" ({self.alltoall})"
+        return f"{name}{how} of {self.sizes.dtype} among {self.places.get('esp' if is_shared else 'ep', 'its ranks')}"
+
+    def link_bytes(self, name: str) -> int:
+        """Of the whole capacity, as it is measured."""
+        sent = self.num_experts * self.measured_capacity * self.sizes.width * self.sizes.dtype.itemsize
+        return self.wires.num_sharing * sent if name in (ALL_GATHER, REDUCE_SCATTER) else sent
 
 
 def measured_slots(capacity: int) -> list[int]:
@@ -120,11 +182,13 @@ def measured_slots(capacity: int) -> list[int]:
     return found
 
 
-def profile(watch: Stopwatch, subject: Subject, lanes: Lanes, schedule: Schedule) -> LayerProfile:
-    """Time everything that a layer's plans are made of. Collective; random numbers and buffers are left as they were.
+def profile(measuring: Measuring, subject: Subject, lanes: Lanes, schedule: Schedule) -> LayerProfile:
+    """Time what a layer's experts do; its collectives are a matter of :mod:`~ds_fsmoe.runtime.link_times`.
+
+    Collective; random numbers and buffers are left as they were.
 
     Args:
-        watch: of this job.
+        measuring: of this job.
         subject: the layer.
         lanes: on which it runs.
         schedule: of such a layer, cut: what handing out its tasks costs is timed.
@@ -132,11 +196,51 @@ def profile(watch: Stopwatch, subject: Subject, lanes: Lanes, schedule: Schedule
     Raises:
         MeasuringError: on every rank, if one has failed.
     """
-    with _untouched(watch.device, subject.experts):
+    watch = measuring.watch
+    operations: dict[str, Timing] = {}
+    slots = measured_slots(subject.measured_capacity)
+    of_kind = f"of {subject.kind}, {slots[-1]} slots"
+    with untouched(watch.device, *getattr(subject.experts, "experts", ())):
         draws = _Draws(watch.device)
-        operations = {name: _time(watch, subject, name, draws) for name in subject.operations}
-        task_ms = _task_ms(watch, subject.name, lanes, schedule)
-    return LayerProfile(operations, task_ms, watch.any_rank(draws.seen))
+        table = _Computations(watch.device, subject, draws).table()
+        for name in subject.computations:
+            prepare, flops = table[name]
+            operations[name] = measuring.timing(f"{name} {of_kind}", "flop", slots, flops, prepare)
+        drew = measuring.number(f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.seen)))
+        empty = f"an empty task of {sum(task.kind != HOLD for task in schedule.tasks)}, {type(lanes).__name__}"
+        task_ms = measuring.number(empty, lambda: _task_ms(watch, subject.name, lanes, schedule))
+    return LayerProfile(operations, task_ms, bool(drew))
+
+
+def slowdowns_of(measuring: Measuring, subject: Subject, lanes: Lanes, lane_of: Callable[[str], Lane]) -> Slowdowns:
+    """How much traffic and computation of a layer slow each other down. Collective.
+
+    Args:
+        measuring: of this job.
+        subject: the layer.
+        lanes: that overlap.
+        lane_of: name of a collective -> its lane; of those on one lane the first is taken.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    watch, slots = measuring.watch, measured_slots(subject.measured_capacity)
+    work: dict[Lane, Callable[[], _Work]] = {}
+    for name in subject.links:
+        prepare, row_bytes, _ = prepared(subject, name, subject.wires, watch.device)
+        rows = max(1, subject.link_bytes(name) // row_bytes // 4)
+        work.setdefault(lane_of(name), partial(prepare, rows))
+    table = _Computations(watch.device, subject, _Draws(watch.device)).table()
+    work[Lane.COMPUTE] = partial(table[FORWARD][0], slots[-3])
+    pairs = [(a, b) for a in work for b in work if a is not b]
+    of_kind = f"{subject.kind}, {subject.alltoall}, {slots[-1]} slots"
+    names = {(a, b): f"slowdown of {a} by {b}, {of_kind}" for a, b in pairs}
+    if not all(name in measuring.known.numbers for name in names.values()):
+        with untouched(watch.device, *getattr(subject.experts, "experts", ())):
+            found = slowdowns(watch, lanes, work, f"lanes of {subject.name} side by side")
+        for pair, name in names.items():
+            measuring.number(name, partial(found.factors.__getitem__, pair))
+    return Slowdowns({pair: measuring.known.numbers[name] for pair, name in names.items()})
 
 
 _Work = Callable[[], object]
@@ -144,80 +248,44 @@ _Body = Callable[[ExpertCall, int, torch.Tensor], _Work]
 """From a call that has gone forward, its slots and a gradient of its results to what is timed."""
 
 
-def _time(watch: Stopwatch, subject: Subject, name: str, draws: _Draws) -> Timing:
-    operation = _Operations(watch.device, subject, draws).table()[name]
-    slots = measured_slots(subject.sizes.capacity)
-    times_ms = watch.times_ms(f"{name} of {subject.name}", slots, operation.prepare, operation.group)
-    return Timing(operation.unit, tuple(each * operation.size_of_slot for each in slots), tuple(times_ms))
-
-
-@dataclass(frozen=True)
-class _Operation:
-    prepare: Prepare
-    """Of so many slots."""
-    size_of_slot: float
-    unit: str
-    group: dist.ProcessGroup | None = None
-    """Of a collective."""
-
-
-class _Operations:
-    """What there is to time, on made-up rows."""
+class _Computations:
+    """What experts do, on made-up rows."""
 
     def __init__(self, device: torch.device, subject: Subject, draws: _Draws) -> None:
         self._device = device
         self._subject = subject
         self._draws = draws
 
-    def table(self) -> dict[str, _Operation]:
-        """Name -> operation."""
-        wires, sizes = self._subject.wires, self._subject.sizes
-        sent_bytes = float(self._subject.num_experts * sizes.width * sizes.dtype.itemsize)
-        shared_bytes = wires.num_sharing * sent_bytes
+    def table(self) -> dict[str, tuple[Prepare, float]]:
+        """Name -> what prepares so many slots, and the floating-point operations of one."""
+        wires = self._subject.wires
         flops = 2.0 * wires.num_exchanging * wires.num_sharing * self._subject.num_weights
         backward = self._after_forward(lambda call, slots, dy: lambda: call.backward(0, slots, dy))
         anew = self._after_forward(lambda call, slots, dy: lambda: call.backward(0, slots, dy), same_cuts=False)
         dx = self._after_forward(lambda call, slots, dy: lambda: call.backward_dx(0, slots, dy))
         return {
-            ALL_TO_ALL: _Operation(self._exchange, sent_bytes, "byte", wires.ep_group),
-            ALL_GATHER: _Operation(self._gather, shared_bytes, "byte", wires.esp_group),
-            REDUCE_SCATTER: _Operation(self._reduce, shared_bytes, "byte", wires.esp_group),
-            FORWARD: _Operation(self._forward, flops, "flop"),
-            BACKWARD: _Operation(backward, 2 * flops, "flop"),
-            BACKWARD_ANEW: _Operation(anew, 2 * flops, "flop"),
-            DX: _Operation(dx, flops, "flop"),
-            DW: _Operation(self._after_forward(_after_dx), flops, "flop"),
+            FORWARD: (self._forward, flops),
+            BACKWARD: (backward, 2 * flops),
+            BACKWARD_ANEW: (anew, 2 * flops),
+            DX: (dx, flops),
+            DW: (self._after_forward(_after_dx), flops),
         }
-
-    def _rows(self, *shape: int) -> torch.Tensor:
-        sizes = self._subject.sizes
-        return torch.randn(*shape, sizes.width, device=self._device).to(sizes.dtype)
-
-    def _exchange(self, slots: int) -> _Work:
-        wires, x_EcM = self._subject.wires, self._rows(self._subject.num_experts, slots)
-        return lambda: wires.to_experts(x_EcM)
-
-    def _gather(self, slots: int) -> _Work:
-        wires = self._subject.wires
-        x_GecM = self._rows(wires.num_exchanging, self._subject.num_local_experts, slots)
-        return lambda: wires.gather(x_GecM)
-
-    def _reduce(self, slots: int) -> _Work:
-        wires, y_NecM = self._subject.wires, self._arrived(slots)
-        return lambda: wires.reduce(y_NecM)
 
     def _arrived(self, slots: int) -> torch.Tensor:
         """[N, e, c, M]."""
-        wires = self._subject.wires
-        return self._rows(wires.num_exchanging * wires.num_sharing, self._subject.num_local_experts, slots)
+        wires, sizes = self._subject.wires, self._subject.sizes
+        ranks = wires.num_exchanging * wires.num_sharing
+        shape = ranks, self._subject.num_local_experts, slots, sizes.width
+        return torch.randn(*shape, device=self._device).to(sizes.dtype)
 
     def _call(self, same_cuts: bool = True) -> ExpertCall:
         with self._subject.surroundings():
             return self._subject.experts.call(True, same_cuts=same_cuts, recompute=self._subject.recompute)
 
     def _forward(self, slots: int) -> _Work:
-        call, x_NecM = self._call(), self._arrived(slots)
-        return lambda: call.forward(0, slots, x_NecM)
+        x_NecM = self._arrived(slots)
+        # A call takes each slot once; so that it can be done over and over, each time is a call of its own.
+        return lambda: self._call().forward(0, slots, x_NecM)
 
     def _after_forward(self, body: _Body, same_cuts: bool = True) -> Prepare:
         def prepare(slots: int) -> _Work:
@@ -270,9 +338,8 @@ class _Draws:
 
 
 @contextmanager
-def _untouched(device: torch.device, experts: Experts) -> Iterator[None]:
-    """Made-up rows leave nothing behind: neither in the generators of random numbers nor in buffers of experts."""
-    modules = getattr(experts, "experts", ())
+def untouched(device: torch.device, *modules: nn.Module) -> Iterator[None]:
+    """Made-up rows leave nothing behind: neither in the generators of random numbers nor in buffers of modules."""
     kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.planning.cost import Fit, fit
+from ds_fsmoe.planning.cost import Cost, Fit, fit, fit_switched
 from ds_fsmoe.runtime.one_fate import OneFate
 from ds_fsmoe.runtime.topology import world_size_now
 
@@ -39,17 +39,29 @@ class Timing:
         """A line through them."""
         return fit(self.sizes, self.times_ms)
 
+    @cached_property
+    def best_fit(self) -> Fit:
+        """Of messages, two lines where one does not do."""
+        return fit_switched(self.sizes, self.times_ms) if self.unit == "byte" else self.fit
+
+    @property
+    def cost(self) -> Cost:
+        """As it was fitted best."""
+        return self.best_fit.cost
+
 
 class Stopwatch:
-    """Times operations on all ranks of the job. Every method is collective.
+    """Times operations on all ranks that take part. Every method is collective.
 
     Args:
         device: on which they run.
+        group: the ranks that take part; ``None``: all of the job.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.device = device
-        self.fate = OneFate(device)
+        self.group = group
+        self.fate = OneFate(device, group)
         self.num_timed = 0
         """Operations, so far."""
 
@@ -120,5 +132,5 @@ class Stopwatch:
         if world_size_now() > 1:
             if group is not None:
                 dist.all_reduce(times, dist.ReduceOp.MIN, group=group)
-            dist.all_reduce(times, dist.ReduceOp.MAX)
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
         return times.cpu()

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.planning.cluster import UNITS, Operation, load_cluster, names
+from ds_fsmoe.planning.cluster import UNITS, Cluster, Operation, cluster_as_json, load_cluster, names
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import kind_costs
 
 GOOD: dict[str, Any] = {
@@ -216,3 +217,31 @@ def test_an_unknown_cluster_is_refused_with_the_nearest_name(tmp_path: Path) -> 
     for nothing in ("zzz", "", str(tmp_path), str(tmp_path / "missing.json")):
         with pytest.raises(ValueError, match=f"no cluster is called .*: {choices}"):
             load_cluster(nothing)
+
+
+# ---- written
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_cluster_that_is_written_is_read_back_equal(tmp_path: Path, name: str) -> None:
+    cluster = load_cluster(name)
+    written = cluster_as_json(cluster)
+    assert loaded(tmp_path, written) == cluster
+    assert loaded(tmp_path, json.dumps(written | {"measured": {"anything": ["at", 1, None]}})) == cluster
+    assert cluster_as_json(loaded(tmp_path, written)) == written
+
+
+def test_numbers_are_read_back_to_the_last_bit(tmp_path: Path) -> None:
+    exact = LinearCost(1 / 3, 2.0**-71 / 3)
+    operations = {"gemm": Operation(exact), "intra.all_to_all": Operation(exact, 7, "words")}
+    cluster = Cluster("mine", 3, 7, operations, Contention(1 / 7, 1 / 11, 1 / 13), 1 / 17, "where from")
+    found = loaded(tmp_path, cluster_as_json(cluster))
+    assert found == cluster
+    assert found.operations["gemm"].ranks is None
+    assert found.contention.traffic == 1 / 13
+
+
+@pytest.mark.parametrize("value", [[], 3, None, "fast"])
+def test_what_was_measured_is_an_object_if_it_is_there(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"mine\.json: measured must be a JSON object"):
+        loaded(tmp_path, GOOD | {"measured": value})

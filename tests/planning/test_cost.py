@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_fsmoe.planning.cost import LinearCost, fit
+from ds_fsmoe.planning.cost import LinearCost, SwitchedCost, fit, fit_switched
 
 
 def test_a_cost_is_a_start_up_per_launch_and_a_slope_per_unit() -> None:
@@ -80,3 +82,29 @@ def test_impossible_measurements_are_refused(sizes: list, times_ms: list) -> Non
 def test_impossible_costs_are_refused(coefficients: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="must be a finite number of at least 0"):
         LinearCost(*coefficients)
+
+
+def test_a_protocol_switch_is_fitted_with_two_lines() -> None:
+    sizes = [1e3 * 2**power for power in range(9)]
+    below, above = LinearCost(0.1, 1e-4), LinearCost(2.0, 2e-5)
+    times_ms = [(below if size < 10e3 else above).ms(size) for size in sizes]
+    found = fit_switched(sizes, times_ms)
+    assert isinstance(found.cost, SwitchedCost)
+    assert found.cost.switch_size == 16e3
+    assert found.worst_share < 1e-9
+    for size, time_ms in zip(sizes, times_ms, strict=True):
+        assert found.cost.ms(size) == pytest.approx(time_ms)
+        assert found.cost.plus(0.5).ms(size) == pytest.approx(time_ms + 0.5)
+    assert not fit(sizes, times_ms).worst_share < 0.05
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_no_protocol_switch(seed: int) -> None:
+    chance = random.Random(seed)
+    sizes = [1e3 * 2**power for power in range(8)]
+    times_ms = [LinearCost(0.5, 1e-4).ms(size) * chance.uniform(0.96, 1.04) for size in sizes]
+    assert isinstance(fit_switched(sizes, times_ms).cost, LinearCost)
+
+
+def test_fewer_than_six_measurements_are_one_line() -> None:
+    assert isinstance(fit_switched([1, 2, 4, 8, 16], [1, 1, 1, 50, 60]).cost, LinearCost)

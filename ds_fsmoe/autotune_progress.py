@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the autotuner has come: a bar on rank 0's terminal, and nothing elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from tqdm import tqdm
+
+
+class Progress:
+    """A bar that grows with each operation that is about to be measured. Use it in a ``with`` statement.
+
+    Args:
+        is_shown: whether this rank shows it; never where standard error is no terminal.
+    """
+
+    def __init__(self, is_shown: bool) -> None:
+        self._bar = tqdm(
+            desc="fsmoe autotune", unit=" operations", disable=not (is_shown and sys.stderr.isatty()), leave=False
+        )
+
+    def __call__(self, what: str) -> None:
+        """The next one."""
+        self._bar.set_postfix_str(what[:60], refresh=False)
+        self._bar.update()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()

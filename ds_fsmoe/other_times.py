@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer does beside the experts' part: gate, order, and the sums of gradients; timed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.autotune_subjects import Kind
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+from ds_fsmoe.runtime.measurements import Measuring
+from ds_fsmoe.runtime.profiler import EXPERT_GRADIENTS, GATE, GRADIENTS, ORDER, untouched
+from ds_fsmoe.runtime.stopwatch import Prepare, Timing
+
+if TYPE_CHECKING:
+    from ds_fsmoe.reduction import Reduction
+
+LARGEST_NUMEL = 1 << 20
+"""Of gradients that are summed to see what it takes."""
+_NAMES = {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS}
+
+
+def time_gate_and_order(measuring: Measuring, kind: Kind) -> dict[str, Timing]:
+    """Forward of a layer's gate, and of its order there and back, per token. Collective.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    layer, device = kind.layer, measuring.watch.device
+    width, dtype = kind.subject.sizes.width, kind.subject.sizes.dtype
+    # As many tokens as the fullest rank has, so that all measure the same.
+    num_tokens = int(measuring.watch.slowest([[float(kind.num_tokens)]])[0][0])
+    sizes = sorted({max(1, num_tokens // parts) for parts in (8, 4, 2, 1)})
+    while len(sizes) < 3:
+        sizes.append(2 * sizes[-1])
+
+    def tokens(size: int) -> torch.Tensor:
+        return torch.randn(size, width, device=device).to(dtype)
+
+    def gate(size: int) -> Callable[[], object]:
+        x_SM = tokens(size)
+        return lambda: layer.route(x_SM, None, None)
+
+    def order(size: int) -> Callable[[], object]:
+        x_SM = tokens(size)
+        routing = layer.route(x_SM, None, None)
+        return lambda: layer.order.restore(layer.order.arrange(x_SM, routing), routing)
+
+    was_training = layer.gate.training
+    # A gate that counts what it routes in training does not count this.
+    layer.gate.eval()
+    found: dict[str, Timing] = {}
+    jobs: dict[str, Prepare] = {GATE: gate, ORDER: order}
+    try:
+        with untouched(device, layer.gate), kind.subject.surroundings():
+            for name, prepare in jobs.items():
+                of_kind = f"{name} {type(layer.gate).__name__}, {type(layer.order).__name__}, {layer.num_local_experts}"
+                full_name = f"{of_kind} experts a rank, width {width}, {dtype}, up to {sizes[-1]} tokens"
+                found[name] = measuring.timing(full_name, "token", sizes, 1.0, prepare)
+    finally:
+        layer.gate.train(was_training)
+    return found
+
+
+def time_gradients(measuring: Measuring, kind: Kind, reduction: Reduction | None) -> dict[str, Timing]:
+    """The sums of gradients, per byte: of dense ones, and of the experts' where several ranks hold them. Collective.
+
+    Args:
+        measuring: of this job.
+        kind: a layer.
+        reduction: whose groups are used; without one, those of DeepSpeed for dense gradients.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    device = measuring.watch.device
+    groups: dict[str, tuple[dist.ProcessGroup, torch.dtype, int]] = {}
+    for flat in () if reduction is None else reduction.reducer.flats:
+        numel = min(LARGEST_NUMEL, flat.numel)
+        if flat.kind not in groups or numel > groups[flat.kind][2]:
+            groups[flat.kind] = flat.group, flat.dtype, numel
+    found: dict[str, Timing] = {}
+    placements = kind.pipeline.forward.groups.placements
+    for grad_kind, (group, dtype, largest) in groups.items():
+        sizes = sorted({max(1, largest // parts) for parts in (32, 16, 8, 4, 2, 1)})
+        while len(sizes) < 3:
+            sizes.append(2 * sizes[-1])
+
+        def prepare(numel: int, group: dist.ProcessGroup = group, dtype: torch.dtype = dtype) -> Callable[[], object]:
+            scratch = torch.zeros(numel, dtype=dtype, device=device)
+            return lambda: dist.all_reduce(scratch, group=group)
+
+        at = placements["dp" if grad_kind == GRAD else "edp"]
+        name = f"{_NAMES[grad_kind]} of {dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
+        found[_NAMES[grad_kind]] = measuring.timing(name, "byte", sizes, float(dtype.itemsize), prepare, group)
+    return found

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured is kept whole, read back equal, and never taken from a file that cannot be trusted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.autotune_cache import MeasurementCache, write_whole
+from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.runtime.measurements import Measurements
+from ds_fsmoe.runtime.stopwatch import Timing
+
+FINGERPRINT = {"hosts": {"0-1": "node0", "2": "node1"}, "ranks_per_node": [2, 1], "links": {"node0": ["eth0 [up]"]}}
+CLUSTER = Cluster("measured", 2, 1, {"gemm": Operation(LinearCost(1 / 3, 1e-10), None, "a [ b ] \n c")})
+TIMING = Timing("byte", (3.0, 5.0, 7.0, 11.0), (1 / 3, 0.5, 0.7, 1.1))
+
+
+def some() -> Measurements:
+    return Measurements({"gemm [3, 5]": TIMING}, {"host ms per task": 1 / 7, "draws": 0.0})
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    handler, logger = Said(), logging.getLogger("ds_fsmoe")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def test_what_is_kept_is_read_back_to_the_last_bit_and_is_a_cluster_file(tmp_path: Path, said: list[str]) -> None:
+    cache = MeasurementCache(tmp_path / "deeper" / "still")
+    assert cache.read(FINGERPRINT) is None
+    cache.write(FINGERPRINT, some(), CLUSTER)
+    assert MeasurementCache(tmp_path / "deeper" / "still").read(FINGERPRINT) == some()
+    path = cache.file_of(FINGERPRINT)
+    assert load_cluster(str(path)) == CLUSTER
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert said == []
+
+
+def test_the_file_is_for_people_too(tmp_path: Path) -> None:
+    cache = MeasurementCache(tmp_path)
+    cache.write(FINGERPRINT, some(), CLUSTER)
+    path = cache.file_of(FINGERPRINT)
+    lines = path.read_text().splitlines()
+    assert '    "sizes": [3.0, 5.0, 7.0, 11.0],' in lines
+    assert '   "ranks_per_node": [2, 1],' in lines
+    # As anybody's file: not for the one who wrote it alone.
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_other_clusters_have_other_files_whatever_the_order_of_what_they_are_known_by(tmp_path: Path) -> None:
+    cache = MeasurementCache(tmp_path)
+    turned = dict(reversed(FINGERPRINT.items()))
+    assert cache.file_of(turned) == cache.file_of(FINGERPRINT)
+    cache.write(FINGERPRINT, some(), CLUSTER)
+    assert cache.read(turned) == some()
+    assert cache.read(FINGERPRINT | {"ranks_per_node": [1, 2]}) is None
+
+
+def test_measurements_for_other_layers_stay_and_newer_ones_win(tmp_path: Path) -> None:
+    cache = MeasurementCache(tmp_path)
+    cache.write(FINGERPRINT, some(), CLUSTER)
+    newer = Timing("byte", (3.0, 5.0, 7.0), (1.0, 2.0, 3.0))
+    cache.write(FINGERPRINT, Measurements({"other": newer, "gemm [3, 5]": newer}, {"draws": 1.0}), CLUSTER)
+    found = cache.read(FINGERPRINT)
+    assert found == Measurements({"gemm [3, 5]": newer, "other": newer}, {"draws": 1.0, "host ms per task": 1 / 7})
+
+
+def without(*path: str) -> Callable[[dict], None]:
+    def change(data: dict) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        del data[path[-1]]
+
+    return change
+
+
+def with_value(value: Any, *path: Any) -> Callable[[dict], None]:
+    def change(data: dict) -> None:
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    return change
+
+
+AT = ("measured", "timings", "gemm [3, 5]")
+CHANGES: dict[str, tuple[Callable[[dict], None], str]] = {
+    "format": (with_value(1, "measured", "format"), "has format 1, and this version reads 2"),
+    "future": (with_value("3", "measured", "format"), "has format '3', and this version reads 2"),
+    "other": (with_value("x", "measured", "fingerprint", "hosts"), "is of another cluster: it differs in hosts"),
+    "fewer": (without("measured", "fingerprint", "links"), "is of another cluster: it differs in links"),
+    "more": (with_value(1, "measured", "fingerprint", "new"), "is of another cluster: it differs in new"),
+    "listed": (with_value([1], "measured", "fingerprint"), "is not a file of measurements: AttributeError"),
+    "unmeasured": (without("measured"), "is not a file of measurements: KeyError: 'measured'"),
+    "no timings": (without("measured", "timings"), "is not a file of measurements: KeyError: 'timings'"),
+    "no unit": (without(*AT, "unit"), "is not a file of measurements: KeyError: 'unit'"),
+    "odd unit": (with_value(3, *AT, "unit"), "has 3 for the unit of gemm [3, 5]"),
+    "negative": (with_value(-0.5, *AT, "times_ms", 1), "has -0.5 in gemm [3, 5]: must be a finite number of at"),
+    "NaN": (with_value(float("nan"), *AT, "times_ms", 1), "has nan in gemm [3, 5]: must be a finite number"),
+    "endless": (with_value(float("inf"), *AT, "sizes", 3), "has inf in gemm [3, 5]: must be a finite number"),
+    "huge": (with_value(10**400, *AT, "times_ms", 0), "in gemm [3, 5]: must be a finite number of at least 0"),
+    "true": (with_value(True, *AT, "times_ms", 0), "has True in gemm [3, 5]: must be a finite number"),
+    "words": (with_value("0.5", *AT, "times_ms", 0), "has '0.5' in gemm [3, 5]: must be a finite number"),
+    "shrinking": (with_value(4.0, *AT, "sizes", 0), ""),
+    "falling": (with_value(6.0, *AT, "sizes", 0), "has sizes of gemm [3, 5] that do not grow: [6.0, 5.0, 7.0, 11.0]"),
+    "fewer times": (with_value([1.0, 2.0, 3.0], *AT, "times_ms"), "is not a file of measurements: ValueError: fit: 4"),
+    "too few": (lambda data: data["measured"]["timings"].update({"gemm [3, 5]": {"unit": "byte", "sizes": [1, 2],
+                "times_ms": [1, 2]}}), "is not a file of measurements: ValueError: fit: 2 sizes and 2 times"),
+    "bad number": (with_value(None, "measured", "numbers", "draws"), "has None in draws: must be a finite number"),
+    "a list": (with_value([], "measured", "numbers"), "is not a file of measurements: AttributeError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_was_changed_is_named_with_why_and_not_trusted(tmp_path: Path, said: list[str], name: str) -> None:
+    cache = MeasurementCache(tmp_path)
+    cache.write(FINGERPRINT, some(), CLUSTER)
+    path = cache.file_of(FINGERPRINT)
+    data = json.loads(path.read_text())
+    change, why = CHANGES[name]
+    changed = copy.deepcopy(data)
+    change(changed)
+    assert changed != data
+    path.write_text(json.dumps(changed))
+    found = cache.read(FINGERPRINT)
+    if not why:  # such numbers may well have been measured
+        assert found is not None
+        assert found != some()
+        assert said == []
+        return
+    assert found is None
+    assert len(said) == 1
+    assert said[0].startswith(f"WARNING: fsmoe.autotune.cache_dir: {path} ")
+    assert why in said[0]
+    assert said[0].endswith("; it is measured again")
+    # Nothing of it is taken over when it is written anew.
+    cache.write(FINGERPRINT, Measurements({}, {"new": 1.0}), CLUSTER)
+    assert cache.read(FINGERPRINT) == Measurements({}, {"new": 1.0})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"measured": 3}', "[" * 100_000, b"\xff\xfe", "cut"])
+def test_a_file_that_is_cut_off_or_no_json_is_named_and_not_trusted(
+    tmp_path: Path, said: list[str], text: str | bytes
+) -> None:
+    cache = MeasurementCache(tmp_path)
+    cache.write(FINGERPRINT, some(), CLUSTER)
+    path = cache.file_of(FINGERPRINT)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40] if text == "cut" else text if isinstance(text, bytes) else text.encode())
+    assert cache.read(FINGERPRINT) is None
+    assert len(said) == 1
+    assert str(path) in said[0]
+    cache.write(FINGERPRINT, some(), CLUSTER)
+    assert path.read_bytes() == whole
+
+
+def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path, said: list[str]) -> None:
+    cache = MeasurementCache(tmp_path)
+    cache.file_of(FINGERPRINT).mkdir()
+    assert cache.read(FINGERPRINT) is None
+    assert "cannot be read: " in said[0]
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = MeasurementCache(tmp_path / "file" / "kept")
+    assert cache.read(FINGERPRINT) is None
+    for _ in range(3):
+        cache.write(FINGERPRINT, some(), CLUSTER)
+    assert len(said) == 1
+    assert f"measurements cannot be kept in {tmp_path / 'file' / 'kept'}, so the next run measures again: " in said[0]
+
+
+def test_a_disk_that_is_full_leaves_what_was_there_and_no_litter(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = MeasurementCache(tmp_path)
+    cache.write(FINGERPRINT, some(), CLUSTER)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, full)
+            cache.write(FINGERPRINT, Measurements({}, {"new": 1.0}), CLUSTER)
+    assert cache.read(FINGERPRINT) == some()
+    assert [each.name for each in tmp_path.iterdir()] == [cache.file_of(FINGERPRINT).name]
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+
+
+def test_a_file_is_written_whole_over_another(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    for text in ("a longer text", "short"):
+        write_whole(path, text)
+        assert path.read_text() == text

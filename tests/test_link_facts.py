@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a host tells of its links is read without privileges, and what it does not know is not made up."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fsmoe import fingerprint
+from ds_fsmoe.fingerprint import by_ranks, cluster_fingerprint
+from ds_fsmoe.runtime import link_facts as module
+from ds_fsmoe.runtime.link_facts import Gpus, Interface, LinkFacts, Port, link_facts, read_nvlink_status
+from ds_fsmoe.runtime.topology import find_topology, topology_of_size
+from tests.ranks import run_on_ranks
+
+STATUS = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5a)
+\t Link 0: 26.562 GB/s
+\t Link 1: 26.562 GB/s
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-7b)
+\t Link 0: 26.562 GB/s
+\t Link 1: <inactive>
+"""
+
+
+def interface(root: Path, name: str, driver: str = "", **files: str) -> None:
+    folder = root / "sys/class/net" / name
+    folder.mkdir(parents=True)
+    for key, text in ({"mtu": "1500", "type": "1", "operstate": "up"} | files).items():
+        (folder / key).write_text(f"{text}\n")
+    if driver:
+        (root / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (folder / "device").mkdir()
+        (folder / "device/driver").symlink_to(root / "drivers" / driver)
+
+
+def port(root: Path, adapter: str, number: int, **files: str) -> None:
+    folder = root / "sys/class/infiniband" / adapter / "ports" / str(number)
+    folder.mkdir(parents=True)
+    for key, text in files.items():
+        (folder / key).write_text(f"{text}\n")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    interface(tmp_path, "lo", mtu="65536", type="772", operstate="unknown")
+    interface(tmp_path, "eth0", "mlx5_core", speed="100000", mtu="9000")
+    interface(tmp_path, "eth1", "virtio_net", speed="-1")
+    interface(tmp_path, "eth2", "e1000", speed="4294967295", operstate="down")
+    interface(tmp_path, "bond0", speed="200000", uevent="DEVTYPE=bond\nINTERFACE=bond0")
+    interface(tmp_path, "veth3f", speed="10000")
+    interface(tmp_path, "docker0", uevent="DEVTYPE=bridge")
+    (tmp_path / "sys/class/net/bonding_masters").write_text("bond0\n")
+    port(tmp_path, "mlx5_0", 1, rate="400 Gb/sec (4X NDR)", state="4: ACTIVE", link_layer="InfiniBand")
+    port(tmp_path, "mlx5_1", 1, rate="100 Gb/sec (4X EDR)", state="1: DOWN", link_layer="Ethernet")
+    return tmp_path
+
+
+def test_interfaces_have_a_speed_only_where_it_is_known(host: Path) -> None:
+    found = {each.name: each for each in link_facts(host).interfaces}
+    assert found["eth0"] == Interface("eth0", "physical", "up", 100_000, 9000, "mlx5_core")
+    assert found["eth1"] == Interface("eth1", "physical", "up", None, 1500, "virtio_net")
+    assert found["eth2"].speed_mbits is None
+    assert found["bond0"] == Interface("bond0", "virtual", "up", 200_000, 1500, "bond")
+    assert (found["lo"].kind, found["lo"].state, found["lo"].speed_mbits) == ("loopback", "", None)
+    assert (found["docker0"].kind, found["docker0"].driver) == ("virtual", "bridge")
+    assert set(found) == {"lo", "eth0", "eth1", "eth2", "bond0", "veth3f", "docker0"}
+
+
+def test_adapters_have_ports_with_a_rate(host: Path) -> None:
+    assert link_facts(host).ports == (
+        Port("mlx5_0/1", "InfiniBand", "active", "400 Gb/sec (4X NDR)"),
+        Port("mlx5_1/1", "Ethernet", "down", "100 Gb/sec (4X EDR)"),
+    )
+
+
+def test_lines_name_what_stays_from_one_start_to_the_next(host: Path) -> None:
+    assert link_facts(host).lines() == [
+        "bond0: virtual, is up, 200 Gbit/s, mtu 1500, bond",
+        "eth0: physical, is up, 100 Gbit/s, mtu 9000, mlx5_core",
+        "eth1: physical, is up, speed unknown, mtu 1500, virtio_net",
+        "eth2: physical, is down, speed unknown, mtu 1500, e1000",
+        "mlx5_0/1: InfiniBand, 400 Gb/sec (4X NDR), active",
+        "mlx5_1/1: Ethernet, 100 Gb/sec (4X EDR), down",
+    ]
+
+
+def test_everything_is_said_in_jsons_types(host: Path) -> None:
+    gpus = Gpus(("A", "A"), ((1,), (0,)), (53.1, 53.1))
+    facts = LinkFacts(link_facts(host).interfaces, link_facts(host).ports, gpus)
+    found = facts.as_json()
+    assert json.loads(json.dumps(found)) == found
+    assert found["gpus"] == {"names": ["A", "A"], "peers": [[1], [0]], "nvlink_gb_s": [53.1, 53.1]}
+    assert [each["name"] for each in found["ports"]] == ["mlx5_0/1", "mlx5_1/1"]
+
+
+def test_a_host_that_tells_nothing_is_no_error(tmp_path: Path) -> None:
+    assert link_facts(tmp_path).lines() == []
+    assert link_facts(tmp_path).as_json() == {"interfaces": [], "ports": [], "gpus": None}
+
+
+def test_this_host_tells_of_its_loopback() -> None:
+    assert any(each.kind == "loopback" and each.mtu_bytes for each in link_facts().interfaces)
+
+
+# ---- GPUs
+
+
+@pytest.mark.parametrize(
+    ("peers", "nvlink", "expected"),
+    [
+        (((1,), (0,)), (), ["GPUs: 2 x A", "GPUs: all reach each other's memory"]),
+        (((), ()), (), ["GPUs: 2 x A", "GPUs: 0, 1 cannot reach the memory of all others"]),
+        (((1,), (0,)), (450.0, 450.0), ["GPUs: 2 x A", "GPUs: all reach each other's memory", "NVLink: 450 GB/s per"]),
+    ],
+)
+def test_gpus_are_said_to_reach_each_other_if_all_do(peers: Any, nvlink: tuple, expected: list[str]) -> None:
+    lines = Gpus(("A", "A"), peers, nvlink).lines()
+    assert len(lines) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True))
+    assert Gpus(("A",), ((),)).lines() == ["GPUs: 1 x A"]
+
+
+def test_gpus_are_asked_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number > 1}")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 2 not in (a, b))
+    assert link_facts(tmp_path).gpus == Gpus(("GPU False", "GPU False", "GPU True"), ((1,), (0,), ()))
+    assert link_facts(tmp_path, cuda=False).gpus is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: (_ for _ in ()).throw(RuntimeError("no driver")))
+    assert link_facts(tmp_path).gpus is None
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert link_facts(tmp_path).gpus is None
+
+
+def test_nvlinks_are_summed_over_those_that_are_active() -> None:
+    assert read_nvlink_status(STATUS) == (53.124, 26.562)
+    for nothing in ("", "GPU 0: NVIDIA T4 (UUID: GPU-1)\n", "Unable to retrieve NVLink information\n"):
+        assert read_nvlink_status(nothing) == ()
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [(f"cat <<'END'\n{STATUS}END", (53.124, 26.562)), ("exit 3", ()), ("sleep 60", ()), (None, ())],
+)
+def test_nvidia_smi_is_asked_but_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None, expected: tuple
+) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script.replace('sleep', 'exec sleep')}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin" if script is not None else str(tmp_path))
+    monkeypatch.setattr(module, "NVIDIA_SMI_LIMIT_S", 3.0)
+    assert module._nvlink_gb_s() == expected
+
+
+# ---- what measurements hold for
+
+
+def test_runs_of_ranks_with_the_same_value_are_said_once() -> None:
+    assert by_ranks(["a", "a", "b", "a"]) == {"0-1": "a", "2": "b", "3": "a"}
+    assert by_ranks(["a"]) == {"0": "a"}
+
+
+def fingerprints(rank: int, world_size: int, root: str) -> list[dict[str, Any]]:
+    socket.gethostname = lambda: f"node{rank // 2}"
+    torch.set_num_threads(1 + rank // 2)
+    cpu = torch.device("cpu")
+    found = cluster_fingerprint(cpu, find_topology(), Path(root))
+    overridden = cluster_fingerprint(cpu, topology_of_size(3, 3), Path(root))
+    fingerprint.link_facts = lambda *_, **__: LinkFacts((Interface(f"eth{rank // 2}", "physical", "", 1, 2, "x"),), ())
+    return [found, overridden, cluster_fingerprint(cpu, find_topology(), Path(root))]
+
+
+def test_a_fingerprint_is_the_same_on_every_rank_and_tells_clusters_apart(host: Path, tmp_path: Path) -> None:
+    (host / "proc").mkdir()
+    (host / "proc/cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 7\nmodel name\t: Abacus 7\n")
+    seen = run_on_ranks(fingerprints, 3, tmp_path / "ranks", str(host))
+    assert seen[0] == seen[1] == seen[2]
+    found, overridden, other_links = seen[0]
+    assert json.loads(json.dumps(found)) == found
+    assert found["hosts"] == {"0-1": "node0", "2": "node1"}
+    assert found["nodes"] == {"0-1": "0", "2": "1"}
+    assert found["ranks_per_node"] == [2, 1]
+    assert found["devices"] == {"0-2": "Abacus 7"}
+    assert found["threads"] == {"0-1": "1", "2": "2"}
+    assert found["backend"] == "gloo"
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["links"] == dict.fromkeys(("node0", "node1"), link_facts(host).lines())
+    assert {key for key in found if found[key] != overridden[key]} == {"nodes", "ranks_per_node"}
+    assert {key for key in found if found[key] != other_links[key]} == {"links"}
+    assert other_links["links"]["node1"] == ["eth1: physical, 0.001 Gbit/s, mtu 2, x"]

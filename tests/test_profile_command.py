@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds_fsmoe profile`` as a user types it: a cluster file without training, that ``ds_fsmoe plan`` takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_fsmoe import cli
+from ds_fsmoe.planning.cluster import UNITS, load_cluster
+from tests.scripts import ROOT, free_port
+
+COMPUTING = {name for name in UNITS if "." not in name}
+SMALL = ["--max-bytes", "4099"]
+MODEL = ["--width", "16", "--hidden", "32", "--length", "8", "--layers", "1", "--heads", "2"]
+
+
+def typed(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    """``python -m ds_fsmoe ...``, by itself or on several ranks by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    command = [sys.executable, *(launcher if ranks else []), "-m", "ds_fsmoe", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_two_ranks_write_a_file_that_a_plan_is_made_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "ours.json"
+    done = typed("profile", "--out", str(out), *SMALL, "--ranks-per-node", "1", "--dtype", "bf16", ranks=2)
+    assert done.returncode == 0, done.stderr
+    cluster = load_cluster(str(out))
+    assert (cluster.name, cluster.num_nodes, cluster.gpus_per_node) == ("ours", 2, 1)
+    assert set(cluster.operations) == COMPUTING | {name for name in UNITS if name.startswith("inter.")}
+    assert "; 2 ranks of " in cluster.source
+    assert ", bf16; hosts " in cluster.source
+    lines = done.stdout.splitlines()
+    assert sum("2 nodes of 1 rank" in line for line in lines) == 1, "one rank tells it"
+    rows = {line.split()[0]: line.split() for line in lines if line.startswith(tuple(UNITS))}
+    assert set(rows) == set(cluster.operations)
+    assert rows["inter.all_to_all"][1] == "2"
+    for name, row in rows.items():
+        # Messages so small may well take the same time all.
+        assert any(each.endswith("/s") for each in row) == (cluster.operations[name].cost.beta_ms > 0)
+    assert any("operation" in line and "alpha ms" in line and "r^2" in line for line in lines)
+    assert "beside each other, computing takes " in done.stdout
+    assert "while both links" not in done.stdout, "there is one"
+    assert f"{out} is written, after " in done.stdout
+    measured = json.loads(out.read_text())["measured"]
+    assert measured["fingerprint"]["ranks_per_node"] == [1, 1]
+    assert len(measured["timings"]) == len(cluster.operations)
+    assert [each.name for each in tmp_path.iterdir()] == [out.name]
+
+    assert cli.main(["plan", "--cluster", str(out), *MODEL]) == 0
+    planned = capsys.readouterr().out
+    assert "2 ranks, 1 per node: dp = 2 (inter), ep = 2 (inter)" in planned
+    assert "the plan of best" in planned
+
+
+def test_one_process_measures_computing_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "alone.json"
+    done = typed("--local_rank=0", "profile", "--out", str(out), *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert set(load_cluster(str(out)).operations) == COMPUTING
+    assert "one rank has no links: only computing was measured; start it with a launcher" in done.stdout
+    assert "beside each other" not in done.stdout
+
+
+def test_what_does_not_fit_the_ranks_is_one_sentence_from_one_of_them(tmp_path: Path) -> None:
+    done = typed("profile", "--out", str(tmp_path / "x.json"), *SMALL, "--ranks-per-node", "3", ranks=2)
+    assert done.returncode != 0
+    sentence = "ds_fsmoe profile: error: --ranks-per-node = 3: must divide the 2 ranks; the choices are 1, 2"
+    assert done.stderr.count(sentence) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "{folder}"], "--out {folder}: this is a folder; name a file in it"),
+        (["--out", "{folder}/none/x.json"], "--out {folder}/none/x.json: cannot be written: No such file or directory"),
+        (["--out", "{folder}/file/x.json"], "--out {folder}/file/x.json: cannot be written: Not a directory"),
+        (
+            ["--out", "{folder}/x", "--ranks-per-node", "0"],
+            "--ranks-per-node = 0: must divide the 1 ranks; the choices",
+        ),
+        (["--out", "{folder}/x", "--ranks-per-node", "-1"], "--ranks-per-node = -1: must divide the 1 ranks"),
+        (["--out", "{folder}/x", "--max-bytes", "3"], "--max-bytes = 3: must be at least 1024"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    from ds_fsmoe import profile_job
+
+    def measures(*_: object, **__: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(profile_job, "profile_cluster", measures)
+    (tmp_path / "file").write_text("in the way")
+    given = [each.replace("{folder}", str(tmp_path)) for each in arguments]
+    assert cli.main(["profile", *given]) == 2
+    assert f"ds_fsmoe profile: error: {message.replace('{folder}', str(tmp_path))}" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--out", "x", "--dtype", "fp8"], ["--out", "x", "--max-bytes", "many"]])
+def test_an_argument_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["profile", *arguments])
+    assert ended.value.code == 2
+    assert "ds_fsmoe profile: error: " in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_is_said_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds_fsmoe.runtime import cluster_work
+
+    def fails(*_: object) -> None:
+        raise OSError("the disk is on fire")
+
+    monkeypatch.setattr(cluster_work.F, "one_hot", fails)
+    assert cli.main(["profile", "--out", str(tmp_path / "x.json"), *SMALL]) == 1
+    said = capsys.readouterr().err
+    assert "ds_fsmoe profile: error: failed while measuring how long routing takes: OSError: the disk is on" in said
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step takes, and what of it is in the layers' runs, task by task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import EXPERT, Schedule, Task
+from ds_fsmoe.planning.timeline import Timeline, simulate
+from ds_fsmoe.predicted import CallSizes, PredictedPipeline
+from ds_fsmoe.runtime.lanes import Lanes, make_lanes
+from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.step_times import StepClock
+from ds_fsmoe.runtime.trace import Tracer
+from ds_fsmoe.runtime.wires import Wires
+from tests.lane_cases import COMPUTE, CPU, NEEDS_GPU, device_of
+from tests.ranks import run_on_ranks
+from tests.trace_cases import events_of, make_tracer, written
+
+FIXTURES = (make_tracer,)  # which pytest finds by their names here
+EXPERTS, WIDTH = 3, 5
+DENSE_S, EXPERT_S = 0.02, 0.03
+
+
+class Sleepy(nn.Linear):
+    """An expert that takes its time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(EXPERT_S / EXPERTS)
+        return super().forward(x)
+
+
+class Model:
+    """A dense part and a layer of one rank, told to a clock as an engine does it."""
+
+    def __init__(self, clock: StepClock, lanes: Lanes, expert: type[nn.Linear] = Sleepy, **others: Any) -> None:
+        groups = Groups(world=1, gpus_per_node=1)
+        plans = [PhasePlan(BlockPlan(equal_shares(degree)), groups, degree == 1) for degree in (2, 1)]
+        plain = Pipeline(lanes, Wires(lambda x, group: x, None, None), *plans, "L07")
+        self.pipeline = PredictedPipeline.of(plain, others.pop("tracer", None), None, clock=clock, **others)
+        self.clock = clock
+        self.experts = expert_set([expert(WIDTH, WIDTH) for _ in range(EXPERTS)])
+        self.device = clock.device
+
+    def layer(self, x_RM: torch.Tensor, capacity: int = 4) -> torch.Tensor:
+        return self.pipeline(x_RM, EXPERTS, capacity, self.experts)
+
+    def rows(self, capacity: int = 4) -> torch.Tensor:
+        return torch.randn(EXPERTS * capacity, WIDTH, requires_grad=True)
+
+    def forward(self, layer: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        self.clock.begin_forward()
+        time.sleep(DENSE_S)
+        loss = (layer or self.layer)(self.rows()).sum()
+        self.clock.end_forward()
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.clock.begin_backward()
+        loss.backward()
+        time.sleep(2 * DENSE_S)
+        self.clock.end_backward()
+
+
+@pytest.fixture(params=[True, False], ids=["threads", "serial"])
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    with closing(make_lanes(CPU, overlap=request.param)) as lanes:
+        yield Model(StepClock(CPU), lanes)
+
+
+def test_what_of_a_step_is_in_no_run_of_a_layer_is_dense(model: Model) -> None:
+    model.clock.start()
+    for _ in range(2):
+        model.backward(model.forward())
+    step = model.clock.read()
+    assert (step.num_forwards, step.num_backwards) == (2, 2)
+    assert [(run.label, run.in_backward) for run in step.runs] == 2 * [("L07/forward", False), ("L07/backward", True)]
+    assert step.phases_ms.keys() == {"L07/forward", "L07/backward"}
+    # Two chunks, so each expert is called twice.
+    assert step.phases_ms["L07/forward"] >= 2 * 2 * EXPERT_S * 1e3
+    assert step.dense_forward_ms >= 2 * DENSE_S * 1e3
+    assert step.dense_backward_ms >= 4 * DENSE_S * 1e3
+    assert step.dense_forward_ms == pytest.approx(step.forward_ms - step.phases_ms["L07/forward"])
+    assert step.dense_backward_ms == pytest.approx(step.backward_ms - step.phases_ms["L07/backward"])
+    for run in step.runs:
+        assert [span.task for span in run.timeline.spans] == list(run.schedule.tasks)
+        assert all(span.end_ms - span.start_ms >= EXPERT_S * 1e3 for span in run.timeline.spans if not run.in_backward)
+    label, plan, sizes = step.runs[0].about
+    assert (label, plan) == ("L07", model.pipeline.forward)
+    assert sizes == CallSizes(EXPERTS, 4, WIDTH, 4, EXPERTS, EXPERTS * WIDTH * WIDTH)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_that_is_run_again_belongs_to_its_backward(model: Model, reentrant: bool) -> None:
+    model.clock.start()
+    model.backward(model.forward(lambda x: checkpoint(model.layer, x, use_reentrant=reentrant)))
+    step = model.clock.read()
+    assert [(run.label, run.in_backward) for run in step.runs] == [
+        ("L07/forward", False),
+        ("L07/forward", True),
+        ("L07/backward", True),
+    ]
+    assert step.dense_forward_ms == pytest.approx(step.forward_ms - step.runs[0].timeline.makespan_ms)
+    inside_ms = sum(run.timeline.makespan_ms for run in step.runs[1:])
+    assert step.dense_backward_ms == pytest.approx(step.backward_ms - inside_ms)
+
+
+def test_unasked_the_second_forward_and_its_backward_are_timed(model: Model) -> None:
+    clock, seen = model.clock, []
+    for _ in range(4):
+        clock.begin_forward()
+        seen.append((clock.is_listening, clock.read()))
+        loss = model.layer(model.rows()).sum()
+        clock.end_forward()
+        model.layer(model.rows())  # an evaluation, of which nobody is told
+        model.backward(loss)
+        seen[-1] = seen[-1][0], len(clock.read().runs)
+    assert seen == [(False, 0), (True, 2), (False, 0), (False, 0)]
+    forward_ms, backward_ms = clock.dense_ms()
+    assert forward_ms > 0
+    assert backward_ms >= 2 * DENSE_S * 1e3
+
+
+def test_after_a_start_nothing_is_timed_unasked(model: Model) -> None:
+    model.forward()
+    model.clock.start()
+    model.clock.stop()
+    model.backward(model.forward())
+    assert model.clock.read().runs == ()
+    assert model.clock.dense_ms() is None
+
+
+def test_a_step_that_is_not_known_as_a_whole_is_not_read(model: Model) -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise OSError("the disk is on fire")
+
+    model.clock.start()
+    model.forward().backward()  # past the engine
+    assert model.clock.read() is None
+    model.clock.start()
+    with pytest.raises(OSError, match="on fire"):
+        model.forward(fails)
+    assert model.clock.read() is None
+    model.backward(model.forward())
+    assert model.clock.read() is None
+    model.clock.start()
+    model.backward(model.forward())
+    assert len(model.clock.read().runs) == 2
+
+
+def test_what_was_read_last_tells_what_is_dense_when_there_is_nothing_newer(model: Model) -> None:
+    model.clock.start()
+    for _ in range(2):
+        model.backward(model.forward())
+    step = model.clock.read()
+    model.clock.stop()
+    assert model.clock.dense_ms() == (step.dense_forward_ms / 2, step.dense_backward_ms / 2)
+
+
+@NEEDS_GPU
+def test_on_a_gpu_events_tell_the_same() -> None:
+    device = device_of("streams")
+    with closing(make_lanes(device)) as lanes:
+        clock = StepClock(device)
+        model = Model(clock, lanes, nn.Linear)
+        experts = nn.ModuleList(nn.Linear(1024, 1024, device=device) for _ in range(EXPERTS))
+        model.experts = expert_set(list(experts))
+        clock.start()
+        x_RM = torch.randn(EXPERTS * 512, 1024, device=device, requires_grad=True)
+        clock.begin_forward()
+        torch.cuda._sleep(20_000_000)
+        loss = model.pipeline(x_RM @ x_RM.new_ones(1024, 1024), EXPERTS, 512, model.experts).sum()
+        clock.end_forward()
+        clock.begin_backward()
+        loss.backward()
+        clock.end_backward()
+        step = clock.read()
+    assert 0 < step.phases_ms["L07/forward"] < step.dense_forward_ms
+    assert 0 < step.phases_ms["L07/backward"] < step.backward_ms
+
+
+# ---- ranks
+
+
+def dense_of_ranks(rank: int, world_size: int) -> list[tuple[float, float] | None]:
+    with closing(make_lanes(CPU)) as lanes:
+        model = Model(StepClock(CPU), lanes, nn.Linear)
+        found = [model.clock.dense_ms()]
+        model.clock.start()
+        loss = model.forward(lambda x: (time.sleep(0.2 * (1 - rank)), model.layer(x))[1])
+        found.append(model.clock.dense_ms())
+        if rank == 0:
+            model.backward(loss)
+        found.append(model.clock.dense_ms())
+        if rank == 1:
+            model.clock.begin_backward()
+            time.sleep(0.3)
+            loss.backward()
+            model.clock.end_backward()
+        found.append(model.clock.dense_ms())
+        return found
+
+
+def test_what_is_dense_is_the_most_of_all_ranks_and_none_where_one_has_not_both(tmp_path: Any) -> None:
+    one, other = run_on_ranks(dense_of_ranks, 2, tmp_path)
+    assert one == other
+    assert one[:3] == [None, None, None]
+    forward_ms, backward_ms = one[3]
+    assert forward_ms >= 200
+    assert backward_ms >= 300
+
+
+# ---- the trace
+
+
+class Fixed:
+    """Predicts so much for every launch, of which an expert has two."""
+
+    def __init__(self, launch_ms: float) -> None:
+        self.launch_ms = launch_ms
+
+    def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Timeline:
+        return simulate(schedule, {EXPERT: LinearCost(self.launch_ms, 0.0)})
+
+
+def test_what_was_measured_gives_the_trace_its_predictions_where_no_cluster_does(
+    make_tracer: Callable[..., Tracer],
+) -> None:
+    tracer, predictors = make_tracer(0, 3), {}
+    with closing(make_lanes(CPU)) as lanes:
+        model = Model(StepClock(CPU), lanes, nn.Linear, tracer=tracer, predictors=lambda: predictors)
+        of_cluster = replace(model.pipeline, predictor=Fixed(9.0))
+        for step in range(3):
+            tracer.step(step)
+            model.layer(model.rows())
+            if step == 1:
+                of_cluster(model.rows(), EXPERTS, 4, model.experts)
+            predictors["L07"] = Fixed(2.0 + step)
+        tracer.step(3)
+    found = [(event["args"]["step"], event["args"]["ms"]) for event in events_of(written(tracer), "predicted")]
+    # Two chunks each. Nothing was known in the first step.
+    assert found == [(1, 4.0), (1, 4.0), (1, 18.0), (1, 18.0), (2, 6.0), (2, 6.0)]
+
+
+def test_whoever_listens_anyway_hears_of_every_step_and_the_clock_of_its_own(model: Model) -> None:
+    told: list[str] = []
+
+    class Spy:
+        def start(self, schedule: Schedule, label: str) -> None:
+            told.append(label)
+
+        def begin(self, index: int, task: Task) -> None:
+            assert task.lane is COMPUTE
+
+        end = begin
+
+    model.pipeline = replace(model.pipeline, observer=Spy())
+    model.backward(model.forward())
+    model.clock.start()
+    model.backward(model.forward())
+    assert told == 2 * ["L07/forward", "L07/backward"]
+    assert len(model.clock.read().runs) == 2

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded experts need nodes that are equally large, and are told what it costs to share an expert between nodes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ds_fsmoe.runtime import groups as ours
+from ds_fsmoe.runtime.groups import make_groups
+from ds_fsmoe.runtime.topology import topology_of_hosts, why_not_sharded
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+
+def on_hosts(rank: int, hosts: str) -> None:
+    socket.gethostname = lambda: f"node{hosts[rank]}"
+
+
+def start(rank: int, case: Case, esp_size: int, **block: Any) -> tuple[str, str, list[list[int]]]:
+    """(error, warnings, groups that were made) of a start, and of a step where it is none."""
+    import torch
+
+    import ds_fsmoe
+
+    said: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage() if record.levelno >= logging.WARNING else "")
+
+    handler, logger = Said(), logging.getLogger("ds_fsmoe")
+    logger.addHandler(handler)
+    made: list[list[int]] = []
+    make = dist.new_group
+    dist.new_group = lambda ranks=None, *args, **kwargs: made.append(list(ranks)) or make(ranks, *args, **kwargs)
+    model = SmallModel(case, rank // esp_size)
+    error = ""
+    try:
+        config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size} | block)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        loss, _ = engine(*batch(0, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        engine.destroy()
+    except ds_fsmoe.ConfigError as caught:
+        error = str(caught)
+    dist.new_group = make
+    logger.removeHandler(handler)
+    return error, "\n".join(filter(None, said)), made
+
+
+def start_on(rank: int, world_size: int, hosts: str, ep_size: int, esp_size: int, block: dict) -> tuple:
+    on_hosts(rank, hosts)
+    return start(rank, Case(ep_size, 0, "fp32", 1, 1, True, expert="gpt"), esp_size, **block)
+
+
+def test_uneven_nodes_are_refused_for_shards_on_every_rank_before_any_group_is_made(tmp_path: Path) -> None:
+    for error, _, made in run_on_ranks(start_on, 4, tmp_path, "aaab", 1, 2, {}):
+        assert error == (
+            "fsmoe.esp_size = 2: the nodes are not equally large (1 of 1 rank, 1 of 3 ranks), so some ranks that share "
+            "an expert would lie inside a node and others in two; use 1, or as many ranks on every node, or, where "
+            "host names do not tell the nodes, set fsmoe.topology.ranks_per_node"
+        )
+        assert made == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "esp_size", "block"),
+    [("aaab", 1, {}), ("aaab", 2, {"topology": {"ranks_per_node": 2}}), ("abba", 1, {})],
+)
+def test_uneven_nodes_do_without_shards_and_the_config_knows_better_than_host_names(
+    tmp_path: Path, hosts: str, esp_size: int, block: dict
+) -> None:
+    for error, warnings, made in run_on_ranks(start_on, 4, tmp_path, hosts, 2, esp_size, block):
+        assert error == ""
+        assert "share an expert" not in warnings
+        assert made
+
+
+def test_an_expert_shared_between_nodes_is_allowed_and_its_price_is_said(tmp_path: Path) -> None:
+    seen = run_on_ranks(start_on, 4, tmp_path, "aabb", 1, 4, {})
+    assert [error for error, _, _ in seen] == [""] * 4
+    assert (
+        "fsmoe.esp_size = 4: ranks that share an expert lie in 2 nodes, so all-gathers and reduce-scatters of 4 times "
+        "the bytes of an all-to-all go over the link between nodes; with ep_size = 1 they stay inside a node for 1, 2"
+    ) in seen[0][1]
+    assert all("share an expert" not in warnings for _, warnings, _ in seen[1:])
+
+
+def make_by_hand(rank: int, world_size: int) -> tuple[str, int, int]:
+    on_hosts(rank, "aaab")
+    with pytest.raises(ValueError, match=r"fsmoe\.esp_size = 2: the nodes are not equally large") as refusal:
+        make_groups(1, 2)
+    held = len(ours._made)
+    return str(refusal.value), held, make_groups(1, 2, ranks_per_node=2).layout.esp_size
+
+
+def test_a_layer_put_together_by_hand_is_refused_there_too(tmp_path: Path) -> None:
+    seen = run_on_ranks(make_by_hand, 4, tmp_path)
+    assert {each[1:] for each in seen} == {(0, 2)}
+    assert len({each[0] for each in seen}) == 1
+
+
+def test_nodes_are_counted_by_their_size() -> None:
+    assert why_not_sharded(topology_of_hosts("aabb"), 2) is None
+    assert why_not_sharded(topology_of_hosts("aab"), 1) is None
+    assert "(2 of 1 rank, 1 of 2 ranks)" in why_not_sharded(topology_of_hosts("baac"), 2)
