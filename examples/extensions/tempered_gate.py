@@ -32,8 +32,8 @@ class TemperedGate(TokenChoiceGate):
 
     def build(self, model_dim: int, num_experts: int) -> None:
         super().build(model_dim, num_experts)
-        # DeepSpeed's optimizer gets it, and its checkpoints have it. No name here may contain "expert".
-        self.temperature = torch.nn.Parameter(torch.tensor(self.settings.start))
+        # DeepSpeed's optimizer gets it, and its checkpoints have it: no name may contain "expert", no shape be ().
+        self.temperature = torch.nn.Parameter(torch.full((1,), self.settings.start))
 
     def score(self, x_SM: torch.Tensor) -> Scores:
         logits_SE = linear_scores(x_SM, self.wg.weight) / self.temperature
