@@ -98,7 +98,7 @@ class Job:
 
     def timed(self, degree: int) -> list[float]:
         """A step with that degree in both phases, or with the choice: milliseconds of (forward phases, backward phases,
-        all of it), each the most of all ranks."""
+        all of it). Phases of the rank that waits least for others, all of it of the slowest."""
         plain = BlockPlan(equal_shares(degree), "reduce_first") if degree else None
         for layer in self.engine.fsmoe.layers.values():
             inner = layer.deepspeed_moe
@@ -113,10 +113,11 @@ class Job:
         found = clock.read()
         clock.stop()
         phases = [
-            sum(time_ms for label, time_ms in found.phases_ms.items() if label.endswith(name))
+            -sum(time_ms for label, time_ms in found.phases_ms.items() if label.endswith(name))
             for name in ("forward", "backward")
         ]
-        return most_of([*phases, found.forward_ms + found.backward_ms], CPU)
+        forward_ms, backward_ms, step_ms = most_of([*phases, found.forward_ms + found.backward_ms], CPU)
+        return [-forward_ms, -backward_ms, step_ms]
 
 
 def measure(model: Model, max_degree: int, rounds: int) -> dict[str, Any]:

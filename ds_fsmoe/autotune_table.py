@@ -14,7 +14,7 @@ from ds_fsmoe.runtime.link_times import Reduces
 from ds_fsmoe.runtime.profiler import LayerProfile
 from ds_fsmoe.runtime.stopwatch import Timing
 from ds_fsmoe.step_prediction import StepTimes
-from ds_fsmoe.tuned_degrees import Degree, PhaseChoice
+from ds_fsmoe.tuned_degrees import MARGIN, Degree, PhaseChoice
 
 PAYS = 1.1
 """Below this much more work of two lanes at once, overlap is said not to pay."""
@@ -87,13 +87,16 @@ def _costs(rows: Sequence[Row]) -> list[str]:
             line = (f"{cost.alpha_ms:.4f}", f"{cost.beta_ms:.3e}", unit, f"{fit.r2:.4f}")
             cells.append((layers, key[0], *line, f"{fit.worst_residual_ms:.4f}"))
         if not fit.is_good:
-            bad.setdefault(layers, []).append(f"{key[0]} ({fit.worst_share:.0%} off)")
+            bad.setdefault(layers, []).append(f"{key[0]} ({fit.typical_share:.0%} off)")
     notes = [
-        f"{layers}: no straight line describes what was measured of {', '.join(names)}; best cuts for larger gains only"
-        for layers, names in bad.items()
+        f"{layers}: no straight line describes what was measured of {', '.join(names)}" for layers, names in bad.items()
     ]
     for measured, labels in profiles.values():
         layers = _span(sorted(set(labels)))
+        if measured.doubt > MARGIN:
+            notes.append(
+                f"{layers}: best cuts for a gain of more than {measured.doubt:.0%}, as measurements are off"
+            )
         cells.append((layers, "each task, besides", f"{measured.task_ms:.4f}", "", "", "", ""))
         if measured.draws:
             notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")

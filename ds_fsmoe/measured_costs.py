@@ -12,6 +12,9 @@ from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
 from ds_fsmoe.predicted import CallSizes, sized
 from ds_fsmoe.runtime.pipeline import PhasePlan
 
+MOST_KEPT = 256
+"""Timelines of one layer, for calls of as many sizes."""
+
 
 class LayerCosts(Protocol):
     """What the planner has to know of a layer; see :class:`~ds_fsmoe.runtime.profiler.LayerProfile`."""
@@ -92,6 +95,8 @@ class MeasuredPredictor:
         """
         key = schedule, plan, sizes
         if key not in self._timelines:
+            if len(self._timelines) >= MOST_KEPT:  # a capacity that follows the tokens
+                self._timelines.clear()
             whole = replace(sizes, num_products=1, num_weights=max(1, sizes.num_weights))
             self._timelines[key] = self.machine.timeline(schedule, plan, whole, self.profile, self.same_cuts)
         return self._timelines[key]

@@ -107,6 +107,10 @@ def sized(schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Schedule:
     return Schedule(tuple(map(with_size, schedule.tasks)))
 
 
+_MOST_KEPT = 4096
+"""Timelines of all layers together."""
+
+
 class Predicts(Protocol):
     """Knows what phases of a layer should take."""
 
@@ -167,6 +171,8 @@ class Predictor:
         """
         key = schedule, plan, sizes
         if key not in self._timelines:
+            if len(self._timelines) >= _MOST_KEPT:  # a capacity that follows the tokens
+                self._timelines.clear()
             cluster = self._cluster
             self._timelines[key] = simulate(
                 *(sized(schedule, plan, sizes), self.costs(plan.groups, plan.alltoall)),

@@ -89,6 +89,12 @@ class Fit:
         )
 
     @property
+    def typical_share(self) -> float:
+        """The deviation as a share of what the line says: the root of the mean square over sizes."""
+        shares = [off / max(self.cost.ms(size), 1e-12) for size, off in zip(self.sizes, self.residuals_ms, strict=True)]
+        return math.sqrt(sum(each**2 for each in shares) / len(shares))
+
+    @property
     def is_good(self) -> bool:
         """Whether the line describes the measurements."""
         return self.r2 >= GOOD_R2 or self.worst_share <= GOOD_RESIDUAL

@@ -104,9 +104,12 @@ class LayerProfile:
 
     @property
     def doubt(self) -> float:
-        """How far what was measured of the planned operations lies off its lines, as a share; 0 where lines do."""
-        planned = (each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD, DX, DW))
-        return max((each.best_fit.worst_share for each in planned if not each.best_fit.is_good), default=0.0)
+        """How far what was measured of the planned operations lies off its lines: of each its typical share, by what
+        it takes with the whole capacity."""
+        planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
+        total_ms = sum(each.times_ms[-1] for each in planned)
+        off_ms = sum(each.times_ms[-1] * each.best_fit.typical_share for each in planned)
+        return off_ms / total_ms if total_ms else 0.0
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,11 @@ class Stopwatch:
         """
         self.num_timed += 1
         start_s = time.perf_counter()
-        self._round(what, sizes, prepare, group)
+        self._round(what, sizes, prepare)
         # The same on every rank.
         round_s = self._over_ranks([[time.perf_counter() - start_s]], None).item()
         repeats = min(MOST, max(FEWEST, int(BUDGET_S / max(1e-6, round_s))))
-        rounds = [self._round(what, sizes, prepare, group) for _ in range(repeats)]
+        rounds = [self._round(what, sizes, prepare) for _ in range(repeats)]
         return self._over_ranks(rounds, group).median(dim=0).values.tolist()
 
     def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -99,16 +99,13 @@ class Stopwatch:
         """Whether it is so on one rank at least."""
         return bool(self._over_ranks([[float(what)]], None).item())
 
-    def _round(self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None) -> list[float]:
+    def _round(self, what: str, sizes: Sequence[int], prepare: Prepare) -> list[float]:
         """One repetition of all sizes."""
         times_ms = []
         doing = f"measuring {what}"
-        if group is None:
-            with self.fate.of(doing):
-                times_ms = [self._time_ms(prepare(size)) for size in sizes]
-            return times_ms
         for size in sizes:
-            # Nobody enters a collective that another rank will not come to. It also brings them together.
+            # Nobody enters a collective that another rank will not come to. It also brings them together: ranks that
+            # share a machine are all at work in training, so they have to be when they are timed.
             with self.fate.of(doing):
                 work = prepare(size)
             with self.fate.of(doing):

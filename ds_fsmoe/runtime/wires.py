@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
-# torch renamed it in 2.13, and warns about the name that 2.11 has.
+# torch renamed them in 2.13, and warns about the names that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 ReduceMethod = Literal["exchange", "backend"]
@@ -98,7 +99,7 @@ class Wires:
         shape = (y_NecM.shape[0] // num_sharing, *y_NecM.shape[1:])
         if self.reduce_method(y_NecM) == "backend":
             y_GecM = y_NecM.new_empty(shape)
-            dist.reduce_scatter_tensor(y_GecM, y_NecM, group=self.esp_group)
+            _reduce_scatter(y_GecM, y_NecM, group=self.esp_group)
             return y_GecM
         parts = torch.empty_like(y_NecM)
         dist.all_to_all_single(parts, y_NecM, group=self.esp_group)
