@@ -87,16 +87,14 @@ def _costs(rows: Sequence[Row]) -> list[str]:
             line = (f"{cost.alpha_ms:.4f}", f"{cost.beta_ms:.3e}", unit, f"{fit.r2:.4f}")
             cells.append((layers, key[0], *line, f"{fit.worst_residual_ms:.4f}"))
         if not fit.is_good:
-            bad.setdefault(layers, []).append(f"{key[0]} ({fit.typical_share:.0%} off)")
+            bad.setdefault(layers, []).append(key[0])
     notes = [
         f"{layers}: no straight line describes what was measured of {', '.join(names)}" for layers, names in bad.items()
     ]
     for measured, labels in profiles.values():
         layers = _span(sorted(set(labels)))
         if measured.doubt > MARGIN:
-            notes.append(
-                f"{layers}: best cuts for a gain of more than {measured.doubt:.0%}, as measurements are off"
-            )
+            notes.append(f"{layers}: best cuts for a gain of more than {measured.doubt:.0%}, as measurements are off")
         cells.append((layers, "each task, besides", f"{measured.task_ms:.4f}", "", "", "", ""))
         if measured.draws:
             notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")

@@ -89,10 +89,9 @@ class Fit:
         )
 
     @property
-    def typical_share(self) -> float:
-        """The deviation as a share of what the line says: the root of the mean square over sizes."""
-        shares = [off / max(self.cost.ms(size), 1e-12) for size, off in zip(self.sizes, self.residuals_ms, strict=True)]
-        return math.sqrt(sum(each**2 for each in shares) / len(shares))
+    def typical_residual_ms(self) -> float:
+        """The root of the mean square of the deviations."""
+        return math.sqrt(sum(each**2 for each in self.residuals_ms) / len(self.residuals_ms))
 
     @property
     def is_good(self) -> bool:
@@ -147,8 +146,8 @@ def _fitted(size: np.ndarray, time_ms: np.ndarray, weight: np.ndarray) -> Fit:
 
 
 def fit_switched(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
-    """:func:`fit`; where that leaves some measurement by more than :data:`GOOD_RESIDUAL`, the line with the least
-    relative deviations; and where two lines describe them far better still, these.
+    """:func:`fit`; where that is not good, the line with the least relative deviations; and where two lines describe
+    the measurements far better still, these.
 
     Args:
         sizes: ascending, and for two lines at least six: three for each.
@@ -158,7 +157,7 @@ def fit_switched(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
         ValueError: see :func:`fit`.
     """
     best = fit(sizes, times_ms)
-    if best.worst_share <= GOOD_RESIDUAL:
+    if best.is_good:
         return best
     size, time_ms = np.asarray(sizes, dtype=float), np.asarray(times_ms, dtype=float)
     # What is small counts as much as what is large: it is what chunks are.

@@ -104,12 +104,11 @@ class LayerProfile:
 
     @property
     def doubt(self) -> float:
-        """How far what was measured of the planned operations lies off its lines: of each its typical share, by what
-        it takes with the whole capacity."""
+        """How far what was measured of the planned operations typically lies off its lines, of all that they take with
+        the whole capacity."""
         planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
         total_ms = sum(each.times_ms[-1] for each in planned)
-        off_ms = sum(each.times_ms[-1] * each.best_fit.typical_share for each in planned)
-        return off_ms / total_ms if total_ms else 0.0
+        return sum(each.best_fit.typical_residual_ms for each in planned) / total_ms if total_ms else 0.0
 
 
 @dataclass(frozen=True)
