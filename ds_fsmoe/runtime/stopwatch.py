@@ -20,6 +20,11 @@ FEWEST, MOST = 3, 9
 BUDGET_S = 0.5
 """As many repetitions as fit in here, within these bounds; making ready for them counts, too."""
 
+SETTLE_S = 0.003
+"""Ranks that have been brought together wait so long before a collective. Those who hear of it first would fill the
+link, and the news for others would wait behind: groups that share a link would be timed one after another, each having
+it alone."""
+
 Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
 
@@ -84,11 +89,11 @@ class Stopwatch:
         """
         self.num_timed += 1
         start_s = time.perf_counter()
-        self._round(what, sizes, prepare)
+        self._round(what, sizes, prepare, group)
         # The same on every rank.
         round_s = self._over_ranks([[time.perf_counter() - start_s]], None).item()
         repeats = min(MOST, max(FEWEST, int(BUDGET_S / max(1e-6, round_s))))
-        rounds = [self._round(what, sizes, prepare) for _ in range(repeats)]
+        rounds = [self._round(what, sizes, prepare, group) for _ in range(repeats)]
         return self._over_ranks(rounds, group).median(dim=0).values.tolist()
 
     def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -99,7 +104,7 @@ class Stopwatch:
         """Whether it is so on one rank at least."""
         return bool(self._over_ranks([[float(what)]], None).item())
 
-    def _round(self, what: str, sizes: Sequence[int], prepare: Prepare) -> list[float]:
+    def _round(self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None) -> list[float]:
         """One repetition of all sizes."""
         times_ms = []
         doing = f"measuring {what}"
@@ -109,6 +114,8 @@ class Stopwatch:
             with self.fate.of(doing):
                 work = prepare(size)
             with self.fate.of(doing):
+                if group is not None:
+                    time.sleep(SETTLE_S)
                 times_ms.append(self._time_ms(work))
             del work
         return times_ms
