@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -18,18 +22,18 @@ def rows_of(text: str) -> dict[str, list[str]]:
 
 
 def test_env_says_what_is_installed_and_on_the_shelf(capsys) -> None:
-    assert cli.main(["env"]) == 0
+    assert cli.main(["env", "--brief"]) == 0
     rows = rows_of(capsys.readouterr().out)
     assert rows["ds_fsmoe"][:2] == [VERSION, "[OKAY]"]
     assert rows["deepspeed"][:2] == ["0.19.8", "[OKAY]"]
     assert rows["torch"][1] == "[OKAY]"
-    assert rows["gate"] == ["topk"]
+    assert {"topk", "gshard"} <= {name.rstrip(",") for name in rows["gate"]}
     assert rows["expert"] == ["gpt,", "mixtral"]
 
 
 def test_env_fails_on_a_version_out_of_range(capsys, monkeypatch) -> None:
     monkeypatch.setitem(SUPPORTED, "deepspeed", "==0.1.0")
-    assert cli.main(["env"]) == 1
+    assert cli.main(["env", "--brief"]) == 1
     assert rows_of(capsys.readouterr().out)["deepspeed"] == ["0.19.8", "[FAIL]", "works", "with", "==0.1.0"]
 
 
@@ -37,6 +41,60 @@ def test_what_is_missing_is_no_failure_on_a_laptop_that_plans(capsys, monkeypatc
     monkeypatch.setattr(env, "_installed", lambda name: None if name in ("torch", "deepspeed") else "1.0")
     assert cli.main(["env"]) == 0
     assert rows_of(capsys.readouterr().out)["torch"][:3] == ["not", "installed", "[NO]"]
+
+
+def test_env_begins_with_deepspeeds_own_report_and_has_no_colours_in_a_file(capsys, monkeypatch) -> None:
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert 0 < text.index("extension op report") < text.index("deepspeed info") < text.index("on the shelf")
+    assert "\033" not in text
+
+
+def test_env_says_whether_ops_can_be_had_and_why_not(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    file = tmp_path / "env.json"
+    assert cli.main(["env", "--brief", "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+    found = {row["name"]: row for row in json.loads(file.read_text())["op"]}
+    assert found["fsmoe_cpu"]["state"] == "[NO]"
+    assert "'no-such-compiler' is not on the PATH" in found["fsmoe_cpu"]["note"]
+    assert "no-such-compiler" in text
+    assert set(found) == {"fsmoe_cpu", "fsmoe_cuda"}
+
+
+def test_env_fails_on_a_stale_lock_and_says_how_old_it_is(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name, age_s in (("cpu_adam", 5), ("fsmoe_cpu", 5000)):
+        lock = tmp_path / name / "lock"
+        lock.parent.mkdir()
+        lock.touch()
+        os.utime(lock, (time.time() - age_s, time.time() - age_s))
+    assert cli.main(["env", "--brief"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "s old" in line]
+    assert [line.split()[0] for line in lines] == ["cpu_adam", "fsmoe_cpu"]
+    assert "[OKAY]  being built" in lines[0]
+    assert "500" in lines[1]
+    assert f"delete {tmp_path / 'fsmoe_cpu' / 'lock'}" in lines[1]
+
+
+def test_env_tells_what_the_launcher_has_told(capsys, monkeypatch) -> None:
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    cli.main(["env", "--brief"])
+    text = capsys.readouterr().out
+    assert "4 on this node, so 2 node(s)" in text
+    assert "RANK=3" in text
+
+
+def test_env_is_in_colour_on_a_terminal_unless_that_is_not_wanted(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    cli.main(["env", "--brief"])
+    assert "\033[92m[OKAY]\033[0m" in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    cli.main(["env", "--brief"])
+    assert "\033" not in capsys.readouterr().out
 
 
 def test_an_unknown_command_lists_the_known_ones(capsys) -> None:

@@ -33,7 +33,7 @@ package = loading.import_op_builder()
 assert package.__name__ == "ds_fsmoe.ops.op_builder"
 assert "deepspeed" not in sys.modules
 assert "op_builder" not in sys.modules
-builder = package.builders("cpu")["fsmoe_rows"]
+builder = package.builders("cpu")["fsmoe_cpu"]
 print(loading.__file__)
 for source in builder.sources():
     print(builder.deepspeed_src_path(source))
@@ -157,7 +157,7 @@ def test_the_installed_form_finds_its_builders(wheel: zipfile.ZipFile, tmp_path:
     wheel.extractall(tmp_path / "site")
     script = FIND_BUILDERS.replace('assert "deepspeed" not in sys.modules\n', "")
     files = run_python(script, [tmp_path / "site", SITE_PACKAGES], tmp_path)
-    assert files[-1] == str(tmp_path / "site/ds_fsmoe/ops/csrc/cpu/rows.cpp")
+    assert files[-1] == str(tmp_path / "site/ds_fsmoe/ops/csrc/cpu/slots.cpp")
     assert Path(files[-1]).is_file()
 
 
@@ -179,14 +179,14 @@ def test_every_editable_form_finds_its_builders(mode: str, tmp_path: Path) -> No
     zipfile.ZipFile(editable).extractall(tmp_path / "site")
     activate = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
     files = run_python(activate + FIND_BUILDERS, [tmp_path / "site", SITE_PACKAGES], tmp_path)
-    assert Path(files[-1]).resolve() == source / "csrc/cpu/rows.cpp"
+    assert Path(files[-1]).resolve() == source / "csrc/cpu/slots.cpp"
 
 
 def test_the_source_checkout_finds_its_builders(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     source = copy_of_the_repository(tmp_path / "source")
     files = run_python(FIND_BUILDERS, [source, SITE_PACKAGES], tmp_path)
-    assert files[-1] == str(source / "csrc/cpu/rows.cpp")
+    assert files[-1] == str(source / "csrc/cpu/slots.cpp")
 
 
 @pytest.mark.slow
@@ -199,13 +199,17 @@ def test_a_wheel_built_with_ops_needs_no_build_to_run_them(tmp_path: Path) -> No
     zipfile.ZipFile(archive).extractall(tmp_path / "site")
     extensions = tmp_path / "torch_extensions"
     script = (
-        "import torch; from ds_fsmoe.ops import load_row_ops\n"
+        "import torch; from ds_fsmoe.ops import load_ops, load_row_ops\n"
         "ops = load_row_ops('required', 'cpu')\n"
         "print(ops.name, ops.gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 2, 0])).tolist())\n"
+        "ops = load_ops('auto', 'cpu')\n"
+        "x_SM, slots_KS = torch.tensor([[1.0], [2.0]]), ops.top_k_slots(torch.tensor([[0.1, 0.9]] * 2), 1, 1).slots_KS\n"
+        "x_NM = ops.arrange(x_SM, slots_KS, 2)\n"
+        "print(ops.name, x_NM.tolist(), ops.restore(x_NM, slots_KS, torch.ones(1, 2)).tolist())\n"
     )
     path = [tmp_path / "site", SITE_PACKAGES]
     output = run_python(script, path, tmp_path, TORCH_EXTENSIONS_DIR=str(extensions), CXX="false")
-    assert output[-1] == "compiled [[2.0], [0.0], [1.0]]"
+    assert output[-2:] == ["compiled [[2.0], [0.0], [1.0]]", "compiled [[0.0], [1.0]] [[1.0], [0.0]]"]
     assert not extensions.exists()
 
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from ds_fsmoe.components.side_by_side import lay_side_by_side
 
 if TYPE_CHECKING:
     from ds_fsmoe.components.written import WrittenExpert
@@ -58,6 +61,13 @@ class LocalExperts(nn.Module):
     def __init__(self, expert: nn.Module, num_local_experts: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        lay_side_by_side(self.experts)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LocalExperts:
+        """Whatever gives the parameters other memory (``to``, ``half``, ``cuda``) comes here."""
+        super()._apply(fn, recurse)
+        lay_side_by_side(self.experts)
+        return self
 
     def forward(self, x_GeCM: torch.Tensor) -> torch.Tensor:
         """[G, e, C, M] rows from G ranks for e experts to the same shape."""

@@ -7,7 +7,7 @@ Letters: N ranks the rows came from, e experts on this rank, C slots per expert,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ds_fsmoe.components.graph_calls import GraphCall
 from ds_fsmoe.components.replay import AutocastState
 from ds_fsmoe.components.written import WrittenExpert, modules_of, runs_unobserved, written_form
 from ds_fsmoe.components.written_calls import WrittenCall
+from ds_fsmoe.components.written_together import Run, Together, joined, runs_of
 
 
 class ExpertCall:
@@ -34,11 +35,13 @@ class ExpertCall:
     def __init__(
         self,
         experts: Sequence[WrittenCall | GraphCall],
+        runs: Sequence[Run],
         sums: GradientSums,
         autocast: AutocastState,
         needs_backward: bool,
     ) -> None:
         self._experts = tuple(experts)
+        self._runs = tuple(runs)
         self._sums = sums
         self._autocast = autocast
         self._needs_backward = needs_backward
@@ -65,9 +68,9 @@ class ExpertCall:
         self._check("rows", start, stop, x_NeCM)
         x_NeCM = x_NeCM.detach()
         with self._autocast.restored():
-            parts = [expert.forward(start, stop, x_NeCM[:, i]) for i, expert in enumerate(self._experts)]
+            result_NeCM = self._through(x_NeCM, lambda call, part: call.forward(start, stop, part))
         self._slots_forward += stop - start
-        return self._joined(parts)
+        return result_NeCM
 
     @torch.no_grad()
     def backward(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> torch.Tensor:
@@ -79,19 +82,19 @@ class ExpertCall:
         """
         self._check_backward(start, stop, dy_NeCM)
         with self._autocast.restored():
-            parts = [expert.backward(start, stop, dy_NeCM[:, i]) for i, expert in enumerate(self._experts)]
+            result_NeCM = self._through(dy_NeCM, lambda call, part: call.backward(start, stop, part))
         self._returned.append((start, stop))
-        return self._joined(parts)
+        return result_NeCM
 
     @torch.no_grad()
     def backward_dx(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> torch.Tensor:
         """As :meth:`backward`, with the weights' gradients left to :meth:`backward_dw` of the same cut."""
         self._check_backward(start, stop, dy_NeCM)
         with self._autocast.restored():
-            parts = [expert.backward_dx(start, stop, dy_NeCM[:, i]) for i, expert in enumerate(self._experts)]
+            result_NeCM = self._through(dy_NeCM, lambda call, part: call.backward_dx(start, stop, part))
         self._without_dw.append((start, stop))
         self._returned.append((start, stop))
-        return self._joined(parts)
+        return result_NeCM
 
     @torch.no_grad()
     def backward_dw(self, start: int, stop: int) -> None:
@@ -104,8 +107,8 @@ class ExpertCall:
             raise RuntimeError(f"backward_dw of slots [{start}, {stop}) without a backward_dx of the same cut before")
         self._without_dw.remove((start, stop))
         with self._autocast.restored():
-            for expert in self._experts:
-                expert.backward_dw(start, stop)
+            for run in self._runs:
+                run.call.backward_dw(start, stop)
 
     def release(self) -> list[torch.Tensor | None]:
         """Give away the tensors that are kept for the backward, so that autograd can keep them: with its checks of
@@ -152,11 +155,11 @@ class ExpertCall:
             if max(first, start) < min(last, stop):
                 raise ValueError(f"slots [{start}, {stop}) came back twice: [{first}, {last}) came before")
 
-    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """e tensors [N, c, M] to [N, e, c, M]."""
-        if len(parts) == 1 and self.splits:  # written out, and so new memory
-            return parts[0].unsqueeze(1)
-        return torch.stack(parts, dim=1)
+    def _through(self, tensor_NeCM: torch.Tensor, way: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """[N, e, c, M] to the same in new memory, through ``way(call, part)`` of each run."""
+        if len(self._runs) == 1 and self.splits:  # written out, and so new memory
+            return self._runs[0].through(tensor_NeCM, way).contiguous()
+        return joined((run.through(tensor_NeCM, way) for run in self._runs), len(self._experts))
 
 
 class ExpertSet:
@@ -166,14 +169,23 @@ class ExpertSet:
         experts: e row-wise modules.
         keep_expert_dim: call modules with [N, 1, c, M], as stock does, instead of [N, c, M].
         path: of their layer in the model, for messages.
+        together: whether several experts are computed together: "auto" where it pays
+            (:func:`~ds_fsmoe.components.written_together.pays`), "never", or "always" where it can be done at all.
     """
 
-    def __init__(self, experts: Sequence[nn.Module], keep_expert_dim: bool = False, path: str = "") -> None:
+    def __init__(
+        self,
+        experts: Sequence[nn.Module],
+        keep_expert_dim: bool = False,
+        path: str = "",
+        together: Together = "auto",
+    ) -> None:
         if not experts:
             raise ValueError("expert_set needs at least one expert")
         self.experts = tuple(experts)
         self.keep_expert_dim = keep_expert_dim
         self.path = path
+        self.together: Together = together
         self.parameters = tuple(dict.fromkeys(each for expert in experts for each in expert.parameters()))
         """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
         self._ids = self._present_ids()
@@ -231,8 +243,8 @@ class ExpertSet:
                         where=f"{self.path}: expert {index}: " if self.path else "",
                     )
                 )
-        autocast = AutocastState.now(self._device_types())
-        return ExpertCall(calls, sums, autocast, needs_backward)
+        runs = runs_of(calls, sums, recompute=recompute, together=self.together)
+        return ExpertCall(calls, runs, sums, AutocastState.now(self._device_types()), needs_backward)
 
     def _present_ids(self) -> list[int]:
         modules = (module for expert in self.experts for module in modules_of(expert))
@@ -253,6 +265,8 @@ class ExpertSet:
         return None if torch.is_autocast_enabled(written.down.weight.device.type) else written
 
 
-def expert_set(experts: Sequence[nn.Module], keep_expert_dim: bool = False, path: str = "") -> ExpertSet:
+def expert_set(
+    experts: Sequence[nn.Module], keep_expert_dim: bool = False, path: str = "", together: Together = "auto"
+) -> ExpertSet:
     """The experts of one rank, to be called chunk by chunk; see :class:`ExpertSet`."""
-    return ExpertSet(experts, keep_expert_dim, path)
+    return ExpertSet(experts, keep_expert_dim, path, together)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ds_fsmoe.components.side_by_side import stacked
+
 _TERMS_IN_A_ROW = 4
 
 
@@ -32,6 +34,25 @@ class GradientSums:
         """Add ``left @ right`` [O, I], from the second on within the matrix product and in place."""
         self._sum_of(parameter).add_product(left_OR, right_RI)
 
+    def add_products(self, parameters: Sequence[nn.Parameter], left_kOR: torch.Tensor, right_kRI: torch.Tensor) -> None:
+        """:meth:`add_product` for k parameters at once, whose gradients then lie side by side in one memory.
+
+        Args:
+            parameters: k different ones, of one shape and type.
+            left_kOR, right_kRI: of each a matrix.
+        """
+        sums = [self._sum_of(each) for each in parameters]
+        if not any(each.has_recent for each in sums):
+            for each, product_OI in zip(sums, torch.bmm(left_kOR, right_kRI).unbind(), strict=True):
+                each.begin_with_own(product_OI)
+        elif (recent_kOI := _recent_of(sums)) is not None:
+            recent_kOI.baddbmm_(left_kOR, right_kRI)
+            for each in sums:
+                each.close_row()
+        else:
+            for each, left_OR, right_RI in zip(sums, left_kOR, right_kRI, strict=True):
+                each.add_product(left_OR, right_RI)
+
     def take(self) -> tuple[torch.Tensor | None, ...]:
         """The sums in the order of the parameters, ``None`` where there is no gradient, and start over."""
         sums, self._sums = self._sums, {}
@@ -42,6 +63,12 @@ class GradientSums:
         if id(parameter) not in self._sums:
             self._sums[id(parameter)] = _Sum()
         return self._sums[id(parameter)]
+
+
+def _recent_of(sums: Sequence[_Sum]) -> torch.Tensor | None:
+    """What may be added to in place in all of them at once, if that lies side by side."""
+    terms = [each.own_recent for each in sums]
+    return None if any(each is None for each in terms) else stacked(terms)
 
 
 class _Sum:
@@ -69,14 +96,14 @@ class _Sum:
             self._recent.add_(term)
         else:
             self._recent, self._is_own = self._recent + term, True
-        self._close_row()
+        self.close_row()
 
     def add_product(self, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
         if self._recent is None:
-            self._start(left_OR @ right_RI, is_own=True)
+            self.begin_with_own(left_OR @ right_RI)
         elif self._is_own:
             self._recent.addmm_(left_OR, right_RI)
-            self._close_row()
+            self.close_row()
         else:
             self.add(left_OR @ right_RI)
 
@@ -85,10 +112,25 @@ class _Sum:
             return self._recent.to(self._dtype)
         return self._earlier if self._recent is None else self._earlier.add_(self._recent)
 
+    @property
+    def has_recent(self) -> bool:
+        """Whether a next product would be added in place."""
+        return self._recent is not None
+
+    @property
+    def own_recent(self) -> torch.Tensor | None:
+        """What may be added to in place, before :meth:`close_row`."""
+        return self._recent if self._is_own else None
+
+    def begin_with_own(self, term: torch.Tensor) -> None:
+        """The first term, or the first of a row, in memory that nobody else has."""
+        self._start(term, is_own=True)
+
     def _start(self, term: torch.Tensor, is_own: bool) -> None:
         self._recent, self._is_own, self._num_terms, self._dtype = term, is_own, 1, term.dtype
 
-    def _close_row(self) -> None:
+    def close_row(self) -> None:
+        """A term has been added in place."""
         self._num_terms += 1
         if self._recent.dtype.itemsize < 4 and self._num_terms == _TERMS_IN_A_ROW:
             self._earlier = self._recent if self._earlier is None else self._earlier.add_(self._recent)

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.gradient_sums import GradientSums
+from ds_fsmoe.components.side_by_side import stacked
 
 
 class UnbiasedShardLinear(nn.Linear):
@@ -46,8 +50,39 @@ def is_plain_linear(module: nn.Module) -> bool:
     )
 
 
-def apply_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """[..., I] to [..., O]."""
+@dataclass(frozen=True)
+class StackedLinear:
+    """k linear layers of one shape, each for rows of its own."""
+
+    weight_kOI: torch.Tensor
+    bias_kO: torch.Tensor | None
+    """Of those that add it."""
+    adds_bias_within: bool
+    """Whether the bias is added within the product, with one rounding, or after it, with two."""
+
+    @classmethod
+    def of(cls, linears: Sequence[nn.Linear], adds_bias_within: bool) -> StackedLinear | None:
+        """Those of k experts without copying a weight, or ``None`` where weights or biases do not lie side by side."""
+        weight_kOI = stacked([linear.weight for linear in linears])
+        if weight_kOI is None or linears[0].bias is None or type(linears[0]) is UnbiasedShardLinear:
+            return None if weight_kOI is None else cls(weight_kOI, None, adds_bias_within)
+        bias_kO = stacked([linear.bias for linear in linears])
+        return None if bias_kO is None else cls(weight_kOI, bias_kO, adds_bias_within)
+
+    def __call__(self, x_kRI: torch.Tensor) -> torch.Tensor:
+        """To [k, R, O]."""
+        weight_kIO = self.weight_kOI.transpose(1, 2)
+        if self.bias_kO is None:
+            return torch.bmm(x_kRI, weight_kIO)
+        if self.adds_bias_within:
+            return torch.baddbmm(self.bias_kO.unsqueeze(1), x_kRI, weight_kIO)
+        return torch.bmm(x_kRI, weight_kIO).add_(self.bias_kO.unsqueeze(1))
+
+
+def apply_linear(linear: nn.Linear | StackedLinear, x: torch.Tensor) -> torch.Tensor:
+    """[..., I] to [..., O]; [k, R, I] to [k, R, O] for a stacked one."""
+    if type(linear) is StackedLinear:
+        return linear(x)
     return F.linear(x, linear.weight, None if type(linear) is UnbiasedShardLinear else linear.bias)
 
 
@@ -67,3 +102,18 @@ def add_gradients(sums: GradientSums, linear: nn.Linear, dy_RO: torch.Tensor, x_
             sums.add(linear.bias, torch.zeros_like(linear.bias))
         else:
             sums.add(linear.bias, dy_RO.sum(0))
+
+
+def add_stacked_gradients(
+    sums: GradientSums, linears: Sequence[nn.Linear], dy_kRO: torch.Tensor, x_kRI: torch.Tensor | None
+) -> None:
+    """:func:`add_gradients` for layers of one shape in k experts, all of which want the same."""
+    if x_kRI is not None and sums.wants(linears[0].weight):
+        sums.add_products([linear.weight for linear in linears], dy_kRO.transpose(1, 2), x_kRI)
+    if sums.wants(linears[0].bias):
+        if type(linears[0]) is UnbiasedShardLinear:
+            gradient_kO = dy_kRO.new_zeros(dy_kRO.shape[0], dy_kRO.shape[2])
+        else:
+            gradient_kO = dy_kRO.sum(1)
+        for linear, gradient_O in zip(linears, gradient_kO.unbind(), strict=True):
+            sums.add(linear.bias, gradient_O)

@@ -43,13 +43,13 @@ class WrittenCall:
     def __init__(
         self, written: WrittenExpert, sums: GradientSums, *, needs_backward: bool, recompute: bool, contiguous: bool
     ) -> None:
-        self._written = written
+        self.written = written
         self._sums = sums
         self._needs_backward = needs_backward
         self._recompute = recompute
         self._contiguous = contiguous
-        self._wants_up = any(sums.wants(up.weight) for up in written.up)
-        self._wants_any = any(sums.wants(each) for linear in written.linears for each in (linear.weight, linear.bias))
+        self.wants_up = any(sums.wants(up.weight) for up in written.up)
+        self.wants_any = any(sums.wants(each) for linear in written.linears for each in (linear.weight, linear.bias))
         self.cuts = Cuts()
         self._pending: dict[tuple[int, int], _Pending] = {}
         # Autograd would refuse a weight that changed between forward and backward, and so do we.
@@ -58,10 +58,25 @@ class WrittenCall:
     def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:
         """[N, c, M] to the same shape."""
         kept = self._kept(x_NcM)
+        self.keep(start, stop, x_NcM, kept)
+        return apply_linear(self.written.down, self.written.hidden(kept))
+
+    def keep(self, start: int, stop: int, x_NcM: torch.Tensor, kept: tuple[torch.Tensor, ...]) -> None:
+        """Keep of a cut what the backward will :meth:`read`, if there is to be one."""
         if self._needs_backward:
-            x_kept = x_NcM if self._wants_up or self._recompute else None
+            x_kept = x_NcM if self.wants_up or self._recompute else None
             self.cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
-        return apply_linear(self._written.down, self._written.hidden(kept))
+
+    def read(self, start: int, stop: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """The rows of a cut, if they are kept, and what else is; nothing else with ``recompute``.
+
+        Raises:
+            RuntimeError: a weight was changed in place since the forward.
+        """
+        if self._versions != [linear.weight._version for linear in self.written.linears]:
+            raise RuntimeError("a weight of an expert was changed in place between the forward and its backward")
+        x_NcM, *kept = self.cuts.take(start, stop)
+        return x_NcM, tuple(kept)
 
     def backward(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
         """[N, c, M] to the same shape; adds to the weights' gradients."""
@@ -71,20 +86,28 @@ class WrittenCall:
 
     def backward_dx(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
         """[N, c, M] to the same shape; keeps ``dy_NcM`` and a hidden layer's gradient for :meth:`backward_dw`."""
-        if self._versions != [linear.weight._version for linear in self._written.linears]:
-            raise RuntimeError("a weight of an expert was changed in place between the forward and its backward")
-        x_NcM, *kept = self.cuts.take(start, stop)
-        kept = self._kept(x_NcM) if self._recompute else tuple(kept)
-        dy_RM = _rows(dy_NcM)
-        up, down = self._written.up, self._written.down
+        return self.dx_of(start, stop, *self.read(start, stop), dy_NcM)
+
+    def dx_of(
+        self,
+        start: int,
+        stop: int,
+        x_NcM: torch.Tensor | None,
+        kept: tuple[torch.Tensor, ...],
+        dy_NcM: torch.Tensor,
+    ) -> torch.Tensor:
+        """:meth:`backward_dx` of what has been read already."""
+        kept = self._kept(x_NcM) if self._recompute else kept
+        dy_RM = rows_of(dy_NcM)
+        up, down = self.written.up, self.written.down
         dh_NcH = (dy_RM @ down.weight).view(*dy_NcM.shape[:-1], down.in_features)
-        deltas_RH = tuple(_rows(delta) for delta in self._written.backward_hidden(dh_NcH, kept))
+        deltas_RH = tuple(rows_of(delta) for delta in self.written.backward_hidden(dh_NcH, kept))
         del dh_NcH
         dx_RM = deltas_RH[0] @ up[0].weight
         for linear, delta_RH in zip(up[1:], deltas_RH[1:], strict=True):
             dx_RM += delta_RH @ linear.weight
-        if self._wants_any:
-            x_RM = _rows(x_NcM) if self._wants_up else None
+        if self.wants_any:
+            x_RM = rows_of(x_NcM) if self.wants_up else None
             self._pending[start, stop] = _Pending(x_RM, kept, dy_RM, deltas_RH)
         return dx_RM.view(dy_NcM.shape)
 
@@ -93,16 +116,16 @@ class WrittenCall:
         pending = self._pending.pop((start, stop), None)
         if pending is None:  # no weight wants a gradient
             return
-        down = self._written.down
-        h_RH = _rows(self._written.hidden(pending.kept)) if self._sums.wants(down.weight) else None
+        down = self.written.down
+        h_RH = rows_of(self.written.hidden(pending.kept)) if self._sums.wants(down.weight) else None
         add_gradients(self._sums, down, pending.dy_RM, h_RH)
-        for up, delta_RH in zip(self._written.up, pending.deltas_RH, strict=True):
+        for up, delta_RH in zip(self.written.up, pending.deltas_RH, strict=True):
             add_gradients(self._sums, up, delta_RH, pending.x_RM)
 
     def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)
+        return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)
 
 
-def _rows(x_NcM: torch.Tensor) -> torch.Tensor:
+def rows_of(x_NcM: torch.Tensor) -> torch.Tensor:
     """[N, c, M] to [N * c, M]."""
     return x_NcM.reshape(x_NcM.shape[0] * x_NcM.shape[1], x_NcM.shape[2])
