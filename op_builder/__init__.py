@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builders of the compiled ops: one short file per op, in one folder per device type.
+"""Builders of the compiled ops: one short file per library, in one folder per device type.
 
 While DeepSpeed is being imported it tries ``from op_builder import __deepspeed__`` to learn whether it runs from its
 own source tree. With this repository's root on ``sys.path`` that import lands here, with DeepSpeed half initialised.
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .builder import CPUBuilder
+    from .builder import FSMoEBuilder
 
 FOLDER = Path(__file__).resolve().parent
 # The builders name their files relative to this folder: the repository in a checkout, ds_fsmoe/ops when installed.
 SOURCE_ROOT = FOLDER.parent
 
-DEVICE_TYPES = ("cpu",)
+DEVICE_TYPES = ("cpu", "cuda")
 
 
-def builders(device_type: str) -> dict[str, CPUBuilder]:
-    """One builder per op that exists for a kind of device, by op library name. Builds and loads nothing.
+def builders(device_type: str) -> dict[str, FSMoEBuilder]:
+    """One builder per library that exists for a kind of device, by name. Builds and loads nothing.
 
     Args:
         device_type: a torch device type; one of ``DEVICE_TYPES``.

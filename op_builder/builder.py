@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every builder of ours adds to DeepSpeed's: our own source tree, our own wheel, and locks that time out.
+"""What every builder of ours adds to DeepSpeed's: our own source tree, our own wheel, reasons, and locks that time out.
 
 DeepSpeed's builders resolve source files inside DeepSpeed's installation and look for prebuilt libraries in
 DeepSpeed's own table. Both have to point here instead.
@@ -11,29 +11,36 @@ import importlib
 import importlib.util
 import os
 import re
+import shutil
+import sysconfig
 import time
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.builder import (
+    CUDAMismatchException,
+    CUDAOpBuilder,
+    MissingCUDAException,
+    OpBuilder,
+    assert_no_cuda_mismatch,
+)
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from . import SOURCE_ROOT
+from . import SOURCE_ROOT, locks
 
 if TYPE_CHECKING:
     from setuptools import Extension
 
-STALE_LOCK_S = 600.0
 _LOCK_POLL_S = 0.5
 
 # "2.13.0+cpu" -> "2_13_0_cpu": fit for a macro and for a module name.
 TORCH_TAG = re.sub(r"\W", "_", torch.__version__)
 
 
-class CPUBuilder(CPUOpBuilder):
-    """A C++ op for the CPU. A subclass gives ``NAME`` and ``sources()``.
+class FSMoEBuilder(OpBuilder):
+    """What builders for all device types have in common. A subclass gives ``NAME`` and ``sources()``.
 
     ``NAME`` must start with ``fsmoe_``: DeepSpeed caches loaded ops of the whole process by name.
     """
@@ -51,14 +58,26 @@ class CPUBuilder(CPUOpBuilder):
     def include_paths(self) -> list[str]:
         return ["csrc/includes"]
 
-    def cxx_args(self) -> list[str]:
-        # No -march=native: these ops are bound by memory, and a wheel or a build cache on a shared file system must
-        # also run on the other machines. The macro is for the build cache: torch rebuilds when the command line
-        # changes, but does not watch its own headers, so without it a torch upgrade would load yesterday's library.
-        return ["-O3", "-fopenmp", f"-DFSMOE_TORCH_{TORCH_TAG}"]
+    def obstacles(self) -> list[str]:
+        """What stands in the way of building this op here, a sentence each; empty if nothing does."""
+        found = []
+        compiler = os.environ.get("CXX", "c++")
+        if shutil.which(compiler) is None:
+            found.append(f"no C++ compiler: {compiler!r} is not on the PATH; install one, or name it in CXX")
+        if shutil.which("ninja") is None:
+            found.append("ninja is not on the PATH: pip install ninja")
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            found.append("Python.h is missing: install the development files of this Python")
+        return found
 
-    def extra_ldflags(self) -> list[str]:
-        return ["-fopenmp"]
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the op is there, or can be built. If not, ``error_log`` says why; with ``verbose`` it is printed."""
+        reasons = [] if self.is_prebuilt() else self.obstacles()
+        if reasons:
+            self.error_log = "; ".join(reasons)
+            if verbose:
+                self.warning(self.error_log)
+        return not reasons
 
     def absolute_name(self) -> str:
         """Import path of the library in a wheel. It carries torch's version: one built for another is not found."""
@@ -71,23 +90,30 @@ class CPUBuilder(CPUOpBuilder):
         """Whether the installed package brings this op compiled for the running torch."""
         return importlib.util.find_spec(self.absolute_name()) is not None
 
+    def is_built(self) -> bool:
+        """Whether it has been built just in time before; an older one is built again when it is loaded."""
+        return self.lock_path().with_name(f"{self.name}.so").is_file()
+
+    def will_compile(self) -> bool:
+        """Whether :meth:`load` is going to take its time."""
+        return self.name not in OpBuilder._loaded_ops and not self.is_prebuilt() and not self.is_built()
+
     def lock_path(self) -> Path:
         """The file torch holds while it builds this op just in time. A build that was killed leaves it behind."""
-        from torch.utils.cpp_extension import _get_build_directory
-
-        return Path(_get_build_directory(self.name, verbose=False)) / "lock"
+        return locks.extensions_folder() / self.name / "lock"
 
     def builder(self) -> Extension:
         """The extension to compile into a wheel, for ``setup.py``."""
         extension = super().builder()
-        extension.extra_link_args += self.extra_ldflags()  # DeepSpeed's CPU builder leaves them out
+        # DeepSpeed's CPU builder leaves them out, its CUDA builder does not.
+        extension.extra_link_args = self.extra_ldflags()
         return extension
 
     def load(self, verbose: bool = False) -> ModuleType:
         """Loads the op: from this process, else from the installed package, else by building it.
 
         Raises:
-            RuntimeError: the build failed, or another process has held the build lock for ``STALE_LOCK_S`` seconds.
+            RuntimeError: the build failed, or another process has held the build lock for too long.
         """
         if self.name not in OpBuilder._loaded_ops:
             if not self.is_prebuilt():
@@ -96,20 +122,63 @@ class CPUBuilder(CPUOpBuilder):
         return OpBuilder._loaded_ops[self.name]
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
+        if reasons := self.obstacles():
+            raise RuntimeError("; ".join(reasons))
         self._wait_for_lock()
         return super().jit_load(verbose)
 
     def _wait_for_lock(self) -> None:
         # torch waits for this file without a limit and without a word, so we do the waiting.
-        lock = self.lock_path()
-        while True:
-            try:
-                age_s = time.time() - os.stat(lock).st_mtime
-            except FileNotFoundError:
-                return
-            if age_s > STALE_LOCK_S:
+        while (lock := locks.find_lock(self.lock_path())) is not None:
+            if lock.is_stale:
                 raise RuntimeError(
-                    f"the build lock {lock} is {age_s:.0f} s old; a build that was killed leaves such a file. "
-                    f"If no other process is building {self.name} now, delete it and start again"
+                    f"the build lock {lock.path} is {lock.age_s:.0f} s old; a build that was killed leaves such a "
+                    f"file. If no other process is building {self.name} now, delete it and start again"
                 )
             time.sleep(_LOCK_POLL_S)
+
+
+class CPUBuilder(FSMoEBuilder, CPUOpBuilder):
+    """A C++ op for the CPU."""
+
+    def cxx_args(self) -> list[str]:
+        # No -march=native: a wheel or a build cache on a shared file system must also run on the other machines. Loops
+        # that gain from wider vectors choose when they run; without contraction to fused multiply-adds they all give
+        # the same bits. The macro is for the build cache: torch rebuilds when the command line changes, but does not
+        # watch its own headers, so without it a torch upgrade would load yesterday's library.
+        return ["-O3", "-ffp-contract=off", "-fopenmp", f"-DFSMOE_TORCH_{TORCH_TAG}"]
+
+    def extra_ldflags(self) -> list[str]:
+        return ["-fopenmp"]
+
+
+class CUDABuilder(FSMoEBuilder, CUDAOpBuilder):
+    """A CUDA op: kernels in ``.cu`` files that know nothing of torch, bindings in ``.cpp`` files."""
+
+    ARCHITECTURES: ClassVar[str] = "8.0;9.0+PTX"
+    """What a wheel is compiled for, unless ``TORCH_CUDA_ARCH_LIST`` says otherwise."""
+
+    def obstacles(self) -> list[str]:
+        found = super().obstacles()
+        if torch.version.hip is not None:
+            return [*found, "this torch is built for ROCm; there are kernels for CUDA only"]
+        if torch.version.cuda is None:
+            return [*found, f"this torch ({torch.__version__}) is built without CUDA"]
+        if not self._for_wheel() and not torch.cuda.is_available():
+            found.append("torch finds no CUDA device")
+        try:
+            assert_no_cuda_mismatch(self.name)
+        except (MissingCUDAException, CUDAMismatchException) as err:
+            found.append(str(err))
+        return found
+
+    def _for_wheel(self) -> bool:
+        return os.environ.get(self.BUILD_VAR, "0") == "1"
+
+    def cxx_args(self) -> list[str]:
+        return ["-O3", f"-DFSMOE_TORCH_{TORCH_TAG}"]
+
+    def nvcc_args(self) -> list[str]:
+        # Not DeepSpeed's --use_fast_math: sums must have the same bits as the reference, denormals included.
+        arguments = ["-O3", "--fmad=false", f"-DFSMOE_TORCH_{TORCH_TAG}"]
+        return arguments + self.compute_capability_args(self.ARCHITECTURES)

@@ -95,7 +95,7 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"gate": {"capacity_factor": float("inf")}}, "fsmoe.gate.capacity_factor = Infinity: must be a finite number"),
         ({"gate": {"drop_tokens": None}}, "fsmoe.gate.drop_tokens = null: must be a boolean"),
         ({"gate": {"k": None}}, "fsmoe.gate.k = null: must be an integer"),
-        ({"gate": {"type": "auto"}}, 'fsmoe.gate.type = "auto": no such part; the choices are deepseek, expert_choice, gshard'),
+        ({"gate": {"type": "auto"}}, 'fsmoe.gate.type = "auto": no such part; the choices are deepseek, expert'),
         ({"plugins": [""]}, 'fsmoe.plugins = "": cannot be imported'),
         ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
         ({"gate": "topk"}, 'fsmoe.gate = "topk": must be an object'),

@@ -203,8 +203,8 @@ def test_a_wheel_built_with_ops_needs_no_build_to_run_them(tmp_path: Path) -> No
         "ops = load_row_ops('required', 'cpu')\n"
         "print(ops.name, ops.gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 2, 0])).tolist())\n"
         "ops = load_ops('auto', 'cpu')\n"
-        "x_SM, slots_KS = torch.tensor([[1.0], [2.0]]), ops.top_k_slots(torch.tensor([[0.1, 0.9]] * 2), 1, 1).slots_KS\n"
-        "x_NM = ops.arrange(x_SM, slots_KS, 2)\n"
+        "slots_KS = ops.top_k_slots(torch.tensor([[0.1, 0.9]] * 2), 1, 1).slots_KS\n"
+        "x_NM = ops.arrange(torch.tensor([[1.0], [2.0]]), slots_KS, 2)\n"
         "print(ops.name, x_NM.tolist(), ops.restore(x_NM, slots_KS, torch.ones(1, 2)).tolist())\n"
     )
     path = [tmp_path / "site", SITE_PACKAGES]

@@ -59,10 +59,7 @@ def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order], t
     once_launched = MoEWork(
         moe.enter, moe.gather, once(moe.expert), moe.reduce, moe.leave, once(moe.expert_dx), once(moe.expert_dw)
     )
-    costs = {
-        kind: cost.plus(task_ms if kind != "HOLD" else 0.0)
-        for kind, cost in profile.costs(backward).items()
-    }
+    costs = {kind: cost.plus(task_ms if kind != "HOLD" else 0.0) for kind, cost in profile.costs(backward).items()}
     return BlockTimes(BlockWork((), once_launched, ()), costs).times_ms(orders)[:, 0].tolist()
 
 

@@ -5,8 +5,6 @@
 // An index outside 0..R-1 means "this slot is empty" and reads as a row of zeros. (By convention empty slots carry R.)
 // So index values are never an error and need no check pass before the copy.
 
-#include "python_module_stub.h"
-
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -109,15 +107,8 @@ at::Tensor gather_rows_backward(const at::Tensor& dy, const at::Tensor& index, i
 
 }  // namespace
 
-// A fragment, because other libraries of this project may add operators to the same namespace.
-TORCH_LIBRARY_FRAGMENT(fsmoe, library) {
-  library.def("gather_rows(Tensor x, Tensor index) -> Tensor");
-  library.def("gather_rows_backward(Tensor dy, Tensor index, SymInt num_rows) -> Tensor");
-}
-
+// The schemas are in ds_fsmoe/ops/schemas.py: libraries of several device types share them.
 TORCH_LIBRARY_IMPL(fsmoe, CPU, library) {
   library.impl("gather_rows", TORCH_FN(gather_rows));
   library.impl("gather_rows_backward", TORCH_FN(gather_rows_backward));
 }
-
-FSMOE_PYTHON_MODULE_STUB()

@@ -1,29 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_fsmoe env``: what is installed, what is supported, which parts are on the shelf."""
+"""``ds_fsmoe env``: what is installed and supported, which parts there are, what ops, links and locks."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
+import os
 import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_fsmoe.commands.tables import check_folders, print_table
+from ds_fsmoe.runtime.link_facts import link_facts
 from ds_fsmoe.versions import SUPPORTED, TESTED, VERSION
 
-HELP = "what is installed, what is supported, which parts are on the shelf"
+HELP = "what is installed and supported, which parts there are, what ops, links and locks"
+
+Row = tuple[str, str, str, str]
+
+_DEEPSPEED_REPORT_S = 300
+# As DeepSpeed's own report has them.
+_COLOURS = {"[OKAY]": "\033[92m", "[YES]": "\033[92m", "[NO]": "\033[93m", "[FAIL]": "\033[91m"}
+_END = "\033[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the result goes."""
+    """What to show, and where the result goes."""
+    parser.add_argument("--brief", action="store_true", help="leave out DeepSpeed's own report, which takes its time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the same, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it. Returns 1 if something installed is not supported."""
+    """Print it. Returns 1 if something installed is not supported, or something is in the way of a run."""
     check_folders(args.json)
+    if not args.brief and _installed("deepspeed") is not None:
+        print(_coloured(deepspeed_report()))
+    rows = package_rows()
+    _show(("package", "version", "", ""), rows)
+    parts: list[tuple[str, str]] = []
+    sections: dict[str, list[Row]] = {}
+    if importlib.util.find_spec("torch") is not None:
+        from ds_fsmoe import registry
+        from ds_fsmoe.ops import report
+
+        parts = [(kind, ", ".join(registry.known(kind))) for kind in ("gate", "order", "alltoall", "expert")]
+        _show(("part", "on the shelf"), parts)
+        sections = {
+            "op": report.op_rows(),
+            "built with": report.compiler_rows(),
+            "lock": report.lock_rows(),
+            "machine": report.machine_rows(),
+        }
+    sections["link"] = [(*line.partition(": ")[::2], "", "") for line in link_facts(ask_nvidia_smi=True).lines()]
+    for head, of_section in sections.items():
+        _show((head, "found", "", ""), of_section)
+    if args.json is not None:
+        names = ("name", "found", "state", "note")
+        packages = [dict(zip(("package", "version", "state", "note"), row, strict=True)) for row in rows]
+        found = {head: [dict(zip(names, row, strict=True)) for row in each] for head, each in sections.items()}
+        args.json.write_text(json.dumps({"packages": packages, "parts": dict(parts), **found}, indent=1) + "\n")
+    # What is not there may not be wanted: planning needs neither torch nor deepspeed.
+    all_rows = [*rows, *(row for each in sections.values() for row in each)]
+    return 1 if any(row[2] == "[FAIL]" for row in all_rows) else 0
+
+
+def package_rows() -> list[Row]:
+    """What is installed, held against what is supported."""
     rows = [("ds_fsmoe", VERSION, "[OKAY]", "")]
     rows.append(_version_row("python", platform.python_version()))
     rows += [_version_row(name, _installed(name)) for name in ("torch", "deepspeed")]
@@ -35,19 +84,34 @@ def run(args: argparse.Namespace) -> int:
     ):
         found = _installed(name)
         rows.append((name, found or "not installed", "[OKAY]" if found else "[NO]", purpose))
-    print_table(("package", "version", "", ""), rows)
-    parts: list[tuple[str, str]] = []
-    if importlib.util.find_spec("torch") is not None:
-        from ds_fsmoe import registry
+    return rows
 
-        print()
-        parts = [(kind, ", ".join(registry.known(kind))) for kind in ("gate", "order", "alltoall", "expert")]
-        print_table(("part", "on the shelf"), parts)
-    if args.json is not None:
-        packages = [dict(zip(("package", "version", "state", "note"), row, strict=True)) for row in rows]
-        args.json.write_text(json.dumps({"packages": packages, "parts": dict(parts)}, indent=1) + "\n")
-    # What is not there may not be wanted: planning needs neither torch nor deepspeed.
-    return 1 if any(row[2] == "[FAIL]" for row in rows) else 0
+
+def deepspeed_report() -> str:
+    """What ``ds_report`` prints, without colours. In a process of its own: importing DeepSpeed may fail."""
+    command = [sys.executable, "-m", "deepspeed.env_report"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEEPSPEED_REPORT_S, check=True)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        return f"DeepSpeed's own report: [FAIL] {last}"
+    except subprocess.TimeoutExpired:
+        return f"DeepSpeed's own report: [FAIL] not done after {_DEEPSPEED_REPORT_S} s"
+    return re.sub(r"\033\[\d*m", "", done.stdout)
+
+
+def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    text = io.StringIO()
+    with redirect_stdout(text):
+        print_table(heads, rows)
+    print(_coloured(text.getvalue()))
+
+
+def _coloured(text: str) -> str:
+    """With colours for people; without for files, pipes and those who asked for none (no-color.org)."""
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        return text
+    return re.sub(r"\[(?:OKAY|YES|NO|FAIL)\]", lambda found: f"{_COLOURS[found[0]]}{found[0]}{_END}", text)
 
 
 def _installed(name: str) -> str | None:
@@ -57,7 +121,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _version_row(name: str, found: str | None) -> tuple[str, str, str, str]:
+def _version_row(name: str, found: str | None) -> Row:
     works = f"works with {SUPPORTED[name]}" + (f", tested with {', '.join(TESTED[name])}" if name in TESTED else "")
     if found is None:
         return name, "not installed", "[NO]", works

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -12,18 +13,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_fsmoe.ops import reference, rows
+from ds_fsmoe.ops import arrange, reference, rows, schemas, slots
 
 MODES = ("auto", "reference", "required")
-LIBRARY = "fsmoe_rows"
+# Device type -> the library with all ops for it, by the name of its builder.
+LIBRARIES = {"cpu": "fsmoe_cpu", "cuda": "fsmoe_cuda"}
 
 _OP_BUILDER = "ds_fsmoe.ops.op_builder"
-# A failed compile can print thousands of lines; the exception it is raised from has all of them.
-_REASON_CHARACTERS = 2000
+# A failed compile can print thousands of lines: of its first characters and of its last so many are passed on. The
+# exception it is raised from has all of them.
+_REASON_CHARACTERS = (300, 1700)
+_LOG = logging.getLogger("ds_fsmoe")
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The operators of an MoE layer, all of one origin.
+
+    Attributes:
+        name: "reference" or "compiled".
+        top_k_slots: (scores_SE, k, capacity, used_S, priority) -> ``reference.Slots``: experts, slots and counts.
+        take_slots: (experts_KS, num_experts, capacity, used_S, priority, scores_KS) -> ``reference.Slots``.
+        arrange: (x_SM, slots_KS, num_slots, dtype) -> [N, M].
+        restore: (y_NM, slots_KS, weights_KS, dtype) -> [S, M].
+    """
+
+    name: str
+    top_k_slots: Callable[..., reference.Slots]
+    take_slots: Callable[..., reference.Slots]
+    arrange: Callable[..., Tensor]
+    restore: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,33 +61,64 @@ class RowOps:
     gather_rows: Callable[[Tensor, Tensor], Tensor]
 
 
-def load_row_ops(mode: str, device_type: str) -> RowOps:
-    """The row operators to train with. With "required" this is a collective: every rank has to call it.
+REFERENCE = Ops("reference", reference.top_k_slots, reference.take_slots, reference.arrange, reference.restore)
+COMPILED = Ops("compiled", slots.top_k_slots, slots.take_slots, arrange.arrange, arrange.restore)
 
-    "required" takes the library from the installed wheel if that brings one, and otherwise builds it: the rank with
-    LOCAL_RANK 0 on each node first, so that one process per node compiles, then the others load the result. Ranks
-    agree on the outcome: either all return or all raise.
+# Device types for which "auto" has found, on all ranks, that there is nothing to load. It does not build again.
+_given_up: set[str] = set()
+
+
+def load_ops(mode: str, device_type: str) -> Ops:
+    """The operators to train with. Unless ``mode`` is "reference" this is a collective: every rank has to call it.
+
+    The library comes from the installed wheel if that brings one, and is built otherwise: by the rank with LOCAL_RANK 0
+    on each node first, so that one process per node compiles, then the others load the result. Ranks agree on the
+    outcome, so all compute with the same operators.
 
     Args:
-        mode: "reference" for plain torch operators, "required" for the compiled ones, "auto" to leave the choice to
-            this package. For now "auto" means the reference: the gather alone does not repay a build.
+        mode: "reference" for plain torch operators, "required" for the compiled ones, "auto" for the compiled ones
+            where they can be had; where not, rank 0 warns once and says why.
         device_type: torch device type of the tensors, such as "cpu" or "cuda".
 
     Raises:
         ValueError: an unknown mode, or "required" for a device type that has no compiled ops.
+        RuntimeError: "required", and building or loading failed on some rank; on every rank, with the reason.
+    """
+    _check(mode, device_type)
+    if mode == "reference" or (mode == "auto" and device_type in _given_up):
+        return REFERENCE
+    if device_type not in LIBRARIES:
+        return _give_up(device_type, f"there are none for {device_type!r}, only for {', '.join(LIBRARIES)}")
+    failure = _load_on_every_rank(device_type)
+    if failure is None:
+        return COMPILED
+    if mode == "auto":
+        return _give_up(device_type, str(failure))
+    raise _refusal(device_type, failure) from failure.__cause__
+
+
+def load_row_ops(mode: str, device_type: str) -> RowOps:
+    """The row gather to train with. With "required" this is a collective: every rank has to call it.
+
+    Args:
+        mode: as for :func:`load_ops`, but "auto" means the reference: the gather alone does not repay a build.
+        device_type: torch device type of the tensors.
+
+    Raises:
+        ValueError: an unknown mode, or "required" for a device type that has no compiled gather.
         RuntimeError: building or loading failed on some rank; raised on every rank, with the reason.
     """
-    if mode not in MODES:
-        raise ValueError(f"ops = {mode!r}: must be one of {', '.join(map(repr, MODES))}")
     if mode != "required":
+        _check(mode, device_type)
         return RowOps("reference", reference.gather_rows)
     if device_type != "cpu":
         raise ValueError(
             f"ops = 'required': there are compiled row ops for the CPU only, and this run is on {device_type!r}; "
             "use 'auto' or 'reference'"
         )
-    _load_on_every_rank()
-    rows.register_formulas()
+    failure = _load_on_every_rank(device_type)
+    if failure is not None:
+        raise _refusal(device_type, failure) from failure.__cause__
     return RowOps("compiled", rows.gather_rows)
 
 
@@ -94,35 +147,78 @@ def import_op_builder() -> ModuleType:
     return module
 
 
-def _load_on_every_rank() -> None:
+def _check(mode: str, device_type: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"ops = {mode!r}: must be one of {', '.join(map(repr, MODES))}")
+    if mode == "required" and device_type not in LIBRARIES:
+        raise ValueError(
+            f"ops = 'required': there are compiled ops for {', '.join(LIBRARIES)} only, and this run is on "
+            f"{device_type!r}; use 'auto' or 'reference'"
+        )
+
+
+def _is_rank_0() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _give_up(device_type: str, reason: str) -> Ops:
+    _given_up.add(device_type)
+    if _is_rank_0():
+        _LOG.warning(
+            "compiled ops cannot be had, so all ranks use the slower reference ops: %s\n"
+            "Set ops to 'reference' to go without them and without this warning, or to 'required' to be stopped.",
+            reason,
+        )
+    return REFERENCE
+
+
+def _refusal(device_type: str, failure: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"ops = 'required': the compiled ops ({LIBRARIES[device_type]}) could not be loaded: {failure}\n"
+        "Mend that, or do without compiled ops: set ops to 'auto' or 'reference'."
+    )
+
+
+def _load_on_every_rank(device_type: str) -> RuntimeError | None:
+    """Loads the library on all ranks, or says, the same on all of them, why one could not."""
     builds = os.environ.get("LOCAL_RANK", "0") == "0"
     for my_turn in (builds, not builds):
         # Every rank takes part in both agreements, whatever happened to it; the first one is also the barrier that
         # keeps the other ranks of a node from building.
-        failure = _try_to_load() if my_turn else None
-        _raise_if_any_rank_failed(failure)
+        failure = _agree(_try_to_load(device_type) if my_turn else None)
+        if failure is not None:
+            return failure
+    schemas.define()
+    for operators in (rows, arrange, slots):
+        operators.register_formulas()
+    return None
 
 
-def _try_to_load() -> Exception | None:
+def _try_to_load(device_type: str) -> Exception | None:
     try:
-        import_op_builder().builders("cpu")[LIBRARY].load()
+        builder = import_op_builder().builders(device_type)[LIBRARIES[device_type]]
+        if _is_rank_0() and builder.will_compile():
+            _LOG.info("compiling the ops for %s, about a minute, once on each machine", device_type)
+        builder.load()
     except Exception as err:  # of any kind: the other ranks are waiting to hear of it
         return err
     return None
 
 
-def _raise_if_any_rank_failed(failure: Exception | None) -> None:
-    reason = None if failure is None else f"{type(failure).__name__}: {failure}"[:_REASON_CHARACTERS]
-    if dist.is_available() and dist.is_initialized():
-        success = torch.tensor([failure is None], dtype=torch.int32)
-        dist.all_reduce(success, op=dist.ReduceOp.MIN)
-        if not success.item():
-            reasons: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(reasons, reason)
-            rank, reason = next((rank, text) for rank, text in enumerate(reasons) if text is not None)
-            reason = f"on rank {rank}, {reason}"
-    if reason is not None:
-        raise RuntimeError(
-            f"ops = 'required': the compiled op {LIBRARY} could not be loaded: {reason}\n"
-            "Mend that, or do without compiled ops: set ops to 'auto' or 'reference'."
-        ) from failure
+def _agree(failure: Exception | None) -> RuntimeError | None:
+    reason = None if failure is None else _shortened(f"{type(failure).__name__}: {failure}")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+        rank = next((rank for rank, text in enumerate(reasons) if text is not None), None)
+        reason = None if rank is None else f"on rank {rank}, {reasons[rank]}"
+    if reason is None:
+        return None
+    agreed = RuntimeError(reason)
+    agreed.__cause__ = failure
+    return agreed
+
+
+def _shortened(text: str) -> str:
+    first, last = _REASON_CHARACTERS
+    return text if len(text) <= first + last else f"{text[:first]}\n...\n{text[-last:]}"

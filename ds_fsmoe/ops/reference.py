@@ -1,10 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops written with plain torch operators: what the compiled ones are measured against, and the default."""
+"""The ops written with plain torch operators: what the compiled ones are measured against, on any device.
+
+Letters: S tokens, E experts, K choices of a token, C slots of an expert, N = E * C slots in all, M width.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+PRIORITIES = ("choice", "token", "score")
+"""Who goes first when more tokens want an expert than it has slots.
+
+``"choice"``: all first choices in the order of the tokens, then all second choices, and so on (GShard).
+``"token"``: the order of the tokens, whichever of its choices it is.
+``"score"``: the highest scores stay, of equal ones the earlier token; those that stay lie in the order of the tokens.
+"""
+
+
+class Slots(NamedTuple):
+    """Which expert and which slot every choice of every token gets."""
+
+    experts_KS: Tensor
+    """[K, S] int64: the expert of every choice, the best first; also where the choice was dropped."""
+    slots_KS: Tensor
+    """[K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was dropped."""
+    counts_E: Tensor
+    """[E] int64: how many tokens chose each expert, before any was dropped; without those that take no part."""
 
 
 def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
@@ -22,3 +46,157 @@ def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
     padded_RM = torch.cat([x_RM, x_RM.new_zeros(1, width)])
     is_empty_N = (index_N < 0) | (index_N >= num_rows)
     return padded_RM.index_select(0, torch.where(is_empty_N, num_rows, index_N))
+
+
+def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Token rows to slots; a slot that no token took is zero. Differentiable in ``x_SM``.
+
+    Args:
+        x_SM: [S, M], floating point.
+        slots_KS: [K, S] int64, the slot of every choice; outside 0..N-1 (by convention N) is a choice that was dropped.
+            No slot may be there twice.
+        num_slots: N = E * C.
+        dtype: of the result; ``None`` is that of ``x_SM``.
+
+    Returns:
+        [N, M].
+    """
+    num_tokens = x_SM.shape[0]
+    # One slot more than there are takes what was dropped and is cut off again: no branch, no waiting for the device.
+    token_of_slot = slots_KS.new_full((num_slots + 1,), num_tokens)
+    tokens_KS = torch.arange(num_tokens, device=slots_KS.device).expand_as(slots_KS)
+    is_dropped_KS = (slots_KS < 0) | (slots_KS >= num_slots)
+    token_of_slot.scatter_(0, torch.where(is_dropped_KS, num_slots, slots_KS).reshape(-1), tokens_KS.reshape(-1))
+    return gather_rows(x_SM.to(dtype or x_SM.dtype), token_of_slot[:-1])
+
+
+def restore(
+    y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The weighted sum of every token's rows; zero where all its choices were dropped.
+
+    Differentiable in ``y_NM`` and ``weights_KS``.
+
+    Args:
+        y_NM: [N, M], floating point.
+        slots_KS: [K, S] int64, as for :func:`arrange`.
+        weights_KS: [K, S], float32 or float64; ``None`` counts every row once.
+        dtype: of the result; ``None`` is that of ``y_NM``.
+
+    Returns:
+        [S, M], summed in float32 (float64 if anything is), in the order of the choices, and rounded once.
+    """
+    dtype = dtype or y_NM.dtype
+    sum_dtype = torch.float32
+    for each in (y_NM.dtype, dtype, *(() if weights_KS is None else (weights_KS.dtype,))):
+        sum_dtype = torch.promote_types(sum_dtype, each)
+    out_SM = y_NM.new_zeros((slots_KS.shape[1], y_NM.shape[1]), dtype=sum_dtype)
+    for choice, slots_S in enumerate(slots_KS):
+        rows_SM = gather_rows(y_NM, slots_S).to(sum_dtype)
+        if weights_KS is not None:
+            # What was dropped has no part in the sum, whatever its weight is: a nan there must not come through.
+            is_dropped_S = (slots_S < 0) | (slots_S >= len(y_NM))
+            rows_SM = rows_SM * weights_KS[choice].to(sum_dtype).masked_fill(is_dropped_S, 0).unsqueeze(1)
+        out_SM = out_SM + rows_SM
+    return out_SM.to(dtype)
+
+
+def top_k_slots(
+    scores_SE: Tensor, k: int, capacity: int, used_S: Tensor | None = None, priority: str = "choice"
+) -> Slots:
+    """Every token's ``k`` best experts, and a slot for each choice.
+
+    Args:
+        scores_SE: [S, E] float32 or float64, the higher the better (probabilities or logits). Of equal ones the expert
+            with the smaller number is better; NaN is above everything.
+        k: 1..E.
+        capacity: C, slots of every expert. With C = S nothing is dropped: see :func:`with_capacity`.
+        used_S: [S] bool, tokens that take part; the others get no slot and are not counted. ``None`` means all do.
+        priority: one of ``PRIORITIES``.
+
+    Raises:
+        ValueError: ``k``, ``capacity`` or ``priority`` that cannot be.
+    """
+    num_experts = scores_SE.shape[1]
+    if not 1 <= k <= num_experts:
+        raise ValueError(f"k = {k}: must be between 1 and the number of experts ({num_experts})")
+    experts_SK = torch.sort(scores_SE.detach(), dim=1, descending=True, stable=True).indices[:, :k]
+    scores_KS = scores_SE.detach().gather(1, experts_SK).t()
+    return take_slots(experts_SK.t().contiguous(), num_experts, capacity, used_S, priority, scores_KS)
+
+
+def take_slots(
+    experts_KS: Tensor,
+    num_experts: int,
+    capacity: int,
+    used_S: Tensor | None = None,
+    priority: str = "choice",
+    scores_KS: Tensor | None = None,
+) -> Slots:
+    """A slot for every choice, for gates that choose in another way than by the ``k`` highest scores.
+
+    Args:
+        experts_KS: [K, S] int64, different ones for each token; outside 0..E-1 is a choice not made.
+        num_experts: E.
+        capacity: C, slots of every expert.
+        used_S: [S] bool, as for :func:`top_k_slots`.
+        priority: one of ``PRIORITIES``.
+        scores_KS: [K, S], of every choice; needed for ``"score"``, and only for that.
+
+    Raises:
+        ValueError: ``capacity`` or ``priority`` that cannot be, or no scores where they are needed.
+    """
+    if priority not in PRIORITIES:
+        raise ValueError(f"priority = {priority!r}: must be one of {', '.join(map(repr, PRIORITIES))}")
+    if capacity < 0:
+        raise ValueError(f"capacity = {capacity}: must not be negative")
+    is_choice_KS = (experts_KS >= 0) & (experts_KS < num_experts)
+    if used_S is not None:
+        is_choice_KS = is_choice_KS & used_S
+    # The tail of the queue, behind all experts, is for those that take no part.
+    queues_KS = torch.where(is_choice_KS, experts_KS, num_experts)
+    stays_KS = is_choice_KS
+    if priority == "score":
+        if scores_KS is None:
+            raise ValueError("priority = 'score' needs scores_KS")
+        best_first = torch.sort(scores_KS.t().reshape(-1), descending=True, stable=True).indices
+        rank = _places(queues_KS.t().reshape(-1)[best_first], num_experts)
+        rank_SK = torch.empty_like(rank).scatter_(0, best_first, rank).view(queues_KS.t().shape)
+        stays_KS = stays_KS & (rank_SK.t() < capacity)
+    queue_KS = torch.where(stays_KS, queues_KS, num_experts)
+    if priority == "choice":
+        position_KS = _places(queue_KS.reshape(-1), num_experts).view(queue_KS.shape)
+    else:
+        position_KS = _places(queue_KS.t().reshape(-1), num_experts).view(queue_KS.t().shape).t()
+    stays_KS = stays_KS & (position_KS < capacity)
+    slots_KS = torch.where(stays_KS, experts_KS * capacity + position_KS, num_experts * capacity)
+    counts_E = queues_KS.new_zeros(num_experts + 1)
+    counts_E.scatter_add_(0, queues_KS.reshape(-1), torch.ones_like(queues_KS.reshape(-1)))
+    return Slots(experts_KS, slots_KS.contiguous(), counts_E[:-1])
+
+
+def with_capacity(slots_KS: Tensor, num_experts: int, old: int, new: int) -> Tensor:
+    """The same positions in experts of another capacity; what lies beyond it is dropped.
+
+    For gates that drop nothing: take slots with a capacity of S, agree on the largest count of any rank, and take that
+    for the new one.
+
+    Args:
+        slots_KS: [K, S] int64, as they come with a capacity of ``old``.
+        num_experts: E.
+        old, new: capacities.
+    """
+    if old == 0:
+        return torch.full_like(slots_KS, num_experts * new)
+    expert_KS, position_KS = slots_KS // old, slots_KS % old
+    stays_KS = (slots_KS < num_experts * old) & (position_KS < new)
+    return torch.where(stays_KS, expert_KS * new + position_KS, num_experts * new)
+
+
+def _places(queue: Tensor, num_queues: int) -> Tensor:
+    """[n] queue numbers in 0..Q, in the order of arrival, to [n] places in the own queue, from 0."""
+    by_queue = torch.sort(queue, stable=True)
+    lengths = queue.new_zeros(num_queues + 1).scatter_add_(0, queue, torch.ones_like(queue))
+    starts = lengths.cumsum(0) - lengths
+    place = torch.arange(len(queue), device=queue.device) - starts[by_queue.values]
+    return torch.empty_like(place).scatter_(0, by_queue.indices, place)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in the way of compiled ops on this machine, and of the tokens' ways: rows for ``ds_fsmoe env``.
+
+A row is (name, what was found, "[OKAY]" or "[NO]" or "[FAIL]" or "", note). Nothing is built or loaded by asking.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+
+import torch
+
+from ds_fsmoe.ops.loading import LIBRARIES, import_op_builder
+
+Row = tuple[str, str, str, str]
+
+OKAY, NO, FAIL = "[OKAY]", "[NO]", "[FAIL]"
+
+# Told to a process by launchers (DeepSpeed's, torchrun, Slurm) and by users.
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
+
+
+def op_rows() -> list[Row]:
+    """Every library of ops: is it there, and if not, can it be built, and if not, why."""
+    rows = []
+    for device_type, name in LIBRARIES.items():
+        try:
+            builder = import_op_builder().builders(device_type)[name]
+        except Exception as error:  # DeepSpeed is not there, or brings up what it will while it is imported
+            rows.append((name, "not built", NO, f"no builder: {type(error).__name__}: {error}"))
+            continue
+        if builder.is_prebuilt():
+            rows.append((name, "in the installed package", OKAY, ""))
+        elif builder.is_compatible():
+            found = ("built", "") if builder.is_built() else ("not built yet", "will be when a run first asks for it")
+            rows.append((name, found[0], OKAY, found[1]))
+        else:
+            rows.append((name, "cannot be built", NO, builder.error_log))
+    return rows
+
+
+def compiler_rows() -> list[Row]:
+    """What ops are built with, and whether nvcc fits torch."""
+    compiler = os.environ.get("CXX", "c++")
+    rows = [_program("c++", compiler, r"(\d+\.\d+\.\d+)"), _program("ninja", "ninja", r"(\d+(?:\.\d+)+)")]
+    nvcc = _program("nvcc", "nvcc", r"release (\d+\.\d+)")
+    for_torch = torch.version.cuda
+    if for_torch is None:
+        note = "this torch is built without CUDA"
+        return [*rows, (*nvcc[:2], NO if nvcc[2] == NO else "", note)]
+    major = for_torch.split(".")[0]
+    if nvcc[2] == OKAY and nvcc[1].split(".")[0] != major:
+        return [*rows, (*nvcc[:2], FAIL, f"torch is built with CUDA {for_torch}: ops need an nvcc of CUDA {major}")]
+    return [*rows, (*nvcc[:3], f"torch is built with CUDA {for_torch}")]
+
+
+def lock_rows() -> list[Row]:
+    """Locks that builds hold, or that builds which were killed have left behind: whoever wants that op waits."""
+    try:
+        import_op_builder()
+        locks = importlib.import_module("ds_fsmoe.ops.op_builder.locks")
+    except (ImportError, RuntimeError) as error:
+        return [("locks", "not looked for", NO, str(error))]
+    folder = locks.extensions_folder()
+    rows = []
+    for lock in locks.held_locks(folder):
+        age = f"{lock.age_s:.0f} s old"
+        if lock.is_stale:
+            rows.append((lock.path.parent.name, age, FAIL, f"nobody builds for so long: delete {lock.path}"))
+        else:
+            rows.append((lock.path.parent.name, age, OKAY, "being built"))
+    return rows or [("locks", "none", OKAY, str(folder))]
+
+
+def machine_rows(environment: Mapping[str, str] = os.environ) -> list[Row]:
+    """This machine, and what a launcher has told this process of the others; nothing is launched to find out."""
+    rows = [("host", socket.gethostname(), "", f"{len(os.sched_getaffinity(0))} CPU cores for this process")]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
+        rows += [("GPUs", str(len(names)), OKAY, ", ".join(sorted(set(names))))]
+    else:
+        rows += [("GPUs", "none", NO, "torch finds no CUDA device")]
+    told = {name: environment[name] for name in _LAUNCHER if name in environment}
+    ranks, here = told.get("WORLD_SIZE"), told.get("LOCAL_SIZE", environment.get("LOCAL_WORLD_SIZE"))
+    if ranks is None:
+        rows.append(("ranks", "1", "", "not started by a launcher"))
+    elif ranks.isdigit() and here is not None and here.isdigit() and int(here) > 0:
+        nodes = -(-int(ranks) // int(here))
+        rows.append(("ranks", ranks, "", f"{here} on this node, so {nodes} node(s) if all have as many"))
+    else:
+        rows.append(("ranks", ranks, "", "how many of them are on this node is not said"))
+    rows += [("variable", f"{name}={value}", "", "") for name, value in told.items()]
+    return rows
+
+
+def _program(name: str, command: str, version: str) -> Row:
+    path = shutil.which(command)
+    if path is None:
+        return name, "not found", NO, f"{command!r} is not on the PATH"
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return name, "does not run", NO, f"{path}: {error}"
+    found = re.search(version, done.stdout)
+    return name, found.group(1) if found else "of unknown version", OKAY, path

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ops a run gets: what "auto" falls back to and says, what stands in a builder's way; on one rank and on two."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from ds_fsmoe.ops import load_ops, loading  # noqa: E402
+from tests.ranks import run_on_ranks  # noqa: E402
+
+
+@pytest.fixture
+def untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty build folder, in a process that seems to have loaded nothing and given up nothing yet."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setattr(loading, "_given_up", set())
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return tmp_path / "extensions"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    ours = [record for record in caplog.records if record.name == "ds_fsmoe"]
+    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The log, also if the package has set up a handler of its own."""
+    monkeypatch.setattr(logging.getLogger("ds_fsmoe"), "propagate", True)
+    return caplog
+
+
+def test_auto_without_a_compiler_takes_the_reference_and_says_why_once(untried: Path, monkeypatch, said) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for _ in range(3):
+        assert load_ops("auto", "cpu").name == "reference"
+    (warning,) = warnings_of(said)
+    assert "no C++ compiler: 'no-such-compiler' is not on the PATH" in warning
+    assert "'required'" in warning
+    assert not untried.exists()
+
+
+def test_auto_after_a_failed_build_takes_the_reference_and_does_not_build_again(
+    untried: Path, tmp_path: Path, monkeypatch, said
+) -> None:
+    compiler, calls = tmp_path / "compiler", tmp_path / "calls"
+    answers = 'case "$1" in --version|-v|-dump*) exec c++ "$@";; esac'
+    compiler.write_text(f"#!/bin/sh\n{answers}\necho >>{calls}\necho nothing today >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert load_ops("auto", "cpu").name == "reference"
+    num_calls = len(calls.read_text())
+    assert load_ops("auto", "cpu").name == "reference"
+    assert len(calls.read_text()) == num_calls > 0
+    (warning,) = warnings_of(said)
+    assert "Error building extension 'fsmoe_cpu'" in warning
+    assert "nothing today" in warning
+
+
+def test_a_stale_lock_stops_required_and_is_the_reason_that_auto_gives(untried: Path, said) -> None:
+    lock = untried / "fsmoe_cpu" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - 3600, time.time() - 3600))
+    with pytest.raises(RuntimeError, match=rf"{re.escape(str(lock))} is 36\d\d s old"):
+        load_ops("required", "cpu")
+    assert load_ops("auto", "cpu").name == "reference"
+    assert str(lock) in warnings_of(said)[0]
+
+
+def test_a_device_type_without_ops_takes_the_reference_or_is_refused(untried: Path, said) -> None:
+    assert load_ops("auto", "xpu").name == "reference"
+    assert "there are none for 'xpu', only for cpu, cuda" in warnings_of(said)[0]
+    with pytest.raises(ValueError, match="compiled ops for cpu, cuda only, and this run is on 'xpu'"):
+        load_ops("required", "xpu")
+    with pytest.raises(ValueError, match="ops = 'fast': must be one of 'auto', 'reference', 'required'"):
+        load_ops("fast", "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the ops can be built")
+def test_without_a_gpu_the_cuda_ops_say_what_is_missing(untried: Path, said) -> None:
+    builder = loading.import_op_builder().builders("cuda")["fsmoe_cuda"]
+    assert not builder.is_compatible()
+    assert re.search("without CUDA|no CUDA device|ROCm", builder.error_log)
+    with pytest.raises(RuntimeError, match=r"without CUDA|no CUDA device|ROCm"):
+        load_ops("required", "cuda")
+    assert load_ops("auto", "cuda").name == "reference"
+    assert not untried.exists()
+
+
+def test_obstacles_are_named_with_what_to_do(monkeypatch, tmp_path: Path) -> None:
+    builder = loading.import_op_builder().builders("cpu")["fsmoe_cpu"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert not builder.is_compatible()
+    for what in ("'c++' is not on the PATH", "pip install ninja", "Python.h is missing"):
+        assert what in builder.error_log
+
+
+def test_a_library_in_the_wheel_needs_no_compiler(monkeypatch) -> None:
+    builder = loading.import_op_builder().builders("cpu")["fsmoe_cpu"]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not builder.is_compatible()
+    monkeypatch.setattr(type(builder), "is_prebuilt", lambda self: True)
+    assert builder.is_compatible()
+
+
+def test_our_locks_are_looked_for_where_torch_puts_them(tmp_path: Path, monkeypatch) -> None:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    builder = loading.import_op_builder().builders("cpu")["fsmoe_cpu"]
+    locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "named"))
+    assert builder.lock_path() == Path(_get_build_directory(builder.name, verbose=False)) / "lock"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setattr("torch.utils.cpp_extension.get_default_build_root", lambda: str(tmp_path / "usual"))
+    assert builder.lock_path() == Path(_get_build_directory(builder.name, verbose=False)) / "lock"
+    assert locks.held_locks(locks.extensions_folder()) == []
+    builder.lock_path().touch()
+    (lock,) = locks.held_locks(locks.extensions_folder())
+    assert lock.path == builder.lock_path()
+    assert not lock.is_stale
+
+
+class Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def load_where_rank_1_cannot(rank: int, world_size: int, folder: Path) -> dict[str, object]:
+    """What two attempts gave on this rank, and what it said; nothing stands in the way of rank 0, it seems."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"extensions{rank}")
+    if rank == 1:
+        os.environ["CXX"] = "no-such-compiler"
+    else:  # as if it were there already: that the others cannot have it is what this is about
+        builder = type(loading.import_op_builder().builders("cpu")["fsmoe_cpu"])
+        builder.load = lambda self, verbose=False: None
+        builder.will_compile = lambda self: False
+    listener = Listener()
+    logging.getLogger("ds_fsmoe").addHandler(listener)
+    names = [load_ops("auto", "cpu").name for _ in range(2)]
+    try:
+        load_ops("required", "cpu")
+        refused = None
+    except RuntimeError as err:
+        refused = str(err)
+    return {"names": names, "said": listener.said, "refused": refused}
+
+
+def test_what_one_rank_cannot_have_no_rank_uses(tmp_path: Path) -> None:
+    first, second = run_on_ranks(load_where_rank_1_cannot, 2, tmp_path / "ranks", tmp_path)
+    assert first["names"] == second["names"] == ["reference", "reference"]
+    (warning,) = first["said"]
+    assert "on rank 1, RuntimeError: no C++ compiler: 'no-such-compiler'" in warning
+    assert second["said"] == []
+    for outcome in (first, second):
+        assert "ops = 'required'" in outcome["refused"]
+        assert "on rank 1" in outcome["refused"]

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From scores to slots: the reference against a loop, and the compiled ops against the reference."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from torch import Tensor  # noqa: E402
+
+from ds_fsmoe.ops import Ops, load_ops  # noqa: E402
+from ds_fsmoe.ops.reference import PRIORITIES, with_capacity  # noqa: E402
+from tests.ops_cases import compiled_ops  # noqa: E402
+
+# (S, E, k, C): odd and prime, k up to E, k above what is found by insertion, no token, no slot, room for all, threads.
+SHAPES_SEkC = [
+    (1, 1, 1, 1),
+    (13, 3, 1, 3),
+    (31, 7, 2, 5),
+    (29, 5, 5, 11),
+    (37, 23, 17, 7),
+    (37, 23, 23, 37),
+    (0, 3, 2, 5),
+    (11, 3, 2, 0),
+    (1021, 67, 8, 61),
+]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ops:
+    return compiled_ops(tmp_path_factory)
+
+
+@pytest.fixture
+def reference() -> Ops:
+    return load_ops("reference", "cpu")
+
+
+@pytest.fixture(params=["reference", "compiled"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return request.getfixturevalue(request.param)
+
+
+def make_scores(num_tokens: int, num_experts: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """With many equal values, both zeros, infinities and nan."""
+    generator = torch.Generator().manual_seed(seed)
+    scores_SE = torch.randn(num_tokens, num_experts, generator=generator, dtype=dtype)
+    scores_SE[::2] = scores_SE[::2].round()
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan")], dtype=dtype)
+    picks = torch.randint(0, 50, scores_SE.shape, generator=generator)
+    return torch.where(picks < len(special), special[picks.clamp(max=len(special) - 1)], scores_SE)
+
+
+def loop(scores_SE: Tensor, k: int, capacity: int, used: list[bool], priority: str) -> tuple[list, list, list]:
+    """The definition, one choice at a time."""
+    num_experts = scores_SE.shape[1]
+
+    def better(score: float, number: int) -> tuple:
+        return (score == score, -score if score == score else 0.0, number)  # nan first, then the highest
+
+    rows = scores_SE.tolist()
+    experts_SK = [sorted(range(num_experts), key=lambda e, row=row: better(row[e], e))[:k] for row in rows]
+    queue = [(s, j) for s in range(len(rows)) for j in range(k) if used[s]]
+    if priority == "choice":
+        queue.sort(key=lambda choice: (choice[1], choice[0]))
+    counts = [0] * num_experts
+    for s, j in queue:
+        counts[experts_SK[s][j]] += 1
+    if priority == "score":
+        staying = set()
+        for e in range(num_experts):
+            mine = [(s, j) for s, j in queue if experts_SK[s][j] == e]
+            staying |= set(sorted(mine, key=lambda choice, e=e: better(rows[choice[0]][e], choice[0]))[:capacity])
+        queue = [choice for choice in queue if choice in staying]
+    slots_KS, filled = [[num_experts * capacity] * len(rows) for _ in range(k)], [0] * num_experts
+    for s, j in queue:
+        e = experts_SK[s][j]
+        if filled[e] < capacity:
+            slots_KS[j][s] = e * capacity + filled[e]
+        filled[e] += 1
+    return [[row[j] for row in experts_SK] for j in range(k)], slots_KS, counts
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize("shape_SEkC", SHAPES_SEkC[:-1], ids=str)
+def test_reference_equals_a_loop_over_choices(
+    reference: Ops, shape_SEkC: tuple[int, int, int, int], priority: str
+) -> None:
+    num_tokens, num_experts, k, capacity = shape_SEkC
+    for seed in range(3):
+        scores_SE = make_scores(num_tokens, num_experts, seed)
+        used_S = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.8 if seed else None
+        used = [True] * num_tokens if used_S is None else used_S.tolist()
+        found = reference.top_k_slots(scores_SE, k, capacity, used_S, priority)
+        assert [each.tolist() for each in found] == list(loop(scores_SE, k, capacity, used, priority))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("priority", PRIORITIES)
+@pytest.mark.parametrize("shape_SEkC", SHAPES_SEkC, ids=str)
+def test_compiled_equals_reference(
+    compiled: Ops, reference: Ops, shape_SEkC: tuple[int, int, int, int], priority: str, dtype: torch.dtype
+) -> None:
+    num_tokens, num_experts, k, capacity = shape_SEkC
+    for seed in range(3):
+        scores_SE = make_scores(num_tokens, num_experts, seed, dtype)
+        used_S = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.8 if seed else None
+        found = compiled.top_k_slots(scores_SE, k, capacity, used_S, priority)
+        expected = reference.top_k_slots(scores_SE, k, capacity, used_S, priority)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == torch.int64
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_choices_made_elsewhere_get_the_same_slots(compiled: Ops, reference: Ops, priority: str) -> None:
+    # Here the scores that decide who stays are not those that the experts were chosen by, and some choose less.
+    num_tokens, num_experts, k, capacity = 61, 11, 3, 13
+    generator = torch.Generator().manual_seed(0)
+    experts_KS = reference.top_k_slots(make_scores(num_tokens, num_experts), k, capacity).experts_KS
+    none = torch.tensor([-1, num_experts, 2**62])[torch.randint(3, experts_KS.shape, generator=generator)]
+    experts_KS = torch.where(torch.rand(experts_KS.shape, generator=generator) < 0.2, none, experts_KS)
+    scores_KS = make_scores(k, num_tokens, 1)
+    used_S = torch.rand(num_tokens, generator=generator) < 0.9
+    found = compiled.take_slots(experts_KS, num_experts, capacity, used_S, priority, scores_KS)
+    expected = reference.take_slots(experts_KS, num_experts, capacity, used_S, priority, scores_KS)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    kept = expected.slots_KS[expected.slots_KS < num_experts * capacity]
+    assert 0 < len(kept) == len(kept.unique()) < used_S.sum() * k
+
+
+def test_the_three_priorities_differ_as_they_say(ops: Ops) -> None:
+    # Three tokens; all want expert 0, token 2 as its second choice and with the highest score.
+    scores_SE = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.8, 0.9]])
+    kept = {p: (ops.top_k_slots(scores_SE, 2, 1, None, p).slots_KS == 0).nonzero().tolist() for p in PRIORITIES}
+    assert kept == {"choice": [[0, 0]], "token": [[0, 0]], "score": [[1, 2]]}
+    # Expert 1 is the first choice of token 2 alone.
+    first = {p: (ops.top_k_slots(scores_SE, 2, 1, None, p).slots_KS == 1).nonzero().tolist() for p in PRIORITIES}
+    assert first == {"choice": [[0, 2]], "token": [[1, 0]], "score": [[0, 2]]}
+
+
+def test_equal_scores_go_to_the_first_expert_and_the_earlier_token(ops: Ops) -> None:
+    found = ops.top_k_slots(torch.tensor([[0.0, -0.0, 0.0]] * 3), 2, 2, None, "score")
+    assert found.experts_KS.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert found.slots_KS.tolist() == [[0, 1, 6], [2, 3, 6]]
+    assert found.counts_E.tolist() == [3, 3, 0]
+
+
+def test_tokens_that_take_no_part_take_no_slot_and_are_not_counted(ops: Ops) -> None:
+    used_S = torch.tensor([False, True, True])
+    for priority in PRIORITIES:
+        found = ops.top_k_slots(torch.tensor([[0.9, 0.1]] * 3), 1, 1, used_S, priority)
+        assert found.slots_KS.tolist() == [[2, 0, 2]]
+        assert found.counts_E.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_a_capacity_agreed_on_later_gives_the_slots_it_would_have_given_at_once(ops: Ops, priority: str) -> None:
+    num_tokens, num_experts, k = 41, 7, 3
+    scores_SE = make_scores(num_tokens, num_experts)
+    first = ops.top_k_slots(scores_SE, k, num_tokens, None, priority)
+    capacity = int(first.counts_E.max())
+    assert not (first.slots_KS == num_experts * num_tokens).any()
+    slots_KS = with_capacity(first.slots_KS, num_experts, num_tokens, capacity)
+    assert torch.equal(slots_KS, ops.top_k_slots(scores_SE, k, capacity, None, priority).slots_KS)
+    assert with_capacity(torch.tensor([[0, 0]]), 3, 0, 5).tolist() == [[15, 15]]
+
+
+def test_result_does_not_depend_on_the_number_of_threads(compiled: Ops) -> None:
+    scores_SE, before = make_scores(4099, 31), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = compiled.top_k_slots(scores_SE, 4, 257)
+        torch.set_num_threads(3)
+        three = compiled.top_k_slots(scores_SE, 4, 257)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
+
+
+def test_inputs_need_not_be_contiguous_and_may_require_a_gradient(compiled: Ops) -> None:
+    scores_SE = make_scores(17, 5)
+    used_S = torch.arange(17) % 3 > 0
+    expected = compiled.top_k_slots(scores_SE, 2, 5, used_S)
+    strided_SE = scores_SE.T.contiguous().T.requires_grad_()
+    strided_S = torch.stack([used_S, ~used_S], dim=1)[:, 0]
+    found = compiled.top_k_slots(strided_SE, 2, 5, strided_S)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not found.slots_KS.requires_grad
+
+
+def test_torch_accepts_the_operators(compiled: Ops) -> None:
+    scores_SE, used_S = make_scores(13, 5), torch.arange(13) % 3 > 0
+    fsmoe = torch.ops.fsmoe
+    torch.library.opcheck(fsmoe.top_k_slots.default, (scores_SE, 2, 3))
+    torch.library.opcheck(fsmoe.top_k_slots.default, (scores_SE, 2, 3, used_S, "score"))
+    experts_KS = compiled.top_k_slots(scores_SE, 2, 3).experts_KS
+    torch.library.opcheck(fsmoe.take_slots.default, (experts_KS, 5, 3, used_S, "score", scores_SE[:, :2].t()))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda o: o.top_k_slots(torch.zeros(3, 2), 3, 1), "k = 3: must be between 1 and the number of experts (2)"),
+        (lambda o: o.top_k_slots(torch.zeros(3, 2), 0, 1), "k = 0: must be between 1"),
+        (lambda o: o.top_k_slots(torch.zeros(3, 2), 1, -1), "capacity"),
+        (lambda o: o.top_k_slots(torch.zeros(3, 2), 1, 1, None, "luck"), "'choice', 'token', 'score'"),
+        (lambda o: o.take_slots(torch.zeros(1, 3).long(), 2, 1, None, "score"), "needs scores"),
+    ],
+)
+def test_impossible_arguments_are_named_by_both(ops: Ops, call, message: str) -> None:
+    with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
+        call(ops)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda o: o.top_k_slots(torch.zeros(3), 1, 1), "scores must be [S, E], got shape [3]"),
+        (lambda o: o.top_k_slots(torch.zeros(3, 2).bfloat16(), 1, 1), "scores must be float32 or float64"),
+        (lambda o: o.top_k_slots(torch.zeros(3, 2), 1, 1, torch.ones(2).bool()), "used must be bool and [3]"),
+        (lambda o: o.top_k_slots(torch.zeros(3, 2), 1, 1, torch.ones(3)), "used must be bool and [3]"),
+        (lambda o: o.take_slots(torch.zeros(3).long(), 2, 1), "experts must be [K, S], got shape [3]"),
+        (lambda o: o.take_slots(torch.zeros(1, 3), 2, 1), "experts must be int64"),
+        (lambda o: o.take_slots(torch.zeros(1, 3).long(), 0, 1), "num_experts must be at least 1"),
+        (
+            lambda o: o.take_slots(torch.zeros(1, 3).long(), 2, 1, None, "score", torch.zeros(3, 1)),
+            "scores must have the shape of experts [1, 3], got [3, 1]",
+        ),
+    ],
+)
+def test_wrong_shapes_and_dtypes_are_named(compiled: Ops, call, message: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        call(compiled)
