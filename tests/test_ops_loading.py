@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
-from ds_fsmoe.ops import load_ops, loading  # noqa: E402
+from ds_fsmoe.ops import load_ops, loading, report  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
 
 
@@ -174,3 +174,17 @@ def test_what_one_rank_cannot_have_no_rank_uses(tmp_path: Path) -> None:
     for outcome in (first, second):
         assert "ops = 'required'" in outcome["refused"]
         assert "on rank 1" in outcome["refused"]
+
+
+@pytest.mark.parametrize(("for_torch", "state"), [("13.1", "[OKAY]"), ("12.4", "[FAIL]"), (None, "")])
+def test_nvcc_is_held_against_the_cuda_that_torch_is_built_with(
+    for_torch: str | None, state: str, tmp_path: Path, monkeypatch
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.version, "cuda", for_torch)
+    found = next(row for row in report.compiler_rows() if row[0] == "nvcc")
+    assert found[1:3] == ("13.0", state)
+    assert "without CUDA" in found[3] if for_torch is None else f"CUDA {for_torch}" in found[3]
