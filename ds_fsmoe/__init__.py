@@ -16,23 +16,30 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.alltoall import AllToAllBase
     from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
     from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
+    from ds_fsmoe.components.dense_routing import DenseRouting
     from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
     from ds_fsmoe.components.experts.gpt import GPTFeedForward
     from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
     from ds_fsmoe.components.gate import GateBase, update_gates
     from ds_fsmoe.components.gates.deepseek import DeepSeekGate
+    from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
     from ds_fsmoe.components.gates.gshard import GShardGate
     from ds_fsmoe.components.gates.mixtral import MixtralGate
     from ds_fsmoe.components.gates.qwen import QwenGate
     from ds_fsmoe.components.gates.sigmoid import SigmoidGate
+    from ds_fsmoe.components.gates.softmoe import SoftMoEGate
     from ds_fsmoe.components.gates.switch import SwitchGate
     from ds_fsmoe.components.gates.topk import LinearGate
     from ds_fsmoe.components.gates.xmoe import XMoEGate
     from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
     from ds_fsmoe.components.hooks.frames import FramesAsTokens
     from ds_fsmoe.components.order import OrderBase
+    from ds_fsmoe.components.orders.dense import DenseOrder
+    from ds_fsmoe.components.orders.einsum import EinsumOrder
     from ds_fsmoe.components.orders.sparse import SimpleOrder
-    from ds_fsmoe.components.routing import Routing
+    from ds_fsmoe.components.routing import Routing, RoutingBase
+    from ds_fsmoe.components.slot_routing import SlotRouting
+    from ds_fsmoe.components.token_choice import TokenChoiceGate
     from ds_fsmoe.config import ConfigError
     from ds_fsmoe.door import initialize, install, uninstall
     from ds_fsmoe.layer import FSMoELayer
@@ -48,8 +55,12 @@ _MODULE_OF_NAME = {
     "CallbackBase": "components.callback",
     "ConfigError": "config",
     "DeepSeekGate": "components.gates.deepseek",
+    "DenseOrder": "components.orders.dense",
+    "DenseRouting": "components.dense_routing",
+    "EinsumOrder": "components.orders.einsum",
     "ExpertArgs": "components.expert",
     "ExpertBase": "components.expert",
+    "ExpertChoiceGate": "components.gates.expert_choice",
     "FSMoELayer": "layer",
     "FlatAllToAll": "components.alltoalls.flat",
     "FramesAsTokens": "components.hooks.frames",
@@ -66,9 +77,13 @@ _MODULE_OF_NAME = {
     "OrderBase": "components.order",
     "QwenGate": "components.gates.qwen",
     "Routing": "components.routing",
+    "RoutingBase": "components.routing",
     "SigmoidGate": "components.gates.sigmoid",
     "SimpleOrder": "components.orders.sparse",
+    "SlotRouting": "components.slot_routing",
+    "SoftMoEGate": "components.gates.softmoe",
     "SwitchGate": "components.gates.switch",
+    "TokenChoiceGate": "components.token_choice",
     "XMoEGate": "components.gates.xmoe",
     "initialize": "door",
     "install": "door",
@@ -88,8 +103,12 @@ __all__ = [
     "CallbackBase",
     "ConfigError",
     "DeepSeekGate",
+    "DenseOrder",
+    "DenseRouting",
+    "EinsumOrder",
     "ExpertArgs",
     "ExpertBase",
+    "ExpertChoiceGate",
     "FSMoELayer",
     "FlatAllToAll",
     "FramesAsTokens",
@@ -106,9 +125,13 @@ __all__ = [
     "OrderBase",
     "QwenGate",
     "Routing",
+    "RoutingBase",
     "SigmoidGate",
     "SimpleOrder",
+    "SlotRouting",
+    "SoftMoEGate",
     "SwitchGate",
+    "TokenChoiceGate",
     "XMoEGate",
     "__version__",
     "initialize",

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import RoutingBase
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class CallbackArgs:
 
     tensor: torch.Tensor
     """The data at this point of the way; each hook says its shape."""
-    routing: Routing | None
+    routing: RoutingBase | None
     """The gate's decision; ``None`` before the gate has run."""
     direction: Literal["forward", "backward"] = "forward"
     layer: str = ""

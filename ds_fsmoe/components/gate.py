@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, RoutingBase
 
 
 class GateBase(nn.Module):
@@ -23,6 +24,8 @@ class GateBase(nn.Module):
     respected, the weights match the gate's formula.
     """
 
+    gives: ClassVar[type[RoutingBase]] = Routing
+    """The kind of its decision; "auto" takes the order that goes with it."""
     _is_built = False
 
     def __init__(self) -> None:
@@ -51,7 +54,7 @@ class GateBase(nn.Module):
         x_SM: torch.Tensor,
         used_token_S: torch.Tensor | None = None,
         group: dist.ProcessGroup | None = None,
-    ) -> Routing:
+    ) -> RoutingBase:
         """Route the tokens.
 
         Args:
