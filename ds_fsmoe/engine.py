@@ -331,15 +331,10 @@ class FSMoEEngine(DeepSpeedEngine):
             # It launches short jobs to compare their speed, and in each of them this would be measured anew.
             log_on_rank_0("autotuning.enabled = true: DeepSpeed's own tuner is at work, so fsmoe.autotune is left out")
             block = block.model_copy(update={"autotune": AutotuneBlock()})
-        if block.autotune.enabled and isinstance(model, PipelineModule) and sizes_of_mpu(self.mpu)[0] > 1:
+        if block.autotune.enabled and isinstance(model, PipelineModule):
             raise ConfigError(
-                "fsmoe.autotune.enabled = true: not yet with a PipelineModule and tensor parallelism at once; use "
-                "false, or leave it out"
-            )
-        if block.autotune.retune_on_drift and isinstance(model, PipelineModule):
-            raise ConfigError(
-                "fsmoe.autotune.retune_on_drift = true: not yet with a PipelineModule, whose steps are not compared "
-                "with what was predicted; use false, or leave it out"
+                "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
+                "layers; use false, or leave it out"
             )
         layers = find_layers(model)
         stage_size, stage_group = dist.get_world_size(), None
@@ -377,8 +372,6 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
         self.fsmoe.at_step(self.global_steps)
-        # Before any stage has begun: between its micro batches, ranks of one stage are never all between two layers.
-        self.fsmoe.before_forward()
         result = super().train_batch(*args, **kwargs)
         if self.was_step_applied():
             self.fsmoe.after_optimizer_step()
