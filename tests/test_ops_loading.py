@@ -66,7 +66,8 @@ def test_auto_after_a_failed_build_takes_the_reference_and_does_not_build_again(
     assert load_ops("auto", "cpu").name == "reference"
     assert len(calls.read_text()) == num_calls > 0
     (warning,) = warnings_of(said)
-    assert "Error building extension 'fsmoe_cpu'" in warning
+    # Its name goes on with a number where this process has built it before.
+    assert "Error building extension 'fsmoe_cpu" in warning
     assert "nothing today" in warning
 
 
