@@ -13,6 +13,9 @@ PLANNING_READY := $(PLANNING)/.ready
 # With its folder on the PATH, for the launcher and for ninja.
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 
+# Tests run in one process per core, up to four: a test starts up to eight ranks of its own.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
+
 # One thread per rank: the ranks share the cores. Ops are compiled into a folder of our own, so that a lock left behind
 # by another program cannot hold us up.
 export OMP_NUM_THREADS ?= 1
@@ -39,8 +42,8 @@ cluster-demo: $(READY)
 	@$(RUN) benchmarks/cluster_demo.py $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
 
 test: $(READY) test-planning
-	@echo "== test: the test suite without what is marked slow (about a quarter of an hour)"
-	@$(RUN) -m pytest -m "not slow" --durations=10 --ignore tests/planning
+	@echo "== test: the test suite without what is marked slow (about ten minutes)"
+	@$(RUN) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=10 --ignore tests/planning
 
 test-planning: $(PLANNING_READY)
 	@echo "== test: the planner, where there is no torch (about a minute)"
@@ -48,7 +51,7 @@ test-planning: $(PLANNING_READY)
 
 test-full: $(READY) test-planning
 	@echo "== test-full: all tests, every case of every matrix (hours)"
-	@$(RUN) -m pytest --durations=20 --ignore tests/planning
+	@$(RUN) -m pytest $(SIDE_BY_SIDE) --durations=20 --ignore tests/planning
 
 lint: $(READY)
 	@echo "== lint: ruff"

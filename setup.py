@@ -76,6 +76,7 @@ setup(
             "accelerate",
             "packaging",
             "pip",
+            "pytest-xdist",
             "ruff",
             "setuptools>=77",
             "transformers",

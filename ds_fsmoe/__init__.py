@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.door import initialize, install, uninstall
     from ds_fsmoe.layer import FSMoELayer
     from ds_fsmoe.moe_layer import MOELayer, MoEOutput
+    from ds_fsmoe.ops import load_ops
     from ds_fsmoe.parts import LayerError
     from ds_fsmoe.registry import register_alltoall, register_expert, register_gate, register_order
     from ds_fsmoe.takeover import MoE
@@ -87,6 +88,7 @@ _MODULE_OF_NAME = {
     "XMoEGate": "components.gates.xmoe",
     "initialize": "door",
     "install": "door",
+    "load_ops": "ops",
     "register_alltoall": "registry",
     "register_expert": "registry",
     "register_gate": "registry",
@@ -136,6 +138,7 @@ __all__ = [
     "__version__",
     "initialize",
     "install",
+    "load_ops",
     "register_alltoall",
     "register_expert",
     "register_gate",

@@ -27,6 +27,7 @@ from ds_fsmoe import compat
 from ds_fsmoe.config import ConfigError, FSMoEBlock, read_block
 from ds_fsmoe.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.layer import StockMoE
+from ds_fsmoe.ops.loading import LIBRARIES
 from ds_fsmoe.parts import LayerError
 from ds_fsmoe.preflight import (
     check_deepspeed_blocks,
@@ -115,9 +116,9 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     compat.check_private_names()
     check_deepspeed_blocks(ds_config)
     device_type = get_accelerator().device_name()
-    if block.ops == "required" and device_type != "cpu":
+    if block.ops == "required" and device_type not in LIBRARIES:
         raise ConfigError(
-            f"fsmoe.ops = 'required': compiled ops exist for the CPU only in this version, and this is {device_type}; "
+            f"fsmoe.ops = 'required': there are compiled ops for {' and '.join(LIBRARIES)}, and this is {device_type}; "
             "use 'auto' or 'reference'"
         )
     if isinstance(model, DualPipeVModule):

@@ -172,7 +172,7 @@ class FSMoEState:
             "gate": "; ".join(gates),
             "order": self.parts.order_name,
             "alltoall": self.parts.alltoall_name,
-            "ops": self.parts.ops_name,
+            "ops": self.parts.ops.name,
             "gradients": self.gradients,
         }
 

@@ -27,6 +27,7 @@ from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase
 from ds_fsmoe.moe_layer import token_path
+from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.parts import LayerError, Parts
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from ds_fsmoe.router_checks import RouterCheck
@@ -42,6 +43,9 @@ __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGat
 class FSMoEGate(StockTopKGate):
     """Stock's gate module, its parameter ``wg`` included, with a forward that returns a :class:`Routing`."""
 
+    ops: Ops = REFERENCE
+    """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+
     def forward(
         self,
         x_SM: torch.Tensor,
@@ -49,7 +53,7 @@ class FSMoEGate(StockTopKGate):
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
         with _timed(self, TOPK_GATE_TIMER, "gate_time"):
-            return route_top_k(x_SM, self.wg.weight, gate_settings(self), self.training, used_token_S, group)
+            return route_top_k(x_SM, self.wg.weight, gate_settings(self), self.training, used_token_S, group, self.ops)
 
 
 def gate_settings(gate: StockTopKGate) -> TopKSettings:

@@ -24,6 +24,7 @@ from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import RoutingBase, kind_of
+from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.runtime.duplicates import Duplicates
@@ -125,6 +126,8 @@ class MOELayer(nn.Module):
         return_stats: ``True`` makes ``forward`` return a :class:`MoEOutput` instead of the output tensor.
         pipeline_degree: into how many chunks the capacity is cut; (forward, backward) if they differ.
         overlap: ``False`` does one task after another.
+        ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; those in plain
+            torch unless given.
 
     Raises:
         ValueError: sizes that do not fit together, or a part that does not exist.
@@ -146,6 +149,7 @@ class MOELayer(nn.Module):
         return_stats: bool = False,
         pipeline_degree: int | tuple[int, int] = 1,
         overlap: bool = True,
+        ops: Ops = REFERENCE,
     ) -> None:
         super().__init__()
         if isinstance(alltoall_impl, str):
@@ -173,6 +177,7 @@ class MOELayer(nn.Module):
         if len(degrees) != 2 or not all(isinstance(each, int) and each >= 1 for each in degrees):
             raise ValueError(f"MOELayer: pipeline_degree = {pipeline_degree!r}: must be 1 or more, or a pair of such")
         gate_impl.build_once(model_dim, num_experts)
+        gate_impl.ops = order_impl.ops = ops
         self.gate = gate_impl
         self.experts = LocalExperts(expert_impl, num_experts // num_ranks)
         self.order = order_impl

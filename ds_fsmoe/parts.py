@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackBase
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.components.routing import kind_of
 from ds_fsmoe.config import BLOCK, ConfigError, FSMoEBlock, shown
-from ds_fsmoe.ops.loading import load_row_ops
+from ds_fsmoe.ops import Ops, load_ops
 
 
 class LayerError(ValueError):
@@ -33,8 +29,7 @@ class Parts:
     asked_order: str
     """Name of the order for all layers; "auto": for each the one that goes with its gate."""
     alltoall_name: str
-    ops_name: str
-    gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ops: Ops
     _orders: dict[str, OrderBase] = field(default_factory=dict, repr=False)
 
     def order_for(self, gate: Any) -> OrderBase:
@@ -65,23 +60,24 @@ class Parts:
 
     def _make_order(self, name: str) -> OrderBase:
         order_class = registry.lookup("order", name)
-        order = order_class(self.gather_rows) if order_class is SimpleOrder else order_class()
+        order = order_class()
         _check_kind(order, OrderBase, name)
+        order.ops = self.ops
         return order
 
 
 def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
-    """The parts a block asks for; "auto" takes the best there is.
+    """The parts a block asks for; "auto" takes the best there is. Collective, unless ``ops`` is "reference".
 
     Raises:
-        RuntimeError: ``ops: "required"`` and the op cannot be built, on every rank.
+        RuntimeError: ``ops: "required"`` and the ops cannot be built, on every rank.
         ValueError: ``ops: "required"`` on a device without compiled ops.
     """
-    ops = load_row_ops(block.ops, device_type)
+    ops = load_ops(block.ops, device_type)
     alltoall_name = "flat" if block.alltoall == "auto" else block.alltoall
     alltoall = registry.lookup("alltoall", alltoall_name)()
     _check_kind(alltoall, AllToAllBase, alltoall_name)
-    return Parts(alltoall, _make_callbacks(block), block.order, alltoall_name, ops.name, ops.gather_rows)
+    return Parts(alltoall, _make_callbacks(block), block.order, alltoall_name, ops)
 
 
 def _check_kind(part: Any, base: type, name: str) -> None:

@@ -187,6 +187,8 @@ def take_over(
     inner.tensor_parallel = tensor_parallel_use(layer)
     replaced = {} if running is None else _shard_experts(layer, running)
     replaced |= _take_over_gate(layer, gate)
+    if isinstance(inner.gate, (FSMoEGate, GateBase)):
+        inner.gate.ops = parts.ops
     inner.order = parts.order_for(inner.gate)
     if running is not None and getattr(inner.gate, "causal", False):
         _warn_of_later_tokens(type(inner.gate).__name__)
@@ -313,6 +315,7 @@ def give_back(layer: StockMoE) -> None:
             vars(inner).pop(name, None)
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
+        vars(inner.gate).pop("ops", None)
 
 
 def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
@@ -371,7 +374,7 @@ class MoE(StockMoE):
             raise LayerError(f"MoE: k = {k}: must be between 1 and num_experts ({num_experts})")
         super().__init__(hidden_size, expert, num_experts, ep_size, k, *args, **kwargs)
         self.sequence_parallel = sequence_parallel
-        take_over(self, choose_parts(FSMoEBlock(), "cpu"))
+        take_over(self, choose_parts(FSMoEBlock(ops="reference"), "cpu"))
 
     def set_deepspeed_parallelism(self, *args: Any, **kwargs: Any) -> None:
         """Called by DeepSpeed's engine, which makes the process groups."""

@@ -435,7 +435,7 @@ def test_a_wrong_part_is_refused_by_name(wrong: dict[str, Any], error: type[Exce
         MOELayer(**(options | {"expert_dim": H} | wrong))
 
 
-@pytest.mark.parametrize("wrong", [{"alltoall_impl": "fat"}, {"alltoall_impl": 3}, {"callbacks": [object()]}], ids=str)
+@pytest.mark.parametrize("wrong", [{"alltoall_impl": "fat"}, {"alltoall_impl": 3}, {"callbacks": [3]}], ids=str)
 def test_an_all_to_all_and_callbacks_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
         make_layer(**wrong)

@@ -109,7 +109,8 @@ def test_compiled_arrange_equals_reference_bit_for_bit(
     out_NM, dx_SM = arranged(compiled, *case)
     expected_out_NM, _ = arranged(reference, *case)
     assert_same_bits(out_NM, expected_out_NM)
-    assert_same_bits(dx_SM, reference.restore(case[-1], slots_KS, None, dtype))
+    # In float32, and in the order of the slots, which is torch's when it adds up what was gathered.
+    assert_same_bits(dx_SM, reference.restore(case[-1], slots_KS.sort(dim=0).values, None, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -143,7 +144,7 @@ def test_compiled_restore_equals_reference(
 def test_the_gradient_of_arrange_differs_from_autograds_by_rounding_only(
     compiled: Ops, reference: Ops, dtype: torch.dtype
 ) -> None:
-    # Autograd sums a token's gradients in the order of the slots, the op in the order of the choices.
+    # Autograd rounds a token's gradient after each slot, the op once.
     num_tokens, width, num_choices, num_slots = 31, 17, 5, 157
     case = (random_rows(num_tokens, width, dtype), random_slots(num_tokens, num_choices, num_slots), num_slots, dtype)
     d_out_NM = random_rows(num_slots, width, dtype, 2)

@@ -199,8 +199,8 @@ def test_a_wheel_built_with_ops_needs_no_build_to_run_them(tmp_path: Path) -> No
     zipfile.ZipFile(archive).extractall(tmp_path / "site")
     extensions = tmp_path / "torch_extensions"
     script = (
-        "import torch; from ds_fsmoe.ops import load_ops, load_row_ops\n"
-        "ops = load_row_ops('required', 'cpu')\n"
+        "import torch; from ds_fsmoe.ops import load_ops\n"
+        "ops = load_ops('required', 'cpu')\n"
         "print(ops.name, ops.gather_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 2, 0])).tolist())\n"
         "ops = load_ops('auto', 'cpu')\n"
         "slots_KS = ops.top_k_slots(torch.tensor([[0.1, 0.9]] * 2), 1, 1).slots_KS\n"

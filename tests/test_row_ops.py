@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 
 from torch import Tensor  # noqa: E402
 
-from ds_fsmoe.ops import RowOps, load_row_ops  # noqa: E402
+from ds_fsmoe.ops import Ops, load_ops  # noqa: E402
 
 # (R, M, N): rows, width, slots. Primes, single elements, widths around a cache line, empties of every kind, and one
 # large enough for several threads.
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> RowOps:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ops:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler: {compiler} is not on the PATH")
@@ -43,12 +43,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> RowOps:
         if "TORCH_EXTENSIONS_DIR" not in os.environ:
             patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("torch_extensions")))
         patch.delenv("LOCAL_RANK", raising=False)
-        return load_row_ops("required", "cpu")
+        return load_ops("required", "cpu")
 
 
 @pytest.fixture
-def reference() -> RowOps:
-    return load_row_ops("reference", "cpu")
+def reference() -> Ops:
+    return load_ops("reference", "cpu")
 
 
 def make_rows(shape_RMN: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ def make_rows(shape_RMN: tuple[int, int, int], dtype: torch.dtype, seed: int = 0
     return x_RM, index_N, dy_NM
 
 
-def forward_and_gradient(ops: RowOps, x_RM: Tensor, index_N: Tensor, dy_NM: Tensor) -> tuple[Tensor, Tensor]:
+def forward_and_gradient(ops: Ops, x_RM: Tensor, index_N: Tensor, dy_NM: Tensor) -> tuple[Tensor, Tensor]:
     x_RM = x_RM.detach().requires_grad_()
     y_NM = ops.gather_rows(x_RM, index_N)
     y_NM.backward(dy_NM)
@@ -96,7 +96,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape_RMN", SHAPES_RMN, ids=str)
-def test_reference_equals_a_loop_over_slots(reference: RowOps, shape_RMN: tuple[int, int, int]) -> None:
+def test_reference_equals_a_loop_over_slots(reference: Ops, shape_RMN: tuple[int, int, int]) -> None:
     num_rows, width, _ = shape_RMN
     x_RM, index_N, dy_NM = make_rows(shape_RMN, torch.float64)
     y_NM, dx_RM = forward_and_gradient(reference, x_RM, index_N, dy_NM)
@@ -106,7 +106,7 @@ def test_reference_equals_a_loop_over_slots(reference: RowOps, shape_RMN: tuple[
 
 @pytest.mark.parametrize("origin", ["reference", "compiled"])
 def test_empty_slots_read_as_zero_rows(origin: str, request: pytest.FixtureRequest) -> None:
-    ops: RowOps = request.getfixturevalue(origin)
+    ops: Ops = request.getfixturevalue(origin)
     x_RM = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     lowest, highest = -(2**63), 2**63 - 1
     y_NM = ops.gather_rows(x_RM, torch.tensor([2, 3, -1, 0, lowest, highest, 4]))
@@ -116,7 +116,7 @@ def test_empty_slots_read_as_zero_rows(origin: str, request: pytest.FixtureReque
 
 @pytest.mark.parametrize("origin", ["reference", "compiled"])
 def test_inf_and_nan_do_not_leak_into_empty_slots(origin: str, request: pytest.FixtureRequest) -> None:
-    ops: RowOps = request.getfixturevalue(origin)
+    ops: Ops = request.getfixturevalue(origin)
     x_RM = torch.tensor([[math.inf, math.nan], [-math.inf, -0.0]])
     y_NM, dx_RM = forward_and_gradient(
         ops, x_RM, torch.tensor([2, 1]), torch.tensor([[math.nan, math.inf], [1.0, 2.0]])
@@ -131,7 +131,7 @@ def test_inf_and_nan_do_not_leak_into_empty_slots(origin: str, request: pytest.F
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape_RMN", SHAPES_RMN, ids=str)
 def test_compiled_equals_reference_bit_for_bit(
-    compiled: RowOps, reference: RowOps, shape_RMN: tuple[int, int, int], dtype: torch.dtype
+    compiled: Ops, reference: Ops, shape_RMN: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     for seed in range(3):
         rows = make_rows(shape_RMN, dtype, seed)
@@ -142,7 +142,7 @@ def test_compiled_equals_reference_bit_for_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_slots_of_one_row_add_up_in_the_order_of_index_add(compiled: RowOps, dtype: torch.dtype) -> None:
+def test_many_slots_of_one_row_add_up_in_the_order_of_index_add(compiled: Ops, dtype: torch.dtype) -> None:
     # A long sum depends on its order and on where it is rounded, so equality means that both agree.
     num_slots, width = 499, 37
     dy_NM = torch.randn(num_slots, width, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -158,7 +158,7 @@ def test_many_slots_of_one_row_add_up_in_the_order_of_index_add(compiled: RowOps
         assert not torch.equal(dx_RM[0], rounded_M)
 
 
-def test_result_does_not_depend_on_the_number_of_threads(compiled: RowOps) -> None:
+def test_result_does_not_depend_on_the_number_of_threads(compiled: Ops) -> None:
     rows = make_rows((509, 1031, 2039), torch.bfloat16)
     num_threads = torch.get_num_threads()
     try:
@@ -172,7 +172,7 @@ def test_result_does_not_depend_on_the_number_of_threads(compiled: RowOps) -> No
     assert_same_bits(dx3_RM, dx_RM)
 
 
-def test_inputs_need_not_be_contiguous(compiled: RowOps, reference: RowOps) -> None:
+def test_inputs_need_not_be_contiguous(compiled: Ops, reference: Ops) -> None:
     x_RM, index_N, dy_NM = make_rows((11, 14, 46), torch.float32)
     strided = (x_RM.T.contiguous().T, torch.stack([index_N, index_N - 1], dim=1)[:, 0], dy_NM.T.contiguous().T)
     assert not any(tensor.is_contiguous() for tensor in strided)
@@ -181,7 +181,7 @@ def test_inputs_need_not_be_contiguous(compiled: RowOps, reference: RowOps) -> N
         assert_same_bits(actual, wanted)
 
 
-def test_a_gradient_expanded_from_one_value_is_read_correctly(compiled: RowOps) -> None:
+def test_a_gradient_expanded_from_one_value_is_read_correctly(compiled: Ops) -> None:
     # .sum().backward() hands over a gradient with strides 0.
     x_RM = torch.zeros(3, 5, requires_grad=True)
     compiled.gather_rows(x_RM, torch.tensor([0, 0, 2, 3])).sum().backward()
@@ -190,7 +190,7 @@ def test_a_gradient_expanded_from_one_value_is_read_correctly(compiled: RowOps) 
 
 
 @pytest.mark.parametrize("shape_RMN", [(5, 3, 7), (0, 3, 2), (4, 3, 0)], ids=str)
-def test_gradients_equal_finite_differences(compiled: RowOps, shape_RMN: tuple[int, int, int]) -> None:
+def test_gradients_equal_finite_differences(compiled: Ops, shape_RMN: tuple[int, int, int]) -> None:
     x_RM, index_N, _ = make_rows(shape_RMN, torch.float64)
     x_RM.requires_grad_()
     assert torch.autograd.gradcheck(compiled.gather_rows, (x_RM, index_N))
@@ -198,7 +198,7 @@ def test_gradients_equal_finite_differences(compiled: RowOps, shape_RMN: tuple[i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torch_accepts_the_operators(compiled: RowOps, dtype: torch.dtype) -> None:
+def test_torch_accepts_the_operators(compiled: Ops, dtype: torch.dtype) -> None:
     x_RM, index_N, dy_NM = make_rows((7, 5, 11), dtype)
     torch.library.opcheck(torch.ops.fsmoe.gather_rows.default, (x_RM.requires_grad_(), index_N))
     torch.library.opcheck(torch.ops.fsmoe.gather_rows_backward.default, (dy_NM.requires_grad_(), index_N, 7))
@@ -213,19 +213,19 @@ def test_torch_accepts_the_operators(compiled: RowOps, dtype: torch.dtype) -> No
         (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), "x must be float32"),
     ],
 )
-def test_wrong_arguments_are_named(compiled: RowOps, x: Tensor, index: Tensor, message: str) -> None:
+def test_wrong_arguments_are_named(compiled: Ops, x: Tensor, index: Tensor, message: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         compiled.gather_rows(x, index)
 
 
-def test_backward_refuses_a_gradient_of_another_length(compiled: RowOps) -> None:
+def test_backward_refuses_a_gradient_of_another_length(compiled: Ops) -> None:
     with pytest.raises(RuntimeError, match="dy has 3 rows but index has 2"):
         torch.ops.fsmoe.gather_rows_backward(torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64), 4)
     with pytest.raises(RuntimeError, match="num_rows must not be negative"):
         torch.ops.fsmoe.gather_rows_backward(torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64), -1)
 
 
-def test_required_takes_the_compiled_op(compiled: RowOps) -> None:
+def test_required_takes_the_compiled_op(compiled: Ops) -> None:
     assert compiled.name == "compiled"
     x_RM = torch.zeros(1, 1, requires_grad=True)
     assert "fsmoe_gather_rows" in compiled.gather_rows(x_RM, torch.zeros(1, dtype=torch.int64)).grad_fn.name()

@@ -387,7 +387,7 @@ def test_an_impossible_option_is_refused_by_name(gate_class: type, options: dict
         (ExpertChoiceGate(), DenseOrder(), "cannot read the SlotRouting that ExpertChoiceGate gives.*'sparse' can"),
         (LinearGate(), DenseOrder(), "cannot read the Routing that LinearGate gives.*'sparse' can"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
 def test_a_layer_by_hand_refuses_an_order_that_cannot_read_the_gate(gate: Any, order: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

@@ -4,7 +4,7 @@
 //
 //   arrange:          x [S, M], slots [K, S] -> [N, M]; row slots[k][s] is row s of x, rows that nothing names are zero.
 //   restore:          y [N, M], slots [K, S], weights [K, S] -> [S, M]; the weighted sum of a token's rows.
-//   restore_backward: the gradients of y and of the weights, in one pass over the rows.
+//   restore_backward: the gradients of y and of the weights, in one pass over the rows in memory.
 //
 // A slot outside 0..N-1 means "no slot" (by convention it is N), so slot values are never an error. All loops go by
 // token: a token's row is read once, however many slots it has, and every other row is touched once. No [K, S, M] exists.
@@ -17,6 +17,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -33,8 +34,9 @@ namespace {
 constexpr int64_t kBytesPerThread = 64 * 1024;
 // Columns are summed in pieces that stay in the first-level cache, sums and one row of each kind together.
 constexpr int64_t kColumns = 1024;
-// Partial sums of a dot product: as many as fill the vector registers of AVX2, and the same on every processor.
-constexpr int64_t kPartialSums = 32;
+// Products that are added up at a time: they stay in the second-level cache, and torch does not share out so few among
+// threads, which would change the order of a sum.
+constexpr int64_t kProducts = 32 * 1024 - 1;
 
 bool in_range(int64_t slot, int64_t num_slots) {
   // One comparison covers negative values too: they wrap around to huge unsigned ones.
@@ -259,44 +261,27 @@ at::Tensor restore(const at::Tensor& y, const at::Tensor& slots, const std::opti
 
 // ---- restore_backward
 
+// One choice of some tokens: the rows' gradients, and the products whose sum is the weight's.
 template <typename Grad, typename In>
 struct RestoreBackwardTokens {
   using Sum = at::opmath_type<In>;
 
   static FSMOE_INLINE void run(const Grad* d_out, const In* y, const int64_t* slots, const Sum* weights, In* dy,
-                               Sum* d_weights, int64_t num_choices, int64_t num_tokens, int64_t num_slots,
-                               int64_t width, int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; ++s) {
+                               Sum* products, int64_t num_slots, int64_t width, int64_t num_tokens) {
+    for (int64_t s = 0; s < num_tokens; ++s) {
+      Sum* product = products + s * width;
+      if (!in_range(slots[s], num_slots)) {
+        std::memset(product, 0, width * sizeof(Sum));
+        continue;
+      }
       const Grad* gradient = d_out + s * width;
-      for (int64_t k = 0; k < num_choices; ++k) {
-        const int64_t i = k * num_tokens + s, slot = slots[i];
-        if (!in_range(slot, num_slots)) {
-          d_weights[i] = 0;
-          continue;
-        }
-        const In* row = y + slot * width;
-        In* target = dy + slot * width;
-        const Sum weight = weights[i];
-        Sum sums[kPartialSums] = {};
-        int64_t m = 0;
-        for (; m + kPartialSums <= width; m += kPartialSums) {
-          for (int64_t j = 0; j < kPartialSums; ++j) {
-            const Sum g = static_cast<Sum>(gradient[m + j]);
-            sums[j] += g * static_cast<Sum>(row[m + j]);
-            target[m + j] = static_cast<In>(g * weight);
-          }
-        }
-        for (int64_t j = 0; m < width; ++m, ++j) {
-          const Sum g = static_cast<Sum>(gradient[m]);
-          sums[j] += g * static_cast<Sum>(row[m]);
-          target[m] = static_cast<In>(g * weight);
-        }
-        for (int64_t half = kPartialSums / 2; half > 0; half /= 2) {
-          for (int64_t j = 0; j < half; ++j) {
-            sums[j] += sums[j + half];
-          }
-        }
-        d_weights[i] = sums[0];
+      const In* row = y + slots[s] * width;
+      In* target = dy + slots[s] * width;
+      const Sum weight = weights[s];
+      for (int64_t m = 0; m < width; ++m) {
+        const Sum g = static_cast<Sum>(gradient[m]);
+        product[m] = g * static_cast<Sum>(row[m]);
+        target[m] = static_cast<In>(g * weight);
       }
     }
   }
@@ -314,7 +299,6 @@ std::tuple<at::Tensor, at::Tensor> restore_backward_as(const at::Tensor& d_out, 
   const auto* slot = slots.const_data_ptr<int64_t>();
   const auto* weight = weights.const_data_ptr<Sum>();
   auto* target = dy.mutable_data_ptr<In>();
-  auto* d_weight = d_weights.mutable_data_ptr<Sum>();
   const int64_t row_bytes = width * static_cast<int64_t>(sizeof(In));
 
   std::vector<uint8_t> taken(num_slots, 0);
@@ -323,9 +307,21 @@ std::tuple<at::Tensor, at::Tensor> restore_backward_as(const at::Tensor& d_out, 
       taken[slot[i]] = 1;
     }
   }
+  const int64_t piece = std::max<int64_t>(1, kProducts / width);
   at::parallel_for(0, num_tokens, tokens_per_thread(row_bytes, num_choices), [&](int64_t begin, int64_t end) {
-    fsmoe::run_wide<RestoreBackwardTokens<Grad, In>>(gradient, source, slot, weight, target, d_weight, num_choices,
-                                                     num_tokens, num_slots, width, begin, end);
+    const at::Tensor products = at::empty({std::min(piece, end - begin), width}, weights.options());
+    for (int64_t first = begin; first < end; first += piece) {
+      const int64_t num = std::min(piece, end - first);
+      const at::Tensor of_piece = products.narrow(0, 0, num);
+      for (int64_t k = 0; k < num_choices; ++k) {
+        const int64_t i = k * num_tokens + first;
+        fsmoe::run_wide<RestoreBackwardTokens<Grad, In>>(gradient + first * width, source, slot + i, weight + i, target,
+                                                         products.mutable_data_ptr<Sum>(), num_slots, width, num);
+        // Added up by torch, in its order: so a weight's gradient has the bits that it has without these ops.
+        at::Tensor sums = d_weights.select(0, k).narrow(0, first, num);
+        at::sum_out(sums, of_piece, at::IntArrayRef{1});
+      }
+    }
   });
   at::parallel_for(0, num_slots, tokens_per_thread(row_bytes, 1), [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {

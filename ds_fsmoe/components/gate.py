@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.ops import REFERENCE, Ops
 
 
 class GateBase(nn.Module):
@@ -26,6 +27,8 @@ class GateBase(nn.Module):
 
     gives: ClassVar[type[RoutingBase]] = Routing
     """The kind of its decision; "auto" takes the order that goes with it."""
+    ops: Ops = REFERENCE
+    """The operators to use, where there are any for what it does; whoever takes the gate in says which."""
     _is_built = False
 
     def __init__(self) -> None:

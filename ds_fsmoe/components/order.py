@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.ops import REFERENCE, Ops
 
 
 class OrderBase(ABC):
@@ -19,6 +20,8 @@ class OrderBase(ABC):
 
     reads: ClassVar[tuple[type[RoutingBase], ...]] = (Routing,)
     """The kinds of routing it can go by."""
+    ops: Ops = REFERENCE
+    """The operators to use, where there are any for what it does; whoever takes the order in says which."""
 
     @abstractmethod
     def arrange(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:

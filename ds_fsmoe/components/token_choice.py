@@ -20,6 +20,7 @@ from ds_fsmoe.components.gate import dropless_capacity, dropping_capacity
 from ds_fsmoe.components.gate_settings import CapacitySettings, SettingsGate, option
 from ds_fsmoe.components.router import which_are_used, without_autocast
 from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.ops.reference import Slots, with_capacity
 
 
 @dataclass(frozen=True)
@@ -87,98 +88,66 @@ class TokenChoiceGate(SettingsGate):
         used_token_S: torch.Tensor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
+        settings = self.settings
         used_S = which_are_used(used_token_S, x_SM.shape[0])
         with without_autocast(x_SM.device):
             scores = self.score(x_SM.to(torch.promote_types(x_SM.dtype, torch.float32)))
             preference_SE = scores.logits_SE if scores.preference_SE is None else scores.preference_SE
-            expert_SK = torch.topk(preference_SE.detach(), self.settings.k, dim=1).indices
-            chosen_SE = mask_chosen(expert_SK, preference_SE.shape[1], used_S)
-            counts_E = chosen_SE.sum(dim=0)
-            capacity = capacity_of(counts_E, x_SM.shape[0], self.settings, self.training, group)
-            kept_SE = chosen_SE
-            if self.settings.drop_tokens and self.settings.drop_policy == "probs":
-                competing_SE = scores.affinity_SE.detach().masked_fill(~chosen_SE, float("-inf"))
-                kept_SE = keep_largest(chosen_SE, competing_SE, capacity)
-            kept_SE, slots_KS = place(expert_SK, kept_SE, capacity)
-            weights_SK = self.weigh(scores, expert_SK)
+            num_tokens, num_experts = preference_SE.shape
+            capacity = first_capacity(num_tokens, num_experts, settings, self.training)
+            slots = self.ops.top_k_slots(preference_SE.detach(), settings.k, capacity, used_S, "token")
+            if settings.drop_tokens and settings.drop_policy == "probs":
+                affinity_KS = scores.affinity_SE.detach().gather(1, slots.experts_KS.t()).t()
+                slots = self.ops.take_slots(slots.experts_KS, num_experts, capacity, used_S, "score", affinity_KS)
+            slots, capacity = last_capacity(slots, capacity, settings, group)
+            weights_KS = self.weigh(scores, slots.experts_KS.t()).t()
+            is_dropped_KS = slots.slots_KS == num_experts * capacity
             return Routing(
-                slots_KS=slots_KS,
-                weights_KS=weights_SK.masked_fill(~kept_SE.gather(1, expert_SK), 0.0).t().contiguous(),
-                aux_loss=_aux_loss(scores, chosen_SE, used_S, self.settings),
-                counts_E=counts_E,
+                slots_KS=slots.slots_KS,
+                weights_KS=weights_KS.masked_fill(is_dropped_KS, 0.0).contiguous(),
+                aux_loss=_aux_loss(scores, slots.counts_E, used_S, settings),
+                counts_E=slots.counts_E,
                 capacity=capacity,
-                num_experts=preference_SE.shape[1],
+                num_experts=num_experts,
             )
 
 
-def mask_chosen(expert_SK: torch.Tensor, num_experts: int, used_S: torch.Tensor | None) -> torch.Tensor:
-    """[S, E] bool: which experts each token chose; tokens that take no part chose none."""
-    chosen_SE = torch.zeros(len(expert_SK), num_experts, dtype=torch.bool, device=expert_SK.device)
-    chosen_SE.scatter_(1, expert_SK, True)
-    return chosen_SE if used_S is None else chosen_SE & used_S.unsqueeze(1)
-
-
-def capacity_of(
-    counts_E: torch.Tensor,
-    num_tokens: int,
-    settings: CapacitySettings,
-    training: bool,
-    group: dist.ProcessGroup | None,
-) -> int:
-    """C: by the factor in force, or as the fullest expert of all ranks of ``group`` needs it (then it is a wait)."""
+def first_capacity(num_tokens: int, num_experts: int, settings: CapacitySettings, training: bool) -> int:
+    """C by the factor in force; where nothing is to be dropped S, which is room for all, see :func:`last_capacity`."""
     if not settings.drop_tokens:
-        return dropless_capacity(counts_E, group)
-    factor = settings.factor(training) * settings.k
-    return dropping_capacity(num_tokens, counts_E.numel(), factor, settings.min_capacity)
+        return num_tokens
+    return dropping_capacity(num_tokens, num_experts, settings.factor(training) * settings.k, settings.min_capacity)
 
 
-def keep_largest(chosen_SE: torch.Tensor, competing_SE: torch.Tensor, capacity: int) -> torch.Tensor:
-    """[S, E] bool: of the choices of each expert at most ``capacity``, those for which ``competing_SE`` is largest.
-
-    Args:
-        chosen_SE: [S, E] bool.
-        competing_SE: [S, E], smaller where nothing was chosen than where something was.
-        capacity: C.
-    """
-    staying_CE = torch.topk(competing_SE, k=min(capacity, len(competing_SE)), dim=0, sorted=False).indices
-    return chosen_SE & torch.zeros_like(chosen_SE).scatter_(0, staying_CE, True)
-
-
-def place(expert_SK: torch.Tensor, kept_SE: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give slots to choices: within an expert in the order of the tokens. Who comes after C others is dropped.
+def last_capacity(
+    slots: Slots, capacity: int, settings: CapacitySettings, group: dist.ProcessGroup | None
+) -> tuple[Slots, int]:
+    """The slots and the capacity to go by: if nothing is dropped, what the fullest expert of all ranks needs.
 
     Args:
-        expert_SK: [S, K] int64, the experts that each token chose.
-        kept_SE: [S, E] bool, the choices that are still in.
-        capacity: C.
-
-    Returns:
-        [S, E] bool, the choices that have a slot; [K, S] int64, the slots as a :class:`Routing` has them.
+        slots: taken with the capacity of :func:`first_capacity`.
+        capacity: that one.
+        settings: of the gate.
+        group: the ranks that have to agree; they wait for each other, and the host for the device.
     """
-    num_experts = kept_SE.shape[1]
-    position_SE = torch.cumsum(kept_SE, dim=0) - 1
-    kept_SE = kept_SE & (position_SE < capacity)
-    kept_KS, position_KS = kept_SE.gather(1, expert_SK).t(), position_SE.gather(1, expert_SK).t()
-    return kept_SE, slots_of(expert_SK.t(), position_KS, kept_KS, num_experts, capacity)
-
-
-def slots_of(
-    expert_KS: torch.Tensor, position_KS: torch.Tensor, kept_KS: torch.Tensor, num_experts: int, capacity: int
-) -> torch.Tensor:
-    """[K, S] int64: ``expert * C + position``, or ``E * C`` for what was not kept."""
-    return torch.where(kept_KS, expert_KS * capacity + position_KS, num_experts * capacity)
+    if settings.drop_tokens:
+        return slots, capacity
+    agreed = dropless_capacity(slots.counts_E, group)
+    return slots._replace(slots_KS=with_capacity(slots.slots_KS, len(slots.counts_E), capacity, agreed)), agreed
 
 
 def _aux_loss(
-    scores: Scores, chosen_SE: torch.Tensor, used_S: torch.Tensor | None, settings: ChoiceSettings
+    scores: Scores, counts_E: torch.Tensor, used_S: torch.Tensor | None, settings: ChoiceSettings
 ) -> torch.Tensor:
     """The losses that the settings ask for, each with its factor, as a mean over the tokens that take part."""
     logits_SE = scores.logits_SE
     loss = logits_SE.new_zeros(())
     if settings.balance_loss_factor:
         probs_SE = scores.affinity_SE / scores.affinity_SE.sum(dim=1, keepdim=True)
-        share_E = _mean(chosen_SE.to(logits_SE.dtype), used_S)
-        balance = (_mean(probs_SE, used_S) * share_E).sum() * chosen_SE.shape[1] / settings.k
+        share_E = counts_E.to(logits_SE.dtype) / (
+            max(len(probs_SE), 1) if used_S is None else used_S.sum().clamp(min=1)
+        )
+        balance = (_mean(probs_SE, used_S) * share_E).sum() * len(counts_E) / settings.k
         loss = loss + settings.balance_loss_factor * balance
     if settings.z_loss_factor:
         loss = loss + settings.z_loss_factor * _mean(torch.logsumexp(logits_SE, dim=1).square(), used_S)

@@ -26,7 +26,7 @@ def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype |
         dtype: of the result; ``None`` is that of ``x_SM``.
 
     Returns:
-        [N, M]. The gradient of ``x_SM`` is summed in float32, in the order of the choices, and rounded once.
+        [N, M]. The gradient of ``x_SM`` is summed in float32, in the order of the slots, and rounded once.
 
     Raises:
         RuntimeError: shapes or dtypes that do not fit; on the CPU also a slot that two tokens were given.
@@ -80,6 +80,9 @@ def _save_for_arrange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _arrange_gradient(ctx: Any, d_out_NM: Tensor) -> tuple[Tensor, None, None, None]:
     (slots_KS,) = ctx.saved_tensors
+    if len(slots_KS) > 2:
+        # The order of a sum is part of its last bit: torch adds up what it gathers in the order of the slots.
+        slots_KS = slots_KS.sort(dim=0).values
     return restore(d_out_NM, slots_KS, None, ctx.dtype), None, None, None
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,6 +41,7 @@ class Ops:
         take_slots: (experts_KS, num_experts, capacity, used_S, priority, scores_KS) -> ``reference.Slots``.
         arrange: (x_SM, slots_KS, num_slots, dtype) -> [N, M].
         restore: (y_NM, slots_KS, weights_KS, dtype) -> [S, M].
+        gather_rows: (x_RM, index_N) -> [N, M]; zeros where the index is outside 0..R-1.
     """
 
     name: str
@@ -46,23 +49,42 @@ class Ops:
     take_slots: Callable[..., reference.Slots]
     arrange: Callable[..., Tensor]
     restore: Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class RowOps:
-    """Row operators of one origin.
-
-    Attributes:
-        name: "reference" or "compiled".
-        gather_rows: (x_RM: [R, M], index_N: [N] int64) -> [N, M]; zeros where the index is outside 0..R-1.
-    """
-
-    name: str
     gather_rows: Callable[[Tensor, Tensor], Tensor]
 
 
-REFERENCE = Ops("reference", reference.top_k_slots, reference.take_slots, reference.arrange, reference.restore)
-COMPILED = Ops("compiled", slots.top_k_slots, slots.take_slots, arrange.arrange, arrange.restore)
+REFERENCE = Ops(
+    "reference",
+    reference.top_k_slots,
+    reference.take_slots,
+    reference.arrange,
+    reference.restore,
+    reference.gather_rows,
+)
+_ON_CPU = Ops("compiled", slots.top_k_slots, slots.take_slots, arrange.arrange, arrange.restore, rows.gather_rows)
+
+
+def _unless_double(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """For kernels that have no float64: what is tested in it goes by the reference."""
+
+    def operator(*args: Any) -> Any:
+        is_double = any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in args)
+        return (plain if is_double or torch.float64 in args else compiled)(*args)
+
+    return operator
+
+
+# Device type -> its compiled operators. On CUDA torch's own gather is as good as one of ours would be.
+COMPILED = {
+    "cpu": _ON_CPU,
+    "cuda": Ops(
+        "compiled",
+        _unless_double(slots.top_k_slots, reference.top_k_slots),
+        _unless_double(slots.take_slots, reference.take_slots),
+        _unless_double(arrange.arrange, reference.arrange),
+        _unless_double(arrange.restore, reference.restore),
+        reference.gather_rows,
+    ),
+}
 
 # Device types for which "auto" has found, on all ranks, that there is nothing to load. It does not build again.
 _given_up: set[str] = set()
@@ -91,35 +113,10 @@ def load_ops(mode: str, device_type: str) -> Ops:
         return _give_up(device_type, f"there are none for {device_type!r}, only for {', '.join(LIBRARIES)}")
     failure = _load_on_every_rank(device_type)
     if failure is None:
-        return COMPILED
+        return COMPILED[device_type]
     if mode == "auto":
         return _give_up(device_type, str(failure))
     raise _refusal(device_type, failure) from failure.__cause__
-
-
-def load_row_ops(mode: str, device_type: str) -> RowOps:
-    """The row gather to train with. With "required" this is a collective: every rank has to call it.
-
-    Args:
-        mode: as for :func:`load_ops`, but "auto" means the reference: the gather alone does not repay a build.
-        device_type: torch device type of the tensors.
-
-    Raises:
-        ValueError: an unknown mode, or "required" for a device type that has no compiled gather.
-        RuntimeError: building or loading failed on some rank; raised on every rank, with the reason.
-    """
-    if mode != "required":
-        _check(mode, device_type)
-        return RowOps("reference", reference.gather_rows)
-    if device_type != "cpu":
-        raise ValueError(
-            f"ops = 'required': there are compiled row ops for the CPU only, and this run is on {device_type!r}; "
-            "use 'auto' or 'reference'"
-        )
-    failure = _load_on_every_rank(device_type)
-    if failure is not None:
-        raise _refusal(device_type, failure) from failure.__cause__
-    return RowOps("compiled", rows.gather_rows)
 
 
 def import_op_builder() -> ModuleType:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled row gather, as torch sees it: shapes without data, and gradients.
 
-The operators exist once ``ds_fsmoe.ops.load_row_ops("required", "cpu")`` has loaded their library.
+The operators exist once :func:`ds_fsmoe.ops.load_ops` has loaded the library for the CPU.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 // nothing about speed, nor about memory models; blocks run one after another.
 //
 // The threads of a block are fibers. One runs until it has to wait for others (__syncthreads, a warp's shuffles), then
-// another one goes on, in an order that is drawn anew each round: what depends on who is first comes out differently.
+// another one goes on, in an order that is drawn anew each round. One warp at a time, drawn as well, lags behind and only
+// runs when no other can: what depends on who is first comes out differently, as with a missing __syncthreads.
 #pragma once
 
 #include <ucontext.h>
@@ -156,21 +157,32 @@ inline void launch(unsigned blocks, unsigned threads, size_t shared_bytes, const
     for (unsigned t = 0; t < threads; ++t) {
       order[t] = t;
     }
+    unsigned slow_warp = random_order() % state.warps.size();
     for (unsigned alive = threads; alive > 0;) {
       for (unsigned t = threads - 1; t > 0; --t) {
         std::swap(order[t], order[random_order() % (t + 1)]);
       }
       state.has_moved = false;
-      for (const unsigned t : order) {
-        if (!state.fibers[t].is_done) {
-          state.current = t;
-          threadIdx.x = t;
-          swapcontext(&state.scheduler, &state.fibers[t].context);
-          alive -= state.fibers[t].is_done;
+      const auto run = [&](bool slow) {
+        for (const unsigned t : order) {
+          if (!state.fibers[t].is_done && (t / kLanes == slow_warp) == slow) {
+            state.current = t;
+            threadIdx.x = t;
+            swapcontext(&state.scheduler, &state.fibers[t].context);
+            alive -= state.fibers[t].is_done;
+          }
         }
-      }
+      };
+      run(false);
       if (!state.has_moved) {
-        stop("all threads of a block wait: some of them left out a __syncthreads");
+        run(true);
+        if (!state.has_moved) {
+          stop("all threads of a block wait: some of them left out a __syncthreads");
+        }
+        // As long as it has its shuffles to do, the same one: it must not catch up before the others have gone on.
+        if (random_order() % 16 == 0) {
+          slow_warp = random_order() % state.warps.size();
+        }
       }
     }
   }

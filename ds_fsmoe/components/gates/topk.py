@@ -18,7 +18,9 @@ from torch import nn
 from ds_fsmoe.components.gate_settings import CapacitySettings, OptionError, SettingsGate
 from ds_fsmoe.components.router import which_are_used
 from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.components.token_choice import capacity_of, keep_largest, mask_chosen, place, slots_of
+from ds_fsmoe.components.token_choice import first_capacity, last_capacity
+from ds_fsmoe.ops import REFERENCE, Ops
+from ds_fsmoe.ops.reference import Slots
 from ds_fsmoe.registry import register_gate
 
 _JITTER = 1e-2  # inputs of the router are scaled by a factor in 1 +- this
@@ -62,7 +64,7 @@ class LinearGate(SettingsGate):
         used_token_S: torch.Tensor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
-        return route_top_k(x_SM, self.wg.weight, self.settings, self.training, used_token_S, group)
+        return route_top_k(x_SM, self.wg.weight, self.settings, self.training, used_token_S, group, self.ops)
 
 
 def route_top_k(
@@ -72,6 +74,7 @@ def route_top_k(
     training: bool,
     used_token_S: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    ops: Ops = REFERENCE,
 ) -> Routing:
     """Score, choose, drop: the whole gate as a function, for modules that hold the matrix themselves.
 
@@ -82,6 +85,7 @@ def route_top_k(
         training: chooses the capacity factor and switches the router's noise.
         used_token_S: [S], nonzero for tokens that take part (the masked ones take no slot); ``None`` means all.
         group: the ranks over which a dropless capacity is agreed.
+        ops: the operators to use.
 
     Raises:
         ValueError: a mask of another length than the tokens.
@@ -98,7 +102,7 @@ def route_top_k(
     used_S = which_are_used(used_token_S, len(x_SM))
     settings = replace(settings, noisy_gate_policy=noise)
     route = {1: _route_top_1, 2: _route_top_2}.get(settings.k, _route_more)
-    return route(logits_SE, settings, training, used_S, group)
+    return route(logits_SE, settings, training, used_S, group, ops)
 
 
 def _gumbel_like(logits_SE: torch.Tensor) -> torch.Tensor:
@@ -106,19 +110,19 @@ def _gumbel_like(logits_SE: torch.Tensor) -> torch.Tensor:
     return torch.distributions.Gumbel(zero, zero + 1.0, validate_args=False).rsample(logits_SE.shape)
 
 
-def _one_hot(expert_S: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[S, E] int64; ``F.one_hot`` looks at the numbers first, and on some devices the host waits for them."""
-    zeros_SE = torch.zeros(len(expert_S), num_experts, dtype=torch.int64, device=expert_S.device)
-    return zeros_SE.scatter_(1, expert_S.unsqueeze(1), 1)
+def _scores(probs_SE: torch.Tensor) -> torch.Tensor:
+    """In a type that the operators take: under autocast a probability may be less than float32."""
+    return probs_SE.detach().to(torch.promote_types(probs_SE.dtype, torch.float32))
 
 
-def _mask_used(mask_SE: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
-    return mask_SE if used_S is None else mask_SE * used_S.unsqueeze(1).to(mask_SE.dtype)
-
-
-def _share_E(chosen_SE: torch.Tensor, probs_SE: torch.Tensor) -> torch.Tensor:
-    """The share of tokens that chose each expert, in float32 at least (under autocast the logits may be less)."""
-    return chosen_SE.to(torch.promote_types(probs_SE.dtype, torch.float32)).mean(dim=0)
+def _share_E(expert_KS: torch.Tensor, probs_SE: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
+    """The share of tokens that chose each expert, in float32 at least."""
+    num_tokens, num_experts = probs_SE.shape
+    dtype = torch.promote_types(probs_SE.dtype, torch.float32)
+    ones_KS = probs_SE.new_ones(expert_KS.shape, dtype=dtype)
+    chosen_KS = ones_KS if used_S is None else ones_KS * used_S
+    counts_E = probs_SE.new_zeros(num_experts, dtype=dtype)
+    return counts_E.scatter_add(0, expert_KS.reshape(-1), chosen_KS.reshape(-1)) / num_tokens
 
 
 def _route_top_1(
@@ -127,6 +131,7 @@ def _route_top_1(
     training: bool,
     used_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
+    ops: Ops,
 ) -> Routing:
     """Switch Transformer's gate: the weight is the chosen expert's probability, not renormalised."""
     num_tokens, num_experts = logits_SE.shape
@@ -134,28 +139,23 @@ def _route_top_1(
     noisy_SE = logits_SE + _gumbel_like(logits_SE) if settings.noisy_gate_policy == "RSample" else None
     probs_SE = F.softmax(logits_SE, dim=1)
     expert_S = torch.argmax(probs_SE if noisy_SE is None else noisy_SE, dim=1)
-    chosen_SE = _mask_used(_one_hot(expert_S, num_experts), used_S)
-    counts_E = chosen_SE.sum(dim=0)
-    capacity = capacity_of(counts_E, num_tokens, settings, training, group)
-    aux_loss = torch.sum(probs_SE.mean(dim=0) * _share_E(chosen_SE, probs_SE)) * num_experts
-
+    expert_KS = expert_S.unsqueeze(0)
+    aux_loss = torch.sum(probs_SE.mean(dim=0) * _share_E(expert_KS, probs_SE, used_S)) * num_experts
+    capacity = first_capacity(num_tokens, num_experts, settings, training)
     # Who stays: the `capacity` largest of a random number per (token, expert), or of the bare 0/1 mask. Ties in the
     # bare mask fall as topk lets them, which is stock's choice too.
-    priority_SE = chosen_SE
     if settings.use_rts:
-        priority_SE = chosen_SE * torch.rand(chosen_SE.shape, dtype=torch.float32, device=chosen_SE.device)
-    staying_CE = torch.topk(priority_SE, k=min(capacity, num_tokens), dim=0).indices
-    kept_SE = chosen_SE * torch.zeros_like(chosen_SE).scatter_(0, staying_CE, 1)
-
-    position_S = ((torch.cumsum(kept_SE, dim=0) - 1) * kept_SE).sum(dim=1)
-    return Routing(
-        slots_KS=slots_of(expert_S, position_S, kept_SE.sum(dim=1) > 0, num_experts, capacity).unsqueeze(0),
-        weights_KS=(probs_SE * kept_SE).sum(dim=1).unsqueeze(0),
-        aux_loss=aux_loss,
-        counts_E=counts_E,
-        capacity=capacity,
-        num_experts=num_experts,
-    )
+        precedence_SE = torch.rand(probs_SE.shape, dtype=torch.float32, device=probs_SE.device)
+    else:
+        chosen_SE = torch.zeros_like(probs_SE).scatter_(1, expert_KS.t(), 1.0)
+        chosen_SE = chosen_SE if used_S is None else chosen_SE * used_S.unsqueeze(1)
+        staying_CE = torch.topk(chosen_SE, k=min(capacity, num_tokens), dim=0).indices
+        precedence_SE = _scores(torch.zeros_like(chosen_SE)).scatter_(0, staying_CE, 1.0)
+    precedence_KS = precedence_SE.gather(1, expert_KS.t()).t()
+    slots = ops.take_slots(expert_KS, num_experts, capacity, used_S, "score", precedence_KS)
+    slots, capacity = last_capacity(slots, capacity, settings, group)
+    weights_KS = probs_SE.gather(1, expert_KS.t()).t()
+    return _routing(slots, _of_kept(weights_KS, slots, capacity), aux_loss, capacity)
 
 
 def _route_top_2(
@@ -164,41 +164,26 @@ def _route_top_2(
     training: bool,
     used_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
+    ops: Ops,
 ) -> Routing:
     """GShard's gate: second choices queue behind all first choices; weights are renormalised over what was kept."""
     num_tokens, num_experts = logits_SE.shape
     probs_SE = F.softmax(logits_SE, dim=1)
     first_S = torch.argmax(probs_SE, dim=1)
-    first_SE = _one_hot(first_S, num_experts)
     scores_SE = logits_SE.detach()
     if settings.top2_2nd_expert_sampling:
         scores_SE = scores_SE + _gumbel_like(logits_SE)
-    second_S = torch.argmax(scores_SE.masked_fill(first_SE.bool(), float("-inf")), dim=1)
-    first_SE = _mask_used(first_SE, used_S)
-    second_SE = _mask_used(_one_hot(second_S, num_experts), used_S)
+    second_S = torch.argmax(scores_SE.scatter(1, first_S.unsqueeze(1), float("-inf")), dim=1)
+    expert_KS = torch.stack([first_S, second_S])
+    share_E = _share_E(first_S, probs_SE, used_S)
+    aux_loss = torch.mean(probs_SE.mean(dim=0) * share_E) * num_experts * num_experts
 
-    position_first_SE = torch.cumsum(first_SE, dim=0) - 1
-    position_second_SE = torch.cumsum(second_SE, dim=0) - 1 + first_SE.sum(dim=0, keepdim=True)
-    aux_loss = torch.mean(probs_SE.mean(dim=0) * _share_E(first_SE, probs_SE)) * num_experts * num_experts
-    counts_E = (first_SE + second_SE).sum(dim=0)
-    capacity = capacity_of(counts_E, num_tokens, settings, training, group)
-    if settings.drop_tokens:
-        first_SE = first_SE * (position_first_SE < capacity)
-        second_SE = second_SE * (position_second_SE < capacity)
-
-    kept_KS = torch.stack([first_SE.sum(dim=1), second_SE.sum(dim=1)]) > 0
-    position_KS = torch.stack([(position_first_SE * first_SE).sum(dim=1), (position_second_SE * second_SE).sum(dim=1)])
-    weight_first_S = (probs_SE * first_SE).sum(dim=1)
-    weight_second_S = (probs_SE * second_SE).sum(dim=1)
-    total_S = torch.clamp(weight_first_S + weight_second_S, min=torch.finfo(probs_SE.dtype).eps)
-    return Routing(
-        slots_KS=slots_of(torch.stack([first_S, second_S]), position_KS, kept_KS, num_experts, capacity),
-        weights_KS=torch.stack([weight_first_S / total_S, weight_second_S / total_S]),
-        aux_loss=aux_loss,
-        counts_E=counts_E,
-        capacity=capacity,
-        num_experts=num_experts,
-    )
+    capacity = first_capacity(num_tokens, num_experts, settings, training)
+    slots = ops.take_slots(expert_KS, num_experts, capacity, used_S, "choice")
+    slots, capacity = last_capacity(slots, capacity, settings, group)
+    weights_KS = _of_kept(probs_SE.gather(1, expert_KS.t()).t(), slots, capacity)
+    total_S = torch.clamp(weights_KS[0] + weights_KS[1], min=torch.finfo(probs_SE.dtype).eps)
+    return _routing(slots, weights_KS / total_S, aux_loss, capacity)
 
 
 def _route_more(
@@ -207,34 +192,35 @@ def _route_more(
     training: bool,
     used_S: torch.Tensor | None,
     group: dist.ProcessGroup | None,
+    ops: Ops,
 ) -> Routing:
     """k >= 3: full experts keep their most probable tokens (or the first); weights renormalised over what was kept."""
     num_tokens, num_experts = logits_SE.shape
     probs_SE = F.softmax(logits_SE, dim=1)
-    best_SK, expert_SK = torch.topk(probs_SE, k=settings.k, dim=1)
-    chosen_SE = mask_chosen(expert_SK, num_experts, used_S)
-    counts_E = chosen_SE.sum(dim=0)
-    balance_E = probs_SE.mean(dim=0) * _share_E(chosen_SE, probs_SE)
+    capacity = first_capacity(num_tokens, num_experts, settings, training)
+    slots = ops.top_k_slots(_scores(probs_SE), settings.k, capacity, used_S, "token")
+    expert_KS = slots.experts_KS
+    if settings.drop_tokens and settings.drop_policy == "probs":
+        best_KS = _scores(probs_SE).gather(1, expert_KS.t()).t()
+        slots = ops.take_slots(expert_KS, num_experts, capacity, used_S, "score", best_KS)
+    balance_E = probs_SE.mean(dim=0) * _share_E(expert_KS, probs_SE, used_S)
     aux_loss = torch.mean(balance_E) * num_experts * num_experts / settings.k
 
-    capacity = capacity_of(counts_E, num_tokens, settings, training, group)
-    kept_SE = chosen_SE
-    if settings.drop_tokens and settings.drop_policy == "probs":
-        # Zeros where nothing was chosen, as in stock, beside which a probability that underflowed has no precedence.
-        competing_SE = torch.zeros_like(probs_SE).scatter(1, expert_SK, best_SK)
-        if used_S is not None:
-            competing_SE = competing_SE * used_S.unsqueeze(1)
-        kept_SE = keep_largest(chosen_SE, competing_SE, capacity)
-    kept_SE, slots_KS = place(expert_SK, kept_SE, capacity)
-
-    weights_SE = probs_SE * kept_SE
-    # Summed over all E columns, zeros included, because the order of this sum is part of stock's last bit.
+    slots, capacity = last_capacity(slots, capacity, settings, group)
+    weights_KS = _of_kept(probs_SE.gather(1, expert_KS.t()).t(), slots, capacity)
+    # Summed over all E columns, zeros included, and so is the gradient, because the order of a sum is part of stock's
+    # last bit.
+    weights_SE = torch.zeros_like(probs_SE).scatter(1, expert_KS.t(), weights_KS.t())
     total_S1 = torch.clamp(weights_SE.sum(dim=1, keepdim=True), min=torch.finfo(probs_SE.dtype).eps)
+    return _routing(slots, (weights_SE / total_S1).gather(1, expert_KS.t()).t(), aux_loss, capacity)
+
+
+def _of_kept(weights_KS: torch.Tensor, slots: Slots, capacity: int) -> torch.Tensor:
+    """The weights, and 0 for what has no slot."""
+    return weights_KS.masked_fill(slots.slots_KS == len(slots.counts_E) * capacity, 0.0)
+
+
+def _routing(slots: Slots, weights_KS: torch.Tensor, aux_loss: torch.Tensor, capacity: int) -> Routing:
     return Routing(
-        slots_KS=slots_KS,
-        weights_KS=(weights_SE / total_S1).gather(1, expert_SK).t().contiguous(),
-        aux_loss=aux_loss,
-        counts_E=counts_E,
-        capacity=capacity,
-        num_experts=num_experts,
+        slots.slots_KS, weights_KS.contiguous(), aux_loss, slots.counts_E, capacity, num_experts=len(slots.counts_E)
     )

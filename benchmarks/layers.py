@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and an MoE layer as the paper measures them, in two layouts of the ranks, for stock and for us.
+
+``"node"``: a node's ranks work on the same sequences. Attention is split by heads, the experts by their hidden width,
+and experts are spread over the nodes. Ours holds a part of the sequence on each rank between the two (all-gather before
+attention, reduce-scatter after it). Stock has no such thing: its ranks hold all tokens, attention ends in an
+all-reduce, and its MoE layer drops what is there twice.
+
+``"ranks"``: every rank works on sequences of its own and experts are spread over all ranks, nothing is split. It is the
+layout in which stock communicates least.
+
+Both have the same parameters and the same tokens per node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+import ds_fsmoe
+from ds_fsmoe.runtime.groups import make_groups
+
+Layout = Literal["node", "ranks"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """B sequences of L tokens per node, of width M; E experts of hidden width ``ratio * M``, k for each token."""
+
+    B: int
+    L: int
+    M: int
+    ratio: int
+    f: float | None
+    """Capacity factor; ``None``: nothing is dropped."""
+    ffn: str
+    """``"gpt"`` or ``"mixtral"``."""
+    heads: int = 4
+    E: int = 4
+    k: int = 2
+    layers: int = 2
+
+    def __str__(self) -> str:
+        capacity = "no drop" if self.f is None else f"f {self.f:g}"
+        return f"{self.ffn} B {self.B} L {self.L} M {self.M} H {self.ratio}M {capacity}"
+
+
+class Mpu:
+    """Tensor parallelism among the ranks of each node, as Megatron hands it to DeepSpeed. Collective to make."""
+
+    def __init__(self, size: int) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        model = [list(range(first, first + size)) for first in range(0, world, size)]
+        data = [list(range(first, world, size)) for first in range(size)]
+        for kind, groups in (("_model", model), ("_data", data)):
+            for ranks in groups:
+                group = dist.new_group(ranks)
+                if rank in ranks:
+                    setattr(self, kind, group)
+
+    _model: dist.ProcessGroup
+    _data: dist.ProcessGroup
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._model
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._model.size()
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model.rank()
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._data.size()
+
+    def get_data_parallel_rank(self) -> int:
+        return self._data.rank()
+
+
+def ranks_per_node() -> int:
+    """Of this job, the same on every node."""
+    return make_groups().topology.node_of_rank.count(0)
+
+
+class Gathered(torch.autograd.Function):
+    """Rows of all ranks of a group, by rank; backwards each gets the sum of what belongs to its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out_SM = x_SM.new_empty(group.size() * len(x_SM), x_SM.shape[1])
+        dist.all_gather_into_tensor(out_SM, x_SM.contiguous(), group=group)
+        return out_SM
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out_SM = gradient.new_empty(len(gradient) // ctx.group.size(), gradient.shape[1])
+        dist.reduce_scatter_tensor(out_SM, gradient.contiguous(), group=ctx.group)
+        return out_SM, None
+
+
+class Scattered(torch.autograd.Function):
+    """The sum over a group's ranks, of which each keeps its rows; the inverse way backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out_SM = x_SM.new_empty(len(x_SM) // group.size(), x_SM.shape[1])
+        dist.reduce_scatter_tensor(out_SM, x_SM.contiguous(), group=group)
+        return out_SM
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out_SM = gradient.new_empty(ctx.group.size() * len(gradient), gradient.shape[1])
+        dist.all_gather_into_tensor(out_SM, gradient.contiguous(), group=ctx.group)
+        return out_SM, None
+
+
+class Copied(torch.autograd.Function):
+    """The same forwards, the sum over a group's ranks backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x_SM.view_as(x_SM)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Summed(torch.autograd.Function):
+    """The sum over a group's ranks forwards, the same backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = x_SM.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class Attention(nn.Module):
+    """Causal attention; its heads are shared out among the ranks of a group, if there is one.
+
+    Args:
+        layer: sizes.
+        group: the ranks that share it.
+        scattered: whether each of them holds a part of the tokens before and after, rather than all.
+    """
+
+    def __init__(self, layer: Layer, group: dist.ProcessGroup | None, scattered: bool) -> None:
+        super().__init__()
+        size = 1 if group is None else group.size()
+        self.layer, self.group, self.scattered = layer, group, scattered
+        self.heads = layer.heads // size
+        # Without parameters: where tokens are scattered, their gradients would have to be summed over the ranks.
+        self.norm = nn.LayerNorm(layer.M, elementwise_affine=False)
+        self.qkv = nn.Linear(layer.M, 3 * layer.M // size, bias=False)
+        self.out = nn.Linear(layer.M // size, layer.M, bias=False)
+        if group is not None:
+            for each in (self.qkv.weight, self.out.weight):
+                each.model_parallel = each.tensor_model_parallel = True
+
+    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x_SM)
+        if self.group is not None:
+            x = (Gathered if self.scattered else Copied).apply(x, self.group)
+        qkv = self.qkv(x).view(-1, self.layer.L, 3, self.heads, self.layer.M // self.layer.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, L, M / heads]
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        y = self.out(seen.transpose(1, 2).reshape(len(x), -1))
+        if self.group is not None:
+            y = (Scattered if self.scattered else Summed).apply(y, self.group)
+        return x_SM + y
+
+
+class SplitGPT(nn.Module):
+    """Stock's tensor-parallel expert: each rank of a group has a part of the hidden width, and the sum is taken here.
+
+    Modules are copied for each expert, so the group is none of its attributes.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, model_dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(model_dim, hidden_dim // self.group.size())
+        self.fc2 = nn.Linear(hidden_dim // self.group.size(), model_dim, bias=False)
+        self.bias = nn.Parameter(torch.zeros(model_dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Summed.apply(self.fc2(F.gelu(self.fc1(Copied.apply(x, self.group)))), self.group) + self.bias
+
+
+class SplitMixtral(nn.Module):
+    """The same for SwiGLU."""
+
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self, model_dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(model_dim, hidden_dim // self.group.size(), bias=False) for _ in range(2))
+        self.w2 = nn.Linear(hidden_dim // self.group.size(), model_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Copied.apply(x, self.group)
+        return Summed.apply(self.w2(F.silu(self.w1(x)) * self.w3(x)), self.group)
+
+
+class Model(nn.Module):
+    """Blocks of attention and an MoE layer, for either system in either layout.
+
+    Args:
+        layer: sizes.
+        layout: of the ranks.
+        mpu: for ``"node"``.
+        stock: whether it is for stock DeepSpeed.
+    """
+
+    def __init__(self, layer: Layer, layout: Layout, mpu: Mpu | None, stock: bool) -> None:
+        super().__init__()
+        group = None if layout == "ranks" else mpu.get_model_parallel_group()
+        ep_size = dist.get_world_size() if group is None else dist.get_world_size() // group.size()
+        options: dict[str, Any] = {"capacity_factor": layer.f or 1.0, "drop_tokens": layer.f is not None}
+        options |= {"num_experts": layer.E, "ep_size": ep_size, "k": layer.k, "top2_2nd_expert_sampling": False}
+        # Stock cuts the capacity among the ranks of a node: it has to be a multiple of their number.
+        options["min_capacity"] = 0
+        hidden_dim = layer.ratio * layer.M
+        if stock and group is not None:
+            kind: Any = SplitGPT if layer.ffn == "gpt" else SplitMixtral
+            kind.group = group
+            options["enable_expert_tensor_parallelism"] = True
+        else:
+            kind = ds_fsmoe.GPTFeedForward if layer.ffn == "gpt" else ds_fsmoe.MixtralFeedForward
+        self.attention = nn.ModuleList(
+            Attention(layer, group, scattered=group is not None and not stock) for _ in range(layer.layers)
+        )
+        make_moe = MoE
+        if group is not None and not stock:
+            make_moe, options["sequence_parallel"] = ds_fsmoe.MoE, True
+        self.moes = nn.ModuleList(make_moe(layer.M, kind(layer.M, hidden_dim), **options) for _ in range(layer.layers))
+
+    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the loss."""
+        loss = torch.zeros(())
+        for attention, moe in zip(self.attention, self.moes, strict=True):
+            x_SM = attention(x_SM)
+            y_SM, aux_loss, _ = moe(x_SM)
+            x_SM, loss = x_SM + y_SM, loss + 0.01 * aux_loss
+        return loss + x_SM.square().mean()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates, orders and layers compute the same numbers with the compiled ops as with the plain ones, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+import ds_fsmoe  # noqa: E402
+from ds_fsmoe import registry  # noqa: E402
+from ds_fsmoe.components.routing import Routing  # noqa: E402
+from ds_fsmoe.components.slot_routing import SlotRouting  # noqa: E402
+from ds_fsmoe.ops import REFERENCE, Ops  # noqa: E402
+from tests.ops_cases import compiled_ops  # noqa: E402
+from tests.ranks import run_on_ranks  # noqa: E402
+from tests.small_model import Case, SmallModel, batch  # noqa: E402
+
+S, M, E, H = 61, 13, 7, 17
+needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
+TOKEN_CHOICE = ("deepseek", "gshard", "mixtral", "qwen", "sigmoid", "switch", "topk", "xmoe")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ops:
+    return compiled_ops(tmp_path_factory)
+
+
+def check_alike(plain: list[torch.Tensor], fused: list[torch.Tensor], case: object) -> None:
+    for i, (one, other) in enumerate(zip(plain, fused, strict=True)):
+        assert torch.equal(one, other), (case, i)
+
+
+def layer_with(ops: Ops, gate: str, options: dict[str, Any], dtype: torch.dtype) -> ds_fsmoe.MOELayer:
+    torch.manual_seed(3)
+    layer = ds_fsmoe.MOELayer(
+        registry.lookup("gate", gate)(**options),
+        ds_fsmoe.SimpleOrder(),
+        model_dim=M,
+        num_experts=E,
+        expert_dim=H,
+        return_stats=True,
+        ops=ops,
+        pipeline_degree=(2, 3),
+    )
+    return layer.to(dtype)
+
+
+def run_layer(layer: ds_fsmoe.MOELayer, masked: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output, loss, counts and all gradients."""
+    torch.manual_seed(5)
+    x_SM = torch.randn(S, M).to(dtype).requires_grad_()
+    used_S = torch.arange(S) % 5 != 2 if masked else None
+    torch.manual_seed(7)
+    result = layer(x_SM, used_S)
+    (result.output.square().sum() + 0.3 * result.aux_loss).backward()
+    return [result.output, result.aux_loss, result.counts_E, x_SM.grad, *(each.grad for each in layer.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("gate", TOKEN_CHOICE)
+def test_a_layer_computes_the_same_with_compiled_ops(compiled: Ops, gate: str, k: int, dtype: torch.dtype) -> None:
+    if gate in ("gshard", "mixtral") and k == 1:
+        pytest.skip("its router learns nothing with k = 1")
+    for drop in ({"drop_tokens": False}, {"drop_policy": "probs"}, {"drop_policy": "position"}):
+        for masked in (False, True):
+            options = {"k": k, "capacity_factor": 0.8, "min_capacity": 1} | drop
+            plain, fused = (
+                run_layer(layer_with(ops, gate, options, dtype), masked, dtype) for ops in (REFERENCE, compiled)
+            )
+            check_alike(plain, fused, (drop, masked))
+
+
+def test_a_token_in_several_experts_slots_is_read_and_summed_alike(compiled: Ops) -> None:
+    options = {"capacity_factor": 1.5}
+    plain, fused = (
+        run_layer(layer_with(ops, "expert_choice", options, torch.float32), False, torch.float32)
+        for ops in (REFERENCE, compiled)
+    )
+    check_alike(plain, fused, "expert choice")
+
+
+def test_a_part_that_nobody_gave_ops_takes_the_plain_ones() -> None:
+    assert ds_fsmoe.LinearGate().ops is REFERENCE
+    assert ds_fsmoe.SimpleOrder().ops is REFERENCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_of_a_users_gate_may_be_in_16_bits(dtype: torch.dtype) -> None:
+    slots_KS = torch.tensor([[0, 2, 1]])
+    routing = Routing(slots_KS, torch.ones(1, 3, dtype=dtype), torch.zeros(()), torch.tensor([3]), 3, 1)
+    order, x_SM = ds_fsmoe.SimpleOrder(), torch.randn(3, 5, dtype=dtype)
+    restored_SM = order.restore(order.arrange(x_SM, routing), routing)
+    assert restored_SM.dtype == dtype
+    assert torch.equal(restored_SM, x_SM)
+
+
+def trained(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    for ops in ("reference", "required", "auto"):
+        for gate in (None, {"type": "sigmoid", "k": 2}, {"type": "expert_choice"}):
+            torch.manual_seed(rank)
+            case = Case(ep_size=2, stage=1)
+            model = SmallModel(case, rank)
+            block = {"enabled": True, "ops": ops} | ({"gate": gate} if gate else {})
+            engine, *_ = ds_fsmoe.initialize(
+                model=model, model_parameters=list(model.parameters()), config=case.ds_config(fsmoe=block)
+            )
+            losses = []
+            for step in range(3):
+                loss, _ = engine(*batch(step, rank, torch.float32))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            name = "own" if gate is None else gate["type"]
+            inner = model.moes[0].deepspeed_moe
+            names = {inner.gate.ops.name, inner.order.ops.name, engine.fsmoe.chosen()["ops"]}
+            found[ops, name] = losses, names
+            engine.destroy()
+    return found
+
+
+@needs_compiler
+def test_training_is_the_same_and_the_report_says_which_ops_it_has(tmp_path: Path) -> None:
+    for found in run_on_ranks(trained, 2, tmp_path):
+        for (ops, gate), (losses, names) in found.items():
+            assert losses == found["reference", gate][0]
+            assert names == {"reference" if ops == "reference" else "compiled"}
+
+
+def test_slot_routing_reads_by_the_ops_gather() -> None:
+    seen = []
+
+    def gather_rows(x_RM: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+        seen.append(index_N)
+        return REFERENCE.gather_rows(x_RM, index_N)
+
+    order = ds_fsmoe.SimpleOrder()
+    order.ops = Ops("mine", *[REFERENCE.top_k_slots] * 4, gather_rows)
+    tokens_R = torch.tensor([1, 0, 2, 1])
+    routing = SlotRouting(tokens_R, torch.ones(4), 2, torch.zeros(()), torch.ones(2), 2, 2)
+    order.arrange(torch.randn(2, 3), routing)
+    assert seen[0] is tokens_R
