@@ -44,10 +44,10 @@ class Model:
     gate: str
     k: int
     layers: int = 2
-    B: int = 2
+    B: int = 1
     L: int = 256
     M: int = 256
-    H: int = 1536
+    H: int = 1024
     E: int = 8
 
 
