@@ -35,6 +35,7 @@ import ds_fsmoe  # noqa: E402
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid  # noqa: E402
 from ds_fsmoe import registry  # noqa: E402
 from ds_fsmoe.components.slot_routing import SlotRouting  # noqa: E402
+from ds_fsmoe.reduction import LOOKS  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ class TrainingStep:
         self.engine = initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
         torch.manual_seed(dist.get_rank())
         self.tokens_BL = torch.randint(VOCABULARY, (model.B, model.L))
+        # In its first steps an engine of ours looks at what there is to reduce, and when.
+        for _ in range(0 if block is None else LOOKS):
+            self()
 
     def __call__(self) -> None:
         loss, aux_loss = self.engine(self.tokens_BL, self.tokens_BL)
