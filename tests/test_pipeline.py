@@ -267,5 +267,6 @@ def delayed(rank: int, world_size: int) -> int:
     return different
 
 
+@pytest.mark.slow
 def test_whoever_is_late_the_numbers_are_those_of_one_task_after_another(tmp_path: Path) -> None:
     assert run_on_ranks(delayed, 2, tmp_path) == [0, 0]

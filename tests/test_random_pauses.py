@@ -8,14 +8,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from ds_fsmoe.planning.schedule import Task
 from ds_fsmoe.runtime.lanes import Observer
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
-
-STEPS = 200
 
 
 class Pauses(Observer):
@@ -31,7 +30,7 @@ class Pauses(Observer):
             time.sleep(self._random.random() * 0.002)
 
 
-def train(rank: int, overlap: bool) -> tuple[list[torch.Tensor], int]:
+def train(rank: int, steps: int, overlap: bool) -> tuple[list[torch.Tensor], int]:
     import ds_fsmoe
 
     torch.manual_seed(0)
@@ -43,7 +42,7 @@ def train(rank: int, overlap: bool) -> tuple[list[torch.Tensor], int]:
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     pauses = Pauses(rank)
     seen = []
-    for step in range(STEPS):
+    for step in range(steps):
         if step == 2 and overlap:  # gradients travel in the lanes by now
             for moe in model.moes:
                 inner = moe.deepspeed_moe
@@ -58,13 +57,14 @@ def train(rank: int, overlap: bool) -> tuple[list[torch.Tensor], int]:
     return seen, pauses.count
 
 
-def compare(rank: int, world_size: int) -> tuple[bool, int]:
-    serial, _ = train(rank, overlap=False)
-    paused, count = train(rank, overlap=True)
+def compare(rank: int, world_size: int, steps: int) -> tuple[bool, int]:
+    serial, _ = train(rank, steps, overlap=False)
+    paused, count = train(rank, steps, overlap=True)
     return all(torch.equal(a, b) for a, b in zip(serial, paused, strict=True)), count
 
 
-def test_200_training_steps_with_random_pauses_equal_the_serial_run(tmp_path: Path) -> None:
-    for equal, count in run_on_ranks(compare, 2, tmp_path):
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_training_steps_with_random_pauses_equal_the_serial_run(steps: int, tmp_path: Path) -> None:
+    for equal, count in run_on_ranks(compare, 2, tmp_path, steps):
         assert equal
-        assert count > STEPS
+        assert count > steps
