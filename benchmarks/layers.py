@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.utils import groups
 from torch import nn
 
 import ds_fsmoe
@@ -84,6 +86,22 @@ class Mpu:
 
     def get_data_parallel_rank(self) -> int:
         return self._data.rank()
+
+
+def fix_capacity() -> None:
+    """Let stock round a capacity that drops nothing up to a multiple of the tensor-parallel ranks, where the experts are
+    tensor-parallel too: it cuts the capacity there as well, and stops if it cannot."""
+    route = TopKGate.forward
+
+    def forward(gate: TopKGate, *args: Any, **kwargs: Any) -> Any:
+        asked = groups._get_expert_model_parallel_world_size
+        groups._get_expert_model_parallel_world_size = lambda: 1
+        try:
+            return route(gate, *args, **kwargs)
+        finally:
+            groups._get_expert_model_parallel_world_size = asked
+
+    TopKGate.forward = forward
 
 
 def ranks_per_node() -> int:
