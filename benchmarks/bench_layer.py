@@ -4,10 +4,10 @@
 ``cluster.py up --inter 50mbit --intra 200mbit``, then ``cluster.py run -- benchmarks/bench_layer.py``. The two layouts
 are explained in ``layers.py``. Nobody is a straw man: stock gets the ZeRO stage and bucket size, and ``pipemoe_lina``
 the slice size, that are fastest in a sweep on the first case; ``tutel`` and its kin get the best single degree, found
-in each case by trying all; ``fsmoe`` and ``best`` get what the autotuner chooses. Stock runs in the
-node layout only with two fixes, so every case says that it is fixed: a flat view in its gather, for gloo, and a
-capacity that it can cut where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes nothing there. Rows
-go to ``benchmarks/results/layer.csv``.
+in each case by trying all; ``fsmoe`` and ``best`` get what the autotuner chooses. Stock runs in the node layout only
+with two fixes, so every case says that it is fixed: a flat view in its gather, for gloo, and a capacity that it can cut
+where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes nothing there. Rows go to
+``benchmarks/results/layer.csv``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ Both have the same parameters and the same tokens per node.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,8 +61,8 @@ class Mpu:
         world, rank = dist.get_world_size(), dist.get_rank()
         model = [list(range(first, first + size)) for first in range(0, world, size)]
         data = [list(range(first, world, size)) for first in range(size)]
-        for kind, groups in (("_model", model), ("_data", data)):
-            for ranks in groups:
+        for kind, every in (("_model", model), ("_data", data)):
+            for ranks in every:
                 group = dist.new_group(ranks)
                 if rank in ranks:
                     setattr(self, kind, group)
@@ -89,10 +90,11 @@ class Mpu:
 
 
 def fix_capacity() -> None:
-    """Let stock round a capacity that drops nothing up to a multiple of the tensor-parallel ranks, where the experts are
-    tensor-parallel too: it cuts the capacity there as well, and stops if it cannot."""
+    """Let stock round a capacity that drops nothing up to a multiple of the tensor-parallel ranks, also where the
+    experts are tensor-parallel: it cuts the capacity there too, and stops if it cannot."""
     route = TopKGate.forward
 
+    @functools.wraps(route)
     def forward(gate: TopKGate, *args: Any, **kwargs: Any) -> Any:
         asked = groups._get_expert_model_parallel_world_size
         groups._get_expert_model_parallel_world_size = lambda: 1
