@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ds_fsmoe
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
-from benchmarks.layers import Layer, Layout, Model, Mpu, fix_capacity, ranks_per_node
+from benchmarks.layers import Layer, Layout, Model, Mpu, StockGroups, fix_capacity, ranks_per_node
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.reduction import LOOKS
 from tests.tensor_parallel import fix_stock
@@ -81,11 +81,8 @@ class Steps:
         torch.manual_seed(dist.get_rank())
         stock = block is None
         mpu = mpu if layout == "node" else None
-        deepspeed.utils.groups.mpu, deepspeed.utils.groups.expert_tensor_parallel_world_size = None, 1
-        for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
-            # DeepSpeed keeps groups by a name that says nothing of the layout.
-            getattr(deepspeed.utils.groups, name).clear()
-            getattr(deepspeed.utils.groups, f"{name}_RANKS").clear()
+        self.groups = StockGroups()
+        self.groups.put()
         module = Model(layer, layout, mpu, stock)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -98,6 +95,7 @@ class Steps:
             config["fsmoe"] = {"enabled": True} | block
         initialize: Any = deepspeed.initialize if stock else ds_fsmoe.initialize
         self.engine = initialize(model=module, model_parameters=list(module.parameters()), config=config, mpu=mpu)[0]
+        self.groups.take()
         rows = layer.B * layer.L
         if layout == "ranks" or not stock:
             rows //= ranks_per_node()
@@ -107,6 +105,7 @@ class Steps:
             self()
 
     def __call__(self) -> None:
+        self.groups.put()
         self.engine.backward(self.engine(self.x_SM))
         self.engine.step()
 

@@ -89,6 +89,32 @@ class Mpu:
         return self._data.rank()
 
 
+class StockGroups:
+    """What DeepSpeed keeps of the process groups of one engine, by names that say nothing of the layout: engines of
+    several layouts in one process have to put theirs in place before each step."""
+
+    _TABLES = (
+        "_EXPERT_PARALLEL_GROUP",
+        "_EXPERT_PARALLEL_GROUP_RANKS",
+        "_EXPERT_DATA_PARALLEL_GROUP",
+        "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+    )
+
+    def __init__(self) -> None:
+        self.tables: tuple[dict[str, Any], ...] = tuple({} for _ in self._TABLES)
+        self.mpu, self.expert_size = None, 1
+
+    def put(self) -> None:
+        """Let DeepSpeed have these."""
+        for name, table in zip(self._TABLES, self.tables, strict=True):
+            setattr(groups, name, table)
+        groups.mpu, groups.expert_tensor_parallel_world_size = self.mpu, self.expert_size
+
+    def take(self) -> None:
+        """Remember what an engine has left there."""
+        self.mpu, self.expert_size = groups.mpu, groups.expert_tensor_parallel_world_size
+
+
 def fix_capacity() -> None:
     """Let stock round a capacity that drops nothing up to a multiple of the tensor-parallel ranks, also where the
     experts are tensor-parallel: it cuts the capacity there too, and stops if it cannot."""
