@@ -73,10 +73,17 @@ class Steps:
         mpu: of the node layout.
         found: settings of stock, and of ``pipemoe_lina``.
         block: ``fsmoe``; ``None`` for stock.
+        prepare: called with the model before an engine has it.
     """
 
     def __init__(
-        self, layer: Layer, layout: Layout, mpu: Mpu | None, found: Found, block: dict[str, Any] | None
+        self,
+        layer: Layer,
+        layout: Layout,
+        mpu: Mpu | None,
+        found: Found,
+        block: dict[str, Any] | None,
+        prepare: Callable[[Model], None] = lambda _: None,
     ) -> None:
         torch.manual_seed(dist.get_rank())
         stock = block is None
@@ -84,6 +91,7 @@ class Steps:
         self.groups = StockGroups()
         self.groups.put()
         module = Model(layer, layout, mpu, stock)
+        prepare(module)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
