@@ -46,7 +46,7 @@ class Gated:
 
 def case(gate: str, k: int) -> Case:
     """The same layers for all, each token to k experts."""
-    layer = Layer(B=2, L=128, M=256, ratio=4, f=1.25, ffn="gpt", k=k)
+    layer = Layer(B=2, L=128, M=128, ratio=4, f=1.25, ffn="gpt", k=k)
     return Case(f"{gate}, k = {k}, stock fixed", Gated(gate, k, layer))
 
 
