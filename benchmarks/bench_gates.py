@@ -43,6 +43,13 @@ class Gated:
     k: int
     layer: Layer
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the gate: as many slots for each expert in all cases of one k."""
+        if self.gate == "expert_choice":
+            return {"capacity_factor": self.layer.f * self.k, "min_capacity": 0}
+        return {"k": self.k, "capacity_factor": self.layer.f, "min_capacity": 0}
+
 
 def case(gate: str, k: int) -> Case:
     """The same layers for all, each token to k experts."""
@@ -101,7 +108,7 @@ def stock(mpu: Mpu, layout: Layout, gated: Gated) -> Steps:
 
     def take_in(model: Model) -> None:
         for moe in model.moes:
-            gate = registry.lookup("gate", gated.gate)(k=gated.k, capacity_factor=gated.layer.f, min_capacity=0)
+            gate = registry.lookup("gate", gated.gate)(**gated.options)
             gate.build_once(gated.layer.M, gated.layer.E)
             moe.deepspeed_moe.gate = InStock(gate)
 
@@ -111,7 +118,7 @@ def stock(mpu: Mpu, layout: Layout, gated: Gated) -> Steps:
 def ours(mpu: Mpu, layout: Layout, block: dict[str, Any], gated: Gated) -> Steps:
     """Ours."""
     if gated.gate != "topk":
-        block = block | {"gate": {"type": gated.gate, "k": gated.k}}
+        block = block | {"gate": {"type": gated.gate} | gated.options}
     if layout == "node":
         block = block | {"esp_size": ranks_per_node()}
     return Steps(gated.layer, layout, mpu, Found(), block)
@@ -121,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--degree", type=int, default=3, help="chunks of the MoE layers")
+    parser.add_argument("--only", nargs="*", help="gates to measure (all)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
@@ -139,7 +147,10 @@ def main() -> None:
         Variant("stock, best layout", partial(stock, mpu, "ranks")),
         Variant("ours, best layout", partial(ours, mpu, "ranks", cut)),
     )
-    run_grid(GRID, variants, "stock", Effort(blocks=args.blocks, steps=1, warmup=2), results=args.results)
+    chosen = tuple(each for each in GRID.cases if args.only is None or each.settings.gate in args.only)
+    run_grid(
+        Grid(GRID.name, chosen), variants, "stock", Effort(blocks=args.blocks, steps=1, warmup=2), results=args.results
+    )
     dist.destroy_process_group()
 
 
