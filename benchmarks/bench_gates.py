@@ -47,7 +47,7 @@ class Gated:
     def options(self) -> dict[str, Any]:
         """Of the gate: as many slots for each expert in all cases of one k."""
         if self.gate == "expert_choice":
-            return {"capacity_factor": self.layer.f * self.k, "min_capacity": 0}
+            return {"capacity_factor": self.layer.f * self.k}
         return {"k": self.k, "capacity_factor": self.layer.f, "min_capacity": 0}
 
 
