@@ -3,6 +3,7 @@
 # make test    the tests (those marked slow left out); make test-full runs all of them. Those of the planner run in an
 #              environment of their own that has no torch: make test-planning
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
+# make bench   the benchmarks on that cluster, short (under ten minutes); make bench-full measures every case (hours)
 # make lint    ruff: rules and format
 # Each sets up .venv first, if that is not there or the requirements have changed.
 
@@ -21,7 +22,7 @@ SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo cluster-demo test test-planning test-full lint format clean
+.PHONY: setup demo cluster-demo bench bench-full test test-planning test-full lint format clean
 
 setup: $(READY)
 
@@ -40,6 +41,14 @@ $(PLANNING_READY): setup.py ds_fsmoe/versions.py tools/setup_venv.sh
 cluster-demo: $(READY)
 	@echo "== cluster-demo: the main job on 2 nodes of 2 ranks, stock DeepSpeed and ours (under five minutes)"
 	@$(RUN) benchmarks/cluster_demo.py $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
+
+bench: $(READY)
+	@echo "== bench: the benchmarks on 2 nodes of 2 ranks, a few cases of each (under ten minutes)"
+	@$(RUN) benchmarks/everything.py
+
+bench-full: $(READY)
+	@echo "== bench-full: every case of every benchmark (hours)"
+	@$(RUN) benchmarks/everything.py --full
 
 test: $(READY) test-planning
 	@echo "== test: the test suite without what is marked slow (about ten minutes)"

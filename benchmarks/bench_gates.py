@@ -46,9 +46,8 @@ class Gated:
     @property
     def options(self) -> dict[str, Any]:
         """Of the gate: as many slots for each expert in all cases of one k."""
-        if self.gate == "expert_choice":
-            return {"capacity_factor": self.layer.f * self.k}
-        return {"k": self.k, "capacity_factor": self.layer.f, "min_capacity": 0}
+        least = {} if self.gate == "expert_choice" else {"min_capacity": 0}
+        return {"k": self.k, "capacity_factor": self.layer.f} | least
 
 
 def case(gate: str, k: int) -> Case:

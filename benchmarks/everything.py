@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make bench`` and ``make bench-full``: the benchmarks one after another, on a bed of their own, then the report.
+
+The bed is built and removed by this. One benchmark that fails does not keep the others from running; the exit status
+says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Run as a file, Python looks for modules beside it only.
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.bed import Bed, BedError, cleared_if_killed  # noqa: E402
+from benchmarks.bed_job import run_job  # noqa: E402
+from benchmarks.result_files import RESULTS  # noqa: E402
+
+# In --full without the arguments, which make them short.
+ON_THE_BED = (
+    ("bench_pipeline.py", "--blocks 3"),
+    ("bench_layer.py", "--blocks 3 --only 7"),
+    ("bench_gates.py", "--blocks 3 --only topk"),
+    ("bench_alltoall.py", "--blocks 2"),
+)
+ONLY_IN_FULL = ("bench_gradients.py", "bench_autotune.py", "bench_wire.py", "bench_bed.py")
+BY_THEMSELVES = (
+    ("bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
+    ("bench_experts.py", "--budget 1"),
+)
+
+
+def main() -> int:
+    """Exit status 0 if every benchmark ran, 1 if one did not, 2 if there can be no bed here."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="every case of every benchmark (hours)")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    bed, failed, start_s = Bed("bench", inter="50mbit", intra="200mbit"), [], time.monotonic()
+    on_the_bed = [(name, "" if args.full else short) for name, short in ON_THE_BED]
+    on_the_bed += [(name, "") for name in ONLY_IN_FULL] if args.full else []
+    try:
+        bed.up()
+    except BedError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    with cleared_if_killed(bed.name):
+        for name, options in on_the_bed:
+            print(f"== {name} {options}", flush=True)
+            job = [str(ROOT / "benchmarks" / name), *options.split()]
+            job += ["--results", str(args.results)]
+            if run_job(bed, job, None if args.full else 300.0):
+                failed.append(name)
+    for name, short in BY_THEMSELVES:
+        print(f"== {name} {'' if args.full else short}", flush=True)
+        command = [sys.executable, str(ROOT / "benchmarks" / name), *([] if args.full else short.split())]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(name)
+    subprocess.run([sys.executable, "-m", "benchmarks.report", "--results", str(args.results)], cwd=ROOT, check=False)
+    print(f"bench: {time.monotonic() - start_s:.0f} s; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
