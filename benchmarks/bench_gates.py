@@ -29,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ds_fsmoe
 from benchmarks.bench_layer import Found, Steps
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
-from benchmarks.layers import Layer, Layout, Model, Mpu, fix_capacity, ranks_per_node
+from benchmarks.layers import Layer, Layout, Model, Mpu, fix_capacity, fix_gather, ranks_per_node
 from ds_fsmoe import registry
 from ds_fsmoe.components.slot_routing import SlotRouting
-from tests.tensor_parallel import fix_stock
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def main() -> None:
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=100))
-    fix_stock()
+    fix_gather()
     fix_capacity()
     mpu = Mpu(ranks_per_node())
     uncut = {"schedule": "deepspeed"}

@@ -34,10 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ds_fsmoe
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
-from benchmarks.layers import Layer, Layout, Model, Mpu, StockGroups, fix_capacity, ranks_per_node
+from benchmarks.layers import Layer, Layout, Model, Mpu, StockGroups, fix_capacity, fix_gather, ranks_per_node
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.reduction import LOOKS
-from tests.tensor_parallel import fix_stock
 
 PRESETS = ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best")
 COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
@@ -232,7 +231,7 @@ def main() -> None:
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=100))
-    fix_stock()
+    fix_gather()
     fix_capacity()
     every = cases()
     grid = Grid("layer", every if args.only is None else tuple(every[i] for i in args.only))

@@ -15,12 +15,14 @@ Both have the same parameters and the same tokens per node.
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.utils import groups
@@ -55,38 +57,36 @@ class Layer:
 
 
 class Mpu:
-    """Tensor parallelism among the ranks of each node, as Megatron hands it to DeepSpeed. Collective to make."""
+    """Tensor parallelism over so many neighbours, as Megatron hands it to DeepSpeed. Collective to make."""
 
     def __init__(self, size: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
+        self.groups: dict[str, dist.ProcessGroup] = {}
         model = [list(range(first, first + size)) for first in range(0, world, size)]
         data = [list(range(first, world, size)) for first in range(size)]
-        for kind, every in (("_model", model), ("_data", data)):
+        for kind, every in (("model", model), ("data", data)):
             for ranks in every:
                 group = dist.new_group(ranks)
                 if rank in ranks:
-                    setattr(self, kind, group)
-
-    _model: dist.ProcessGroup
-    _data: dist.ProcessGroup
+                    self.groups[kind] = group
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._model
+        return self.groups["model"]
 
     def get_model_parallel_world_size(self) -> int:
-        return self._model.size()
+        return self.groups["model"].size()
 
     def get_model_parallel_rank(self) -> int:
-        return self._model.rank()
+        return self.groups["model"].rank()
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._data
+        return self.groups["data"]
 
     def get_data_parallel_world_size(self) -> int:
-        return self._data.size()
+        return self.groups["data"].size()
 
     def get_data_parallel_rank(self) -> int:
-        return self._data.rank()
+        return self.groups["data"].rank()
 
 
 class StockGroups:
@@ -113,6 +113,16 @@ class StockGroups:
     def take(self) -> None:
         """Remember what an engine has left there."""
         self.mpu, self.expert_size = groups.mpu, groups.expert_tensor_parallel_world_size
+
+
+@functools.cache
+def fix_gather() -> None:
+    """Let stock gather tokens on gloo. ``deepspeed.moe.mappings._gather_tokens`` gives ``all_gather_into_tensor`` an
+    output of one dimension and an input of three; a flat view of the input is all that is missing."""
+    source = inspect.getsource(mappings._gather_tokens)
+    line = "all_gather_into_tensor(gather_buffer, input_, "
+    assert source.count(line) == 1
+    exec(source.replace(line, line.replace("input_", "input_.view(-1)")), vars(mappings))
 
 
 def fix_capacity() -> None:

@@ -27,10 +27,9 @@ def losses(steps: Any, count: int = 2) -> list[float]:
 
 def compare_layers(rank: int, world_size: int) -> dict[str, list[float]]:
     from benchmarks.bench_layer import Found, Steps
-    from benchmarks.layers import Layer, Mpu, fix_capacity, ranks_per_node
-    from tests.tensor_parallel import fix_stock
+    from benchmarks.layers import Layer, Mpu, fix_capacity, fix_gather, ranks_per_node
 
-    fix_stock()
+    fix_gather()
     fix_capacity()
     found = {}
     with on_nodes(*TWO_NODES):

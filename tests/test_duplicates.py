@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between tensor-parallel layers duplicate tokens are dropped and gathered as stock does, with stock's numbers.
 
-Stock itself runs there on gloo with one line changed, see ``fix_stock`` in ``tests/tensor_parallel.py``.
+Stock itself runs there on gloo with one line changed, see ``fix_gather`` in ``benchmarks/layers.py``.
 """
 
 from __future__ import annotations
