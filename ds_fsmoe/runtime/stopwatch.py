@@ -75,8 +75,10 @@ class Stopwatch:
     ) -> list[float]:
         """The median of each size.
 
-        The time of a collective is the least of the ranks of its group, for the last to arrive has not waited, and of
-        several such groups the slowest counts. The time of a computation is that of the slowest rank.
+        The time of a collective is the mean of the ranks of its group, and of several such groups the slowest counts.
+        All start together, so no rank has waited long for another; the least of them would be that of the rank whose
+        messages came through first, and of whoever comes last in training. The time of a computation is that of the
+        slowest rank.
 
         Args:
             what: is timed, for messages.
@@ -135,6 +137,7 @@ class Stopwatch:
         times = torch.tensor(values, dtype=torch.float64, device=self.device)
         if world_size_now() > 1:
             if group is not None:
-                dist.all_reduce(times, dist.ReduceOp.MIN, group=group)
+                dist.all_reduce(times, dist.ReduceOp.SUM, group=group)
+                times /= group.size()
             dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
         return times.cpu()
