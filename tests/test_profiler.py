@@ -185,11 +185,11 @@ def sleep_by_rank(rank: int, world_size: int) -> list[float]:
     ]
 
 
-def test_a_collective_takes_as_long_as_for_the_last_to_arrive_and_a_computation_as_on_the_slowest(
+def test_a_collective_takes_what_it_takes_its_ranks_on_average_and_a_computation_what_it_takes_the_slowest(
     tmp_path: Path,
 ) -> None:
     for collective_ms, computation_ms in run_on_ranks(sleep_by_rank, 2, tmp_path / "ranks"):
-        assert 5 <= collective_ms < 100 <= computation_ms
+        assert 52.5 <= collective_ms < 100 <= computation_ms
 
 
 # ---- one fate
