@@ -147,38 +147,44 @@ def ranks_per_node() -> int:
     return make_groups().topology.node_of_rank.count(0)
 
 
+def gathered(x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows of all ranks of a group, by rank."""
+    out_SM = x_SM.new_empty(group.size() * len(x_SM), x_SM.shape[1])
+    dist.all_gather_into_tensor(out_SM, x_SM.contiguous(), group=group)
+    return out_SM
+
+
+def scattered(x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's rows of the sum over a group."""
+    out_SM = x_SM.new_empty(len(x_SM) // group.size(), x_SM.shape[1])
+    dist.reduce_scatter_tensor(out_SM, x_SM.contiguous(), group=group)
+    return out_SM
+
+
 class Gathered(torch.autograd.Function):
-    """Rows of all ranks of a group, by rank; backwards each gets the sum of what belongs to its own."""
+    """:func:`gathered` forwards, :func:`scattered` backwards."""
 
     @staticmethod
     def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        out_SM = x_SM.new_empty(group.size() * len(x_SM), x_SM.shape[1])
-        dist.all_gather_into_tensor(out_SM, x_SM.contiguous(), group=group)
-        return out_SM
+        return gathered(x_SM, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        out_SM = gradient.new_empty(len(gradient) // ctx.group.size(), gradient.shape[1])
-        dist.reduce_scatter_tensor(out_SM, gradient.contiguous(), group=ctx.group)
-        return out_SM, None
+        return scattered(gradient, ctx.group), None
 
 
 class Scattered(torch.autograd.Function):
-    """The sum over a group's ranks, of which each keeps its rows; the inverse way backwards."""
+    """:func:`scattered` forwards, :func:`gathered` backwards."""
 
     @staticmethod
     def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        out_SM = x_SM.new_empty(len(x_SM) // group.size(), x_SM.shape[1])
-        dist.reduce_scatter_tensor(out_SM, x_SM.contiguous(), group=group)
-        return out_SM
+        return scattered(x_SM, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        out_SM = gradient.new_empty(ctx.group.size() * len(gradient), gradient.shape[1])
-        dist.all_gather_into_tensor(out_SM, gradient.contiguous(), group=ctx.group)
-        return out_SM, None
+        return gathered(gradient, ctx.group), None
 
 
 class Copied(torch.autograd.Function):

@@ -211,7 +211,7 @@ def test_planning_imports_where_torch_cannot_be_imported() -> None:
     assert result.stdout.strip() == "done", result.stderr
 
 
-def test_every_public_name_is_listed_once_and_leads_somewhere() -> None:
+def test_every_public_name_is_listed_once() -> None:
     import ds_fsmoe
 
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
@@ -219,9 +219,16 @@ def test_every_public_name_is_listed_once_and_leads_somewhere() -> None:
     typed = [alias.name for node in for_checkers.body for alias in node.names]
     assert sorted([*typed, "__version__"]) == sorted(ds_fsmoe.__all__)
     assert dir(ds_fsmoe) == sorted(set(ds_fsmoe.__all__))
-    assert all(getattr(ds_fsmoe, name) is not None for name in ds_fsmoe.__all__)
     with pytest.raises(AttributeError, match="module 'ds_fsmoe' has no attribute 'MoeLayer'"):
         ds_fsmoe.MoeLayer  # noqa: B018
+
+
+def test_every_public_name_leads_somewhere() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("deepspeed")
+    import ds_fsmoe
+
+    assert all(getattr(ds_fsmoe, name) is not None for name in ds_fsmoe.__all__)
 
 
 # ---- files
