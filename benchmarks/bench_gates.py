@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every gate in a small GPT: our layer beside stock's layer with the same gate in it (the paper's Table 6).
 
-``cluster.py up --inter 50mbit --intra 200mbit``, then ``cluster.py run -- benchmarks/bench_gates.py``. Stock's layer
+``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/bench_gates.py``. Stock's layer
 calls the gate through :class:`InStock`, which writes the decision down as stock's own gate does; a slot of ``softmoe``
 mixes tokens, which that form cannot say, so it has no case here. Layouts and fixes of stock are those of
 ``bench_layer.py``. "ours, uncut" is our layer, gate and ops by the schedule of stock, one task after another: what it
@@ -27,8 +27,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ds_fsmoe
-from benchmarks.bench_layer import Found, Steps
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.layer_steps import Found, Steps
 from benchmarks.layers import Layer, Layout, Model, Mpu, fix_capacity, fix_gather, ranks_per_node
 from ds_fsmoe import registry
 from ds_fsmoe.components.slot_routing import SlotRouting
@@ -51,7 +51,7 @@ class Gated:
 
 def case(gate: str, k: int) -> Case:
     """The same layers for all, each token to k experts."""
-    layer = Layer(B=2, L=128, M=128, ratio=4, f=1.25, ffn="gpt", k=k)
+    layer = Layer(B=2, L=128, M=64, ratio=64, f=1.25, ffn="gpt", k=k)
     return Case(f"{gate}, k = {k}, stock fixed", Gated(gate, k, layer))
 
 

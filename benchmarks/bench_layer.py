@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention and MoE layers on two levels of network: stock DeepSpeed beside every schedule, in one run (Table 5).
 
-``cluster.py up --inter 50mbit --intra 200mbit``, then ``cluster.py run -- benchmarks/bench_layer.py``. The two layouts
-are explained in ``layers.py``. Nobody is a straw man: stock gets the ZeRO stage and bucket size, and ``pipemoe_lina``
-the slice size, that are fastest in a sweep on the first case; ``tutel`` and its kin get the best single degree, found
-in each case by trying all; ``fsmoe`` and ``best`` get what the autotuner chooses. Stock runs in the node layout only
-with two fixes, so every case says that it is fixed: a flat view in its gather, for gloo, and a capacity that it can cut
-where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes nothing there. Rows go to
-``benchmarks/results/layer.csv``.
+``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/bench_layer.py``. The two layouts
+are explained in ``layers.py``. Nobody is a straw man: all run at the ZeRO stage and bucket size that stock is fastest
+with, and ``pipemoe_lina`` with its fastest slice size, by a sweep on the first case; ``tutel`` and its kin get the best
+single degree, found in each case by trying all; ``fsmoe`` and ``best`` get what the autotuner chooses. Stock runs in
+the node layout only with two fixes, so every case says that it is fixed: a flat view in its gather, for gloo, and a
+capacity that it can cut where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes nothing there.
+
+Rows go to ``benchmarks/results/layer.csv``; predictions, and what no schedule could beat, beside measurements to
+``layer_predicted.csv``. ``--ablation`` measures the parts of ``fsmoe`` and ``best`` one by one (``ablation.csv``).
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ import argparse
 import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,120 +27,39 @@ from typing import Any
 
 import deepspeed
 import numpy as np
-import torch
 import torch.distributed as dist
 
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import ds_fsmoe
-from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
-from benchmarks.layers import Layer, Layout, Model, Mpu, StockGroups, fix_capacity, fix_gather, ranks_per_node
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
-from ds_fsmoe.reduction import LOOKS
+from benchmarks.harness import RESULTS, Case, CaseResult, Effort, Grid, Variant, run_grid
+from benchmarks.layer_steps import Found, Steps
+from benchmarks.layers import Layer, Layout, Mpu, fix_capacity, fix_gather, ranks_per_node
+from benchmarks.outcome import PACKAGES
+from benchmarks.result_files import append_rows, made_with
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.step_prediction import StepTimes
 
 PRESETS = ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best")
 COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
-MAX_DEGREE = 6
+TUNED = ("fsmoe_no_iio", "fsmoe", "best")
+MAX_DEGREE = 4
 
 
 def cases() -> tuple[Case, ...]:
-    """24 of Table 4's kinds, each length, width and ratio with every capacity factor."""
+    """24 of Table 4's kinds, each length, width and ratio with every capacity factor.
+
+    Experts are much wider than in Table 4, and tokens narrower: processors multiply faster, for what such links send,
+    than GPUs do. So communication has about the share of stock's step that it has in Table 2 (``bench_operations.py``).
+    """
     found = []
     for i, ((L, M, ratio), f) in enumerate(
-        itertools.product(itertools.product((64, 128), (128, 256), (2, 4)), (1.25, 2.5, None))
+        itertools.product(itertools.product((64, 128), (64, 96), (48, 96)), (1.25, 2.5, None))
     ):
-        layer = Layer(B=2 + i % 2 * 2, L=L, M=M, ratio=ratio, f=f, ffn=("gpt", "mixtral")[i // 2 % 2])
+        B = 4 if (L, M) == (64, 64) else 2
+        layer = Layer(B=B, L=L, M=M, ratio=ratio, f=f, ffn=("gpt", "mixtral")[i // 2 % 2])
         found.append(Case(f"{layer}, stock fixed", layer))
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the sweeps have found."""
-
-    stage: int = 1
-    bucket: int = 1 << 20
-    chunk_bytes: int = 1 << 18
-
-
-class Steps:
-    """An engine over a model, and a step of it; the same tokens for everybody.
-
-    Args:
-        layer: sizes.
-        layout: of the ranks.
-        mpu: of the node layout.
-        found: settings of stock, and of ``pipemoe_lina``.
-        block: ``fsmoe``; ``None`` for stock.
-        prepare: called with the model before an engine has it.
-    """
-
-    def __init__(
-        self,
-        layer: Layer,
-        layout: Layout,
-        mpu: Mpu | None,
-        found: Found,
-        block: dict[str, Any] | None,
-        prepare: Callable[[Model], None] = lambda _: None,
-    ) -> None:
-        torch.manual_seed(dist.get_rank())
-        stock = block is None
-        mpu = mpu if layout == "node" else None
-        self.groups = StockGroups()
-        self.groups.put()
-        module = Model(layer, layout, mpu, stock)
-        prepare(module)
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": found.stage if stock else 0, "reduce_bucket_size": found.bucket},
-            "steps_per_print": 1_000_000,
-        }
-        if not stock:
-            config["fsmoe"] = {"enabled": True} | block
-        initialize: Any = deepspeed.initialize if stock else ds_fsmoe.initialize
-        self.engine = initialize(model=module, model_parameters=list(module.parameters()), config=config, mpu=mpu)[0]
-        self.groups.take()
-        rows = layer.B * layer.L
-        if layout == "ranks" or not stock:
-            rows //= ranks_per_node()
-        torch.manual_seed(dist.get_rank())
-        self.x_SM = torch.randn(rows, layer.M)
-        for _ in range(LOOKS if not stock else 1):
-            self()
-
-    def __call__(self) -> None:
-        self.groups.put()
-        self.engine.backward(self.engine(self.x_SM))
-        self.engine.step()
-
-    def timed_s(self, steps: int = 3) -> float:
-        """The median of some steps, of the slowest rank."""
-        times = []
-        for _ in range(steps):
-            dist.barrier()
-            start = time.perf_counter()
-            self()
-            times.append(time.perf_counter() - start)
-        slowest = torch.tensor(times)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return float(slowest.median())
-
-    def set_degree(self, degree: int) -> None:
-        """Of both phases."""
-        for layer in self.engine.fsmoe.layers.values():
-            inner = layer.deepspeed_moe
-            forward, backward = (
-                replace(plan, block=BlockPlan(equal_shares(degree), plan.block.links))
-                for plan in (inner.pipeline.forward, inner.pipeline.backward)
-            )
-            inner.pipeline = replace(inner.pipeline, forward=forward, backward=backward)
-
-    def close(self) -> None:
-        self.engine.destroy()
 
 
 def fastest(make: Callable[[Any], Steps], settings: list[Any], what: str) -> Any:
@@ -164,13 +84,15 @@ class Bench:
         self.cache = cache
         self.found = {"node": Found(), "ranks": Found()}
         self.degree_of: dict[Layer, int] = {}
+        self.predicted: dict[tuple[Layer, str], StepTimes] = {}
+        """(layer, schedule), in the node layout."""
 
     def stock(self, layout: Layout, layer: Layer) -> Steps:
         return Steps(layer, layout, self.mpu, self.found[layout], None)
 
-    def ours(self, layout: Layout, schedule: str, layer: Layer) -> Steps:
+    def ours(self, layout: Layout, schedule: str, layer: Layer, gradients: str = "auto") -> Steps:
         found = self.found[layout]
-        block: dict[str, Any] = {"schedule": schedule}
+        block: dict[str, Any] = {"schedule": schedule, "gradient_partition": {"mode": gradients}}
         if layout == "node":
             block["esp_size"] = ranks_per_node()
         if schedule == "pipemoe_lina":
@@ -181,7 +103,23 @@ class Bench:
         elif schedule != "deepspeed":
             block["autotune"] = {"enabled": True, "cache_dir": self.cache, "watch_every": 0}
             block["pipeline_degree"] = {"max": MAX_DEGREE}
-        return Steps(layer, layout, self.mpu, found, block)
+        steps = Steps(layer, layout, self.mpu, found, block)
+        if "autotune" in block and layout == "node":
+            self.predicted[layer, schedule] = steps.engine.fsmoe.autotune.step
+        return steps
+
+    def best_without(self, change: Callable[[BlockPlan], BlockPlan], layer: Layer) -> Steps:
+        """``best`` with what it has chosen taken back in part."""
+        steps = self.ours("node", "best", layer)
+        steps.change_blocks(change)
+        return steps
+
+    def links_only(self, layer: Layer) -> Steps:
+        """Traffic of both kinds at once, and nothing else of ``fsmoe``: one degree, gradients after the backward."""
+        degree = self.common_degree("node", layer)
+        steps = self.ours("node", "fsmoe", layer, gradients="off")
+        steps.set_degree(degree)
+        return steps
 
     def common_degree(self, layout: Layout, layer: Layer) -> int:
         """The fastest with one degree for both phases and one stream of traffic."""
@@ -220,11 +158,38 @@ class Bench:
             Variant("best, best layout", partial(self.ours, "ranks", "best")),
         ]
 
+    def ablation(self) -> list[Variant]:
+        """Each part of ``fsmoe`` alone, and ``best`` without each of its own."""
+        return [
+            Variant("deepspeed", partial(self.ours, "node", "deepspeed")),
+            Variant("pipeline only", partial(self.ours, "node", "fsmoe_no_iio", gradients="off")),
+            Variant("two links only", self.links_only),
+            Variant("gradients only", partial(self.ours, "node", "deepspeed", gradients="adaptive")),
+            Variant("fsmoe", partial(self.ours, "node", "fsmoe")),
+            Variant("best", partial(self.ours, "node", "best")),
+            Variant("best, gathers first", partial(self.best_without, lambda block: replace(block, links="paper"))),
+            Variant("best, dW at once", partial(self.best_without, lambda block: replace(block, late_dw=0))),
+        ]
+
+    def write_predictions(self, result: CaseResult, folder: Path) -> None:
+        """Rows of predicted beside measured, on rank 0."""
+        made, rows = made_with(PACKAGES), []
+        measured_ms = {each.name: each.p50_ms for each in result.variants}
+        for schedule in TUNED:
+            step = self.predicted[result.case.settings, schedule]
+            of_step = {"measured_ms": measured_ms[schedule], "uncut_measured_ms": measured_ms["deepspeed"]}
+            of_step |= {"predicted_ms": step.chosen_ms, "uncut_predicted_ms": step.deepspeed_ms}
+            of_step |= {"bound_ms": step.bound_ms}
+            facts = {"ranks": dist.get_world_size(), "case": result.case.name, "variant": schedule}
+            rows.append(made | facts | {name: f"{value:.5g}" for name, value in of_step.items()})
+        append_rows(folder / "layer_predicted.csv", tuple(rows[0]), rows)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
+    parser.add_argument("--ablation", action="store_true", help="the parts of fsmoe and best, one by one")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
@@ -234,11 +199,18 @@ def main() -> None:
     fix_gather()
     fix_capacity()
     every = cases()
-    grid = Grid("layer", every if args.only is None else tuple(every[i] for i in args.only))
+    chosen = every if args.only is None else tuple(every[i] for i in args.only)
+    effort = Effort(args.blocks, steps=1, warmup=1)
     with tempfile.TemporaryDirectory() as cache:
         bench = Bench(cache)
-        bench.sweep(grid.cases[0].settings)
-        run_grid(grid, bench.variants(), "stock", Effort(args.blocks, steps=1, warmup=2), results=args.results)
+        bench.sweep(chosen[0].settings)
+        for case in chosen:
+            if args.ablation:
+                run_grid(Grid("ablation", (case,)), bench.ablation(), "deepspeed", effort, results=args.results)
+                continue
+            (result,) = run_grid(Grid("layer", (case,)), bench.variants(), "stock", effort, results=args.results)
+            if dist.get_rank() == 0:
+                bench.write_predictions(result, args.results)
     dist.destroy_process_group()
 
 

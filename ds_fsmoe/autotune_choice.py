@@ -16,7 +16,15 @@ from ds_fsmoe.runtime.link_times import REDUCE_SCATTER, LinkTimes, Reduces
 from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.runtime.profiler import LayerProfile
 from ds_fsmoe.runtime.topology import Topology, world_size_now
-from ds_fsmoe.step_prediction import StepTimes, idle_ms, layer_times, predict_step, sharded_ms
+from ds_fsmoe.step_prediction import (
+    Bounds,
+    StepTimes,
+    bounds_of,
+    idle_ms,
+    layer_times,
+    predict_step,
+    sharded_ms,
+)
 from ds_fsmoe.tuned_degrees import MARGIN, Degree, PhaseChoice, Ways, choose_degrees
 
 if TYPE_CHECKING:
@@ -32,6 +40,12 @@ class Choice:
     """(forward, backward)."""
     alltoalls_ms: Mapping[str, float]
     """All-to-all -> what both phases take with it."""
+
+
+def uncut(kind: Kind, way: Way) -> list[PhasePlan]:
+    """Forward and backward as stock runs them, with an all-to-all."""
+    groups = kind.pipeline.forward.groups
+    return [PhasePlan(BlockPlan(), groups, backward, way.planned) for backward in (False, True)]
 
 
 @dataclass(frozen=True)
@@ -51,9 +65,16 @@ class Found:
 
     def flat_ms(self, kind: Kind, machine: Machine) -> float:
         """Both phases uncut, with that."""
-        way, groups = next(iter(self.ways[kind.subject.kind].values())), kind.pipeline.forward.groups
-        plans = (PhasePlan(BlockPlan(), groups, backward, way.planned) for backward in (False, True))
-        return sum(machine.predict_ms(plan, kind.sizes, self.flat(kind)) for plan in plans)
+        way = next(iter(self.ways[kind.subject.kind].values()))
+        return sum(machine.predict_ms(plan, kind.sizes, self.flat(kind)) for plan in uncut(kind, way))
+
+    def bounds(self, kind: Kind, machine: Machine) -> Bounds:
+        """What no schedule and no all-to-all can be faster than."""
+        found = [
+            bounds_of(machine, uncut(kind, way), kind.sizes, self.profiles[kind.subject.kind, name])
+            for name, way in self.ways[kind.subject.kind].items()
+        ]
+        return Bounds(min(each.bound_ms for each in found), min(each.sent_ms for each in found))
 
     def reduces(self, kind: Kind) -> Reduces:
         """How its reduce-scatters are done."""
@@ -129,7 +150,7 @@ def predict(
         plan = replace(planned, block=choice.phases[1].block)
         room_ms = idle_ms(machine, plan, kind.sizes, measured)
         uncut_ms = found.flat_ms(kind, machine)
-        layers.append(layer_times(choice.phases, len(kind.labels), uncut_ms, room_ms))
+        layers.append(layer_times(choice.phases, len(kind.labels), uncut_ms, room_ms, found.bounds(kind, machine)))
     if kinds and reduction is not None:
         costs = found.flat(kinds[0]).costs(backward=True)
         for flat in reduction.reducer.flats:

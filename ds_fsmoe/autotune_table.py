@@ -160,6 +160,7 @@ def _step(told: Told) -> list[str]:
     lines = [
         f"a step without the optimizer, predicted: {step.chosen_ms:.3f} ms ({step.isolated_ms:.3f} if lanes did not "
         f"slow each other down), deepspeed {step.deepspeed_ms:.3f} ms: {step.speedup:.2f} times as fast",
+        f"  the busiest lanes alone would take {step.bound_ms:.3f} ms: no schedule takes less",
         f"  in it: all but the experts' parts {rest}; gradients {step.gradients_ms:.3f} ms, of which "
         f"{step.exposed_ms:.3f} have no idle link to travel on",
     ]

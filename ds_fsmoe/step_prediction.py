@@ -15,12 +15,23 @@ from ds_fsmoe.measured_costs import Machine
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, HOLD
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, HOLD, Lane
+from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import kind_costs
 from ds_fsmoe.predicted import CallSizes
 from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.runtime.profiler import LayerProfile
 from ds_fsmoe.tuned_degrees import PhaseChoice, Ways, choose_degrees
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of one layer, in milliseconds."""
+
+    bound_ms: float
+    """What the busiest lane has to do in each phase, uncut and undisturbed: no schedule takes less."""
+    sent_ms: float
+    """The same of the forward, and of the backward what the lane of gradients has to do."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,9 @@ class LayerTimes:
     """As stock runs it: uncut, one task after another."""
     room_ms: float
     """Of the lane of gradients, idle in the chosen backward."""
+    bound_ms: float
+    """See :class:`Bounds`."""
+    sent_ms: float
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,8 @@ class StepTimes:
     """Reducing all gradients at once."""
     exposed_ms: float
     """What is left of that when all idle times have been filled."""
+    bound_ms: float
+    """No schedule takes less."""
 
     @property
     def speedup(self) -> float:
@@ -88,15 +104,30 @@ def predict_step(
         dense_ms=None if dense_ms is None else rest_ms,
         gradients_ms=gradients_ms,
         exposed_ms=exposed_ms,
+        bound_ms=max(step_ms("bound_ms", 0.0), step_ms("sent_ms", gradients_ms) - rest_ms),
     )
 
 
 def layer_times(
-    choices: tuple[PhaseChoice, PhaseChoice], num_layers: int, uncut_ms: float, room_ms: float
+    choices: tuple[PhaseChoice, PhaseChoice], num_layers: int, uncut_ms: float, room_ms: float, bounds: Bounds
 ) -> LayerTimes:
     """Of equal layers."""
     chosen_ms, isolated_ms = sum(each.time_ms for each in choices), sum(each.isolated_ms for each in choices)
-    return LayerTimes(num_layers, chosen_ms, isolated_ms, uncut_ms, room_ms)
+    return LayerTimes(num_layers, chosen_ms, isolated_ms, uncut_ms, room_ms, bounds.bound_ms, bounds.sent_ms)
+
+
+def bounds_of(machine: Machine, plans: Sequence[PhasePlan], sizes: CallSizes, profile: LayerProfile) -> Bounds:
+    """Of a layer whose phases, uncut, are these."""
+    # Were lanes in each other's way, the undisturbed time would still be the least.
+    ideal = replace(machine, contention=IDEAL)
+    bound_ms = sent_ms = 0.0
+    for plan in plans:
+        timeline = ideal.timeline(plan.schedule, plan, sizes, profile)
+        busiest_ms = max(timeline.busy_ms(lane) for lane in Lane)
+        bound_ms += busiest_ms
+        lanes = plan.groups.placements["dp"].lanes
+        sent_ms += timeline.busy_ms(lanes[0]) if plan.backward and lanes else busiest_ms
+    return Bounds(bound_ms, sent_ms)
 
 
 @dataclass(frozen=True)

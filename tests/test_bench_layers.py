@@ -26,7 +26,7 @@ def losses(steps: Any, count: int = 2) -> list[float]:
 
 
 def compare_layers(rank: int, world_size: int) -> dict[str, list[float]]:
-    from benchmarks.bench_layer import Found, Steps
+    from benchmarks.layer_steps import Found, Steps
     from benchmarks.layers import Layer, Mpu, fix_capacity, fix_gather, ranks_per_node
 
     fix_gather()

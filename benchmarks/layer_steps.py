@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine over the models of ``layers.py`` and its steps: stock's or ours, in either layout, with the same tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_fsmoe
+from benchmarks.layers import Layer, Layout, Model, Mpu, StockGroups, ranks_per_node
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.reduction import LOOKS
+
+
+@dataclass(frozen=True)
+class Found:
+    """What stock is fastest with, as sweeps have found it: the same for both."""
+
+    stage: int = 0
+    bucket: int = 1 << 20
+    chunk_bytes: int = 1 << 18
+    """Slices of ``pipemoe_lina``."""
+
+
+class Steps:
+    """An engine over a model, and a step of it; the same tokens for everybody.
+
+    Args:
+        layer: sizes.
+        layout: of the ranks.
+        mpu: of the node layout.
+        found: settings.
+        block: ``fsmoe``; ``None`` for stock.
+        prepare: called with the model before an engine has it.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        layout: Layout,
+        mpu: Mpu | None,
+        found: Found,
+        block: dict[str, Any] | None,
+        prepare: Callable[[Model], None] = lambda _: None,
+    ) -> None:
+        torch.manual_seed(dist.get_rank())
+        stock = block is None
+        mpu = mpu if layout == "node" else None
+        self.groups = StockGroups()
+        self.groups.put()
+        module = Model(layer, layout, mpu, stock)
+        prepare(module)
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": found.stage, "reduce_bucket_size": found.bucket},
+            "steps_per_print": 1_000_000,
+        }
+        if not stock:
+            config["fsmoe"] = {"enabled": True} | block
+        initialize: Any = deepspeed.initialize if stock else ds_fsmoe.initialize
+        self.engine = initialize(model=module, model_parameters=list(module.parameters()), config=config, mpu=mpu)[0]
+        self.groups.take()
+        rows = layer.B * layer.L
+        if layout == "ranks" or not stock:
+            rows //= ranks_per_node()
+        torch.manual_seed(dist.get_rank())
+        self.x_SM = torch.randn(rows, layer.M)
+        for _ in range(LOOKS if not stock else 1):
+            self()
+
+    def __call__(self) -> None:
+        self.groups.put()
+        self.engine.backward(self.engine(self.x_SM))
+        self.engine.step()
+
+    def timed_s(self, steps: int = 3) -> float:
+        """The median of some steps, of the slowest rank."""
+        times = []
+        for _ in range(steps):
+            dist.barrier()
+            start = time.perf_counter()
+            self()
+            times.append(time.perf_counter() - start)
+        slowest = torch.tensor(times)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest.median())
+
+    def set_degree(self, degree: int) -> None:
+        """Of both phases."""
+        self.change_blocks(lambda block: BlockPlan(equal_shares(degree), block.links))
+
+    def change_blocks(self, change: Callable[[BlockPlan], BlockPlan]) -> None:
+        """Run both phases of every layer otherwise."""
+        for layer in self.engine.fsmoe.layers.values():
+            inner = layer.deepspeed_moe
+            forward, backward = (
+                replace(plan, block=change(plan.block)) for plan in (inner.pipeline.forward, inner.pipeline.backward)
+            )
+            inner.pipeline = replace(inner.pipeline, forward=forward, backward=backward)
+
+    def close(self) -> None:
+        self.engine.destroy()
