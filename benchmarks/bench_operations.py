@@ -54,7 +54,7 @@ def measure(layer: Layer, layout: Layout, mpu: Mpu, num_steps: int) -> dict[tupl
         dist.barrier()
         with operations.watched(operation_of):
             with operations.phase("forward"):
-                loss = engine(steps.x_SM)
+                loss = engine(*next(steps.batches))
             with operations.phase("backward"):
                 engine.backward(loss)
             with operations.phase("step"):

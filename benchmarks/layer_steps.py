@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,12 @@ class Steps:
         found: settings.
         block: ``fsmoe``; ``None`` for stock.
         prepare: called with the model before an engine has it.
+        make_model: of what the engine trains.
+        batches: what each step is given; by default the same random tokens.
+        lr: learning rate of SGD; tiny by default, so that all steps of a benchmark are alike.
+
+    Attributes:
+        losses: of this rank, one for each step.
     """
 
     def __init__(
@@ -48,17 +55,21 @@ class Steps:
         found: Found,
         block: dict[str, Any] | None,
         prepare: Callable[[Model], None] = lambda _: None,
+        make_model: type[Model] = Model,
+        batches: Iterator[tuple[torch.Tensor, ...]] | None = None,
+        lr: float = 1e-4,
     ) -> None:
-        torch.manual_seed(dist.get_rank())
+        # The ranks of a node need equal gates where they see the same tokens.
+        torch.manual_seed(0)
         stock = block is None
         mpu = mpu if layout == "node" else None
         self.groups = StockGroups()
         self.groups.put()
-        module = Model(layer, layout, mpu, stock)
+        module = make_model(layer, layout, mpu, stock)
         prepare(module)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+            "optimizer": {"type": "SGD", "params": {"lr": lr}},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": found.stage, "reduce_bucket_size": found.bucket},
             "steps_per_print": 1_000_000,
@@ -68,17 +79,16 @@ class Steps:
         initialize: Any = deepspeed.initialize if stock else ds_fsmoe.initialize
         self.engine = initialize(model=module, model_parameters=list(module.parameters()), config=config, mpu=mpu)[0]
         self.groups.take()
-        rows = layer.B * layer.L
-        if layout == "ranks" or not stock:
-            rows //= ranks_per_node()
-        torch.manual_seed(dist.get_rank())
-        self.x_SM = torch.randn(rows, layer.M)
+        self.losses: list[torch.Tensor] = []
+        self.batches = batches or itertools.repeat((_tokens(layer, all_of_node=layout == "node" and stock),))
         for _ in range(LOOKS if not stock else 1):
             self()
 
     def __call__(self) -> None:
         self.groups.put()
-        self.engine.backward(self.engine(self.x_SM))
+        loss = self.engine(*next(self.batches))
+        self.losses.append(loss.detach())
+        self.engine.backward(loss)
         self.engine.step()
 
     def timed_s(self, steps: int = 3) -> float:
@@ -108,3 +118,10 @@ class Steps:
 
     def close(self) -> None:
         self.engine.destroy()
+
+
+def _tokens(layer: Layer, all_of_node: bool) -> torch.Tensor:
+    """[S, M] of this rank: of the same tokens per node, all or its own part."""
+    node, rank_inside = divmod(dist.get_rank(), ranks_per_node())
+    x_SM = torch.randn(layer.B * layer.L, layer.M, generator=torch.Generator().manual_seed(node))
+    return x_SM if all_of_node else x_SM.chunk(ranks_per_node())[rank_inside]

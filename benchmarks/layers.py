@@ -32,6 +32,7 @@ import ds_fsmoe
 from ds_fsmoe.runtime.groups import make_groups
 
 Layout = Literal["node", "ranks"]
+AUX_LOSS_WEIGHT = 0.01
 
 
 @dataclass(frozen=True)
@@ -317,11 +318,16 @@ class Model(nn.Module):
             make_moe, options["sequence_parallel"] = ds_fsmoe.MoE, True
         self.moes = nn.ModuleList(make_moe(layer.M, kind(layer.M, hidden_dim), **options) for _ in range(layer.layers))
 
-    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the loss."""
-        loss = torch.zeros(())
+    def blocks(self, x_SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens to tokens, and the sum of the gates' auxiliary losses."""
+        aux_losses = torch.zeros(())
         for attention, moe in zip(self.attention, self.moes, strict=True):
             x_SM = attention(x_SM)
             y_SM, aux_loss, _ = moe(x_SM)
-            x_SM, loss = x_SM + y_SM, loss + 0.01 * aux_loss
-        return loss + x_SM.square().mean()
+            x_SM, aux_losses = x_SM + y_SM, aux_losses + aux_loss
+        return x_SM, aux_losses
+
+    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the loss."""
+        y_SM, aux_losses = self.blocks(x_SM)
+        return AUX_LOSS_WEIGHT * aux_losses + y_SM.square().mean()

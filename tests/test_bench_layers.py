@@ -16,13 +16,10 @@ TWO_NODES = (0, 0, 1, 1)
 
 
 def losses(steps: Any, count: int = 2) -> list[float]:
-    found = []
     for _ in range(count):
-        steps.groups.put()
-        found.append(float(steps.engine(steps.x_SM)))
         steps()
     steps.close()
-    return found
+    return [float(each) for each in steps.losses[-count:]]
 
 
 def compare_layers(rank: int, world_size: int) -> dict[str, list[float]]:

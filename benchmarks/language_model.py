@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A byte-level language model of the blocks in ``layers.py``, with the same weights for every system and layout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from text_data import draw_batch, load_text, rank_generator
+
+from benchmarks.layers import AUX_LOSS_WEIGHT, Attention, Layer, Layout, Model, Mpu, gathered, ranks_per_node
+
+VOCABULARY = 256  # bytes
+
+
+def own_part(x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's of as many equal parts as the group has ranks."""
+    return x_SM.chunk(group.size())[group.rank()]
+
+
+class Parted(torch.autograd.Function):
+    """Of tokens that all ranks of a group have, each goes on with its own; backwards all have all gradients again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return own_part(x_SM, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gathered(gradient, ctx.group), None
+
+
+class Joined(torch.autograd.Function):
+    """The reverse: what follows is done by every rank alike, so its gradients are whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return gathered(x_SM, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return own_part(gradient, ctx.group).clone(), None
+
+
+class LanguageModel(Model):
+    """Bytes in, the mean loss of the next byte out. Embedding and head are on every rank.
+
+    Args:
+        layer, layout, mpu, stock: see :class:`~benchmarks.layers.Model`.
+    """
+
+    def __init__(self, layer: Layer, layout: Layout, mpu: Mpu | None, stock: bool) -> None:
+        super().__init__(layer, layout, mpu, stock)
+        self.parted_over = None if stock or mpu is None else mpu.get_model_parallel_group()
+        self.embedding = nn.Embedding(VOCABULARY, layer.M)
+        self.position = nn.Embedding(layer.L, layer.M)
+        self.norm = nn.LayerNorm(layer.M, elementwise_affine=False)
+        self.head = nn.Linear(layer.M, VOCABULARY, bias=False)
+        # In the node layout the ranks of a node have the same experts, cut; else every rank has its own.
+        put_numbers(self, dist.get_rank() if mpu is None else dist.get_rank() // mpu.get_model_parallel_world_size())
+
+    def forward(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
+        """[B, L] bytes; a scalar in nats per byte, the gates' losses added."""
+        x_BLM = self.embedding(tokens_BL) + self.position(torch.arange(tokens_BL.shape[1]))
+        x_SM = x_BLM.flatten(0, 1)
+        if self.parted_over is not None:
+            x_SM = Parted.apply(x_SM, self.parted_over)
+        x_SM, aux_losses = self.blocks(x_SM)
+        if self.parted_over is not None:
+            x_SM = Joined.apply(x_SM, self.parted_over)
+        loss = F.cross_entropy(self.head(self.norm(x_SM)), targets_BL.flatten())
+        return loss + AUX_LOSS_WEIGHT * aux_losses
+
+
+def put_numbers(model: LanguageModel, expert_rank: int) -> None:
+    """Weights drawn for the whole model, of which each rank takes its part.
+
+    Args:
+        model: not yet given to an engine.
+        expert_rank: of this rank among those that the experts are spread over.
+    """
+    for number, (attention, moe) in enumerate(zip(model.attention, model.moes, strict=True)):
+        put_attention(attention, number)
+        put_moe(moe, attention.layer, number, expert_rank)
+    for seed, each in enumerate((model.embedding, model.position, model.head)):
+        put_embedding(each, seed)
+
+
+@torch.no_grad()
+def put_embedding(module: nn.Embedding | nn.Linear, seed: int) -> None:
+    """Into an embedding, or a head."""
+    module.weight.copy_(_drawn(module.weight.shape, torch.Generator().manual_seed(seed)))
+
+
+@torch.no_grad()
+def put_attention(attention: Attention, number: int) -> None:
+    """Into the attention of a block: the heads of this rank."""
+    generator = torch.Generator().manual_seed(1000 * number)
+    M, heads, group = attention.layer.M, attention.layer.heads, attention.group
+    qkv, out = _drawn((3 * M, M), generator).view(3, heads, -1, M), _drawn((M, M), generator).view(M, heads, -1)
+    first = 0 if group is None else group.rank() * attention.heads
+    own = slice(first, first + attention.heads)
+    attention.qkv.weight.copy_(qkv[:, own].reshape(-1, M))
+    attention.out.weight.copy_(out[:, own].reshape(M, -1))
+
+
+@torch.no_grad()
+def put_moe(moe: Any, layer: Layer, number: int, expert_rank: int) -> None:
+    """Into the gate and this rank's experts of a block."""
+    gate = moe.deepspeed_moe.gate.wg.weight
+    gate.copy_(_drawn(gate.shape, torch.Generator().manual_seed(1000 * number + 1)))
+    experts = moe.deepspeed_moe.experts.deepspeed_experts
+    for local, expert in enumerate(experts):
+        generator = torch.Generator().manual_seed(1000 * number + 2 + expert_rank * len(experts) + local)
+        group = getattr(expert, "group", None)
+        for name, parameter in sorted(expert.named_parameters()):
+            if parameter.dim() == 1:
+                parameter.zero_()
+                continue
+            across = 1 if name.startswith(("fc2", "w2")) else 0
+            shape = list(parameter.shape)
+            shape[across] = layer.ratio * layer.M
+            whole = _drawn(tuple(shape), generator)
+            # Stock's tensor-parallel experts hold a part; ours are cut by the engine.
+            parameter.copy_(whole if group is None else whole.chunk(group.size(), across)[group.rank()])
+
+
+def _drawn(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Of a size that keeps the size of what is multiplied by it."""
+    return torch.randn(tuple(shape), generator=generator) * shape[-1] ** -0.5
+
+
+def batches(
+    layer: Layer, layout: Layout, seed: int = 1, reader: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each step's bytes and the ones that follow them: of a node the same in both layouts.
+
+    Args:
+        layer: B sequences for each node.
+        layout: of the ranks.
+        seed: of the positions in the text.
+        reader: whose positions these are, of the readers that have such sequences each; this rank.
+    """
+    text, size = load_text(None, layer.L), ranks_per_node()
+    node, rank_inside = divmod(dist.get_rank() if reader is None else reader, size)
+    generator = rank_generator(seed, node)
+    while True:
+        both = draw_batch(text.train_L, layer.B, layer.L, generator)
+        tokens_BL, targets_BL = (each.chunk(size)[rank_inside] if layout == "ranks" else each for each in both)
+        yield tokens_BL, targets_BL
