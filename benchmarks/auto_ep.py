@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.layer_steps import Found, Steps
-from benchmarks.layers import Attention, Layer, StockGroups, ranks_per_node
+from benchmarks.layer_steps import Found, Steps, tokens
+from benchmarks.layers import Attention, Layer, StockGroups
 
 
 def can_run(layer: Layer) -> str | None:
@@ -53,6 +53,8 @@ class Block(nn.Module):
         super().__init__()
         self.gate = nn.Linear(layer.M, layer.E, bias=False)
         self.experts = Experts(layer)
+        if layer.skew:
+            self.gate.weight.data.copy_(layer.directions())
 
 
 class AutoEPModel(nn.Module):
@@ -112,13 +114,12 @@ class AutoEPSteps:
         self.engine = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
         self.groups.take()
         self.losses: list[torch.Tensor] = []
-        torch.manual_seed(dist.get_rank())
-        self.x_SM = torch.randn(layer.B * layer.L // ranks_per_node(), layer.M)
+        self.batches = tokens(layer, all_of_node=False)
         self()
 
     def __call__(self) -> None:
         self.groups.put()
-        loss = self.engine(self.x_SM)
+        loss = self.engine(*next(self.batches))
         self.losses.append(loss.detach())
         self.engine.backward(loss)
         self.engine.step()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.bed import Bed, BedError, Place
+from benchmarks.result_files import BED_VARIABLE
 
 GRACE_S = 10.0
 """So long the other places may go on after one has failed: to print what they know."""
@@ -62,7 +63,7 @@ def run_job(
                 *("--master_addr", places[0].address, "--master_port", str(port)),
                 *(str(Path(__file__).with_name("rank_output.py")), *arguments),
             ]
-            jobs.append(_start(place, command, folder))
+            jobs.append(_start(place, command, folder, str(bed)))
         status = _follow(jobs, places, timeout_s, out)
         # A launcher tells of the first rank that it sees fail, which may have failed because another did.
         ended = {path.name: int(path.read_text()) for path in Path(folder).iterdir() if path.name.isdigit()}
@@ -72,7 +73,7 @@ def run_job(
         return status if status == 124 else max([status, *failed.values()])
 
 
-def _start(place: Place, command: Sequence[str], folder: str) -> subprocess.Popen[str]:
+def _start(place: Place, command: Sequence[str], folder: str, bed: str) -> subprocess.Popen[str]:
     inside = (
         *("ip", "netns", "exec", place.namespace),
         # Its own host name, so that topology is seen as on machines; its own process tree, which dies with its head.
@@ -83,6 +84,7 @@ def _start(place: Place, command: Sequence[str], folder: str) -> subprocess.Pope
         "GLOO_SOCKET_IFNAME": "eth0",
         "TP_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        BED_VARIABLE: bed,
         "FSMOE_BED_NODE": str(place.node),
         "FSMOE_BED_STATUS": folder,
         "PYTHONUNBUFFERED": "1",

@@ -8,6 +8,8 @@ single degree, found in each case by trying all; ``fsmoe`` and ``best`` get what
 the node layout only with two fixes, so every case says that it is fixed: a flat view in its gather, for gloo, and a
 capacity that it can cut where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes nothing there.
 
+AutoEP, of the same package, has a row where it can run (``auto_ep.py``).
+
 Rows go to ``benchmarks/results/layer.csv``; predictions, and what no schedule could beat, beside measurements to
 ``layer_predicted.csv``. ``--ablation`` measures the parts of ``fsmoe`` and ``best`` one by one (``ablation.csv``).
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -30,13 +33,19 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.auto_ep import AutoEPSteps, can_run
 from benchmarks.contenders import TUNED, Contenders
 from benchmarks.harness import RESULTS, Case, CaseResult, Effort, Grid, Variant, run_grid
 from benchmarks.layer_steps import Steps
-from benchmarks.layers import Layer, fix_capacity, fix_gather
+from benchmarks.layers import SKEWS, Layer, Skew, fix_capacity, fix_gather
 from benchmarks.outcome import PACKAGES
-from benchmarks.result_files import append_rows, made_with
+from benchmarks.result_files import BED_VARIABLE, append_rows, made_with
 from ds_fsmoe.planning.block import BlockPlan
+
+
+def links() -> str:
+    """For the names of cases: whether the links of the bed are in each other's way."""
+    return ", shared links" if os.environ.get(BED_VARIABLE, "").endswith("shared") else ""
 
 
 def cases() -> tuple[Case, ...]:
@@ -51,8 +60,15 @@ def cases() -> tuple[Case, ...]:
     ):
         B = 2 if (L, M) == (128, 96) else 4
         layer = Layer(B=B, L=L, M=M, ratio=ratio, f=f, ffn=("gpt", "mixtral")[i // 2 % 2])
-        found.append(Case(f"{layer}, stock fixed", layer))
+        found.append(Case(f"{layer}, stock fixed{links()}", layer))
     return tuple(found)
+
+
+def skewed(case: Case, skew: Skew) -> Case:
+    """The same with another routing. Where slots are counted beforehand nothing takes longer but what is dropped; with
+    nothing dropped, every expert gets as many slots as the fullest needs."""
+    layer = replace(case.settings, skew=skew)
+    return Case(f"{layer}, stock fixed{links()}", layer)
 
 
 class Parts(Contenders):
@@ -103,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
+    parser.add_argument("--skew", action="store_true", help="the same with routing to hot experts, balanced first")
     parser.add_argument("--ablation", action="store_true", help="the parts of fsmoe and best, one by one")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
@@ -114,6 +131,8 @@ def main() -> None:
     fix_capacity()
     every = cases()
     chosen = every if args.only is None else tuple(every[i] for i in args.only)
+    if args.skew:
+        chosen = tuple(skewed(case, skew) for case in chosen for skew in SKEWS)
     effort = Effort(args.blocks, steps=1, warmup=1)
     with tempfile.TemporaryDirectory() as cache:
         contenders = Parts(cache)
@@ -122,7 +141,10 @@ def main() -> None:
             if args.ablation:
                 run_grid(Grid("ablation", (case,)), contenders.ablation(), "deepspeed", effort, results=args.results)
                 continue
-            (result,) = run_grid(Grid("layer", (case,)), contenders.variants(), "stock", effort, results=args.results)
+            variants = contenders.variants()
+            if can_run(case.settings) is None:
+                variants.append(Variant("AutoEP, best layout", partial(AutoEPSteps, found=contenders.found["ranks"])))
+            (result,) = run_grid(Grid("layer", (case,)), variants, "stock", effort, results=args.results)
             if dist.get_rank() == 0:
                 write_predictions(result, contenders, args.results)
     dist.destroy_process_group()

@@ -17,7 +17,6 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward

@@ -22,8 +22,9 @@ from ds_fsmoe.runtime.lanes import Body, Lanes
 
 CHAIN = 30
 """Tasks in a row, each on another lane than the one before, from which the cost of a task is taken."""
-_ON_CUDA_CYCLES = (20_000, 50_000, 100_000, 300_000, 1_000_000, 3_000_000)
-"""From about ten microseconds to about two milliseconds."""
+_ON_CUDA_CYCLES = (20_000, 50_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)
+"""From about ten microseconds to about five milliseconds."""
+_AHEAD_CYCLES = 1_000_000
 _ON_CPU_MS = (0.2, 0.5, 1.0, 2.0, 4.0)
 _IN_A_ROW = 4
 _ROUNDS = 5
@@ -42,6 +43,7 @@ class Delay:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._ahead = _AHEAD_CYCLES if device.type == "cuda" else 0.0
         self.line: Fit
         """Milliseconds of a delay by what is asked for: cycles on CUDA, milliseconds of sleep on a CPU."""
         self.calibrate()
@@ -52,11 +54,13 @@ class Delay:
         asked = _ON_CUDA_CYCLES if self.device.type == "cuda" else _ON_CPU_MS
         rounds = [[self._took_ms(each) for each in asked] for _ in range(_ROUNDS)]
         self.line = fit(asked, [statistics.median(column) for column in zip(*rounds[1:], strict=True)])
+        self._alpha_ms, self._beta_ms = self.line.cost.alpha_ms, self.line.cost.beta_ms
+        if not self._beta_ms > 0:
+            raise RuntimeError(f"delays on {self.device} do not get longer when longer ones are asked for: {self.line}")
 
     def __call__(self, delay_ms: float) -> None:
         """Be busy for so long."""
-        alpha_ms, beta_ms = self.line.cost.alpha_ms, self.line.cost.beta_ms
-        self._ask(max(0.0, (delay_ms - alpha_ms) / beta_ms))
+        self._ask(max(0.0, (delay_ms - self._alpha_ms) / self._beta_ms))
 
     def _ask(self, amount: float) -> None:
         if self.device.type == "cuda":
@@ -71,7 +75,7 @@ class Delay:
             for _ in range(_IN_A_ROW):
                 self._ask(amount)
 
-        return elapsed_ms(self.device, work) / _IN_A_ROW
+        return elapsed_ms(self.device, work, ahead=lambda: self._ask(self._ahead)) / _IN_A_ROW
 
 
 def elapsed_ms(device: torch.device, work: Callable[[], object], ahead: Callable[[], object] | None = None) -> float:
@@ -80,9 +84,12 @@ def elapsed_ms(device: torch.device, work: Callable[[], object], ahead: Callable
     Args:
         device: on which it is done.
         work: issued on the current stream.
-        ahead: on CUDA issued first, and not counted: what keeps the device waiting until the host has issued the work.
+        ahead: done first, and not counted: a pause. It keeps a GPU waiting until the host has issued the work; and on a
+            CPU work takes longer after a pause, which is how most tasks of a schedule begin.
     """
     if device.type != "cuda":
+        if ahead is not None:
+            ahead()
         start_ns = time.perf_counter_ns()
         work()
         return (time.perf_counter_ns() - start_ns) / 1e6

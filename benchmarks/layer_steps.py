@@ -18,6 +18,11 @@ from benchmarks.layers import Layer, Layout, Model, Mpu, StockGroups, ranks_per_
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.reduction import LOOKS
 
+HOT_SHARE = 0.5
+"""Of the tokens, where routing is skewed."""
+HOT_LENGTH = 6.0
+"""Of what is added to those tokens, of which each element is about 1."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -80,9 +85,18 @@ class Steps:
         self.engine = initialize(model=module, model_parameters=list(module.parameters()), config=config, mpu=mpu)[0]
         self.groups.take()
         self.losses: list[torch.Tensor] = []
-        self.batches = batches or itertools.repeat((_tokens(layer, all_of_node=layout == "node" and stock),))
-        for _ in range(LOOKS if not stock else 1):
+        self.batches = batches or tokens(layer, all_of_node=layout == "node" and stock)
+        for _ in range(1 if stock else LOOKS):
             self()
+        # Until it has tried the plans it thinks of, and planned gradients by the one it keeps.
+        while not stock and self._is_trying():
+            self()
+
+    def _is_trying(self) -> bool:
+        state = self.engine.fsmoe
+        if state.autotune is not None and state.autotune.trials is not None:
+            return True
+        return state.reduction is not None and state.reduction.reducer.plan is None
 
     def __call__(self) -> None:
         self.groups.put()
@@ -120,8 +134,15 @@ class Steps:
         self.engine.destroy()
 
 
-def _tokens(layer: Layer, all_of_node: bool) -> torch.Tensor:
-    """[S, M] of this rank: of the same tokens per node, all or its own part."""
+def tokens(layer: Layer, all_of_node: bool) -> Iterator[tuple[torch.Tensor]]:
+    """[S, M] of this rank for each step: of the same tokens per node, all or its own part."""
     node, rank_inside = divmod(dist.get_rank(), ranks_per_node())
-    x_SM = torch.randn(layer.B * layer.L, layer.M, generator=torch.Generator().manual_seed(node))
-    return x_SM if all_of_node else x_SM.chunk(ranks_per_node())[rank_inside]
+    generator = torch.Generator().manual_seed(node)
+    x_SM = torch.randn(layer.B * layer.L, layer.M, generator=generator)
+    is_hot_S1 = torch.rand(len(x_SM), 1, generator=generator) < HOT_SHARE
+    some_S = torch.randint(max(1, layer.E // dist.get_world_size()), (len(x_SM),), generator=generator)
+    toward_EM = layer.directions() * HOT_LENGTH
+    for step in itertools.count():
+        aim = {"": None, "hot expert": 0, "hot rank": some_S, "rotating": step % layer.E}[layer.skew]
+        y_SM = x_SM if aim is None else x_SM + is_hot_S1 * toward_EM[aim]
+        yield (y_SM if all_of_node else y_SM.chunk(ranks_per_node())[rank_inside],)

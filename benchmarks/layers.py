@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ import ds_fsmoe
 from ds_fsmoe.runtime.groups import make_groups
 
 Layout = Literal["node", "ranks"]
+Skew = Literal["", "hot expert", "hot rank", "rotating"]
+SKEWS: tuple[Skew, ...] = get_args(Skew)
 AUX_LOSS_WEIGHT = 0.01
 
 
@@ -51,10 +53,18 @@ class Layer:
     E: int = 4
     k: int = 2
     layers: int = 2
+    skew: Skew = ""
+    """Where half of the tokens go as their first choice: to one expert, to those of one rank, to another expert in
+    each step; ``""``: nowhere in particular."""
 
     def __str__(self) -> str:
         capacity = "no drop" if self.f is None else f"f {self.f:g}"
-        return f"{self.ffn} B {self.B} L {self.L} M {self.M} H {self.ratio}M {capacity}"
+        skew = f", {self.skew}" if self.skew else ""
+        return f"{self.ffn} B {self.B} L {self.L} M {self.M} H {self.ratio}M {capacity}{skew}"
+
+    def directions(self) -> torch.Tensor:
+        """[E, M], of length 1 and at right angles: tokens that point in one are meant for that expert."""
+        return torch.linalg.qr(torch.randn(self.M, self.E, generator=torch.Generator().manual_seed(0)))[0].T
 
 
 class Mpu:
@@ -317,6 +327,9 @@ class Model(nn.Module):
         if group is not None and not stock:
             make_moe, options["sequence_parallel"] = ds_fsmoe.MoE, True
         self.moes = nn.ModuleList(make_moe(layer.M, kind(layer.M, hidden_dim), **options) for _ in range(layer.layers))
+        if layer.skew:
+            for moe in self.moes:
+                moe.deepspeed_moe.gate.wg.weight.data.copy_(layer.directions())
 
     def blocks(self, x_SM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens to tokens, and the sum of the gates' auxiliary losses."""

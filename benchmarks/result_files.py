@@ -23,6 +23,8 @@ from typing import Any
 from ds_fsmoe.versions import VERSION
 
 RESULTS = Path(__file__).resolve().parent / "results"
+BED_VARIABLE = "FSMOE_BED"
+"""Of the environment of ranks in a bed: what it is like."""
 
 
 def made_with(packages: Sequence[str]) -> dict[str, str]:
@@ -58,13 +60,15 @@ def commit(root: Path = RESULTS.parents[1]) -> str:
 
 
 def hardware() -> str:
-    """Processor x cores that this process may use, and the GPU if this process has used one."""
+    """Processor x cores that this process may use, the bed it runs in, and the GPU if this process has used one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
     name = f"{name} x{len(os.sched_getaffinity(0))}"
+    bed = os.environ.get(BED_VARIABLE)
+    name = f"{name}, {bed}" if bed else name
     torch = sys.modules.get("torch")
     return f"{name}, {torch.cuda.get_device_name()}" if torch and torch.cuda.is_initialized() else name
 

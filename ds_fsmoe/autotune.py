@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.autotune_cache import MeasurementCache
-from ds_fsmoe.autotune_choice import Choice, Found, choose, other_esp_sizes, predict
+from ds_fsmoe.autotune_choice import Choice, Found, candidates, describe_choice, other_esp_sizes, predict
 from ds_fsmoe.autotune_progress import Progress
 from ds_fsmoe.autotune_subjects import Kind, find_kinds, largest_of_each
 from ds_fsmoe.autotune_table import Row, Told, describe
@@ -38,6 +38,7 @@ from ds_fsmoe.runtime.profiler import is_serial, profile, slowdowns_of
 from ds_fsmoe.runtime.stopwatch import Stopwatch
 from ds_fsmoe.runtime.topology import find_topology, world_size_now
 from ds_fsmoe.step_prediction import StepTimes
+from ds_fsmoe.trials import Trials
 from ds_fsmoe.tuned_degrees import Ways
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Autotune:
         """What was measured and chosen."""
         self.step: StepTimes | None = None
         """Predicted."""
+        self.trials: Trials | None = None
+        """Under way, ahead of which plans are not settled."""
         self.predictors: dict[str, MeasuredPredictor] = {}
         """Label of a layer -> what its phases should take, since the stage has run."""
 
@@ -94,6 +97,7 @@ class Autotune:
         """
         self._is_wanted, self._why_again = True, reason
         self._num_forwards = FORWARDS_BEFORE - 1
+        self.trials = None
         self._running.first_forwards.watch_again()
 
     def run(
@@ -131,34 +135,46 @@ class Autotune:
         self._keep(everyone, fingerprint, known, cluster)
         machine = Machine(is_serial(self._running.lanes), device.type == "cuda", found.slowed.contention())
         ways, asked = self._ways(machine), self._asked()
-        decided: tuple[list[Choice], dict[int, float]] = [], {}
+        decided: tuple[list[list[Choice]], dict[int, float]] = [], {}
         with stage.fate.of("choosing degrees"):
             if self._is_first():
-                choices = [choose(kind, found, machine, ways, asked, self._running.links) for kind in kinds]
-                decided = choices, other_esp_sizes(kinds, found, machine, ways, cluster, topology)
-        choices, sharded = self._from_first(decided)
-        self._run_so(layers, kinds, choices, found, machine)
-        self.step = predict(kinds, choices, found, machine, dense_ms, reduction)
+                tried = candidates(kinds, found, machine, ways, asked, self._running.links)
+                decided = tried, other_esp_sizes(kinds, found, machine, ways, cluster, topology)
+        tried, sharded = self._from_first(decided)
+
+        def use(number: int) -> None:
+            self._run_so(layers, kinds, tried[number], found, machine)
+            self.step = predict(kinds, tried[number], found, machine, dense_ms, reduction)
+            self.rows = [row_of(kind, choice) for kind, choice in zip(kinds, tried[number], strict=True)]
+
+        def row_of(kind: Kind, choice: Choice) -> Row:
+            measured = found.profiles[kind.subject.kind, choice.alltoall]
+            way = choice.alltoall, choice.alltoalls_ms
+            return Row(tuple(kind.labels), measured, choice.phases, asked, *way, found.reduces(kind))
+
+        use(0)
         # They hold experts, and are of no use any more.
         calls.clear()
-        self.rows = [
-            Row(
-                tuple(kind.labels),
-                found.profiles[kind.subject.kind, choice.alltoall],
-                choice.phases,
-                asked,
-                choice.alltoall,
-                choice.alltoalls_ms,
-                found.reduces(kind),
-            )
-            for kind, choice in zip(kinds, choices, strict=True)
-        ]
+        rounds, clock = self._block.autotune.trials, self._running.step_clock
+        if rounds and clock is not None and kinds and len(tried) > 1:
+            names = [" and ".join(map(describe_choice, kinds, choices)) for choices in tried]
+            self.trials = Trials(names, rounds, use, clock, self._group)
         slowed = found.slowed
         told = Told(self.step, slowed, sharded, self._block.esp_size, self._block.schedule, cluster, self._why_again)
         source = source or f"measured {self.num_measured} operations"
         self.took_s = time.perf_counter() - start_s
         log_on_rank_0(describe(self.rows, told, self.took_s, source))
         self._why_again = None
+
+    def trial_is_over(self) -> bool:
+        """An optimizer step is over and plans are being tried: whether one has been settled on. Collective."""
+        assert self.trials is not None
+        kept = self.trials.step_is_over()
+        if kept is None:
+            return False
+        log_on_rank_0(self.trials.describe(kept))
+        self.trials = None
+        return True
 
     def _dtype(self, kinds: Sequence[Kind]) -> torch.dtype:
         """Of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""

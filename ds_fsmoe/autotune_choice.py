@@ -11,6 +11,7 @@ from ds_fsmoe.autotune_subjects import Kind, Way
 from ds_fsmoe.measured_costs import Machine
 from ds_fsmoe.planning.block import BlockPlan, Links
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.runtime.corun import Slowdowns
 from ds_fsmoe.runtime.link_times import REDUCE_SCATTER, LinkTimes, Reduces
 from ds_fsmoe.runtime.pipeline import PhasePlan
@@ -29,6 +30,10 @@ from ds_fsmoe.tuned_degrees import MARGIN, Degree, PhaseChoice, Ways, choose_deg
 
 if TYPE_CHECKING:
     from ds_fsmoe.reduction import Reduction
+
+
+TRIED_DEGREES = (1, 2, 3, 4)
+"""Besides those that are predicted to be fastest. More chunks than these seldom gain."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,65 @@ def choose(
     first, best = next(iter(times_ms)), min(times_ms, key=times_ms.__getitem__)
     chosen = best if times_ms[best] < (1 - MARGIN) * times_ms[first] else first
     return Choice(chosen, pairs[chosen], times_ms)
+
+
+def candidates(
+    kinds: Sequence[Kind],
+    found: Found,
+    machine: Machine,
+    ways: Ways,
+    asked: tuple[Degree, Degree],
+    links: Links,
+) -> list[list[Choice]]:
+    """Ways to run all layers, worth being tried: what is predicted to be the fastest, which stands first; what would
+    be if lanes did not slow each other down; and both phases uncut, and in two, three and four chunks.
+
+    Args:
+        kinds: of layers, each of which has its part in every candidate.
+        found, machine, ways, asked, links: see :func:`choose`.
+    """
+
+    def fastest(machine: Machine, asked: tuple[Degree, Degree]) -> list[Choice]:
+        return [choose(kind, found, machine, ways, asked, links) for kind in kinds]
+
+    tried = [fastest(machine, asked), fastest(replace(machine, contention=IDEAL), asked)]
+    if asked == (None, None):
+        largest = min((kind.sizes.capacity for kind in kinds), default=0)
+        open_degrees = {order.degree for backward in (False, True) for order in ways.orders(backward, False)}
+        tried += [fastest(machine, (d, d)) for d in TRIED_DEGREES if d in open_degrees and d <= max(1, largest)]
+    distinct: dict[tuple, list[Choice]] = {}
+    for choices in tried:
+        key = tuple((each.alltoall, *(phase.block for phase in each.phases)) for each in choices)
+        distinct.setdefault(key, choices)
+    # Those found by the other clock, timed by this one.
+    return [
+        [
+            replace(choice, phases=phases)
+            for kind, choice in zip(kinds, choices, strict=True)
+            for phases in [_timed(kind, choice, found, machine)]
+        ]
+        for choices in distinct.values()
+    ]
+
+
+def describe_choice(kind: Kind, choice: Choice) -> str:
+    """For one line of a table: chunks and order of both phases, and the layers they are for."""
+    phases = " and ".join(
+        f"{block.degree} {block.links}{f' {block.late_dw} late dW' if block.late_dw else ''}"
+        for block in (phase.block for phase in choice.phases)
+    )
+    way = "" if choice.alltoall == "flat" else f" {choice.alltoall}"
+    return f"{kind.labels[0]}.. {phases}{way}" if len(kind.labels) > 1 else f"{kind.labels[0]} {phases}{way}"
+
+
+def _timed(kind: Kind, choice: Choice, found: Found, machine: Machine) -> tuple[PhaseChoice, PhaseChoice]:
+    profile, way = found.profiles[kind.subject.kind, choice.alltoall], found.ways[kind.subject.kind][choice.alltoall]
+    same_cuts = choice.phases[0].block.shares == choice.phases[1].block.shares
+    timed = []
+    for backward, phase in zip((False, True), choice.phases, strict=True):
+        plan = PhasePlan(phase.block, kind.pipeline.forward.groups, backward, way.planned)
+        timed.append(replace(phase, time_ms=machine.predict_ms(plan, kind.sizes, profile, same_cuts)))
+    return timed[0], timed[1]
 
 
 def other_esp_sizes(

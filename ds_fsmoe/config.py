@@ -81,6 +81,7 @@ class AutotuneBlock(_Block):
 
     enabled: bool = Field(False, description="measure after the first training forward, and choose degrees by it")
     cache_dir: str | None = Field(None, description="folder in which rank 0 keeps measurements")
+    trials: int = Field(3, ge=0, description="steps to train with each of the best few plans; 0: as predicted")
     watch_every: int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
     drift_threshold: float = Field(0.25, gt=0, description="by which share of it a step may differ from the prediction")
     retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
@@ -288,7 +289,7 @@ def _unfit_autotune(block: FSMoEBlock) -> list[str]:
     written = {
         **{
             f"autotune.{name}": (getattr(block.autotune, name), getattr(idle, name))
-            for name in ("cache_dir", "watch_every", "drift_threshold", "retune_on_drift")
+            for name in ("cache_dir", "trials", "watch_every", "drift_threshold", "retune_on_drift")
         },
         "pipeline_degree.max": (
             block.pipeline_degree.max,

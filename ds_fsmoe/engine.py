@@ -8,7 +8,6 @@ the optimizer is not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,27 +19,21 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_fsmoe import compat
-from ds_fsmoe.autotune import Autotune
-from ds_fsmoe.components.gate import GateBase, update_gates
-from ds_fsmoe.config import AutotuneBlock, ConfigError, FSMoEBlock, read_block
+from ds_fsmoe.config import AutotuneBlock, ConfigError, read_block
+from ds_fsmoe.engine_state import FSMoEState, alike
 from ds_fsmoe.gradient_norm import clip_by_norm, put_right
-from ds_fsmoe.layer import FSMoEGate, StockMoE
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.parts import Parts, choose_parts
-from ds_fsmoe.predicted import Predicts
-from ds_fsmoe.prediction_watch import PredictionWatch
+from ds_fsmoe.parts import choose_parts
 from ds_fsmoe.preflight import check_experts, check_nodes, check_tensor_parallel
 from ds_fsmoe.reduction import Reduction, wanted_mode, why_not
-from ds_fsmoe.router_checks import RouterCheck
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.agreement import (
     check_agreement,
     facts_of_config,
     facts_of_layers,
-    facts_of_plan,
     facts_of_versions,
 )
-from ds_fsmoe.runtime.groups import FSMoEGroups, sizes_of_mpu
+from ds_fsmoe.runtime.groups import sizes_of_mpu
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.takeover import (
     check_mpu,
@@ -50,151 +43,6 @@ from ds_fsmoe.takeover import (
     take_over,
 )
 from ds_fsmoe.versions import VERSION
-
-
-class FSMoEState:
-    """What is on, for one engine: ``engine.fsmoe``."""
-
-    def __init__(
-        self,
-        block: FSMoEBlock,
-        layers: dict[str, StockMoE],
-        parts: Parts,
-        running: Running,
-        stage_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.block = block
-        self.stage_group = stage_group
-        """The ranks that run the same layers; ``None``: all."""
-        self.layers = layers
-        self.parts = parts
-        self.running = running
-        self.reduction: Reduction | None = None
-        """Of gradients, where we do it."""
-        self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
-        running.predictors = self._predictors
-        self.watch: PredictionWatch | None = None
-        """Compares steps with what was predicted of them, where that is asked for."""
-        if running.step_clock is not None and block.autotune.watch_every:
-            labels = [layer.deepspeed_moe.label for layer in layers.values()]
-            self.watch = PredictionWatch(
-                block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
-            )
-        self.gradients = "DeepSpeed's own reduction"
-        """What is done with them, in words."""
-
-        self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
-        for layer in layers.values():
-            layer.deepspeed_moe.router_check = self._router_check
-        self._facts: dict[str, str] = {}
-        self._compared_at = 0
-
-    def facts(self) -> dict[str, str]:
-        """What all ranks have to have alike, as short texts by name."""
-        if not self._facts:
-            for layer in self.layers.values():
-                pipeline = layer.deepspeed_moe.pipeline
-                for plan in (pipeline.forward, pipeline.backward):
-                    self._facts |= facts_of_plan(pipeline.label, plan)
-        return self._facts | facts_of_config(_alike(self.block)) | facts_of_layers(self.layers)
-
-    def at_step(self, number: int) -> None:
-        """Optimizer step ``number`` is about to begin, or goes on.
-
-        Raises:
-            DisagreementError: every ``debug.check_every`` steps, if ranks have come to differ.
-        """
-        self.running.at_step(number)
-        if self._router_check is not None:
-            self._router_check.step = number
-        every = self.block.debug.check_every
-        if every and number >= self._compared_at + every:
-            self._compared_at = number
-            check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
-
-    def before_forward(self) -> None:
-        """A forward in training is about to begin: once, choose how layers are run. Collective where that is due.
-
-        Raises:
-            MeasuringError, DisagreementError: on every rank.
-        """
-        if self.autotune is None or not self.autotune.counts_forward():
-            return
-        clock = self.running.step_clock
-        dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
-        layers = {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
-        self.autotune.run(layers, self.reduction, dense_ms)
-        if self.reduction is not None:
-            self.reduction.look_at_plans()
-        if self.watch is not None:
-            self.watch.plans_changed()
-        self._facts = {}
-        check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
-
-    def _predictors(self) -> Mapping[str, Predicts]:
-        return {} if self.autotune is None else self.autotune.predictors
-
-    def _plan_again(self, reason: str) -> None:
-        self.autotune.request_again(reason)
-
-    def after_optimizer_step(self) -> None:
-        """Parameters have been changed: let gates learn from what they have counted. Collective if there are such."""
-        inner = [layer.deepspeed_moe for layer in self.layers.values()]
-        groups = [self.stage_group]
-        # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
-        if self.stage_group is not None and inner and inner[0].mp_group is not None:
-            groups.append(inner[0].mp_group)
-        update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
-
-    def groups(self) -> dict[str, FSMoEGroups]:
-        """The groups of the layers, by DeepSpeed's name of those that share experts."""
-        inner = [layer.deepspeed_moe for layer in self.layers.values()]
-        return {each.ep_group_name: self.running.groups(each.ep_size, each.tensor_parallel) for each in inner}
-
-    def close(self) -> None:
-        """Give back the reduction of gradients, and end what runs."""
-        if self.reduction is not None:
-            self.reduction.close()
-        self.running.close()
-
-    @property
-    def num_layers(self) -> int:
-        """How many MoE layers are ours."""
-        return len(self.layers)
-
-    def chosen(self) -> dict[str, str]:
-        """What runs, a word or two per choice, in the order a token meets them."""
-        gates = sorted({_describe_gate(layer) for layer in self.layers.values()})
-        return {
-            "schedule": self.block.schedule,
-            "pipeline_degree": _describe_degrees(self),
-            "esp_size": str(self.block.esp_size),
-            "gate": "; ".join(gates),
-            "order": self.parts.order_name,
-            "alltoall": self.parts.alltoall_name,
-            "ops": self.parts.ops.name,
-            "gradients": self.gradients,
-        }
-
-
-def _alike(block: FSMoEBlock) -> dict[str, Any]:
-    """What of a block has to be the same on every rank."""
-    return block.model_dump(exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
-
-
-def _describe_degrees(state: FSMoEState) -> str:
-    pipelines = [layer.deepspeed_moe.pipeline for layer in state.layers.values()]
-    degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
-    return "; ".join(
-        "forward {}, backward {}".format(*each) for each in dict.fromkeys(degrees or [state.running.degrees])
-    )
-
-
-def _describe_gate(layer: StockMoE) -> str:
-    gate = layer.deepspeed_moe.gate
-    if not isinstance(gate, FSMoEGate):
-        return gate.describe() if isinstance(gate, GateBase) else type(gate).__name__
-    return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"
 
 
 class FSMoEEngine(DeepSpeedEngine):
@@ -265,9 +113,8 @@ class FSMoEEngine(DeepSpeedEngine):
         if self.was_step_applied():
             self.fsmoe.after_optimizer_step()
         self.fsmoe.running.at_step(self.global_steps)
-        watch = self.fsmoe.watch
-        if watch is not None and self.global_steps != number:
-            found = watch.step_is_over(self.global_steps)
+        if self.global_steps != number:
+            found = self.fsmoe.step_is_over(self.global_steps)
             if found is not None and self.monitor.enabled:
                 self.monitor.write_events(found.events(self.global_samples))
         return result
@@ -342,7 +189,7 @@ class FSMoEEngine(DeepSpeedEngine):
             stage_size, stage_group = stage_size // model.num_stages, self.mpu.get_data_parallel_group()
         check_experts(layers, stage_size, block.gate, block.esp_size)
         # Before any group is made: DeepSpeed would hang over models that differ.
-        facts = facts_of_layers(layers) | facts_of_config(_alike(block)) | facts_of_versions(("torch", "deepspeed"))
+        facts = facts_of_layers(layers) | facts_of_config(alike(block)) | facts_of_versions(("torch", "deepspeed"))
         facts |= facts_of_tensor_parallel(layers, self.mpu)
         check_agreement(facts | {"version of ds_fsmoe": VERSION}, stage_group, "model, config or versions")
         check_mpu(self.mpu)

@@ -105,6 +105,24 @@ class Reduction:
         self.look_at_plans()
         self._door.take(self.reducer)
 
+    def wait(self) -> None:
+        """The layers' plans are not settled: do not measure in their backwards, nor plan by those."""
+        if self.reducer.plan is None:
+            self.reducer.is_waiting, self.reducer.on_finish = True, None
+            self._watch_no_more()
+
+    def go_on(self) -> None:
+        """They are settled."""
+        if self.reducer.plan is None:
+            self._idle = IdleTimes(self._idle.device)
+            self.reducer.on_finish = self._idle.next_round
+            self.reducer.look_again(LOOKS)
+            self.look_at_plans()
+
+    def _watch_no_more(self) -> None:
+        for layer, observer in zip(self._layers, self._observers, strict=True):
+            layer.pipeline = replace(layer.pipeline, window=self.reducer, observer=observer)
+
     def look_at_plans(self) -> None:
         """Measure in the backwards of the layers' plans, which have changed: until gradients are planned."""
         if self.reducer.plan is not None:
@@ -118,8 +136,7 @@ class Reduction:
     def _plan(self, supplies: Sequence[Supply]) -> GradientPlan:
         """The same on every rank: rank 0 of those that share dense gradients decides."""
         self.reducer.on_finish = None
-        for layer, observer in zip(self._layers, self._observers, strict=True):
-            layer.pipeline = replace(layer.pipeline, window=self.reducer, observer=observer)
+        self._watch_no_more()
         num_windows = len(supplies[-1].ready)
         if self._by_rule or not num_windows:
             return plan_by_rule(supplies, self.mode, self._asked.chunk_bytes)

@@ -95,3 +95,41 @@ def test_a_gate_in_stocks_layer_decides_as_in_ours(tmp_path: Path) -> None:
         torch.testing.assert_close(
             of_ours, of_stock, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def compare_models(rank: int, world_size: int) -> dict[str, list[float]]:
+    from benchmarks.language_model import LanguageModel, batches
+    from benchmarks.layer_steps import Found, Steps
+    from benchmarks.layers import Layer, Mpu, fix_capacity, fix_gather, ranks_per_node
+
+    fix_gather()
+    fix_capacity()
+    found = {}
+    with on_nodes(*TWO_NODES):
+        mpu = Mpu(ranks_per_node())
+        layer = Layer(B=2, L=16, M=16, ratio=2, f=None, ffn="mixtral")
+        cut = {"schedule": "fsmoe", "pipeline_degree": {"forward": 2, "backward": 3}}
+        for layout, block in (("node", {"esp_size": 2} | cut), ("ranks", cut)):
+            for name, of in (("stock", None), ("ours", block)):
+                read = batches(layer, layout)
+                steps = Steps(layer, layout, mpu, Found(), of, make_model=LanguageModel, batches=read, lr=0.2)
+                for _ in range(2):
+                    steps()
+                losses = torch.stack(steps.losses)
+                torch.distributed.all_reduce(losses)
+                found[f"{name}, {layout}"] = (losses / world_size).tolist()
+                steps.close()
+    return found
+
+
+def test_language_models_of_both_systems_lose_alike_in_both_layouts(tmp_path: Path) -> None:
+    (found, *_) = run_on_ranks(compare_models, 4, tmp_path)
+    first = found["stock, node"]
+    assert len(first) == 3 and first[2] < first[0]
+    for name, losses in found.items():
+        for step, (theirs, ours) in enumerate(zip(first, losses, strict=False)):
+            # Auxiliary losses are those of a rank's tokens, and layouts differ in which these are.
+            assert abs(ours / theirs - 1) < 1e-2, (name, step, found)
+        if name.startswith("ours"):
+            stock = found[f"stock, {name.split(', ')[1]}"]
+            assert abs(losses[0] / stock[0] - 1) < (1e-5 if "ranks" in name else 5e-3)

@@ -197,7 +197,7 @@ def test_every_field_is_used_or_refused() -> None:
 
     used = {"enabled", "schedule", "order", "alltoall", "ops", "plugins", "esp_size", "overlap", "recompute", "hooks"}
     used |= {"pipeline_degree.forward", "pipeline_degree.backward", "topology.ranks_per_node"}
-    used |= {"pipeline_degree.max", "autotune.enabled", "autotune.cache_dir"}
+    used |= {"pipeline_degree.max", "autotune.enabled", "autotune.cache_dir", "autotune.trials"}
     used |= {"autotune.watch_every", "autotune.drift_threshold", "autotune.retune_on_drift"}
     used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path", "trace.cluster"}
     used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts", "debug.check_router"}

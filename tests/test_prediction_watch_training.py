@@ -45,6 +45,7 @@ class Planned:
     """Stands for a stage that has run."""
 
     is_due = False
+    trials = None
 
     def __init__(self) -> None:
         self.predictors = {f"L0{layer}": Fixed() for layer in range(2)}
@@ -87,7 +88,7 @@ def engine_of(rank: int, case: Case, blocks: dict[str, Any] | None = None, **aut
 
     model = SmallModel(case, rank)
     model.first = Slow(model.first)
-    block = {"enabled": True, "autotune": {"enabled": True, "watch_every": 1} | autotune}
+    block = {"enabled": True, "autotune": {"enabled": True, "watch_every": 1, "trials": 0} | autotune}
     config = case.ds_config(fsmoe=block, **blocks or {})
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.fsmoe.autotune = Planned()

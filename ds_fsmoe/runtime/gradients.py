@@ -65,6 +65,8 @@ class GradientReducer:
             raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
         self._ready_at = [0] * len(self._numbers)
         self._looks_left = looks
+        self.is_waiting = False
+        """Whether rounds are not looked at for now, because backwards will be run otherwise."""
         self._passed: list[list[str]] = []
         """Layers, in the order of the windows they opened, for each round that was looked at."""
         self._windows: tuple[str, ...] = ()
@@ -264,6 +266,8 @@ class GradientReducer:
 
     def _look(self, was_late: bool) -> None:
         """Note what came when, if this round was one for looking; after the last one agree on it, and plan."""
+        if self.is_waiting:
+            return
         if not self._looks_left:
             self._looks_left = int(was_late)
             return
@@ -284,6 +288,10 @@ class GradientReducer:
         # Where not every backward passes the same layers, there is no telling when a window opens.
         self._new_windows = seen.pop() if len(seen) == 1 else ()
         self._plan_for(len(self._new_windows))
+
+    def look_again(self, rounds: int) -> None:
+        """From now on, in so many rounds more."""
+        self.is_waiting, self._looks_left = False, rounds
 
     def _plan_for(self, num_windows: int) -> None:
         supplies = []

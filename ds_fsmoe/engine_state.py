@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine knows of its MoE layers, and what is due between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_fsmoe.autotune import Autotune
+from ds_fsmoe.components.gate import GateBase, update_gates
+from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.layer import FSMoEGate, StockMoE
+from ds_fsmoe.parts import Parts
+from ds_fsmoe.predicted import Predicts
+from ds_fsmoe.prediction_watch import PredictionWatch
+from ds_fsmoe.reduction import Reduction
+from ds_fsmoe.router_checks import RouterCheck
+from ds_fsmoe.running import Running
+from ds_fsmoe.runtime.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_plan
+from ds_fsmoe.runtime.groups import FSMoEGroups
+from ds_fsmoe.step_comparison import StepComparison
+
+
+class FSMoEState:
+    """What is on, for one engine: ``engine.fsmoe``."""
+
+    def __init__(
+        self,
+        block: FSMoEBlock,
+        layers: dict[str, StockMoE],
+        parts: Parts,
+        running: Running,
+        stage_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.block = block
+        self.stage_group = stage_group
+        """The ranks that run the same layers; ``None``: all."""
+        self.layers = layers
+        self.parts = parts
+        self.running = running
+        self.reduction: Reduction | None = None
+        """Of gradients, where we do it."""
+        self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
+        running.predictors = self._predictors
+        self.watch: PredictionWatch | None = None
+        """Compares steps with what was predicted of them, where that is asked for."""
+        if running.step_clock is not None and block.autotune.watch_every:
+            labels = [layer.deepspeed_moe.label for layer in layers.values()]
+            self.watch = PredictionWatch(
+                block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
+            )
+        self.gradients = "DeepSpeed's own reduction"
+        """What is done with them, in words."""
+
+        self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
+        for layer in layers.values():
+            layer.deepspeed_moe.router_check = self._router_check
+        self._facts: dict[str, str] = {}
+        self._compared_at = 0
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks have to have alike, as short texts by name."""
+        if not self._facts:
+            for layer in self.layers.values():
+                pipeline = layer.deepspeed_moe.pipeline
+                for plan in (pipeline.forward, pipeline.backward):
+                    self._facts |= facts_of_plan(pipeline.label, plan)
+        return self._facts | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
+
+    def at_step(self, number: int) -> None:
+        """Optimizer step ``number`` is about to begin, or goes on.
+
+        Raises:
+            DisagreementError: every ``debug.check_every`` steps, if ranks have come to differ.
+        """
+        self.running.at_step(number)
+        if self._router_check is not None:
+            self._router_check.step = number
+        every = self.block.debug.check_every
+        if every and number >= self._compared_at + every:
+            self._compared_at = number
+            check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
+
+    def before_forward(self) -> None:
+        """A forward in training is about to begin: once, choose how layers are run. Collective where that is due.
+
+        Raises:
+            MeasuringError, DisagreementError: on every rank.
+        """
+        if self.autotune is None or not self.autotune.counts_forward():
+            return
+        clock = self.running.step_clock
+        dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
+        layers = {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
+        self.autotune.run(layers, self.reduction, dense_ms)
+        if self.reduction is not None:
+            if self.autotune.trials is None:
+                self.reduction.look_at_plans()
+            else:
+                self.reduction.wait()
+        self._plans_changed()
+
+    def _plans_changed(self) -> None:
+        if self.watch is not None:
+            self.watch.plans_changed()
+        self._facts = {}
+        check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
+
+    def step_is_over(self, next_step: int) -> StepComparison | None:
+        """An optimizer step is over: go on with trying plans, or compare it with what was predicted. Collective where
+        there is something to be done.
+
+        Args:
+            next_step: the number of the next one.
+
+        Returns:
+            What was found, if it was compared.
+        """
+        if self.autotune is not None and self.autotune.trials is not None:
+            is_settled = self.autotune.trial_is_over()
+            self._facts = {}
+            if is_settled:
+                if self.reduction is not None:
+                    self.reduction.go_on()
+                self._plans_changed()
+            return None
+        return None if self.watch is None else self.watch.step_is_over(next_step)
+
+    def _predictors(self) -> Mapping[str, Predicts]:
+        return {} if self.autotune is None else self.autotune.predictors
+
+    def _plan_again(self, reason: str) -> None:
+        self.autotune.request_again(reason)
+
+    def after_optimizer_step(self) -> None:
+        """Parameters have been changed: let gates learn from what they have counted. Collective if there are such."""
+        inner = [layer.deepspeed_moe for layer in self.layers.values()]
+        groups = [self.stage_group]
+        # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
+        if self.stage_group is not None and inner and inner[0].mp_group is not None:
+            groups.append(inner[0].mp_group)
+        update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
+
+    def groups(self) -> dict[str, FSMoEGroups]:
+        """The groups of the layers, by DeepSpeed's name of those that share experts."""
+        inner = [layer.deepspeed_moe for layer in self.layers.values()]
+        return {each.ep_group_name: self.running.groups(each.ep_size, each.tensor_parallel) for each in inner}
+
+    def close(self) -> None:
+        """Give back the reduction of gradients, and end what runs."""
+        if self.reduction is not None:
+            self.reduction.close()
+        self.running.close()
+
+    @property
+    def num_layers(self) -> int:
+        """How many MoE layers are ours."""
+        return len(self.layers)
+
+    def chosen(self) -> dict[str, str]:
+        """What runs, a word or two per choice, in the order a token meets them."""
+        gates = sorted({_describe_gate(layer) for layer in self.layers.values()})
+        return {
+            "schedule": self.block.schedule,
+            "pipeline_degree": _describe_degrees(self),
+            "esp_size": str(self.block.esp_size),
+            "gate": "; ".join(gates),
+            "order": self.parts.order_name,
+            "alltoall": self.parts.alltoall_name,
+            "ops": self.parts.ops.name,
+            "gradients": self.gradients,
+        }
+
+
+def alike(block: FSMoEBlock) -> dict[str, Any]:
+    """What of a block has to be the same on every rank."""
+    return block.model_dump(exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
+
+
+def _describe_degrees(state: FSMoEState) -> str:
+    pipelines = [layer.deepspeed_moe.pipeline for layer in state.layers.values()]
+    degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
+    return "; ".join(
+        "forward {}, backward {}".format(*each) for each in dict.fromkeys(degrees or [state.running.degrees])
+    )
+
+
+def _describe_gate(layer: StockMoE) -> str:
+    gate = layer.deepspeed_moe.gate
+    if not isinstance(gate, FSMoEGate):
+        return gate.describe() if isinstance(gate, GateBase) else type(gate).__name__
+    return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"
