@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ds_fsmoe
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.layer_steps import Found, Steps
-from benchmarks.layers import Layer, Layout, Model, Mpu, fix_capacity, fix_gather, ranks_per_node
+from benchmarks.layers import TINY, Layer, Layout, Model, Mpu, fix_capacity, fix_gather, ranks_per_node
 from ds_fsmoe import registry
 from ds_fsmoe.components.slot_routing import SlotRouting
 
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--degree", type=int, default=3, help="chunks of the MoE layers")
     parser.add_argument("--only", nargs="*", help="gates to measure (all)")
+    parser.add_argument("--smoke", action="store_true", help="tiny layers, to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
@@ -146,9 +147,11 @@ def main() -> None:
         Variant("ours, best layout", partial(ours, mpu, "ranks", cut)),
     )
     chosen = tuple(each for each in GRID.cases if args.only is None or each.settings.gate in args.only)
-    run_grid(
-        Grid(GRID.name, chosen), variants, "stock", Effort(blocks=args.blocks, steps=1, warmup=2), results=args.results
-    )
+    effort = Effort(blocks=args.blocks, steps=1, warmup=2)
+    if args.smoke:
+        chosen = tuple(Case(f"tiny {each.name}", replace(each.settings, layer=TINY)) for each in chosen)
+        effort = Effort(blocks=2, steps=1, warmup=1)
+    run_grid(Grid(GRID.name, chosen), variants, "stock", effort, results=args.results)
     dist.destroy_process_group()
 
 

@@ -37,7 +37,7 @@ from benchmarks.auto_ep import AutoEPSteps, can_run
 from benchmarks.contenders import TUNED, Contenders
 from benchmarks.harness import RESULTS, Case, CaseResult, Effort, Grid, Variant, run_grid
 from benchmarks.layer_steps import Steps
-from benchmarks.layers import SKEWS, Layer, Skew, fix_capacity, fix_gather
+from benchmarks.layers import SKEWS, TINY, Layer, Skew, fix_capacity, fix_gather
 from benchmarks.outcome import PACKAGES
 from benchmarks.result_files import BED_VARIABLE, append_rows, made_with
 from ds_fsmoe.planning.block import BlockPlan
@@ -119,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny layer, as fast as can be, to see that all runs")
     parser.add_argument("--skew", action="store_true", help="the same with routing to hot experts, balanced first")
     parser.add_argument("--ablation", action="store_true", help="the parts of fsmoe and best, one by one")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -133,10 +134,13 @@ def main() -> None:
     chosen = every if args.only is None else tuple(every[i] for i in args.only)
     if args.skew:
         chosen = tuple(skewed(case, skew) for case in chosen for skew in SKEWS)
-    effort = Effort(args.blocks, steps=1, warmup=1)
+    if args.smoke:
+        chosen = (Case(f"{TINY}, stock fixed", TINY),)
+    effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
     with tempfile.TemporaryDirectory() as cache:
         contenders = Parts(cache)
-        contenders.sweep(chosen[0].settings)
+        if not args.smoke:
+            contenders.sweep(chosen[0].settings)
         for case in chosen:
             if args.ablation:
                 run_grid(Grid("ablation", (case,)), contenders.ablation(), "deepspeed", effort, results=args.results)

@@ -32,7 +32,7 @@ from benchmarks.contenders import PRESETS, Contenders
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.language_model import LanguageModel, batches
 from benchmarks.layer_steps import Steps
-from benchmarks.layers import Layer, Layout, fix_capacity, fix_gather
+from benchmarks.layers import TINY, Layer, Layout, fix_capacity, fix_gather
 from benchmarks.outcome import PACKAGES
 from benchmarks.pipeline_model import PipelineSteps
 from benchmarks.result_files import append_rows, made_with
@@ -48,9 +48,11 @@ class Settings:
     stages: int
 
 
-def cases(stages: int) -> dict[str, Case]:
+def cases(stages: int, smoke: bool = False) -> dict[str, Case]:
     """By a short name; an expert for each rank."""
     E = dist.get_world_size()
+    if smoke:
+        return {"tiny": Case(f"tiny, P {E}", Settings(replace(TINY, E=E), stages))}
     gpt = Layer(B=2, L=128, M=64, ratio=64, f=1.25, ffn="gpt", E=E, layers=4)
     mixtral = Layer(B=2, L=128, M=64, ratio=96, f=None, ffn="mixtral", E=E, layers=4)
     layers = {
@@ -127,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=["gpt2", "mixtral"], help="gpt2, mixtral, short, long")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, to see that all runs")
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
@@ -136,16 +139,17 @@ def main() -> None:
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=200))
     fix_gather()
     fix_capacity()
-    every = cases(args.stages)
-    unknown = [name for name in args.only if name not in every]
+    every = cases(args.stages, args.smoke)
+    wanted = list(every) if args.smoke else args.only
+    unknown = [name for name in wanted if name not in every]
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: the choices are {', '.join(every)}")
     with tempfile.TemporaryDirectory() as cache:
         models = Models(cache)
-        for name in args.only:
+        for name in wanted:
             case = every[name]
             variants = models.piped() if args.stages > 1 else models.variants()
-            effort = Effort(args.blocks, steps=1, warmup=1)
+            effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
             run_grid(Grid("models", (case,)), variants, "stock", effort, results=args.results)
             losses = models.losses()
             if dist.get_rank() == 0:

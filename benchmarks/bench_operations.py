@@ -25,8 +25,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_layer import cases
+from benchmarks.cases import Case
 from benchmarks.layer_steps import Found, Steps
-from benchmarks.layers import Attention, Layer, Layout, Mpu, fix_capacity, fix_gather, ranks_per_node
+from benchmarks.layers import TINY, Attention, Layer, Layout, Mpu, fix_capacity, fix_gather, ranks_per_node
 from benchmarks.operations import COMMUNICATION, OTHER, Operations
 from benchmarks.result_files import RESULTS, append_rows, made_with
 
@@ -85,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny layer, to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
@@ -94,7 +96,7 @@ def main() -> None:
     fix_gather()
     fix_capacity()
     mpu = Mpu(ranks_per_node())
-    every = cases()
+    every = (Case(str(TINY), TINY),) if args.smoke else cases()
     made = made_with(("torch", "deepspeed"))
     for case in every if args.only is None else [every[i] for i in args.only]:
         for layout in get_args(Layout):

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench`` and ``make bench-full``: the benchmarks one after another, on a bed of their own, then the report.
 
-The bed is built and removed by this. One benchmark that fails does not keep the others from running; the exit status
+Beds are built and removed by this. One benchmark that fails does not keep the others from running; the exit status
 says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Run as a file, Python looks for modules beside it only.
@@ -24,12 +26,23 @@ from benchmarks.result_files import RESULTS  # noqa: E402
 
 # In --full without the arguments, which make them short.
 ON_THE_BED = (
-    ("bench_pipeline.py", "--blocks 3"),
-    ("bench_layer.py", "--blocks 3 --only 7"),
-    ("bench_gates.py", "--blocks 3 --only topk"),
-    ("bench_alltoall.py", "--blocks 2"),
+    ("bench_operations.py", "--steps 3 --only 0"),
+    ("bench_layer.py", "--blocks 2 --only 0"),
+    ("bench_interference.py", "--steps 20"),
+    ("bench_timeline.py", ""),
 )
-ONLY_IN_FULL = ("bench_gradients.py", "bench_autotune.py", "bench_wire.py", "bench_bed.py")
+ONLY_IN_FULL = (
+    *("bench_models.py", "bench_models.py --only short long", "bench_layer.py --ablation --only 1 4 13"),
+    *("bench_layer.py --skew --only 2", "bench_gates.py", "bench_pipeline.py", "bench_alltoall.py"),
+    *("bench_gradients.py", "bench_autotune.py", "bench_wire.py", "bench_bed.py"),
+)
+ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"mode": "shared"}, "bench_layer.py --only 1 4 13"),
+    ({"nodes": 3}, "bench_models.py --only mixtral"),
+    ({"nodes": 4}, "bench_models.py --only mixtral"),
+    ({"nodes": 4}, "bench_models.py --only gpt2 mixtral --stages 2"),
+)
+"""Only in --full: links that contend, 6 and 8 ranks, pipeline stages."""
 BY_THEMSELVES = (
     ("bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
     ("bench_experts.py", "--budget 1"),
@@ -43,21 +56,24 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    bed, failed, start_s = Bed("bench", inter="50mbit", intra="200mbit"), [], time.monotonic()
-    on_the_bed = [(name, "" if args.full else short) for name, short in ON_THE_BED]
-    on_the_bed += [(name, "") for name in ONLY_IN_FULL] if args.full else []
+    failed, start_s = [], time.monotonic()
+    on_the_bed = [name if args.full else f"{name} {short}" for name, short in ON_THE_BED]
+    on_the_bed += ONLY_IN_FULL if args.full else ()
+    beds = [({}, job) for job in on_the_bed] + list(ON_OTHER_BEDS if args.full else ())
     try:
-        bed.up()
+        for options, jobs in itertools.groupby(beds, key=lambda each: each[0]):
+            bed = Bed("bench", inter="25mbit", intra="100mbit", **options)
+            bed.up()
+            with cleared_if_killed(bed.name):
+                for _, job in jobs:
+                    print(f"== {job}, {bed}", flush=True)
+                    script, *rest = job.split()
+                    command = [str(ROOT / "benchmarks" / script), *rest, "--results", str(args.results)]
+                    if run_job(bed, command, None if args.full else 400.0):
+                        failed.append(job)
     except BedError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    with cleared_if_killed(bed.name):
-        for name, options in on_the_bed:
-            print(f"== {name} {options}", flush=True)
-            job = [str(ROOT / "benchmarks" / name), *options.split()]
-            job += ["--results", str(args.results)]
-            if run_job(bed, job, None if args.full else 300.0):
-                failed.append(name)
     for name, short in BY_THEMSELVES:
         print(f"== {name} {'' if args.full else short}", flush=True)
         command = [sys.executable, str(ROOT / "benchmarks" / name), *([] if args.full else short.split())]

@@ -67,6 +67,10 @@ class Layer:
         return torch.linalg.qr(torch.randn(self.M, self.E, generator=torch.Generator().manual_seed(0)))[0].T
 
 
+TINY = Layer(B=2, L=16, M=16, ratio=2, f=1.25, ffn="gpt")
+"""Of no interest but that everything runs."""
+
+
 class Mpu:
     """Tensor parallelism over so many neighbours, as Megatron hands it to DeepSpeed. Collective to make."""
 

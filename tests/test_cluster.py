@@ -38,12 +38,12 @@ needs_bed = pytest.mark.skipif(bool(no_bed), reason=no_bed or "there can be a be
 
 @pytest.fixture
 def clean() -> Iterator[None]:
-    """Whatever a test does, `ip netns list` is as it was."""
-    before = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    """Whatever a test does, it leaves no namespace; other tests have beds of other names."""
     yield
     for name in (NAME, f"{NAME}b"):
         down(name)
-    assert subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout == before
+    there = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert f"fsmoe-{NAME}" not in there
     assert not list(Path("/etc/netns").glob(f"fsmoe-{NAME}-*"))
 
 

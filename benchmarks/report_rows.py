@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of results, read again: the newest of each configuration, and variants beside their baseline."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What one benchmark of the harness found: every variant against the baseline.
+
+    Attributes:
+        name: of the benchmark.
+        baseline: the variant that the others are compared with.
+        cases: in the order of the file.
+        variants: likewise, without the baseline.
+        rows: newest for (case, variant).
+    """
+
+    name: str
+    baseline: str
+    cases: tuple[str, ...]
+    variants: tuple[str, ...]
+    rows: dict[tuple[str, str], Row]
+
+    def ratio(self, case: str, variant: str) -> float | None:
+        """Times faster than the baseline; ``None`` if it was not measured."""
+        row = self.rows.get((case, variant))
+        return None if row is None else float(row["ratio"])
+
+    def mean(self, variant: str) -> float:
+        """Geometric, over the cases that were measured."""
+        ratios = [ratio for case in self.cases if (ratio := self.ratio(case, variant)) is not None]
+        return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+    def markdown(self) -> str:
+        """A table: cases down, variants across."""
+        heads = [f"times faster than {self.baseline}", *self.variants]
+        lines = [f"### {self.name}", "", made_with_words(list(self.rows.values())), ""]
+        lines += [line(heads), line(["---", *("---:" for _ in self.variants)])]
+        for case in self.cases:
+            lines.append(line([case, *(self._cell(case, variant) for variant in self.variants)]))
+        lines.append(line(["**geometric mean**", *(f"**{self.mean(each):.3f}**" for each in self.variants)]))
+        return "\n".join(lines)
+
+    def _cell(self, case: str, variant: str) -> str:
+        row = self.rows.get((case, variant))
+        if row is None:
+            return ""
+        marks = (" CPU" if row["cpu_bound"] == "True" else "") + (" noisy" if row["noisy"] == "True" else "")
+        return f"{float(row['ratio']):.3f} ({float(row['ratio_low']):.2f} to {float(row['ratio_high']):.2f}){marks}"
+
+
+def comparison(name: str, rows: Sequence[Row]) -> Comparison:
+    """Of the rows of one file.
+
+    Raises:
+        ValueError: no row of a baseline, which is the one compared with itself as A/A.
+    """
+    newest = {(row["case"], row["variant"]): row for row in rows}
+    cases = tuple(dict.fromkeys(case for case, _ in newest))
+    variants = tuple(dict.fromkeys(variant for _, variant in newest))
+    # A row's ratio is 1 and so is its interval: the baseline's, by how it is made.
+    exact = {each for (_, each), row in newest.items() if row["ratio"] == row["ratio_low"] == row["ratio_high"]}
+    if not exact:
+        raise ValueError(f"{name}: no row of a baseline among {', '.join(variants)}")
+    baseline = next(each for each in variants if each in exact)
+    return Comparison(name, baseline, cases, tuple(each for each in variants if each != baseline), newest)
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of a file of results, oldest first."""
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def made_with_words(rows: Sequence[Row]) -> str:
+    """What rows were measured on and with."""
+    facts = []
+    for column in ("hardware", "deepspeed", "torch", "commit", "date"):
+        values = sorted({row[column] for row in rows if row.get(column)})
+        facts.append(f"{column} {', '.join(values[:3])}{' and more' if len(values) > 3 else ''}")
+    return "; ".join(facts)
+
+
+def line(cells: Sequence[str]) -> str:
+    """Of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def newest(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """The last row of each configuration, which is what ``keys`` names."""
+    return list({tuple(row[key] for key in keys): row for row in rows}.values())
