@@ -3,15 +3,17 @@
 
 ``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/bench_layer.py``. The two layouts
 are explained in ``layers.py``. Nobody is a straw man: all run at the ZeRO stage and bucket size that stock is fastest
-with, and ``pipemoe_lina`` with its fastest slice size, by a sweep on the first case; ``tutel`` and its kin get the best
+with, and ``pipemoe_lina`` with its fastest slice size, as ``--sweep`` has found; ``tutel`` and its kin get the best
 single degree, found in each case by trying all; ``fsmoe`` and ``best`` get what the autotuner chooses. Stock runs in
 the node layout only with two fixes, so every case says that it is fixed: a flat view in its gather, for gloo, and a
 capacity that it can cut where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes nothing there.
 
 AutoEP, of the same package, has a row where it can run (``auto_ep.py``).
 
-Rows go to ``benchmarks/results/layer.csv``; predictions, and what no schedule could beat, beside measurements to
-``layer_predicted.csv``. ``--ablation`` measures the parts of ``fsmoe`` and ``best`` one by one (``ablation.csv``).
+Give each case a job of its own (``--only``): groups of ranks that earlier cases leave behind are threads, and threads
+take processor time. Rows go to ``benchmarks/results/layer.csv``; predictions, and what no schedule could beat, beside
+measurements to ``layer_predicted.csv``. ``--ablation`` measures the parts of ``fsmoe`` and ``best`` one by one
+(``ablation.csv``).
 """
 
 from __future__ import annotations
@@ -119,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
+    parser.add_argument("--sweep", action="store_true", help="print what stock and pipemoe_lina are fastest with, only")
     parser.add_argument("--smoke", action="store_true", help="a tiny layer, as fast as can be, to see that all runs")
     parser.add_argument("--skew", action="store_true", help="the same with routing to hot experts, balanced first")
     parser.add_argument("--ablation", action="store_true", help="the parts of fsmoe and best, one by one")
@@ -139,9 +142,9 @@ def main() -> None:
     effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
     with tempfile.TemporaryDirectory() as cache:
         contenders = Parts(cache)
-        if not args.smoke:
+        if args.sweep:
             contenders.sweep(chosen[0].settings)
-        for case in chosen:
+        for case in () if args.sweep else chosen:
             if args.ablation:
                 run_grid(Grid("ablation", (case,)), contenders.ablation(), "deepspeed", effort, results=args.results)
                 continue

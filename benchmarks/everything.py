@@ -31,6 +31,7 @@ ON_THE_BED = (
     ("bench_interference.py", "--steps 20"),
     ("bench_timeline.py", ""),
 )
+NUM_LAYERS = 24
 ONLY_IN_FULL = (
     *("bench_models.py", "bench_models.py --only short long", "bench_layer.py --ablation --only 1 4 13"),
     *("bench_layer.py --skew --only 2", "bench_gates.py", "bench_pipeline.py", "bench_alltoall.py"),
@@ -58,6 +59,10 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     failed, start_s = [], time.monotonic()
     on_the_bed = [name if args.full else f"{name} {short}" for name, short in ON_THE_BED]
+    if args.full:
+        # A job for each case, because of what the groups of earlier ones would cost.
+        on_the_bed.remove("bench_layer.py")
+        on_the_bed += [f"bench_layer.py --only {number}" for number in range(NUM_LAYERS)]
     on_the_bed += ONLY_IN_FULL if args.full else ()
     beds = [({}, job) for job in on_the_bed] + list(ON_OTHER_BEDS if args.full else ())
     try:

@@ -89,6 +89,10 @@ class Autotune:
         self._num_forwards += 1
         return self._is_wanted and self._num_forwards > FORWARDS_BEFORE
 
+    def need_not_run(self) -> None:
+        """Plans have come from elsewhere."""
+        self._is_wanted, self.trials = False, None
+
     def request_again(self, reason: str) -> None:
         """Measure and plan anew, one training forward from now. Every rank asks for it at the same step.
 

@@ -8,6 +8,7 @@ the optimizer is not.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_fsmoe import compat
+from ds_fsmoe.checkpoints import Checkpoints
 from ds_fsmoe.config import AutotuneBlock, ConfigError, read_block
 from ds_fsmoe.engine_state import FSMoEState, alike
 from ds_fsmoe.gradient_norm import clip_by_norm, put_right
@@ -117,6 +119,43 @@ class FSMoEEngine(DeepSpeedEngine):
             found = self.fsmoe.step_is_over(self.global_steps)
             if found is not None and self.monitor.enabled:
                 self.monitor.write_events(found.events(self.global_samples))
+        return result
+
+    def save_checkpoint(
+        self, save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **others: Any
+    ) -> Any:
+        """DeepSpeed's, published whole or not at all, with checksums, random generators and plans beside it.
+
+        Raises:
+            CheckpointError: on every rank; the last good tag is still what ``latest`` names.
+        """
+        tag = str(f"global_step{self.global_steps}" if tag is None else tag)
+        save = super().save_checkpoint
+        if not save_dir or self.checkpoint_engine.is_decoupled():
+            return save(save_dir, tag, client_state or {}, save_latest, **others)
+
+        def write(name: str) -> Any:
+            return save(save_dir, name, client_state or {}, False, **others)
+
+        return Checkpoints(self).save(Path(save_dir), tag, write, save_latest)
+
+    def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
+        """DeepSpeed's, of files that have been checked; then random generators and plans go on as they were.
+
+        Raises:
+            CheckpointError: on every rank, with the file and what is wrong with it.
+        """
+        names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
+        asked = dict(zip(names, others, strict=False)) | options
+        weights_only = asked.get("load_module_only", False)
+        checkpoints, folder = Checkpoints(self), Path(load_dir)
+        if self.load_universal_checkpoint():
+            return super().load_checkpoint(load_dir, tag, *others, **options)
+        with_optimizer = asked.get("load_optimizer_states", True) and not weights_only
+        found = checkpoints.check(folder, None if tag is None else str(tag), with_optimizer)
+        result = super().load_checkpoint(load_dir, found, *others, **options)
+        if found is not None and result[0] is not None and not weights_only:
+            checkpoints.go_on(folder, found)
         return result
 
     def clip_fp32_gradients(self) -> None:

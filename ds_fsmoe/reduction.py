@@ -119,6 +119,12 @@ class Reduction:
             self.reducer.look_again(LOOKS)
             self.look_at_plans()
 
+    def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
+        """See :meth:`~ds_fsmoe.runtime.gradients.GradientReducer.go_on_with`."""
+        self.reducer.go_on_with(plan, windows, ready_at)
+        self.reducer.on_finish = None
+        self._watch_no_more()
+
     def _watch_no_more(self) -> None:
         for layer, observer in zip(self._layers, self._observers, strict=True):
             layer.pipeline = replace(layer.pipeline, window=self.reducer, observer=observer)

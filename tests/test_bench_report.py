@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import comparison, draw_bars, draw_predictions
+from benchmarks.report_plots import draw_bars, draw_fits, draw_predictions, draw_timelines
+from benchmarks.report_rows import comparison
+from benchmarks.report_tables import beside_table_5, gains_in_two, losses, operations, predictions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,10 +66,62 @@ def test_rows_without_a_baseline_are_refused() -> None:
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     draw_bars(comparison("layer", ROWS), tmp_path / "bars.png")
-    times = {"predicted_ms": "3", "isolated_ms": "2", "measured_ms": "4", "step_predicted_ms": "8"}
-    draw_predictions([row("x", "y", 1.0) | times | {"step_measured_ms": "9"}], tmp_path / "points.png")
-    for name in ("bars", "points"):
+    times = {"predicted_ms": "3", "measured_ms": "4"}
+    pairs = [("predicted_ms", "measured_ms", "steps")]
+    draw_predictions([row("x", "y", 1.0) | times], pairs, tmp_path / "points.png")
+    task = {"kind": "A2A_IN", "lane": "inter", "start_ms": "0", "end_ms": "2"}
+    draw_timelines([row("x", name, 1.0) | task for name in ("stock's", "ours")], tmp_path / "timelines.png")
+    point = {"operation": "all-to-all", "unit": "byte", "size": "8", "measured_ms": "1", "line_ms": "2", "r2": "0.9"}
+    draw_fits([row("x", "y", 1.0) | point], tmp_path / "fits.png")
+    for name in ("bars", "points", "timelines", "fits"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_papers_table_stands_beside_ours_and_gains_over_stock_are_in_two_parts() -> None:
+    ratios = {"stock": 1.0, "deepspeed": 1.2, "tutel": 1.5, "fsmoe": 1.8, "best": 2.1}
+    found = comparison("layer", [row("one", name, ratio) for name, ratio in ratios.items()])
+    text = beside_table_5(found)
+    assert "| fsmoe | 1.18 | 1.22 | 1.20 |" in text
+    assert "| best |  |  | 1.40 |" in text
+    assert "tutel_improved" not in text
+    assert "`fsmoe` over stock 1.800: our runtime with stock's schedule 1.200, the schedule 1.500" in gains_in_two(
+        found
+    )
+
+
+def test_predictions_are_held_against_measurements_and_bounds() -> None:
+    times = {
+        "predicted_ms": 90,
+        "measured_ms": 100,
+        "bound_ms": 80,
+        "uncut_measured_ms": 150,
+        "uncut_predicted_ms": 180,
+    }
+    rows = [row("one", "best", 1.0) | {name: str(value) for name, value in times.items()}]
+    rows += [row("two", "best", 1.0) | {name: str(2 * value) for name, value in times.items()}]
+    assert "| best | 2 | 10.0% | 10.0% | 1.25 | 0.75 |" in predictions(rows)
+
+
+def test_shares_of_a_step_sum_up_communication() -> None:
+    parts = {("forward", "all-to-all"): 3, ("backward", "all-to-all"): 3, ("forward", "experts"): 4}
+    rows = [
+        row("one", "x", 1.0)
+        | {"layout": "node", "phase": phase, "operation": name, "ms": str(ms), "share": str(ms / 10)}
+        for (phase, name), ms in parts.items()
+    ]
+    assert "| one, node | 10 | 60% | 40% | **60%** |" in operations(rows)
+
+
+def test_losses_are_held_against_stocks_in_the_same_layout() -> None:
+    of = {"stock": (6.0, 5.0), "ours": (6.0, 5.5), "stock, best layout": (6.0, 4.0), "best, best layout": (6.0, 4.0)}
+    rows = [
+        row("one", name, 1.0) | {"step": str(step), "loss": str(loss)}
+        for name, values in of.items()
+        for step, loss in enumerate(values)
+    ]
+    text = losses(rows)
+    assert "| one: ours | 6.0000 | 5.5000 | 10.00% |" in text
+    assert "| one: best, best layout | 6.0000 | 4.0000 | 0.00% |" in text
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

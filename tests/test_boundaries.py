@@ -25,6 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ops": ("torch",),
     "components": ("torch", "ds_fsmoe.ops", "ds_fsmoe.registry"),
     "runtime": ("torch", "numpy", "ds_fsmoe.planning", "ds_fsmoe.ops"),
+    "saving": ("torch", "numpy", "ds_fsmoe.versions"),
 }
 # The files that may import DeepSpeed, each with its reason.
 DEEPSPEED: dict[str, str] = {

@@ -293,6 +293,29 @@ class GradientReducer:
         """From now on, in so many rounds more."""
         self.is_waiting, self._looks_left = False, rounds
 
+    def memory(self) -> dict[str, list]:
+        """What the plan in force rests on, as plain data: the layers whose windows it counts on, and how many windows
+        had opened when each gradient came."""
+        return {"windows": list(self._windows), "ready_at": list(self._ready_at)}
+
+    def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
+        """Send by a plan that was made in another run, of the same model on as many ranks; between two rounds.
+
+        Args:
+            plan: then in force.
+            windows, ready_at: its :meth:`memory`.
+
+        Raises:
+            ValueError: of other buffers or parameters.
+        """
+        sizes = tuple(flat.numel for flat in self.flats)
+        if plan.sizes != sizes or len(ready_at) != len(self._numbers):
+            raise ValueError(f"a plan for buffers of {plan.sizes} elements and {len(ready_at)} parameters: has {sizes}")
+        self._looks_left, self.is_waiting = 0, False
+        self._ready_at = list(ready_at)
+        self._new_plan, self._new_windows = plan, tuple(windows)
+        self._begin()
+
     def _plan_for(self, num_windows: int) -> None:
         supplies = []
         for flat in self.flats:

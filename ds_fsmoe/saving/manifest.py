@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint is said to be: sizes, layout, versions, and a checksum of every file. ``fsmoe.json`` in its folder.
+
+It is JSON, and reading it runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.saving.tags import CheckpointError
+from ds_fsmoe.versions import VERSION
+
+NAME = "fsmoe.json"
+FORMAT = 1
+_PIECE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a job was laid out; states of optimizers are cut by it."""
+
+    world: int
+    mp: int
+    pp: int
+    zero_stage: int
+    esp: int
+    dtype: str
+
+    def differences(self, now: Sizes) -> list[str]:
+        """What is not as it was, in words."""
+        before, after = asdict(self), asdict(now)
+        return [f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One MoE layer."""
+
+    path: str
+    num_experts: int
+    ep: int
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """One file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of it."""
+
+    sizes: Sizes
+    layers: tuple[LayerSizes, ...]
+    versions: Mapping[str, str]
+    files: Mapping[str, FileSum]
+    """Name in the folder -> what it has to be."""
+
+    def write(self, folder: Path) -> None:
+        """Into a folder that is not published yet."""
+        text = json.dumps({"format": FORMAT, "ds_fsmoe": VERSION} | asdict(self), indent=1)
+        (folder / NAME).write_text(text)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Of a checkpoint; ``None`` if there is none, as stock DeepSpeed writes none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = folder / NAME
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        if found["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} is of format {found['format']!r}, and this version of ds_fsmoe ({VERSION}) reads {FORMAT}"
+            )
+        sizes = Sizes(**found["sizes"])
+        layers = tuple(LayerSizes(**each) for each in found["layers"])
+        files = {str(name): FileSum(**each) for name, each in found["files"].items()}
+        manifest = Manifest(sizes, layers, dict(found["versions"]), files)
+        _check_types(manifest)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged, or not of a checkpoint: {error!r}") from error
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    groups: list[tuple[Any, Sequence[str]]] = [(manifest.sizes, ("dtype",))]
+    groups += [(each, ("path",)) for each in manifest.layers] + [
+        (each, ("sha256",)) for each in manifest.files.values()
+    ]
+    for each, texts in groups:
+        for name, value in asdict(each).items():
+            if type(value) is not (str if name in texts else int):
+                raise TypeError(f"{name} = {value!r}")
+    for name in manifest.files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"a file outside the folder: {name!r}")
+
+
+def sum_of(path: Path) -> FileSum:
+    """Of a file as it is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("rb") as opened:
+        while piece := opened.read(_PIECE_BYTES):
+            digest.update(piece)
+            size_bytes += len(piece)
+    return FileSum(size_bytes, digest.hexdigest())
+
+
+def names_in(folder: Path) -> list[str]:
+    """Every file of a checkpoint but the manifest, in an order that is the same everywhere."""
+    return sorted(
+        each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file() and each.name != NAME
+    )
+
+
+def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
+    """What is wrong with some of the files, a sentence each."""
+    found = []
+    for name in names:
+        path, wanted = folder / name, files[name]
+        try:
+            size_bytes = path.stat().st_size
+            if size_bytes != wanted.size_bytes:
+                found.append(f"{path} has {size_bytes} bytes and should have {wanted.size_bytes}: it is cut short")
+            elif sum_of(path) != wanted:
+                found.append(f"{path} is not what was saved: its checksum differs")
+        except FileNotFoundError:
+            found.append(f"{path} is missing")
+        except OSError as error:
+            found.append(f"{path} cannot be read: {error.strerror}")
+    return found

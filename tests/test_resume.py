@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was stopped goes on to the bit; a checkpoint that cannot be trusted is an error on every rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+BEFORE, AFTER = 5, 4
+CUT = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 3}}
+CASES = [
+    (Case(2, 0, "fp32", 1, 2, True), CUT),
+    (Case(2, 1, "fp32", 2, 1, True), CUT),
+    (Case(2, 2, "bf16", 1, 2, False), CUT),
+    (Case(2, 0, "fp32", 1, 2, True), CUT | {"gate": {"type": "deepseek", "k": 2, "bias_update_speed": 0.1}}),
+    (Case(2, 1, "bf16", 1, 2, True), {"enabled": True, "gate": {"type": "gshard", "k": 2, "noise": True}}),
+]
+
+
+class WithDropout(nn.Module):
+    """Draws from torch's generator in every forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.inner(x), 0.2, self.training)
+
+
+def make(rank: int, case: Case, block: dict[str, Any], scale: float = 1.0) -> Any:
+    import ds_fsmoe
+
+    torch.manual_seed(rank)
+    model = SmallModel(case, rank)
+    model.first = WithDropout(model.first)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    blocks: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}}
+    blocks["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
+    config = case.ds_config(fsmoe=block, **blocks)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train(engine: Any, rank: int, case: Case, first: int, steps: int) -> list[float]:
+    """No seed is set: what is drawn follows from what was drawn before."""
+    dtype, losses = next(engine.module.parameters()).dtype, []
+    for step in range(first * case.accumulation, (first + steps) * case.accumulation):
+        loss, _ = engine(*batch(step, rank, dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def stop_and_go_on(rank: int, world_size: int, numbers: list[int], folder: str) -> list[str]:
+    hurry()
+    found = []
+    for number in numbers:
+        case, block = CASES[number]
+        place = f"{folder}/{number}"
+        engine = make(rank, case, block)
+        train(engine, rank, case, 0, BEFORE)
+        engine.save_checkpoint(place, client_state={"mine": 7})
+        expected = train(engine, rank, case, BEFORE, AFTER)
+        engine.destroy()
+        engine = make(rank, case, block, scale=0.3)
+        path, state = engine.load_checkpoint(place)
+        assert path is not None
+        assert state["mine"] == 7
+        if train(engine, rank, case, BEFORE, AFTER) != expected:
+            found.append(f"case {number}")
+        engine.destroy()
+    return found
+
+
+def test_losses_after_a_resume_are_those_of_the_run_that_went_on(tmp_path: Path) -> None:
+    for found in run_on_ranks(stop_and_go_on, 2, tmp_path, list(range(len(CASES))), str(tmp_path / "saved")):
+        assert not found
+
+
+def tuned_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    hurry()
+    case = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
+    block = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "pipeline_degree": {"max": 3}}
+    engine = make(rank, case, block)
+    early = f"{folder}/early"
+    train(engine, rank, case, 0, 1)
+    engine.save_checkpoint(early)
+    train(engine, rank, case, 1, 24)
+    assert engine.fsmoe.autotune.trials is None
+    engine.save_checkpoint(folder)
+    plans = dict(engine.fsmoe.facts())
+    expected = train(engine, rank, case, 25, AFTER)
+    gradients = engine.fsmoe.reduction.reducer.plan
+    engine.destroy()
+
+    engine = make(rank, case, block, scale=0.3)
+    engine.load_checkpoint(folder)
+    same = dict(engine.fsmoe.facts()) == plans and engine.fsmoe.reduction.reducer.plan == gradients
+    losses = train(engine, rank, case, 25, AFTER)
+    measured = engine.fsmoe.autotune.num_measured
+    engine.destroy()
+
+    engine = make(rank, case, block)
+    engine.load_checkpoint(early)
+    train(engine, rank, case, 1, 4)
+    measured_early = engine.fsmoe.autotune.num_measured
+    engine.destroy()
+    return {"same": same, "equal": losses == expected, "measured": measured, "early": measured_early}
+
+
+def test_plans_are_taken_from_the_checkpoint_and_not_measured_again(tmp_path: Path) -> None:
+    for found in run_on_ranks(tuned_and_resumed, 2, tmp_path, str(tmp_path / "saved")):
+        assert found["same"]
+        assert found["equal"]
+        assert found["measured"] == 0
+        # Saved before there was a plan, it has to be made.
+        assert found["early"] > 0
+
+
+def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    from ds_fsmoe.saving.tags import CheckpointError
+
+    hurry()
+    case, block = CASES[0]
+    engine = make(rank, case, block)
+    train(engine, rank, case, 0, 2)
+    engine.save_checkpoint(folder, "good")
+    engine.save_checkpoint(folder, "bad")
+    place, said = Path(folder) / "bad", {}
+    expert = next(iter(sorted(place.glob("layer_*_expert_*"))))
+    whole = expert.read_bytes()
+
+    def attempt(name: str, change: Any) -> None:
+        torch.distributed.barrier()
+        if rank == 0:
+            change()
+        torch.distributed.barrier()
+        try:
+            engine.load_checkpoint(folder)
+            said[name] = "nothing"
+        except CheckpointError as error:
+            said[name] = str(error)
+
+    def rewrite(**changes: Any) -> None:
+        path = place / "fsmoe.json"
+        found = json.loads(path.read_text())
+        found["sizes"] |= changes
+        path.write_text(json.dumps(found))
+
+    attempt("whole", lambda: None)
+    attempt("changed", lambda: expert.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])))
+    attempt("short", lambda: expert.write_bytes(whole[:100]))
+    attempt("missing", expert.unlink)
+    attempt("restored", lambda: expert.write_bytes(whole))
+    attempt("layout", lambda: rewrite(zero_stage=2, world=8))
+    attempt("esp", lambda: rewrite(esp=2))
+    attempt("manifest", lambda: (place / "fsmoe.json").write_text("{"))
+    attempt("latest", lambda: (Path(folder) / "latest").write_text("gone"))
+    assert engine.load_checkpoint(folder, "good")[0] is not None
+    engine.destroy()
+    return said
+
+
+def test_what_cannot_be_trusted_is_named_on_every_rank_and_the_good_tag_can_be_read(tmp_path: Path) -> None:
+    first, second = run_on_ranks(refused, 2, tmp_path, str(tmp_path / "saved"))
+    assert first == second
+    assert first["whole"] == first["restored"] == "nothing"
+    for name, words in {
+        "changed": "is not what was saved: its checksum differs",
+        "short": "has 100 bytes and should have",
+        "missing": "is missing",
+        "layout": "was saved in another layout (world 8 -> 2; zero_stage 2 -> 0)",
+        "esp": "was saved with esp_size 2, and this job has 1",
+        "manifest": "fsmoe.json cannot be read",
+        "latest": "gone: no such checkpoint; there are: bad, good",
+    }.items():
+        assert words in first[name], (name, first[name])
+        if name in ("changed", "short", "missing"):
+            assert "layer_0_expert_0" in first[name]
+
+
+def other_layouts(rank: int, world_size: int, folder: str) -> str:
+    hurry()
+    case, block = CASES[0]
+    engine = make(rank, replace(case, ep_size=1), block)
+    try:
+        engine.load_checkpoint(folder)
+    except RuntimeError as error:
+        said = str(error)
+    path, _ = engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
+    assert path is not None
+    engine.destroy()
+    return said
+
+
+def test_weights_are_taken_into_another_ep_size_and_optimizer_states_are_not_taken_by_half(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    run_on_ranks(stop_and_go_on, 2, tmp_path / "first", [0], saved)
+    for said in run_on_ranks(other_layouts, 2, tmp_path / "second", f"{saved}/0"):
+        assert "ep_size [2] -> [1]" in said
+        assert "load_optimizer_states=False" in said
