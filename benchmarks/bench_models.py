@@ -28,7 +28,7 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contenders import PRESETS, Contenders
+from benchmarks.contenders import FEW, PRESETS, Contenders
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.language_model import LanguageModel, batches
 from benchmarks.layer_steps import Steps
@@ -71,8 +71,8 @@ def cases(stages: int, smoke: bool = False) -> dict[str, Case]:
 class Models(Contenders):
     """Makes language models where the other makes layers, and keeps what they lose."""
 
-    def __init__(self, cache: str) -> None:
-        super().__init__(cache)
+    def __init__(self, cache: str, is_smoke: bool = False) -> None:
+        super().__init__(cache, is_smoke)
         self.made: dict[str, Steps | PipelineSteps] = {}
 
     def steps(self, layer: Layer, layout: Layout, block: dict[str, Any] | None) -> Steps:
@@ -90,7 +90,11 @@ class Models(Contenders):
         blocks = {name: {"schedule": name} | ({} if name == "deepspeed" else two) for name in PRESETS}
         make = partial(PipelineSteps, found=self.found["ranks"], lr=LEARNING_RATE)
         made = [Variant("stock", partial(make, block=None))]
-        made += [Variant(name, partial(make, block=block)) for name, block in blocks.items()]
+        made += [
+            Variant(name, partial(make, block=block))
+            for name, block in blocks.items()
+            if name in FEW or not self.is_smoke
+        ]
         return [Variant(each.name, partial(self._kept, each)) for each in made]
 
     def _kept(self, variant: Variant, settings: Settings) -> Steps | PipelineSteps:
@@ -145,7 +149,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: the choices are {', '.join(every)}")
     with tempfile.TemporaryDirectory() as cache:
-        models = Models(cache)
+        models = Models(cache, args.smoke)
         for name in wanted:
             case = every[name]
             variants = models.piped() if args.stages > 1 else models.variants()

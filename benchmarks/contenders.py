@@ -20,6 +20,7 @@ PRESETS = ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio
 COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
 TUNED = ("fsmoe_no_iio", "fsmoe", "best")
 MAX_DEGREE = 4
+FEW = ("stock", "deepspeed", "best", "best, best layout")
 
 
 def fastest(make: Callable[[Any], Steps], settings: list[Any], what: str) -> Any:
@@ -41,13 +42,15 @@ class Contenders:
 
     Args:
         cache: folder in which autotuners keep what they have measured.
+        is_smoke: whether only a few are to take part.
 
     Attributes:
         found: layout -> what stock and ``pipemoe_lina`` are fastest with.
         predicted: (layer, schedule) -> what the autotuner expects of a step, in the node layout.
     """
 
-    def __init__(self, cache: str) -> None:
+    def __init__(self, cache: str, is_smoke: bool = False) -> None:
+        self.is_smoke = is_smoke
         self.mpu = Mpu(ranks_per_node())
         self.cache = cache
         self.found = {"node": Found(), "ranks": Found()}
@@ -112,7 +115,11 @@ class Contenders:
         self.found["node"] = fastest(lina_with, chunks, "pipemoe_lina")
 
     def variants(self) -> list[Variant]:
-        """All of them, the baseline first."""
+        """All of them, the baseline first; a few, if it is but to be seen that they run."""
+        every = self._every_variant()
+        return [each for each in every if each.name in FEW] if self.is_smoke else every
+
+    def _every_variant(self) -> list[Variant]:
         return [
             Variant("stock", partial(self.stock, "node")),
             Variant("stock, best layout", partial(self.stock, "ranks")),

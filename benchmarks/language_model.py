@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -152,10 +153,16 @@ def batches(
         seed: of the positions in the text.
         reader: whose positions these are, of the readers that have such sequences each; this rank.
     """
-    text, size = load_text(None, layer.L), ranks_per_node()
+    text, size = (
+        load_text(None, layer.L),
+        ranks_per_node(),
+    )  # ranks have to meet for that: not when a batch is asked for
     node, rank_inside = divmod(dist.get_rank() if reader is None else reader, size)
     generator = rank_generator(seed, node)
-    while True:
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
         both = draw_batch(text.train_L, layer.B, layer.L, generator)
         tokens_BL, targets_BL = (each.chunk(size)[rank_inside] if layout == "ranks" else each for each in both)
-        yield tokens_BL, targets_BL
+        return tokens_BL, targets_BL
+
+    return (batch() for _ in itertools.count())
