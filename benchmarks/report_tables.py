@@ -80,7 +80,8 @@ def losses(rows: Sequence[Row]) -> str:
     for row in newest(rows, ("case", "variant", "step")):
         found.setdefault((row["case"], row["variant"]), {})[int(row["step"])] = float(row["loss"])
     for (case, variant), own in found.items():
-        stock = found[case, "stock, best layout" if variant.endswith("best layout") else "stock"]
+        alike = (case, "stock, best layout" if variant.endswith("best layout") else "stock")
+        stock = found.get(alike, found[case, "stock"])
         off = max(abs(own[step] / stock[step] - 1) for step in own if step in stock)
         lines.append(line([f"{case}: {variant}", f"{own[min(own)]:.4f}", f"{own[max(own)]:.4f}", f"{off:.2%}"]))
     return "\n".join([made_with_words(rows), "", *lines])

@@ -44,7 +44,11 @@ def bed() -> Iterator[Bed]:
     down(found.name)
 
 
-@pytest.mark.parametrize("job", JOBS)
+SLOW = ("bench_layer.py", "bench_models.py", "bench_timeline.py")
+"""Those that tune: a minute each, and more beside other tests."""
+
+
+@pytest.mark.parametrize("job", [pytest.param(job, marks=pytest.mark.slow) if job in SLOW else job for job in JOBS])
 def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path: Path) -> None:
     arguments, files = JOBS[job]
     said: list[str] = []
@@ -53,7 +57,7 @@ def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path
     assert status == 0, "\n".join(said[-60:])
     for name in files:
         with (tmp_path / f"{name}.csv").open(newline="") as opened:
-            assert len(list(csv.DictReader(opened))) >= 3, name
+            assert list(csv.DictReader(opened)), name
     shown = subprocess.run(
         [sys.executable, "-m", "benchmarks.report", "--results", str(tmp_path)],
         cwd=ROOT,
