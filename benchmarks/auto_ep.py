@@ -101,6 +101,7 @@ class AutoEPSteps:
             "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": found.stage, "reduce_bucket_size": found.bucket},
+            "gradient_clipping": 0.0,  # as in Steps
             "steps_per_print": 1_000_000,
             "expert_parallel": {
                 "enabled": True,
