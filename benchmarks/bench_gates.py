@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ds_fsmoe
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.layer_steps import Found, Steps
-from benchmarks.layers import TINY, Layer, Layout, Model, Mpu, fix_capacity, fix_gather, ranks_per_node
+from benchmarks.layers import TINY, Layer, Layout, Model, Mpu, begin, ranks_per_node
 from ds_fsmoe import registry
 from ds_fsmoe.components.slot_routing import SlotRouting
 
@@ -131,11 +129,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=100))
-    fix_gather()
-    fix_capacity()
+    begin()
     mpu = Mpu(ranks_per_node())
     uncut = {"schedule": "deepspeed"}
     cut = {"schedule": "best", "pipeline_degree": {"forward": args.degree, "backward": args.degree}}

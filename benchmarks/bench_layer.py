@@ -25,11 +25,9 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import deepspeed
 import torch.distributed as dist
 
 # Run as a file, Python looks for modules beside it only.
@@ -39,7 +37,7 @@ from benchmarks.auto_ep import AutoEPSteps, can_run
 from benchmarks.contenders import TUNED, Contenders
 from benchmarks.harness import RESULTS, Case, CaseResult, Effort, Grid, Variant, run_grid
 from benchmarks.layer_steps import Steps
-from benchmarks.layers import SKEWS, TINY, Layer, Skew, fix_capacity, fix_gather
+from benchmarks.layers import SKEWS, TINY, Layer, Skew, begin
 from benchmarks.outcome import PACKAGES
 from benchmarks.result_files import BED_VARIABLE, append_rows, made_with
 from ds_fsmoe.planning.block import BlockPlan
@@ -128,11 +126,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=100))
-    fix_gather()
-    fix_capacity()
+    begin()
     every = cases()
     chosen = every if args.only is None else tuple(every[i] for i in args.only)
     if args.skew:

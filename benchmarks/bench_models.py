@@ -16,12 +16,10 @@ import argparse
 import sys
 import tempfile
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -32,7 +30,7 @@ from benchmarks.contenders import FEW, PRESETS, Contenders
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.language_model import LanguageModel, batches
 from benchmarks.layer_steps import Steps
-from benchmarks.layers import TINY, Layer, Layout, fix_capacity, fix_gather
+from benchmarks.layers import TINY, Layer, Layout, begin
 from benchmarks.outcome import PACKAGES
 from benchmarks.pipeline_model import PipelineSteps
 from benchmarks.result_files import append_rows, made_with
@@ -138,11 +136,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=200))
-    fix_gather()
-    fix_capacity()
+    begin(200)
     every = cases(args.stages, args.smoke)
     wanted = list(every) if args.smoke else args.only
     unknown = [name for name in wanted if name not in every]

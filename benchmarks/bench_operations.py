@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.experts import Experts
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.bench_layer import cases
 from benchmarks.cases import Case
 from benchmarks.layer_steps import Found, Steps
-from benchmarks.layers import TINY, Attention, Layer, Layout, Mpu, fix_capacity, fix_gather, ranks_per_node
+from benchmarks.layers import TINY, Attention, Layer, Layout, Mpu, begin, ranks_per_node
 from benchmarks.operations import COMMUNICATION, OTHER, Operations
 from benchmarks.result_files import RESULTS, append_rows, made_with
 
@@ -90,11 +88,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=100))
-    fix_gather()
-    fix_capacity()
+    begin()
     mpu = Mpu(ranks_per_node())
     every = (Case(str(TINY), TINY),) if args.smoke else cases()
     made = made_with(("torch", "deepspeed"))

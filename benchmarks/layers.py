@@ -17,8 +17,10 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, get_args
 
+import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -155,6 +157,15 @@ def fix_capacity() -> None:
             groups._get_expert_model_parallel_world_size = asked
 
     TopKGate.forward = forward
+
+
+def begin(timeout_s: float = 100) -> None:
+    """Let this rank join the job, with the fixes that stock needs."""
+    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=timeout_s))
+    fix_gather()
+    fix_capacity()
 
 
 def ranks_per_node() -> int:
