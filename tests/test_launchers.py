@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same script under every launcher: each rank finds its place, and all of them one node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ds_fsmoe.launchers import launcher_warnings
+from tests.scripts import ROOT, free_port
+
+SCRIPT = str(ROOT / "tests" / "launched.py")
+EXAMPLES = ROOT / "examples" / "launchers"
+BIN = Path(sys.executable).parent
+LIMIT_S = 120
+ROOT_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+NEEDS_MPI = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: apt-get install openmpi-bin")
+
+
+def start(folder: Path, *command: str, **variables: str) -> None:
+    """Two ranks, as a user would start them, and what they found."""
+    # None of the variables by which launchers tell ranks apart may come from outside.
+    known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in known}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}"} | variables
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+def check(folder: Path) -> None:
+    found = sorted(each.read_text() for each in folder.glob("rank*.txt"))
+    assert found == [f"{rank} of 2, nodes [0, 0]" for rank in range(2)]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    start(tmp_path, "torchrun", "--standalone", "--nproc-per-node", "2", SCRIPT, str(tmp_path))
+    check(tmp_path)
+
+
+@pytest.mark.slow
+def test_deepspeed_on_one_node(tmp_path: Path) -> None:
+    port = str(free_port())
+    start(tmp_path, "deepspeed", "--num_accelerators", "2", "--master_port", port, SCRIPT, str(tmp_path))
+    check(tmp_path)
+
+
+@pytest.mark.slow
+def test_deepspeed_on_several_nodes_without_ssh(tmp_path: Path) -> None:
+    (hostfile := tmp_path / "hostfile").write_text("one slots=1\ntwo slots=1\n")
+    command = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", "127.0.0.1"]
+    command += ["--master_port", str(free_port())]
+    both = [
+        threading.Thread(target=start, args=(tmp_path, *command, "--node_rank", node, SCRIPT, str(tmp_path)))
+        for node in "01"
+    ]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    check(tmp_path)
+
+
+@NEEDS_MPI
+def test_mpirun_with_the_ranks_asked_of_mpi(tmp_path: Path) -> None:
+    options = {"MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
+    start(
+        tmp_path, "mpirun", "-n", "2", "--oversubscribe", sys.executable, SCRIPT, str(tmp_path), **ROOT_MPI, **options
+    )
+    check(tmp_path)
+
+
+@NEEDS_MPI
+def test_deepspeeds_launcher_for_openmpi(tmp_path: Path) -> None:
+    (hostfile := tmp_path / "hostfile").write_text("localhost slots=2\n")
+    arguments = "-mca btl_tcp_if_include lo --oversubscribe -x PATH -x DS_ACCELERATOR -x OMP_NUM_THREADS"
+    start(
+        tmp_path,
+        *("deepspeed", "--launcher", "openmpi", "--no_ssh_check", "--hostfile", str(hostfile)),
+        *("--launcher_args", arguments),
+        *("--master_addr", "127.0.0.1", "--master_port", str(free_port()), SCRIPT, str(tmp_path)),
+        **ROOT_MPI,
+    )
+    check(tmp_path)
+
+
+FAKE_SRUN = """#!/usr/bin/env bash
+# What of srun and scontrol the example uses: as many processes as there are tasks, told apart by their variables.
+[ "$(basename "$0")" = scontrol ] && { echo 127.0.0.1; exit; }
+shift
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 "$@" & done
+wait -n && wait -n
+"""
+
+
+def test_the_example_for_slurm(tmp_path: Path) -> None:
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(FAKE_SRUN)
+        (tmp_path / name).chmod(0o755)
+    variables = {"SLURM_JOB_NODELIST": "one", "SLURM_CPUS_PER_TASK": "1", "MASTER_PORT": str(free_port())}
+    path = f"{tmp_path}:{BIN}:{os.environ['PATH']}"
+    start(tmp_path, "bash", str(EXAMPLES / "fsmoe.sbatch"), SCRIPT, str(tmp_path), PATH=path, **variables)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variables", "warns"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        (
+            {
+                "TORCHELASTIC_MAX_RESTARTS": "3",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
+            False,
+        ),
+    ],
+)
+def test_a_restart_that_would_wait_for_ever_is_warned_of(variables: dict[str, str], warns: bool) -> None:
+    found = launcher_warnings(variables)
+    assert bool(found) == warns
+    assert all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in each for each in found)
+
+
+def test_the_example_of_a_hostfile_is_one_that_deepspeed_reads() -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert fetch_hostfile(str(EXAMPLES / "hostfile")) == {"node0": 8, "node1": 8}
+    for line in (EXAMPLES / "deepspeed_env").read_text().splitlines():
+        name, _, value = line.partition("=")
+        assert name.isidentifier()
+        assert value
