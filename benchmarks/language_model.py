@@ -59,7 +59,12 @@ class LanguageModel(Model):
 
     Args:
         layer, layout, mpu, stock: see :class:`~benchmarks.layers.Model`.
+
+    Attributes:
+        loss: of the last forward, of the text alone.
     """
+
+    loss: torch.Tensor
 
     def __init__(self, layer: Layer, layout: Layout, mpu: Mpu | None, stock: bool) -> None:
         super().__init__(layer, layout, mpu, stock)
@@ -72,7 +77,7 @@ class LanguageModel(Model):
         put_numbers(self, dist.get_rank() if mpu is None else dist.get_rank() // mpu.get_model_parallel_world_size())
 
     def forward(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
-        """[B, L] bytes; a scalar in nats per byte, the gates' losses added."""
+        """[B, L] bytes; a scalar in nats per byte, to which the gates' losses are added."""
         x_BLM = self.embedding(tokens_BL) + self.position(torch.arange(tokens_BL.shape[1]))
         x_SM = x_BLM.flatten(0, 1)
         if self.parted_over is not None:
@@ -81,6 +86,8 @@ class LanguageModel(Model):
         if self.parted_over is not None:
             x_SM = Joined.apply(x_SM, self.parted_over)
         loss = F.cross_entropy(self.head(self.norm(x_SM)), targets_BL.flatten())
+        # Auxiliary losses are of all tokens that a gate sees together, which differ from layout to layout.
+        self.loss = loss.detach()
         return loss + AUX_LOSS_WEIGHT * aux_losses
 
 

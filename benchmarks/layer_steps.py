@@ -111,7 +111,7 @@ class Steps:
     def __call__(self) -> None:
         self.groups.put()
         loss = self.engine(*next(self.batches))
-        self.losses.append(loss.detach())
+        self.losses.append(getattr(self.engine.module, "loss", loss).detach())
         self.engine.backward(loss)
         self.engine.step()
 

@@ -34,6 +34,9 @@ def draw_bars(found: Comparison, file: Path) -> None:
     groups = [*found.cases, "geometric mean"]
     variants = [each for each in found.variants if each != AA]
     width = 0.8 / len(variants)
+    from matplotlib import colormaps
+
+    colours = colormaps["tab20"]
     with _picture(file, (max(7.0, 0.1 * len(groups) * len(variants) + 3), 4.5)) as axes:
         for i, variant in enumerate(variants):
             ratios = [found.ratio(case, variant) or 0.0 for case in found.cases]
@@ -44,7 +47,9 @@ def draw_bars(found: Comparison, file: Path) -> None:
             ]
             errors = [[max(0.0, each[side]) for each in [*spans, (0.0, 0.0)]] for side in (0, 1)]
             at = [group + (i - (len(variants) - 1) / 2) * width for group in range(len(groups))]
-            axes.bar(at, [*ratios, found.mean(variant)], width, yerr=errors, label=variant, error_kw={"linewidth": 0.6})
+            mean = found.mean(variant) if found.num_measured(variant) == len(found.cases) else 0.0
+            bars = {"label": variant, "color": colours(i), "error_kw": {"linewidth": 0.6}}
+            axes.bar(at, [*ratios, mean], width, yerr=errors, **bars)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(groups)), groups, rotation=35, ha="right", fontsize=7)
         axes.set_ylabel(f"times faster than {found.baseline}")

@@ -47,8 +47,17 @@ class Comparison:
         lines += [line(heads), line(["---", *("---:" for _ in self.variants)])]
         for case in self.cases:
             lines.append(line([case, *(self._cell(case, variant) for variant in self.variants)]))
-        lines.append(line(["**geometric mean**", *(f"**{self.mean(each):.3f}**" for each in self.variants)]))
+        lines.append(line(["**geometric mean**", *map(self._mean_cell, self.variants)]))
         return "\n".join(lines)
+
+    def num_measured(self, variant: str) -> int:
+        """In how many of the cases."""
+        return sum((case, variant) in self.rows for case in self.cases)
+
+    def _mean_cell(self, variant: str) -> str:
+        # Means over other cases do not compare.
+        count = self.num_measured(variant)
+        return f"**{self.mean(variant):.3f}**" + ("" if count == len(self.cases) else f" of {count} only")
 
     def _cell(self, case: str, variant: str) -> str:
         row = self.rows.get((case, variant))
