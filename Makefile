@@ -4,6 +4,7 @@
 #              environment of their own that has no torch: make test-planning
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
 # make bench   the benchmarks on that cluster, short (under ten minutes); make bench-full measures every case (hours)
+# make soak    faults of all kinds that jobs survive, and thousands of steps after which nothing has grown (half an hour)
 # make lint    ruff: rules and format
 # Each sets up .venv first, if that is not there or the requirements have changed.
 
@@ -22,7 +23,7 @@ SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo cluster-demo bench bench-full test test-planning test-full lint format clean
+.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-full lint format clean
 
 setup: $(READY)
 
@@ -49,6 +50,11 @@ bench: $(READY)
 bench-full: $(READY)
 	@echo "== bench-full: every case of every benchmark (hours)"
 	@$(RUN) benchmarks/everything.py --full
+
+soak: $(READY)
+	@echo "== soak: faults that jobs have to survive, then thousands of steps (half an hour)"
+	@$(RUN) benchmarks/bench_faults.py
+	@DS_ACCELERATOR=cpu $(RUN) $(VENV)/bin/deepspeed --num_accelerators 2 benchmarks/soak_job.py
 
 test: $(READY) test-planning
 	@echo "== test: the test suite without what is marked slow (about ten minutes)"

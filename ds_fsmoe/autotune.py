@@ -22,7 +22,7 @@ from ds_fsmoe.autotune_choice import Choice, Found, candidates, describe_choice,
 from ds_fsmoe.autotune_progress import Progress
 from ds_fsmoe.autotune_subjects import Kind, find_kinds, largest_of_each
 from ds_fsmoe.autotune_table import Row, Told, describe
-from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.fingerprint import cluster_fingerprint
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measured_costs import Machine, MeasuredPredictor

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ds_fsmoe.versions import VERSION
 
 COMMANDS = {
+    "convert": "ds_fsmoe.commands.convert",
     "env": "ds_fsmoe.commands.env",
     "plan": "ds_fsmoe.commands.plan",
     "profile": "ds_fsmoe.commands.profile",

@@ -14,129 +14,18 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ds_fsmoe import registry
+from ds_fsmoe.blocks import AutotuneBlock, FSMoEBlock, GateBlock
 
 BLOCK = "fsmoe"
-
-Auto = Literal["auto"]
 
 
 class ConfigError(ValueError):
     """A block that cannot be used. The message names every path, its value and the choices."""
-
-
-class _Block(BaseModel):
-    # Strict: "2" is not 2 and 1 is not true; a config says what it means.
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class GateBlock(_Block):
-    """``fsmoe.gate``. What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error.
-
-    A gate's own options stand beside these, and are held against the signature of its class.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str = Field("topk", description="name of a gate on the shelf")
-    k: int = Field(None, description="experts per token, between 1 and the layer's num_experts")
-    capacity_factor: float = Field(None, gt=0, description="slots per expert while training, over the mean")
-    eval_capacity_factor: float = Field(None, gt=0, description="the same while evaluating")
-    min_capacity: int = Field(None, ge=0, description="slots per expert at the least")
-    drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs")
-    drop_policy: Literal["probs", "position"] = Field(None, description="who stays in a full expert")
-
-    def options(self) -> dict[str, Any]:
-        """What a user wrote for the gate."""
-        return {name: getattr(self, name) for name in self.model_fields_set - {"type"}}
-
-
-class PipelineDegreeBlock(_Block):
-    """``fsmoe.pipeline_degree``: into how many chunks the tokens of a layer are cut."""
-
-    forward: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="chunks in the forward phase")
-    backward: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="chunks in the backward phase")
-    max: int = Field(16, ge=1, description="the largest degree that auto may choose")
-
-
-class GradientPartitionBlock(_Block):
-    """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
-
-    mode: Literal["auto", "adaptive", "fixed_chunk", "dense_only", "off"] = Field(
-        "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
-    )
-    solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
-    chunk_bytes: int = Field(31457280, ge=1, description="slice size of fixed_chunk")
-    all_used: bool = Field(
-        False, description="every parameter gets its gradient once in every backward: no second copy"
-    )
-
-
-class AutotuneBlock(_Block):
-    """``fsmoe.autotune``: measuring this cluster and choosing degrees from it."""
-
-    enabled: bool = Field(False, description="measure after the first training forward, and choose degrees by it")
-    cache_dir: str | None = Field(None, description="folder in which rank 0 keeps measurements")
-    trials: int = Field(3, ge=0, description="steps to train with each of the best few plans; 0: as predicted")
-    watch_every: int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
-    drift_threshold: float = Field(0.25, gt=0, description="by which share of it a step may differ from the prediction")
-    retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
-
-
-class TopologyBlock(_Block):
-    """``fsmoe.topology``."""
-
-    ranks_per_node: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="ranks that share a host")
-
-
-class TraceBlock(_Block):
-    """``fsmoe.trace``: a timeline of chosen steps."""
-
-    enabled: bool = Field(False, description="write a trace")
-    start_step: int = Field(10, ge=0, description="first traced step")
-    num_steps: int = Field(3, ge=1, description="how many steps are traced")
-    path: str = Field("fsmoe_trace", description="folder of the trace files")
-    cluster: str | None = Field(None, description="what it should take, from a cluster's name or its JSON file")
-
-
-class DebugBlock(_Block):
-    """``fsmoe.debug``."""
-
-    check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
-    hang_timeout_s: float = Field(300, gt=0, description="write what each rank was doing after this long")
-    check_experts: bool = Field(False, description="try at the first training forward whether experts are row-wise")
-    check_router: bool = Field(False, description="stop all ranks at nan or infinity in a router's input")
-
-
-class FSMoEBlock(_Block):
-    """The whole block."""
-
-    enabled: bool = Field(False, description="false is exactly stock DeepSpeed")
-    schedule: Literal["deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best"] = "best"
-    gate: GateBlock | None = Field(None, description="left out: each layer keeps its own gate")
-    order: str = Field("auto", description="name of an order on the shelf")
-    alltoall: str = Field("auto", description="name of an all-to-all on the shelf")
-    esp_size: int = Field(1, ge=1, description="ranks that share one expert's hidden width")
-    pipeline_degree: PipelineDegreeBlock = PipelineDegreeBlock()
-    gradient_partition: GradientPartitionBlock = GradientPartitionBlock()
-    solver: Literal["exact", "slsqp"] = Field("exact", description="how degrees are searched")
-    autotune: AutotuneBlock = AutotuneBlock()
-    topology: TopologyBlock = TopologyBlock()
-    overlap: bool = Field(True, description="false: one lane, blocking")
-    recompute: bool = Field(False, description="recompute expert inputs instead of saving them")
-    deterministic: bool = Field(
-        False, description="decide nothing by a clock: slices of gradients by rule, so sums round alike in every run"
-    )
-    ops: Literal["auto", "reference", "required"] = Field("auto", description="compiled ops or plain torch")
-    hooks: list[str] = Field([], description="callbacks by dotted name")
-    plugins: list[str] = Field([], description="modules with parts of your own, imported before parts are looked up")
-    metrics: Literal["off", "brief", "detailed"] = "brief"
-    trace: TraceBlock = TraceBlock()
-    debug: DebugBlock = DebugBlock()
 
 
 # What the options ask for that this version cannot do yet: path -> (values that are true of this version, why not the
@@ -171,6 +60,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
             raise ConfigError(join_problems(problems))
         return block
     _import_plugins(block)
+    _import_trusted(block)
     problems = [
         *_refused(block),
         *_missing_parts(block),
@@ -347,6 +237,15 @@ def _import_plugins(block: FSMoEBlock) -> None:
             importlib.import_module(name)
         except Exception as error:  # whatever the module, or a name that is none, brings up
             raise ConfigError(f"{BLOCK}.plugins = {shown(name)}: cannot be imported: {error}") from error
+
+
+def _import_trusted(block: FSMoEBlock) -> None:
+    for name in block.checkpoint.trusted:
+        module, _, attribute = name.rpartition(".")
+        try:
+            getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # likewise
+            raise ConfigError(f"{BLOCK}.checkpoint.trusted = {shown(name)}: cannot be imported: {error}") from error
 
 
 def _missing_parts(block: FSMoEBlock) -> list[str]:

@@ -24,7 +24,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_fsmoe import compat
-from ds_fsmoe.config import ConfigError, FSMoEBlock, read_block
+from ds_fsmoe.blocks import FSMoEBlock
+from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.layer import StockMoE
 from ds_fsmoe.ops.loading import LIBRARIES

@@ -17,13 +17,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe import compat
+from ds_fsmoe.blocks import AutotuneBlock
 from ds_fsmoe.checkpoints import Checkpoints
-from ds_fsmoe.config import AutotuneBlock, ConfigError, read_block
+from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.engine_state import FSMoEState, alike
+from ds_fsmoe.expert_results import ExpertResults
 from ds_fsmoe.gradient_norm import clip_by_norm, put_right
+from ds_fsmoe.launchers import launcher_warnings
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.parts import choose_parts
 from ds_fsmoe.preflight import check_experts, check_nodes, check_tensor_parallel
@@ -37,6 +41,8 @@ from ds_fsmoe.runtime.agreement import (
 )
 from ds_fsmoe.runtime.groups import sizes_of_mpu
 from ds_fsmoe.runtime.step_times import StepClock
+from ds_fsmoe.saving.numbering import Numbering, expert_name
+from ds_fsmoe.saving.tags import CheckpointError
 from ds_fsmoe.takeover import (
     check_mpu,
     facts_of_tensor_parallel,
@@ -45,6 +51,15 @@ from ds_fsmoe.takeover import (
     take_over,
 )
 from ds_fsmoe.versions import VERSION
+
+_LOAD_OPTIONS = (
+    "load_module_strict",
+    "load_optimizer_states",
+    "load_lr_scheduler_states",
+    "load_module_only",
+    "custom_load_fn",
+)
+"""Of DeepSpeed's ``load_checkpoint``, in its order."""
 
 
 class FSMoEEngine(DeepSpeedEngine):
@@ -57,6 +72,8 @@ class FSMoEEngine(DeepSpeedEngine):
         check_agreement(self.fsmoe.facts(), self.fsmoe.stage_group, "how MoE layers are run")
         self._take_over_reduction()
         put_right(self)
+        if self.fsmoe.block.debug.check_results:
+            self._watch_results()
         chosen = ", ".join(f"{name}: {value}" for name, value in self.fsmoe.chosen().items())
         log_on_rank_0(f"ds_fsmoe {VERSION} is on for {self.fsmoe.num_layers} MoE layer(s) ({chosen})")
 
@@ -77,6 +94,22 @@ class FSMoEEngine(DeepSpeedEngine):
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
             state.reduction = Reduction(self, layers, mode, state.block, groups)
             state.gradients = mode
+
+    def _watch_results(self) -> None:
+        state = self.fsmoe
+        state.expert_results = ExpertResults(state.stage_group, self.fp16_enabled())
+        for path, layer in state.layers.items():
+            inner = layer.deepspeed_moe
+            number = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
+            first, _ = Numbering(layer.num_experts, inner.ep_size, state.block.esp_size).meant(number)
+            state.expert_results.add(path, layer.num_experts, first, state.running.device)
+            inner.expert_results = state.expert_results
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's optimizer step; before it, what its experts have made is looked at where that is asked for."""
+        if self.fsmoe.expert_results is not None:
+            self.fsmoe.expert_results.before_step(self.global_steps)
+        super()._take_model_step(*args, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
@@ -122,20 +155,28 @@ class FSMoEEngine(DeepSpeedEngine):
         return result
 
     def save_checkpoint(
-        self, save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **others: Any
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        *more: Any,
+        **others: Any,
     ) -> Any:
         """DeepSpeed's, published whole or not at all, with checksums, random generators and plans beside it.
 
         Raises:
             CheckpointError: on every rank; the last good tag is still what ``latest`` names.
         """
-        tag = str(f"global_step{self.global_steps}" if tag is None else tag)
+        tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
+        if save_dir and (not tag or Path(tag).is_absolute() or {".", ".."} & set(Path(tag).parts) or tag == "."):
+            raise CheckpointError(f"save_checkpoint: tag {tag!r}: must be the name of a folder in {save_dir}")
         save = super().save_checkpoint
         if not save_dir or self.checkpoint_engine.is_decoupled():
-            return save(save_dir, tag, client_state or {}, save_latest, **others)
+            return save(save_dir, tag, client_state or {}, save_latest, *more, **others)
 
         def write(name: str) -> Any:
-            return save(save_dir, name, client_state or {}, False, **others)
+            return save(save_dir, name, client_state or {}, False, *more, **others)
 
         return Checkpoints(self).save(Path(save_dir), tag, write, save_latest)
 
@@ -145,18 +186,21 @@ class FSMoEEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: on every rank, with the file and what is wrong with it.
         """
-        names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only")
-        asked = dict(zip(names, others, strict=False)) | options
-        weights_only = asked.get("load_module_only", False)
-        checkpoints, folder = Checkpoints(self), Path(load_dir)
         if self.load_universal_checkpoint():
-            return super().load_checkpoint(load_dir, tag, *others, **options)
-        with_optimizer = asked.get("load_optimizer_states", True) and not weights_only
-        found = checkpoints.check(folder, None if tag is None else str(tag), with_optimizer)
-        result = super().load_checkpoint(load_dir, found, *others, **options)
-        if found is not None and result[0] is not None and not weights_only:
-            checkpoints.go_on(folder, found)
-        return result
+            raise CheckpointError(
+                f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "
+                "reading of that form runs what files ask for; checkpoints move to another layout without it"
+            )
+        asked = dict(zip(_LOAD_OPTIONS, others, strict=False)) | options
+        tag = None if tag is None else str(tag)
+        return Checkpoints(self).load(Path(load_dir), tag, super().load_checkpoint, asked)
+
+    def _get_non_moe_state_dict(self, full_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What no expert's file holds. DeepSpeed leaves out whatever has "expert" in its name, also in a layer's path,
+        where it is written nowhere then."""
+        for name in [each for each in full_state_dict if expert_name(each) is not None]:
+            full_state_dict.pop(name)
+        return full_state_dict
 
     def clip_fp32_gradients(self) -> None:
         """By the true norm of all gradients, which DeepSpeed's is not where experts are spread over ranks."""
@@ -236,7 +280,8 @@ class FSMoEEngine(DeepSpeedEngine):
         parts = choose_parts(block, get_accelerator().device_name())
         device = torch.device(get_accelerator().device_name())
         expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
-        for sentence in check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu)):
+        sentences = check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu))
+        for sentence in (*sentences, *launcher_warnings()):
             log_on_rank_0(sentence, logging.WARNING)
         running = Running(block, device, expert_before_data, self.mpu)
         for index, (name, layer) in enumerate(layers.items()):

@@ -9,8 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_fsmoe.autotune import Autotune
+from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.gate import GateBase, update_gates
-from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.expert_results import ExpertResults
 from ds_fsmoe.layer import FSMoEGate, StockMoE
 from ds_fsmoe.parts import Parts
 from ds_fsmoe.predicted import Predicts
@@ -57,6 +58,8 @@ class FSMoEState:
         self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
         for layer in layers.values():
             layer.deepspeed_moe.router_check = self._router_check
+        self.expert_results: ExpertResults | None = None
+        """Looked at before each optimizer step, where that is asked for."""
         self._facts: dict[str, str] = {}
         self._compared_at = 0
 
@@ -100,9 +103,14 @@ class FSMoEState:
                 self.reduction.look_at_plans()
             else:
                 self.reduction.wait()
-        self._plans_changed()
+        self.plans_changed()
 
-    def _plans_changed(self) -> None:
+    def plans_changed(self) -> None:
+        """Layers are run otherwise from now on. Collective.
+
+        Raises:
+            DisagreementError: on every rank, if not on all in the same way.
+        """
         if self.watch is not None:
             self.watch.plans_changed()
         self._facts = {}
@@ -124,7 +132,7 @@ class FSMoEState:
             if is_settled:
                 if self.reduction is not None:
                     self.reduction.go_on()
-                self._plans_changed()
+                self.plans_changed()
             return None
         return None if self.watch is None else self.watch.step_is_over(next_step)
 

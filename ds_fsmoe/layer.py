@@ -26,6 +26,7 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.expert_results import ExpertResults
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.parts import LayerError, Parts
@@ -78,6 +79,7 @@ class FSMoELayer(StockMOELayer):
     order: OrderBase
     running: Running | None = None
     router_check: RouterCheck | None = None
+    expert_results: ExpertResults | None = None
     pipeline: Pipeline | None = None
     label: str = "moe"
     path: str = ""
@@ -114,6 +116,8 @@ class FSMoELayer(StockMOELayer):
         experts = self._local_experts()
         if self.training and self.running is not None:
             pipeline = self.running.first_forwards.watch(self.label, self.path, experts, pipeline, hidden_states)
+        if self.training and self.expert_results is not None:
+            experts = self.expert_results.around(experts, self.path)
         gate = self.route
         if self.training and self.router_check is not None:
             gate = self.router_check.before(gate, self.path)

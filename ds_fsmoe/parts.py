@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ds_fsmoe import registry
+from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackBase
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import kind_of
-from ds_fsmoe.config import BLOCK, ConfigError, FSMoEBlock, shown
+from ds_fsmoe.config import BLOCK, ConfigError, shown
 from ds_fsmoe.ops import Ops, load_ops
 
 

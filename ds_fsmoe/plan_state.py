@@ -8,7 +8,7 @@ with other last bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_fsmoe import registry
@@ -46,38 +46,65 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
     return {"layers": layers, "gradients": gradients}
 
 
-def go_on_with(state: FSMoEState, plans: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class ReadPlans:
+    """Plans that can be run by."""
+
+    blocks: Mapping[str, tuple[BlockPlan, BlockPlan]]
+    reduces: Mapping[str, tuple[tuple[float, str], ...]]
+    alltoalls: Mapping[str, str | None]
+    gradients: tuple[GradientPlan, Any, Any] | None
+
+
+def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
+    """What :func:`plans_of` gave, once more as plans.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are not such plans, or of another model.
+    """
+    labels = {layer.deepspeed_moe.pipeline.label for layer in state.layers.values()}
+    if set(plans["layers"]) != labels:
+        raise ValueError(f"plans of layers {sorted(plans['layers'])}: there are {sorted(labels)}")
+    layers, gradients = plans["layers"], plans["gradients"]
+    for each in layers.values():
+        if each["alltoall"] is not None and each["alltoall"] not in registry.known("alltoall"):
+            raise ValueError(f"an all-to-all {each['alltoall']!r}")
+    read = None
+    if gradients is not None:
+        read = _gradient_plan(gradients["plan"]), gradients["windows"], gradients["ready_at"]
+    return ReadPlans(
+        {label: (_block(each["forward"]), _block(each["backward"])) for label, each in layers.items()},
+        {label: tuple((float(size), str(name)) for size, name in each["reduces"]) for label, each in layers.items()},
+        {label: each["alltoall"] for label, each in layers.items()},
+        read,
+    )
+
+
+def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
     """Run by these plans from now on, without measuring. Collective, before the next forward.
 
     Raises:
-        KeyError, TypeError, ValueError: they are not such plans, or of another model; nothing has changed.
+        DisagreementError: on every rank, if they do not have the same.
     """
-    layers = {layer.deepspeed_moe.pipeline.label: layer.deepspeed_moe for layer in state.layers.values()}
-    if set(plans["layers"]) != set(layers):
-        raise ValueError(f"plans of layers {sorted(plans['layers'])}: there are {sorted(layers)}")
-    read = {
-        label: tuple(_block(plan[phase]) for phase in ("forward", "backward"))
-        for label, plan in plans["layers"].items()
-    }
-    gradients = plans["gradients"]
-    plan = None if gradients is None else _gradient_plan(gradients["plan"])
-    for label, layer in layers.items():
-        pipeline, kept = layer.pipeline, plans["layers"][label]
-        wires = replace(pipeline.wires, reduces=tuple((float(size), name) for size, name in kept["reduces"]))
-        planned = pipeline.forward.alltoall
-        if kept["alltoall"] is not None:
-            groups = state.running.groups(layer.ep_size, layer.tensor_parallel)
-            exchange = exchange_in(groups, registry.lookup("alltoall", kept["alltoall"])())
+    for layer in state.layers.values():
+        inner = layer.deepspeed_moe
+        pipeline = inner.pipeline
+        wires = replace(pipeline.wires, reduces=plans.reduces[pipeline.label])
+        planned, name = pipeline.forward.alltoall, plans.alltoalls[pipeline.label]
+        if name is not None:
+            groups = state.running.groups(inner.ep_size, inner.tensor_parallel)
+            exchange = exchange_in(groups, registry.lookup("alltoall", name)())
             wires, planned = replace(wires, exchange=exchange.whole, legs=exchange.legs), exchange.planned
         forward, backward = (
             PhasePlan(block, now.groups, now.backward, planned)
-            for block, now in zip(read[label], (pipeline.forward, pipeline.backward), strict=True)
+            for block, now in zip(plans.blocks[pipeline.label], (pipeline.forward, pipeline.backward), strict=True)
         )
-        layer.pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
+        inner.pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
     if state.autotune is not None:
         state.autotune.need_not_run()
-    if plan is not None and state.reduction is not None:
-        state.reduction.go_on_with(plan, gradients["windows"], gradients["ready_at"])
+    if plans.gradients is not None and state.reduction is not None:
+        state.reduction.go_on_with(*plans.gradients)
+    state.plans_changed()
 
 
 def _block(facts: Mapping[str, Any]) -> BlockPlan:

@@ -18,7 +18,7 @@ from itertools import product
 
 import torch.distributed as dist
 
-from ds_fsmoe.config import AutotuneBlock
+from ds_fsmoe.blocks import AutotuneBlock
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.schedule import (
     A2A_IN,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_fsmoe.config import BLOCK, ConfigError, FSMoEBlock, GateBlock, join_problems, shown
+from ds_fsmoe.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config import BLOCK, ConfigError, join_problems, shown
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.runtime.topology import find_topology, layout, why_not_sharded
 

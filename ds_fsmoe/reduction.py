@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
-from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.presets import BEST, preset

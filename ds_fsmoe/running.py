@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoall import AllToAllBase
-from ds_fsmoe.config import ConfigError, FSMoEBlock, shown
+from ds_fsmoe.config import ConfigError, shown
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.first_forwards import FirstForwards
 from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe import registry
+from ds_fsmoe.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gate_settings import OptionError
 from ds_fsmoe.components.shards import check_shardable, shard_expert
-from ds_fsmoe.config import ConfigError, FSMoEBlock, GateBlock, shown
+from ds_fsmoe.config import ConfigError, shown
 from ds_fsmoe.layer import FSMoEGate, FSMoELayer, StockMoE, StockMOELayer, StockTopKGate
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.parts import LayerError, Parts, choose_parts
@@ -304,6 +305,7 @@ def give_back(layer: StockMoE) -> None:
             "order",
             "running",
             "router_check",
+            "expert_results",
             "label",
             "path",
             "tensor_parallel",

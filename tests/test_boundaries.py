@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ops": ("torch",),
     "components": ("torch", "ds_fsmoe.ops", "ds_fsmoe.registry"),
     "runtime": ("torch", "numpy", "ds_fsmoe.planning", "ds_fsmoe.ops"),
-    "saving": ("torch", "numpy", "ds_fsmoe.versions"),
+    "saving": ("torch", "numpy", "safetensors", "ds_fsmoe.versions"),
 }
 # The files that may import DeepSpeed, each with its reason.
 DEEPSPEED: dict[str, str] = {
@@ -35,6 +35,9 @@ DEEPSPEED: dict[str, str] = {
     "reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
     "reduction_stages.py": "likewise: the methods it replaces",
     "gradient_norm.py": "clips where DeepSpeed's optimizers would clip by another norm",
+    "checkpoints.py": "asks DeepSpeed's groups for the rank whose file holds the states of an optimizer",
+    "checkpoint_reading.py": "stands in for DeepSpeed's reading of files",
+    "optimizer_pieces.py": "looks into DeepSpeed's optimizers, each kind by its own names",
     "profile_job.py": "starts torch.distributed as training does",
     "compat.py": "holds and checks every private name of DeepSpeed",
     "runtime/groups.py": "makes process groups where DeepSpeed looks for them",
@@ -44,11 +47,22 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime/groups.py", "deepspeed"): DEEPSPEED["runtime/groups.py"],
     ("commands/env.py", "ds_fsmoe.ops"): "says of each op whether it can be built, where there is a torch",
     ("commands/env.py", "ds_fsmoe.runtime.link_facts"): "says what is known of the links; needs no torch",
+    ("commands/convert.py", "ds_fsmoe.saving"): "reads and writes checkpoints, where there is a torch",
+    ("commands/convert.py", "tqdm"): "shows its progress",
     ("commands/profile.py", "ds_fsmoe.profile_job"): "measures, which takes all that training takes",
     ("planning/draw.py", "matplotlib"): "draws, when it is asked to; all else there plans without",
 }
 # What must stay importable by someone who has no torch: to plan, to read configs, to be told what is missing.
-WITHOUT_TORCH = ("__init__.py", "__main__.py", "cli.py", "config.py", "registry.py", "run.py", "versions.py")
+WITHOUT_TORCH = (
+    "__init__.py",
+    "__main__.py",
+    "blocks.py",
+    "cli.py",
+    "config.py",
+    "registry.py",
+    "run.py",
+    "versions.py",
+)
 
 
 def within(module: str, room: str) -> bool:

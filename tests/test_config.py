@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ds_fsmoe import registry
+from ds_fsmoe.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.components.orders.sparse import SimpleOrder
-from ds_fsmoe.config import ConfigError, FSMoEBlock, GateBlock, read_block
+from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts
 
 # The whole block as the documentation shows it, in values that this version can do.
@@ -201,8 +202,9 @@ def test_every_field_is_used_or_refused() -> None:
     used |= {"autotune.watch_every", "autotune.drift_threshold", "autotune.retune_on_drift"}
     used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path", "trace.cluster"}
     used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts", "debug.check_router"}
+    used |= {"debug.check_results"}
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
-    used |= {"gradient_partition.all_used"}
+    used |= {"gradient_partition.all_used", "checkpoint.trusted"}
     assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields} | set(_ONLY)
 
 

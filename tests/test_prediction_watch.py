@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.config import AutotuneBlock, ConfigError, read_block
+from ds_fsmoe.blocks import AutotuneBlock
+from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, Schedule

@@ -55,7 +55,7 @@ def test_an_error_reads_as_the_readme_shows_it(block: dict, shown: str) -> None:
 
 
 def test_every_field_of_the_block_is_in_the_readme() -> None:
-    from ds_fsmoe.config import FSMoEBlock, GateBlock
+    from ds_fsmoe.blocks import FSMoEBlock, GateBlock
 
     for name in [*FSMoEBlock.model_fields, *GateBlock.model_fields]:
         assert f"`{name}`" in README, name

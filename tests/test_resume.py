@@ -164,8 +164,8 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     attempt("short", lambda: expert.write_bytes(whole[:100]))
     attempt("missing", expert.unlink)
     attempt("restored", lambda: expert.write_bytes(whole))
-    attempt("layout", lambda: rewrite(zero_stage=2, world=8))
-    attempt("esp", lambda: rewrite(esp=2))
+    attempt("layout", lambda: rewrite(mp=2, world=8))
+    attempt("esp", lambda: rewrite(mp=1, world=2, esp=2))
     attempt("manifest", lambda: (place / "fsmoe.json").write_text("{"))
     attempt("latest", lambda: (Path(folder) / "latest").write_text("gone"))
     assert engine.load_checkpoint(folder, "good")[0] is not None
@@ -181,8 +181,8 @@ def test_what_cannot_be_trusted_is_named_on_every_rank_and_the_good_tag_can_be_r
         "changed": "is not what was saved: its checksum differs",
         "short": "has 100 bytes and should have",
         "missing": "is missing",
-        "layout": "was saved in another layout (world 8 -> 2; zero_stage 2 -> 0)",
-        "esp": "was saved with esp_size 2, and this job has 1",
+        "layout": "was saved in another layout (world 8 -> 2; mp 2 -> 1), to which it cannot be moved",
+        "esp": "has 4 files of experts of moes.0, and should have 8",
         "manifest": "fsmoe.json cannot be read",
         "latest": "gone: no such checkpoint; there are: bad, good",
     }.items():
@@ -191,23 +191,16 @@ def test_what_cannot_be_trusted_is_named_on_every_rank_and_the_good_tag_can_be_r
             assert "layer_0_expert_0" in first[name]
 
 
-def other_layouts(rank: int, world_size: int, folder: str) -> str:
+def other_layouts(rank: int, world_size: int, folder: str) -> None:
     hurry()
     case, block = CASES[0]
     engine = make(rank, replace(case, ep_size=1), block)
-    try:
-        engine.load_checkpoint(folder)
-    except RuntimeError as error:
-        said = str(error)
     path, _ = engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
     assert path is not None
     engine.destroy()
-    return said
 
 
-def test_weights_are_taken_into_another_ep_size_and_optimizer_states_are_not_taken_by_half(tmp_path: Path) -> None:
+def test_weights_alone_are_taken_into_another_ep_size(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     run_on_ranks(stop_and_go_on, 2, tmp_path / "first", [0], saved)
-    for said in run_on_ranks(other_layouts, 2, tmp_path / "second", f"{saved}/0"):
-        assert "ep_size [2] -> [1]" in said
-        assert "load_optimizer_states=False" in said
+    run_on_ranks(other_layouts, 2, tmp_path / "second", f"{saved}/0")

@@ -16,11 +16,11 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_fsmoe import GPTFeedForward, LinearGate, MixtralFeedForward, SimpleOrder
+from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.cuts import Cuts
 from ds_fsmoe.components.expert_calls import ExpertCall, ExpertSet, expert_set
 from ds_fsmoe.components.shards import shard_expert
-from ds_fsmoe.config import FSMoEBlock
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.parts import choose_parts
 from ds_fsmoe.planning.block import BlockPlan, equal_shares

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.config import FSMoEBlock
+from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.planning.schedule import Task
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime import trace as trace_module

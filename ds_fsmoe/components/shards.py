@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import torch
 from torch import nn
 
 from ds_fsmoe.components.linears import UnbiasedShardLinear
 from ds_fsmoe.components.written import WrittenExpert, written_form
+
+Cut = Literal[0, 1, "first", "whole"]
+"""Of a parameter: along a dimension; whole in the first shard and zero in the others; whole in all."""
 
 
 def check_shardable(expert: nn.Module, count: int) -> WrittenExpert:
@@ -62,18 +66,13 @@ def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, 
     ours = slice(index * width, (index + 1) * width)
 
     new_of_old: dict[nn.Parameter, nn.Parameter] = {}
-    for up in form.up:
-        new_of_old[up.weight] = _cut_from(up.weight, up.weight.detach()[ours])
-        if up.bias is not None:
-            new_of_old[up.bias] = _cut_from(up.bias, up.bias.detach()[ours])
-    new_of_old[form.down.weight] = _cut_from(form.down.weight, form.down.weight.detach()[:, ours])
-    if form.down.bias is not None:
-        bias = form.down.bias.detach()
-        new_of_old[form.down.bias] = _cut_from(form.down.bias, torch.zeros_like(bias) if index else bias)
-
-    for other in expert.parameters():  # of no use to the known structure, so whole in every shard
-        if other not in new_of_old:
-            new_of_old[other] = _cut_from(other, other.detach())
+    for old, cut in _cuts(expert, form).items():
+        values = old.detach()
+        if cut == "first":
+            values = torch.zeros_like(values) if index else values
+        elif cut != "whole":
+            values = values[ours] if cut == 0 else values[:, ours]
+        new_of_old[old] = _cut_from(old, values)
 
     # The copy finds the new parameters in place of the old ones, which are never copied whole.
     shard = copy.deepcopy(expert, {id(old): new for old, new in new_of_old.items()})
@@ -85,6 +84,26 @@ def shard_expert(expert: nn.Module, index: int, count: int) -> tuple[nn.Module, 
     if index:
         new_form.down.__class__ = UnbiasedShardLinear
     return shard, {new: old for old, new in new_of_old.items()}
+
+
+def cuts_of(expert: nn.Module) -> dict[str, Cut]:
+    """How each parameter of an expert, or of a shard of one, is cut; nothing for one that cannot be."""
+    form = written_form(expert)
+    if form is None:
+        return {}
+    cuts = _cuts(expert, form)
+    return {name: cuts[parameter] for name, parameter in expert.named_parameters()}
+
+
+def _cuts(expert: nn.Module, form: WrittenExpert) -> dict[nn.Parameter, Cut]:
+    # What is of no use to the known structure is whole in every shard.
+    cuts: dict[nn.Parameter, Cut] = dict.fromkeys(expert.parameters(), "whole")
+    for up in form.up:
+        cuts |= dict.fromkeys(up.parameters(), 0)
+    cuts[form.down.weight] = 1
+    if form.down.bias is not None:
+        cuts[form.down.bias] = "first"
+    return cuts
 
 
 def _cut_from(old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:

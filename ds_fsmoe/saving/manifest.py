@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_fsmoe.saving.tags import CheckpointError
+from ds_fsmoe.saving.described import read_described
+from ds_fsmoe.saving.numbering import CUTS, Cut
 from ds_fsmoe.versions import VERSION
 
 NAME = "fsmoe.json"
@@ -45,6 +46,8 @@ class LayerSizes:
     path: str
     num_experts: int
     ep: int
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Parameter of its experts -> how shards are cut from it; nothing where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -77,25 +80,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises:
         CheckpointError: it cannot be read.
     """
-    path = folder / NAME
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    try:
-        if found["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path} is of format {found['format']!r}, and this version of ds_fsmoe ({VERSION}) reads {FORMAT}"
-            )
-        sizes = Sizes(**found["sizes"])
-        layers = tuple(LayerSizes(**each) for each in found["layers"])
-        files = {str(name): FileSum(**each) for name, each in found["files"].items()}
-        manifest = Manifest(sizes, layers, dict(found["versions"]), files)
-        _check_types(manifest)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged, or not of a checkpoint: {error!r}") from error
+    return read_described(folder / NAME, FORMAT, _manifest)
+
+
+def _manifest(found: Mapping[str, Any]) -> Manifest:
+    layers = tuple(LayerSizes(**each) for each in found["layers"])
+    files = {str(name): FileSum(**each) for name, each in found["files"].items()}
+    manifest = Manifest(Sizes(**found["sizes"]), layers, dict(found["versions"]), files)
+    _check_types(manifest)
     return manifest
 
 
@@ -106,7 +98,10 @@ def _check_types(manifest: Manifest) -> None:
     ]
     for each, texts in groups:
         for name, value in asdict(each).items():
-            if type(value) is not (str if name in texts else int):
+            if name == "cuts":
+                if not all(type(cut) in (int, str) and cut in CUTS for cut in dict(value).values()):
+                    raise TypeError(f"{name} = {value!r}")
+            elif type(value) is not (str if name in texts else int):
                 raise TypeError(f"{name} = {value!r}")
     for name in manifest.files:
         if Path(name).is_absolute() or ".." in Path(name).parts:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,8 +38,14 @@ def clear(folder: Path, tag: str) -> None:
     shutil.rmtree(folder / unfinished_name(tag), ignore_errors=True)
 
 
-def publish(folder: Path, tag: str) -> None:
+def publish(folder: Path, tag: str, known: Collection[str] = ()) -> None:
     """What was written becomes the tag, in place of one of that name.
+
+    Args:
+        folder: of all tags.
+        tag: which.
+        known: files of the one in whose place it comes, if that is known: others in its folder are somebody's own, and
+            move along.
 
     Raises:
         OSError: the file system refuses.
@@ -51,6 +58,9 @@ def publish(folder: Path, tag: str) -> None:
         place.rename(old)
     new.rename(place)
     _to_disk(folder)
+    for each in old.iterdir() if known and old.is_dir() else ():
+        if each.name not in known and not (place / each.name).exists():
+            each.rename(place / each.name)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds_fsmoe convert``: a checkpoint into other forms and back. One process, no ranks, one file in memory at a time."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ds_fsmoe.commands.tables import print_table
+
+HELP = "a checkpoint into fp32 weights, Hugging Face's names or stock DeepSpeed's files, and back"
+
+_FORMS = {
+    "fp32": "safetensors of the optimizer's own fp32 weights, under the model's names",
+    "huggingface": "safetensors under Mixtral's names, one tensor for each matrix of each expert",
+    "stock": "files that stock DeepSpeed loads: shards of experts joined, ours left out",
+    "deepspeed": "a checkpoint of weights, from safetensors under Mixtral's names",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where from, where to, and as what."""
+    parser.add_argument("source", type=Path, help="folder of checkpoints or of one tag; of safetensors for deepspeed")
+    parser.add_argument("target", type=Path, help="folder to be made")
+    choices = "; ".join(f"{name}: {meaning}" for name, meaning in _FORMS.items())
+    parser.add_argument("--to", required=True, choices=tuple(_FORMS), help=choices)
+    parser.add_argument("--tag", help="which of several checkpoints (the latest); the new one's name for deepspeed")
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="PATTERN=REPLACEMENT",
+        help="of names, as regular expressions replace; may be given several times",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights in safetensors")
+    parser.add_argument("--max-file-gb", type=float, default=5.0, help="of one safetensors file (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert. Returns 0; what is wrong with a checkpoint is raised."""
+    if not args.max_file_gb > 0:
+        raise ValueError(f"--max-file-gb {args.max_file_gb:g}: must be more than 0")
+    from tqdm import tqdm
+
+    from ds_fsmoe.saving import convert
+    from ds_fsmoe.saving.names import read_rename
+    from ds_fsmoe.saving.tags import CheckpointError
+
+    renames = [read_rename(each) for each in args.rename]
+    if (args.to in ("stock", "deepspeed") and args.dtype) or (args.to == "stock" and renames):
+        raise ValueError(f"--dtype and --rename change nothing of what --to {args.to} writes")
+    try:
+        if args.to == "deepspeed":
+            written = convert.import_tensors(args.source, args.target, args.tag or "converted", renames)
+        else:
+            whole = convert.open_checked(convert.find_tag(args.source, args.tag))
+            if args.to == "stock":
+                written = convert.export_stock(whole, args.target)
+            else:
+                limit_bytes = int(args.max_file_gb * 1e9)
+                written = convert.export_tensors(whole, args.target, args.to, renames, args.dtype, limit_bytes)
+        files = tqdm(written, unit=" files", disable=None)  # on a terminal only
+        rows = [(file, f"{size_bytes / 1e6:.4g}") for file, size_bytes in files]
+    except (CheckpointError, OSError) as error:
+        raise ValueError(str(error)) from error
+    print_table(("file", "MB"), rows)
+    print(f"in {args.target}")
+    if args.to == "deepspeed":
+        print(f'engine.load_checkpoint("{args.target}", load_module_only=True)')
+    return 0

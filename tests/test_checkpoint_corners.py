@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corners of saving and loading in which something could get lost, or one rank be left waiting for another."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ds_fsmoe.cli import main
+from ds_fsmoe.saving.pieces import MASTER
+from ds_fsmoe.saving.tags import CheckpointError
+from ds_fsmoe.saving.whole import Whole
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+ADAM = {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}
+
+
+class Wrapped(nn.Module):
+    """A model whose path has "expert" in it, with two names for one parameter."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        super().__init__()
+        self.expert_part = SmallModel(case, rank)
+        self.tied = self.expert_part.first
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.expert_part(*args)
+
+
+def make(rank: int, case: Case, model_class: Any = SmallModel, scale: float = 1.0, **blocks: Any) -> Any:
+    import ds_fsmoe
+
+    model = model_class(case, rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    config = case.ds_config(**({"fsmoe": {"enabled": True}, "optimizer": ADAM, "gradient_clipping": 0.0} | blocks))
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train(engine: Any, rank: int, first: int, steps: int = 2) -> list[float]:
+    torch.manual_seed(first)
+    losses = []
+    for step in range(first, first + steps):
+        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def fail_alone(rank: int, world_size: int, folder: str) -> list[str]:
+    hurry()
+    engine = make(rank, Case(ep_size=2, stage=1, k=2))
+    train(engine, rank, 0)
+    engine.save_checkpoint(folder, "good")
+    said = []
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder, "bad", client_state={"mine": lambda: None})  # rank 0 writes it
+    said.append(str(caught.value))
+    save = torch.save
+
+    def full(*args: Any, **options: Any) -> None:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        save(*args, **options)
+
+    torch.save = full
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(folder, "bad")
+    torch.save = save
+    said.append(str(caught.value))
+    load = type(engine).load_module_state_dict
+
+    def broken(self: Any, *args: Any, **options: Any) -> None:
+        if rank == 1:
+            raise OSError(5, "Input/output error")
+        load(self, *args, **options)
+
+    type(engine).load_module_state_dict = broken
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder)
+    type(engine).load_module_state_dict = load
+    said.append(str(caught.value))
+    for tag in ("", ".", "..", "/tmp/elsewhere"):
+        with pytest.raises(CheckpointError, match="must be the name of a folder"):
+            engine.save_checkpoint(folder, tag)
+    own = Path(folder) / "good" / "tokenizer.json"
+    if rank == 0:
+        own.write_text("{}")
+    torch.distributed.barrier()
+    engine.save_checkpoint(folder, "good", {}, True, False)
+    assert own.exists()
+    assert engine.load_checkpoint(folder)[0] is not None
+    engine.destroy()
+    return said
+
+
+def test_what_fails_on_one_rank_is_an_error_on_all_and_the_good_tag_stays(tmp_path: Path) -> None:
+    first, second = run_on_ranks(fail_alone, 2, tmp_path / "ranks", str(tmp_path / "saved"))
+    assert first == second
+    assert "lambda" in first[0]
+    assert "No space left" in first[1]
+    assert "Input/output error" in first[2]
+    assert (tmp_path / "saved" / "latest").read_text() == "good"
+
+
+def keep_all(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    hurry()
+    found = {}
+    # Weights under a path with "expert" in it, of a residual layer.
+    case = Case(ep_size=2, stage=1, dtype="bf16", use_residual=True)
+    engine = make(rank, case, Wrapped)
+    train(engine, rank, 0)
+    engine.save_checkpoint(f"{folder}/path")
+    expected = train(engine, rank, 2)
+    engine.destroy()
+    engine = make(rank, case, Wrapped, scale=0.3)
+    engine.load_checkpoint(f"{folder}/path")
+    found["path"] = train(engine, rank, 2) == expected
+    engine.destroy()
+    # Another order of ranks at the same sizes.
+    case = Case(ep_size=2, stage=1, k=2)
+    engine = make(rank, case)
+    train(engine, rank, 0)
+    engine.save_checkpoint(f"{folder}/order")
+    engine.destroy()
+    torch.distributed.barrier()
+    # An optimizer without states, and weights alone where the optimizer has copies of its own.
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    engine = make(rank, Case(ep_size=2, k=2), optimizer=sgd)
+    train(engine, rank, 0)
+    engine.save_checkpoint(f"{folder}/sgd")
+    engine.destroy()
+    engine = make(rank, Case(ep_size=1, stage=1, k=2), scale=0.3, optimizer=sgd)
+    engine.load_checkpoint(f"{folder}/sgd")
+    engine.save_checkpoint(f"{folder}/sgd moved")
+    engine.destroy()
+    case = Case(ep_size=2, dtype="bf16", k=2)
+    engine = make(rank, case, optimizer=sgd)
+    engine.save_checkpoint(f"{folder}/weights", client_state={"a": np.float64(1), "b": Path("x"), "c": Namespace(d=1)})
+    kept = engine.module.first.weight.detach().clone()
+    engine.destroy()
+    engine = make(rank, case, scale=0.3, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    _, state = engine.load_checkpoint(f"{folder}/weights", load_optimizer_states=False)
+    train(engine, rank, 0)
+    found["weights"] = torch.equal(engine.module.first.weight, kept)
+    found["state"] = state["a"] == 1 and state["b"] == Path("x") and state["c"].d == 1
+    engine.load_universal_checkpoint = lambda: True
+    with pytest.raises(CheckpointError, match=r"load_universal = true"):
+        engine.load_checkpoint(f"{folder}/weights")
+    engine.destroy()
+    return found
+
+
+def test_nothing_is_lost_in_corners(tmp_path: Path) -> None:
+    for found in run_on_ranks(keep_all, 2, tmp_path / "ranks", str(tmp_path / "saved")):
+        assert all(found.values()), found
+    saved = tmp_path / "saved"
+    was, now = (Whole(saved / name / "global_step2") for name in ("sgd", "sgd moved"))
+    for name in was.names():
+        assert torch.equal(was.weights(name), now.state(name, MASTER)), name
+    # Both names of a tied parameter have the optimizer's digits.
+    assert main(["convert", str(saved / "path"), str(tmp_path / "fp32"), "--to", "fp32"]) == 0
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "fp32" / "model.safetensors")
+    assert torch.equal(found["tied.weight"], found["expert_part.first.weight"])
+    assert not torch.equal(found["tied.weight"], found["tied.weight"].bfloat16().float())
+
+
+def other_order(rank: int, world_size: int, folder: str, before: bool) -> None:
+    hurry()
+    case = Case(ep_size=2, stage=1, k=2)
+    options = {"use_data_before_expert_parallelism": before}
+    engine = make(rank if not before else rank // 2, case, scale=0.3 if before else 1.0, **options)
+    if before:
+        engine.load_checkpoint(f"{folder}/a", "tag")
+    else:
+        train(engine, rank, 0)
+    engine.save_checkpoint(f"{folder}/{'b' if before else 'a'}", "tag")
+    engine.destroy()
+
+
+def test_another_order_of_the_ranks_is_another_layout(tmp_path: Path) -> None:
+    for before in (False, True):
+        run_on_ranks(other_order, 4, tmp_path / f"ranks{before}", str(tmp_path), before)
+    was, now = (Whole(tmp_path / name / "tag") for name in "ab")
+    for name in was.names():
+        for item in (MASTER, "exp_avg", "exp_avg_sq"):
+            assert torch.equal(was.state(name, item), now.state(name, item)), (name, item)

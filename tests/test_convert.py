@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds_fsmoe convert``: what is written is what was trained, in each form, and comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ds_fsmoe.cli import main
+from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
+from ds_fsmoe.saving.names import from_huggingface, to_huggingface
+from ds_fsmoe.saving.pieces import MASTER
+from ds_fsmoe.saving.whole import Whole
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, batch
+
+EXPERTS["mixtral"] = lambda: MixtralFeedForward(WIDTH, 28)
+PLAIN, CUT = Case(ep_size=2, stage=1, dtype="bf16", expert="mixtral"), Case(stage=2, expert="gpt")
+STEPS = 2
+
+
+def make(rank: int, case: Case, esp: int, scale: float = 1.0) -> Any:
+    """Ours; stock's for ``esp = 0``."""
+    import deepspeed
+
+    import ds_fsmoe
+
+    EXPERTS["mixtral"] = lambda: MixtralFeedForward(WIDTH, 28)
+    model = SmallModel(case, rank, lambda *args, **options: _stock(*args, use_rts=False, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    blocks: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}}
+    blocks |= {"fsmoe": {"enabled": True, "esp_size": esp}} if esp else {}
+    initialize = ds_fsmoe.initialize if esp else deepspeed.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))[0]
+
+
+def _stock(*args: Any, **options: Any) -> Any:
+    from deepspeed.moe.layer import MoE
+
+    return MoE(*args, **options)
+
+
+def train(engine: Any, rank: int, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + STEPS):
+        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
+    hurry()
+    losses = {}
+    for name, case, esp in (("plain", PLAIN, 1), ("cut", CUT, 2)):
+        engine = make(rank, case, esp)
+        train(engine, rank, 0)
+        engine.save_checkpoint(f"{folder}/{name}", "step2")
+        losses[name] = train(engine, rank, STEPS)
+        engine.destroy()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    root = tmp_path_factory.mktemp("convert")
+    return root, run_on_ranks(save, 2, root / "ranks", str(root))[0]
+
+
+def test_fp32_is_what_the_optimizer_has_whole_and_under_the_models_names(
+    saved: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plain", "cut"):
+        whole = Whole(saved[0] / name / "step2")
+        assert main(["convert", str(saved[0] / name), str(tmp_path / name), "--to", "fp32"]) == 0
+        assert "model.safetensors" in capsys.readouterr().out
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert sorted(found) == sorted(whole.names())
+        for parameter, values in found.items():
+            assert values.dtype == torch.float32
+            assert torch.equal(values, whole.state(parameter, MASTER))
+    model = SmallModel(Case(expert="gpt"), 0)
+    model.load_state_dict(load_file(tmp_path / "cut" / "model.safetensors"))
+
+
+def test_large_models_come_in_parts_with_an_index(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    source, target = str(saved[0] / "cut"), tmp_path / "parts"
+    assert main(["convert", source, str(target), "--to", "fp32", "--max-file-gb", "1e-5"]) == 0
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = sorted(each.name for each in target.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == sorted(set(index["weight_map"].values()))
+    whole, total = Whole(saved[0] / "cut" / "step2"), 0
+    for file in files:
+        for name, values in load_file(target / file).items():
+            assert index["weight_map"][name] == file
+            assert torch.equal(values, whole.state(name, MASTER))
+            total += values.numel() * values.itemsize
+    assert total == index["metadata"]["total_size"]
+
+
+def load_again(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    hurry()
+    found: dict[str, Any] = {}
+    for name, esp, ep in (("stock", 0, 2), ("ours", 1, 2), ("other ep", 1, 1)):
+        case = Case(ep_size=ep, stage=1, dtype="bf16", expert="mixtral")
+        engine = make(rank, case, esp, scale=0.3)
+        assert engine.load_checkpoint(f"{folder}/back", load_module_only=True)[0] is not None
+        engine.save_checkpoint(f"{folder}/again {name}", "tag")
+        engine.destroy()
+    engine = make(rank, CUT, 2, scale=0.3)
+    engine.load_checkpoint(f"{folder}/back cut", load_module_only=True)
+    engine.save_checkpoint(f"{folder}/again cut", "tag")
+    engine.destroy()
+    return found
+
+
+def test_to_huggingface_and_back_is_the_same_model_in_any_layout(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    for name, end in (("plain", ""), ("cut", " cut")):
+        there, back = str(tmp_path / f"hf{end}"), str(tmp_path / f"back{end}")
+        renames = ["--rename", r"^moes\.(\d+)=model.layers.\1.block_sparse_moe"]
+        assert main(["convert", str(saved[0] / name), there, "--to", "huggingface", *renames]) == 0
+        names = set(load_file(f"{there}/model.safetensors"))
+        suffix = "w2.weight" if name == "plain" else "fc1.bias"
+        assert f"model.layers.1.block_sparse_moe.experts.3.{suffix}" in names
+        assert "model.layers.0.block_sparse_moe.gate.weight" in names
+        undo = ["--rename", r"^model\.layers\.(\d+)\.block_sparse_moe=moes.\1"]
+        assert main(["convert", there, back, "--to", "deepspeed", *undo]) == 0
+    run_on_ranks(load_again, 2, tmp_path / "ranks", str(tmp_path))
+    for name, again in (("plain", "stock"), ("plain", "ours"), ("plain", "other ep"), ("cut", "cut")):
+        was, now = Whole(saved[0] / name / "step2"), Whole(tmp_path / f"again {again}" / "tag")
+        assert sorted(was.names()) == sorted(now.names())
+        for parameter in was.names():
+            assert torch.equal(was.weights(parameter), now.weights(parameter)), (again, parameter)
+
+
+def go_on_as_stock(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
+    hurry()
+    engine = make(rank, PLAIN, 0, scale=0.3)
+    engine.load_checkpoint(f"{folder}/plain")
+    losses = {"plain": train(engine, rank, STEPS)}
+    engine.destroy()
+    engine = make(rank, CUT, 0, scale=0.3)
+    engine.load_checkpoint(f"{folder}/cut", load_module_only=True)
+    losses["cut"] = train(engine, rank, STEPS)
+    engine.destroy()
+    return losses
+
+
+def test_stock_goes_on_from_what_was_converted_for_it(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    for name in ("plain", "cut"):
+        assert main(["convert", str(saved[0] / name), str(tmp_path / name), "--to", "stock"]) == 0
+        assert not list((tmp_path / name / "step2").glob("fsmoe*"))
+    losses = run_on_ranks(go_on_as_stock, 2, tmp_path / "ranks", str(tmp_path))[0]
+    assert losses["plain"] == saved[1]["plain"]
+    # Of weights alone the first loss follows; the next depends on the optimizer.
+    assert losses["cut"][0] == pytest.approx(saved[1]["cut"][0], rel=1e-6)
+
+
+def test_a_mixtral_of_transformers_comes_back_as_it_was(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"num_hidden_layers": 11, "num_local_experts": 3, "vocab_size": 31}
+    model = MixtralForCausalLM(MixtralConfig(**sizes)).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "deepspeed"]) == 0
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "again"), "--to", "huggingface"]) == 0
+    was, now = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "again"))
+    assert sorted(was) == sorted(now)
+    assert all(torch.equal(was[name], now[name]) for name in was)
+    # Layer 2 before layer 10, as a model has them.
+    whole = Whole(tmp_path / "ours" / "converted")
+    assert [layer.split(".")[2] for layer in whole.numbering] == [str(layer) for layer in range(11)]
+    shutil.copy(tmp_path / "theirs" / "config.json", tmp_path / "again")
+    tokens = torch.arange(7)[None]
+    loaded = MixtralForCausalLM.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_names_there_and_back_are_inverse() -> None:
+    ours = [
+        "a.mlp.deepspeed_moe.gate.wg.weight",
+        "a.mlp.deepspeed_moe.gate.e_score_correction_bias",
+        "a.mlp.deepspeed_moe.experts.deepspeed_experts.11.w1.weight",
+        "a.attention.gate.weight",
+        "lm_head.weight",
+    ]
+    theirs = [to_huggingface(each) for each in ours]
+    assert theirs == [
+        "a.mlp.gate.weight",
+        "a.mlp.gate.e_score_correction_bias",
+        "a.mlp.experts.11.w1.weight",
+        "a.attention.gate.weight",
+        "lm_head.weight",
+    ]
+    assert list(from_huggingface(theirs).values()) == ours
+    assert list(from_huggingface(ours).values()) == ours
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["convert", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_wrong_is_one_sentence_and_nothing_is_left_behind(
+    saved: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, target = str(saved[0] / "plain"), str(tmp_path / "target")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(saved[0] / "plain", damaged)
+    file = damaged / "step2" / "layer_1_expert_2_mp_rank_00_model_states.pt"
+    file.write_bytes(file.read_bytes()[:-7])
+    (tmp_path / "empty").mkdir()
+    odd = tmp_path / "odd.safetensors"
+    save_file({"a.experts.0.w1.weight": torch.ones(2), "a.experts.2.w1.weight": torch.ones(2)}, odd)
+    dense = tmp_path / "dense.safetensors"
+    save_file({"a.weight": torch.ones(2)}, dense)
+    (tmp_path / "cut.safetensors").write_bytes(odd.read_bytes()[:30])
+    for arguments, words in {
+        (str(damaged), target, "--to", "fp32"): "layer_1_expert_2_mp_rank_00_model_states.pt",
+        (plain, target, "--to", "fp32", "--tag", "step9"): "step9: no such checkpoint",
+        (str(tmp_path / "empty"), target, "--to", "fp32"): "has neither a latest nor a mp_rank_00",
+        (plain, str(damaged), "--to", "stock"): "is there already, and not empty",
+        (plain, target, "--to", "huggingface", "--rename", "weight"): "must be PATTERN=REPLACEMENT",
+        (plain, target, "--to", "huggingface", "--rename", "(=x"): "is no regular expression",
+        (plain, target, "--to", "huggingface", "--rename", r"a=\3"): "invalid group reference",
+        (plain, target, "--to", "huggingface", "--rename", ".*=x"): "as another parameter is already",
+        (plain, target, "--to", "stock", "--dtype", "float16"): "change nothing of what --to stock writes",
+        (plain, target, "--to", "fp32", "--max-file-gb", "0"): "must be more than 0",
+        (str(odd), target, "--to", "deepspeed"): "a has 2 experts, and no w1.weight of [1]",
+        (str(dense), target, "--to", "deepspeed"): "has no experts: no name like",
+        (str(tmp_path / "empty"), target, "--to", "deepspeed"): "has no .safetensors files",
+        (str(tmp_path / "cut.safetensors"), target, "--to", "deepspeed"): "cut.safetensors cannot be read",
+    }.items():
+        assert words in refusal(list(arguments), capsys), arguments
+        assert not Path(target).exists()
+
+
+def test_a_file_that_names_a_function_is_not_run(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    from ds_fsmoe.saving.reading import read_file
+    from ds_fsmoe.saving.tags import CheckpointError
+
+    proof = tmp_path / "proof"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(proof),))
+
+    torch.save({"module": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match=r"holds objects of posix.mkdir, .*fsmoe.*trusted"):
+        read_file(tmp_path / "evil.pt")
+    assert not proof.exists()

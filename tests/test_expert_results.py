@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``debug.check_results``: the expert that made nan or infinity is named on every rank, before a step with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+
+def make(rank: int, case: Case, esp: int, checked: bool = True, **blocks: Any) -> Any:
+    import ds_fsmoe
+
+    model = SmallModel(case, rank // esp)
+    block = {"enabled": True, "esp_size": esp, "pipeline_degree": {"forward": 3, "backward": 2}}
+    block["debug"] = {"check_results": checked}
+    config = case.ds_config(fsmoe=block, **blocks)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train(engine: Any, rank: int, step: int) -> float:
+    torch.manual_seed(step)
+    loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def spoil(engine: Any, layer: int, expert: int, value: float) -> None:
+    """On the ranks that have this expert."""
+    inner = engine.module.moes[layer].deepspeed_moe
+    modules = list(inner.experts.deepspeed_experts)
+    first = inner.expert_results._first[f"moes.{layer}"]
+    if first <= expert < first + len(modules):
+        with torch.no_grad():
+            next(modules[expert - first].parameters())[0, 0] = value
+
+
+def find(rank: int, world_size: int, ep: int, esp: int, stage: int) -> dict[str, Any]:
+    from ds_fsmoe.expert_results import ExpertResultError
+
+    hurry()
+    case = Case(ep_size=ep, stage=stage, k=2, drop_tokens=False, expert="gpt")
+    plain = make(rank, case, esp, checked=False)
+    expected = [train(plain, rank, step) for step in range(2)]
+    plain.destroy()
+    engine = make(rank, case, esp)
+    losses = [train(engine, rank, step) for step in range(2)]
+    spoil(engine, 1, 2, float("nan"))
+    weights = engine.module.first.weight.detach().clone()
+    with pytest.raises(ExpertResultError) as caught:
+        train(engine, rank, 2)
+    unchanged = torch.equal(engine.module.first.weight, weights)
+    with torch.no_grad():
+        engine.module.first.weight[0, 0] = float("inf")
+    with pytest.raises(ExpertResultError) as given:
+        train(engine, rank, 3)
+    engine.destroy()
+    return {
+        "same": losses == expected,
+        "unchanged": unchanged,
+        "said": str(caught.value),
+        "given": str(given.value),
+    }
+
+
+@pytest.mark.parametrize(("world_size", "ep", "esp", "stage"), [(2, 2, 1, 0), (2, 1, 2, 1), (4, 2, 2, 2)])
+def test_layer_and_expert_are_named_on_every_rank_before_the_step(
+    world_size: int, ep: int, esp: int, stage: int, tmp_path: Path
+) -> None:
+    outcomes = run_on_ranks(find, world_size, tmp_path, ep, esp, stage)
+    assert all(each == outcomes[0] for each in outcomes)
+    found = outcomes[0]
+    assert found["same"]
+    assert found["unchanged"]
+    assert found["said"].startswith("moes.1, step 2: expert 2 made nan or infinity of rows that had none")
+    assert found["given"].startswith("moes.0, step 2: the experts were given nan or infinity")
+
+
+def overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    from ds_fsmoe import expert_results
+
+    hurry()
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    told: list[str] = []
+    expert_results.log_on_rank_0 = lambda text, *_: told.append(text)
+    case = Case(ep_size=2, stage=stage, dtype="fp16", k=2)
+    engine = make(rank, case, 1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
+    train(engine, rank, 0)
+    before = engine.module.first.weight.detach().clone()
+    expert = engine.module.moes[0].deepspeed_moe.experts.deepspeed_experts[1]
+    kept = expert.fc1.weight.detach().clone()
+    if rank == 1:  # expert 3
+        expert.fc1.weight.data.fill_(6e4)
+    train(engine, rank, 1)
+    skipped = engine.skipped_steps, torch.equal(engine.module.first.weight, before)
+    expert.fc1.weight.data.copy_(kept)
+    last = train(engine, rank, 2)
+    weights = engine.module.first.weight.detach().float()
+    engine.destroy()
+    return {"told": told, "skipped": skipped, "last": last, "weights": weights.tolist(), "before": before.tolist()}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_overflow_with_fp16_is_told_and_the_step_left_out_on_all_ranks(stage: int, tmp_path: Path) -> None:
+    first, second = run_on_ranks(overflow, 2, tmp_path, stage)
+    for found in (first, second):
+        assert found["skipped"] == (1, True)
+        assert found["told"] == ["moes.0, step 1: expert 3 made nan or infinity of rows that had none"]
+        assert found["last"] == found["last"]
+        assert found["weights"] != found["before"]
+    assert first["weights"] == second["weights"]

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint goes on in any layout: other ranks, ep, esp, ZeRO stage, precision; every number arrives, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fsmoe.saving.numbering import Numbering, cut_out, join
+from ds_fsmoe.saving.pieces import MASTER
+from ds_fsmoe.saving.tags import CheckpointError
+from ds_fsmoe.saving.whole import Whole
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+BEFORE, AFTER = 3, 2
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# (ranks, ep, esp, stage, dtype)
+Layout = tuple[int, int, int, int, str]
+SOURCES: list[Layout] = [
+    (4, 2, 1, 1, "fp32"),
+    (4, 2, 2, 2, "fp32"),
+    (2, 2, 1, 0, "fp32"),
+    (2, 1, 2, 0, "bf16"),
+    (2, 2, 1, 2, "bf16"),
+]
+TARGETS: list[Layout] = [
+    (4, 4, 1, 2, "fp32"),
+    (4, 1, 2, 1, "fp32"),
+    (4, 2, 1, 0, "bf16"),
+    (2, 1, 1, 1, "bf16"),
+    (2, 1, 2, 0, "fp32"),
+    (2, 2, 1, 2, "fp32"),
+    (1, 1, 1, 1, "fp32"),
+]
+
+
+def make(rank: int, layout: Layout, scale: float = 1.0, lr: float = 0.02, extra: bool = False) -> Any:
+    import ds_fsmoe
+
+    _, ep, esp, stage, dtype = layout
+    case = Case(ep_size=ep, stage=stage, dtype=dtype, k=2, expert="gpt")
+    model = SmallModel(case, rank // esp)
+    if extra:
+        model.extra = nn.Linear(3, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    blocks = {"optimizer": {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}, "gradient_clipping": 0.0}
+    config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp}, **blocks)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train(engine: Any, rank: int, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_sources(rank: int, world_size: int, numbers: list[int], folder: str) -> dict[int, list[float]]:
+    hurry()
+    losses = {}
+    for number in numbers:
+        engine = make(rank, SOURCES[number])
+        engine.save_checkpoint(f"{folder}/{number}", "start")
+        train(engine, rank, 0, BEFORE)
+        engine.save_checkpoint(f"{folder}/{number}", "tag")
+        losses[number] = train(engine, rank, BEFORE, AFTER)
+        engine.destroy()
+    return losses
+
+
+def move(rank: int, world_size: int, pairs: list[tuple[int, int]], folder: str) -> dict[tuple[int, int], list[float]]:
+    hurry()
+    losses = {}
+    for source, target in pairs:
+        engine = make(rank, TARGETS[target], scale=0.3, lr=0.5)
+        path, state = engine.load_checkpoint(f"{folder}/{source}", "tag")
+        assert path is not None
+        assert "optimizer" not in state
+        assert engine.global_steps == BEFORE
+        engine.save_checkpoint(f"{folder}/{source}-{target}", "tag")
+        losses[source, target] = train(engine, rank, BEFORE, AFTER)
+        engine.destroy()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
+    """Every source in some of the targets, so that each pair of kinds is met."""
+    root = tmp_path_factory.mktemp("moved")
+    folder, before, after = str(root / "saved"), {}, {}
+    for ranks in (4, 2):
+        numbers = [at for at, layout in enumerate(SOURCES) if layout[0] == ranks]
+        before |= run_on_ranks(save_sources, ranks, root / f"from{ranks}", numbers, folder)[0]
+    for ranks in (4, 2, 1):
+        pairs = [
+            (source, target)
+            for source in range(len(SOURCES))
+            for target, layout in enumerate(TARGETS)
+            if layout[0] == ranks and (ranks == 1 or (source + target) % 2 == 0)
+        ]
+        after |= run_on_ranks(move, ranks, root / f"to{ranks}", pairs, folder)[0]
+    return root / "saved", before, after
+
+
+def test_weights_and_states_of_the_optimizer_arrive_to_the_bit(moved: tuple[Path, dict, dict]) -> None:
+    folder, _, after = moved
+    assert len(after) > 15
+    for source, target in after:
+        was, now = Whole(folder / str(source) / "tag"), Whole(folder / f"{source}-{target}" / "tag")
+        assert sorted(was.names()) == sorted(now.names())
+        assert len(list(now.names())) == 4 + 2 + 2 * 4 * 4
+        for name in was.names():
+            for item in (MASTER, *MOMENTS):
+                assert torch.equal(was.state(name, item), now.state(name, item)), (source, target, name, item)
+            expected = was.state(name, MASTER).to(now.weights(name).dtype)
+            assert torch.equal(now.weights(name), expected), (source, target, name)
+        steps, steps_now = ({group.scalars["step"] for group in each.index.groups} for each in (was, now))
+        # DeepSpeed's ZeRO counts one more: it makes a step with zeros when it begins.
+        assert steps == steps_now
+        assert steps in ({float(BEFORE)}, {float(BEFORE + 1)})
+        assert {group.options["lr"] for group in now.index.groups} == {0.02}
+
+
+def test_whatever_the_layout_the_same_model_is_read(moved: tuple[Path, dict, dict]) -> None:
+    """Shards that were put together wrongly would come back as they were, and be wrong in between."""
+    first, *others = (Whole(moved[0] / str(at) / "start") for at, each in enumerate(SOURCES) if each[4] == "fp32")
+    for other in others:
+        for name in first.names():
+            assert torch.equal(first.weights(name), other.weights(name)), name
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_moved(moved: tuple[Path, dict, dict]) -> None:
+    _, before, after = moved
+    compared = 0
+    for (source, target), losses in after.items():
+        was, now = SOURCES[source], TARGETS[target]
+        if was[0] == now[0] and was[4] == now[4] == "fp32":
+            assert losses == pytest.approx(before[source], rel=2e-5), (source, target)
+            compared += 1
+    assert compared >= 3
+
+
+def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    hurry()
+    said = {}
+    for name, options in {"extra": {"extra": True}, "optimizer": {}, "no index": {}}.items():
+        engine = make(rank, (2, 1, 1, 1, "fp32"), **options)
+        if name == "optimizer":
+            engine.optimizer.optimizer.__class__ = torch.optim.RAdam
+        torch.distributed.barrier()
+        if name == "no index" and rank == 0:
+            place = Path(folder) / "2" / "tag"
+            (place / "fsmoe_pieces.json").unlink()
+            manifest = (place / "fsmoe.json").read_text()
+            start = manifest.index('"fsmoe_pieces.json"')
+            (place / "fsmoe.json").write_text(manifest[:start] + manifest[manifest.index("}", start) + 2 :].lstrip())
+        torch.distributed.barrier()
+        try:
+            engine.load_checkpoint(f"{folder}/2", "tag")
+            said[name] = "nothing"
+        except CheckpointError as error:
+            said[name] = str(error)
+        engine.destroy()
+    return said
+
+
+def test_what_cannot_be_moved_whole_is_refused_on_every_rank(moved: tuple[Path, dict, dict], tmp_path: Path) -> None:
+    first, second = run_on_ranks(refusals, 2, tmp_path, str(moved[0]))
+    assert first == second
+    for name, words in {
+        "extra": "parameters with states here and not there: extra.bias, extra.weight; there and not here: none",
+        "optimizer": "has states of AdamW, and this job's optimizer is RAdam",
+        "no index": "does not say where its states of the optimizer lie",
+    }.items():
+        assert "zero_stage 0 -> 1" in first[name]
+        assert "ep_size [2] -> [1]" in first[name]
+        assert "load_optimizer_states=False" in first[name]
+        assert words in first[name], first[name]
+
+
+@pytest.mark.parametrize(("experts", "ep", "esp"), [(4, 2, 1), (4, 2, 2), (6, 3, 2), (6, 1, 3), (5, 5, 2)])
+def test_numbers_of_shards_lead_to_each_shard_of_each_expert_once(experts: int, ep: int, esp: int) -> None:
+    numbering = Numbering(experts, ep, esp)
+    met = [numbering.meant(number) for number in range(experts * esp)]
+    assert sorted(met) == [(expert, shard) for expert in range(experts) for shard in range(esp)]
+    assert [numbering.number(*each) for each in met] == list(range(experts * esp))
+
+
+def test_shards_that_are_cut_out_join_to_the_whole() -> None:
+    whole = torch.randn(6, 12)
+    for cut in (0, 1, "first", "whole"):
+        assert torch.equal(join([cut_out(whole, cut, shard, 3) for shard in range(3)], cut), whole)
+    with pytest.raises(ValueError, match="12 elements are not cut into 5 shards"):
+        cut_out(whole, 1, 0, 5)
