@@ -5,7 +5,7 @@
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
 # make bench   the benchmarks on that cluster, short (under ten minutes); make bench-full measures every case (hours)
 # make soak    faults of all kinds that jobs survive, and thousands of steps after which nothing has grown (half an hour)
-# make lint    ruff: rules and format
+# make lint    ruff: rules and layout; clang-format for csrc/. make format puts right what can be
 # Each sets up .venv first, if that is not there or the requirements have changed.
 
 VENV := .venv
@@ -14,6 +14,8 @@ PLANNING := .venv-planning
 PLANNING_READY := $(PLANNING)/.ready
 # With its folder on the PATH, for the launcher and for ninja.
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
+
+SOURCES = $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 
 # Tests run in one process per core, up to four: a test starts up to eight ranks of its own.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
@@ -69,13 +71,15 @@ test-full: $(READY) test-planning
 	@$(RUN) -m pytest $(SIDE_BY_SIDE) --durations=20 --ignore tests/planning
 
 lint: $(READY)
-	@echo "== lint: ruff"
+	@echo "== lint: ruff, clang-format"
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
+	@$(VENV)/bin/clang-format --dry-run --Werror $(SOURCES)
 
 format: $(READY)
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
+	@$(VENV)/bin/clang-format -i $(SOURCES)
 
 clean:
 	rm -rf $(VENV) $(PLANNING) build dist runs *.egg-info .pytest_cache .ruff_cache

@@ -8,6 +8,7 @@ measured: each collective once for all layers that share its ranks, experts once
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from ds_fsmoe.autotune_cache import MeasurementCache
 from ds_fsmoe.autotune_choice import Choice, Found, candidates, describe_choice, other_esp_sizes, predict
 from ds_fsmoe.autotune_progress import Progress
 from ds_fsmoe.autotune_subjects import Kind, find_kinds, largest_of_each
-from ds_fsmoe.autotune_table import Row, Told, describe
+from ds_fsmoe.autotune_table import Row, Told, bad_fits, describe
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.fingerprint import cluster_fingerprint
 from ds_fsmoe.log import log_on_rank_0
@@ -168,6 +169,8 @@ class Autotune:
         source = source or f"measured {self.num_measured} operations"
         self.took_s = time.perf_counter() - start_s
         log_on_rank_0(describe(self.rows, told, self.took_s, source))
+        if bad := bad_fits(self.rows):
+            log_on_rank_0(bad, logging.WARNING)
         self._why_again = None
 
     def trial_is_over(self) -> bool:

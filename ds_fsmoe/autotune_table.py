@@ -69,6 +69,17 @@ def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str
     return "\n".join([head, *_costs(rows), "", *_slowed(told), *_plans(rows, told.schedule), "", *_step(told)])
 
 
+def bad_fits(rows: Sequence[Row]) -> str:
+    """A sentence on what was measured and is not described by a line; empty if there is nothing."""
+    names = {name for row in rows for name, timing in row.profile.operations.items() if not timing.best_fit.is_good}
+    if not names:
+        return ""
+    return (
+        f"no straight line describes what was measured of {', '.join(sorted(names))}, so degrees follow from rough "
+        "numbers: something else may have been running; fsmoe.autotune.trials above 0 judges plans by their steps"
+    )
+
+
 def _costs(rows: Sequence[Row]) -> list[str]:
     cells = [("layers", "operation", "alpha [ms]", "beta [ms per unit]", "unit", "r^2", "worst residual [ms]")]
     bad: dict[str, list[str]] = {}

@@ -87,6 +87,13 @@ class TraceBlock(_Block):
     cluster: str | None = Field(None, description="what it should take, from a cluster's name or its JSON file")
 
 
+class RecordBlock(_Block):
+    """``fsmoe.record``: what ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too."""
+
+    dir: str | None = Field(None, description="folder for it, the same on every rank; what it has of a run is replaced")
+    stop_after: int = Field(0, ge=0, description="end the job after so many optimizer steps; 0: never")
+
+
 class CheckpointBlock(_Block):
     """``fsmoe.checkpoint``: what is read from files that somebody may have changed."""
 
@@ -125,7 +132,11 @@ class FSMoEBlock(_Block):
     ops: Literal["auto", "reference", "required"] = Field("auto", description="compiled ops or plain torch")
     hooks: list[str] = Field([], description="callbacks by dotted name")
     plugins: list[str] = Field([], description="modules with parts of your own, imported before parts are looked up")
-    metrics: Literal["off", "brief", "detailed"] = "brief"
+    metrics: Literal["off", "brief", "detailed"] = Field(
+        "brief", description="what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed"
+    )
+    metrics_every: int = Field(10, ge=1, description="optimizer steps; the others are not looked at")
     trace: TraceBlock = TraceBlock()
+    record: RecordBlock = RecordBlock()
     checkpoint: CheckpointBlock = CheckpointBlock()
     debug: DebugBlock = DebugBlock()

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from ds_fsmoe.versions import VERSION
 
 COMMANDS = {
+    "compare": "ds_fsmoe.commands.compare",
     "convert": "ds_fsmoe.commands.convert",
     "env": "ds_fsmoe.commands.env",
     "plan": "ds_fsmoe.commands.plan",
     "profile": "ds_fsmoe.commands.profile",
+    "report": "ds_fsmoe.commands.report",
     "simulate-paper": "ds_fsmoe.commands.simulate_paper",
 }
 

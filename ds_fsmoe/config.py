@@ -32,7 +32,6 @@ class ConfigError(ValueError):
 # others). Only what a user wrote is held against it, so a default never is. Whoever brings a machine removes its row.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "solver": ((), "degrees are searched by simulating all of them in this version"),
-    "metrics": (("off",), "no metrics are written in this version"),
 }
 
 

@@ -36,6 +36,7 @@ from ds_fsmoe.preflight import (
     check_sequence_parallel,
     check_tensor_parallel,
 )
+from ds_fsmoe.run_record import watch_ours, watch_stock
 from ds_fsmoe.runtime.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.takeover import (
     check_layers,
@@ -67,8 +68,9 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` that honours the ``"fsmoe"`` block: same arguments, same 4-tuple.
 
-    Without a block, or with ``"enabled": false``, DeepSpeed's own function runs and nothing else. Otherwise everything
-    that can be wrong is checked first, on every rank, before any process group is made.
+    Without a block, or with ``"enabled": false``, DeepSpeed's own function runs and nothing else; a record or a trace,
+    if the block asks for them, only watch it. Otherwise everything that can be wrong is checked first, on every rank,
+    before any process group is made.
 
     Raises:
         ConfigError: the block, or DeepSpeed blocks that do not go with it.
@@ -83,12 +85,17 @@ def initialize(
         return _stock_initialize(**arguments)
     if block is None or not block.enabled:
         _make_stock(model, block is not None, mpu)
-        return _stock_initialize(**arguments)
+        made = _stock_initialize(**arguments)
+        if block is not None:
+            watch_stock(made[0], block)
+        return made
     _check_before_any_group(block, ds_config, model, mpu)
     if block.esp_size > 1:
         _rename_expert_groups((optimizer, model_parameters), block.esp_size)
     with _our_engine():
-        return _stock_initialize(**arguments)
+        made = _stock_initialize(**arguments)
+    watch_ours(made[0])
+    return made
 
 
 def _rename_expert_groups(holders: Iterable[Any], esp_size: int) -> None:

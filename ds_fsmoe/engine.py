@@ -24,7 +24,8 @@ from ds_fsmoe import compat
 from ds_fsmoe.blocks import AutotuneBlock
 from ds_fsmoe.checkpoints import Checkpoints
 from ds_fsmoe.config import ConfigError, read_block
-from ds_fsmoe.engine_state import FSMoEState, alike
+from ds_fsmoe.engine_state import FSMoEState, alike, summary
+from ds_fsmoe.engine_telemetry import Telemetry
 from ds_fsmoe.expert_results import ExpertResults
 from ds_fsmoe.gradient_norm import clip_by_norm, put_right
 from ds_fsmoe.launchers import launcher_warnings
@@ -43,6 +44,8 @@ from ds_fsmoe.runtime.groups import sizes_of_mpu
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.saving.numbering import Numbering, expert_name
 from ds_fsmoe.saving.tags import CheckpointError
+from ds_fsmoe.speed_warnings import speed_warnings
+from ds_fsmoe.step_comparison import StepComparison
 from ds_fsmoe.takeover import (
     check_mpu,
     facts_of_tensor_parallel,
@@ -74,8 +77,8 @@ class FSMoEEngine(DeepSpeedEngine):
         put_right(self)
         if self.fsmoe.block.debug.check_results:
             self._watch_results()
-        chosen = ", ".join(f"{name}: {value}" for name, value in self.fsmoe.chosen().items())
-        log_on_rank_0(f"ds_fsmoe {VERSION} is on for {self.fsmoe.num_layers} MoE layer(s) ({chosen})")
+        self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
+        log_on_rank_0(summary(self.fsmoe))
 
     def _take_over_reduction(self) -> None:
         state = self.fsmoe
@@ -149,10 +152,12 @@ class FSMoEEngine(DeepSpeedEngine):
             self.fsmoe.after_optimizer_step()
         self.fsmoe.running.at_step(self.global_steps)
         if self.global_steps != number:
-            found = self.fsmoe.step_is_over(self.global_steps)
-            if found is not None and self.monitor.enabled:
-                self.monitor.write_events(found.events(self.global_samples))
+            self._tell_of_step(self.fsmoe.step_is_over(self.global_steps))
         return result
+
+    def _tell_of_step(self, found: StepComparison | None = None) -> None:
+        if self.fsmoe.telemetry is not None:
+            self.fsmoe.telemetry.step_is_over(self.global_steps, self.global_samples, found)
 
     def save_checkpoint(
         self,
@@ -281,7 +286,8 @@ class FSMoEEngine(DeepSpeedEngine):
         device = torch.device(get_accelerator().device_name())
         expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
         sentences = check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu))
-        for sentence in (*sentences, *launcher_warnings()):
+        sentences += [*launcher_warnings(), *speed_warnings(self.config, block, device.type)]
+        for sentence in sentences:
             log_on_rank_0(sentence, logging.WARNING)
         running = Running(block, device, expert_before_data, self.mpu)
         for index, (name, layer) in enumerate(layers.items()):
@@ -307,4 +313,5 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         if self.was_step_applied():
             self.fsmoe.after_optimizer_step()
         self.fsmoe.running.at_step(self.global_steps)
+        self._tell_of_step()
         return result

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ds_fsmoe.autotune import Autotune
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.gate import GateBase, update_gates
+from ds_fsmoe.engine_telemetry import Telemetry
 from ds_fsmoe.expert_results import ExpertResults
 from ds_fsmoe.layer import FSMoEGate, StockMoE
 from ds_fsmoe.parts import Parts
@@ -22,6 +23,7 @@ from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_plan
 from ds_fsmoe.runtime.groups import FSMoEGroups
 from ds_fsmoe.step_comparison import StepComparison
+from ds_fsmoe.versions import VERSION
 
 
 class FSMoEState:
@@ -60,6 +62,10 @@ class FSMoEState:
             layer.deepspeed_moe.router_check = self._router_check
         self.expert_results: ExpertResults | None = None
         """Looked at before each optimizer step, where that is asked for."""
+        self.telemetry: Telemetry | None = None
+        """Told at the end of each step, since the engine is complete."""
+        self.plans_made_again = 0
+        """How often, because steps were no longer as predicted."""
         self._facts: dict[str, str] = {}
         self._compared_at = 0
 
@@ -115,6 +121,8 @@ class FSMoEState:
             self.watch.plans_changed()
         self._facts = {}
         check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
+        if self.telemetry is not None:
+            self.telemetry.plans_changed()
 
     def step_is_over(self, next_step: int) -> StepComparison | None:
         """An optimizer step is over: go on with trying plans, or compare it with what was predicted. Collective where
@@ -140,6 +148,7 @@ class FSMoEState:
         return {} if self.autotune is None else self.autotune.predictors
 
     def _plan_again(self, reason: str) -> None:
+        self.plans_made_again += 1
         self.autotune.request_again(reason)
 
     def after_optimizer_step(self) -> None:
@@ -158,6 +167,8 @@ class FSMoEState:
 
     def close(self) -> None:
         """Give back the reduction of gradients, and end what runs."""
+        if self.telemetry is not None:
+            self.telemetry.close()
         if self.reduction is not None:
             self.reduction.close()
         self.running.close()
@@ -180,6 +191,14 @@ class FSMoEState:
             "ops": self.parts.ops.name,
             "gradients": self.gradients,
         }
+
+
+def summary(state: FSMoEState) -> str:
+    """What is on, as a table for the log."""
+    chosen = state.chosen()
+    width = max(map(len, chosen))
+    rows = [f"  {name:{width}}  {value}" for name, value in chosen.items()]
+    return "\n".join([f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)", *rows])
 
 
 def alike(block: FSMoEBlock) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from ds_fsmoe.runtime.duplicates import PLAIN, Duplicates, TensorParallelUse
 from ds_fsmoe.runtime.groups import sizes_of_mpu
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.spans import Recorder, Together
+from ds_fsmoe.telemetry.routers import RouterMetrics
 
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
 
@@ -46,6 +47,8 @@ class FSMoEGate(StockTopKGate):
 
     ops: Ops = REFERENCE
     """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+    says_entropy: bool = False
+    """Likewise."""
 
     def forward(
         self,
@@ -54,7 +57,8 @@ class FSMoEGate(StockTopKGate):
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
         with _timed(self, TOPK_GATE_TIMER, "gate_time"):
-            return route_top_k(x_SM, self.wg.weight, gate_settings(self), self.training, used_token_S, group, self.ops)
+            settings, ops, says_entropy = gate_settings(self), self.ops, self.says_entropy
+            return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, ops, says_entropy)
 
 
 def gate_settings(gate: StockTopKGate) -> TopKSettings:
@@ -80,6 +84,7 @@ class FSMoELayer(StockMOELayer):
     running: Running | None = None
     router_check: RouterCheck | None = None
     expert_results: ExpertResults | None = None
+    router_metrics: RouterMetrics | None = None
     pipeline: Pipeline | None = None
     label: str = "moe"
     path: str = ""
@@ -121,6 +126,8 @@ class FSMoELayer(StockMOELayer):
         gate = self.route
         if self.training and self.router_check is not None:
             gate = self.router_check.before(gate, self.path)
+        if self.training and self.router_metrics is not None:
+            gate = self.router_metrics.after(gate, self.label)
         with _timed(self, MOE_TIMER, "time_moe"):
             result = token_path(
                 hidden_states,

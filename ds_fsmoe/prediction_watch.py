@@ -50,6 +50,7 @@ _KINDS = (
     *(A2A_IN_NODE, A2A_IN, GATHER, EXPERT, EXPERT_DX, EXPERT_DW, REDUCE, A2A_OUT, A2A_OUT_NODE),
     *(GRAD, EXPERT_GRAD),
 )
+_LANES = tuple(str(lane) for lane in Lane)
 
 
 class PredictionWatch:
@@ -126,7 +127,7 @@ class PredictionWatch:
 
     def _compare(self, step: int) -> StepComparison | None:
         own = self._clock.read()
-        totals, problem = _Totals((*self._names, *_KINDS)), ""
+        totals, problem = _Totals((*self._names, *_KINDS, *_LANES)), ""
         try:
             if own is not None:
                 self._add_up(own, totals)
@@ -149,7 +150,8 @@ class PredictionWatch:
             rests.append(rest_ms)
         rest = Compared(statistics.median_low(rests), rest_ms)
         whole = Compared(rest.predicted_ms + sum(each.predicted_ms for each in phases.values()), whole_ms)
-        return StepComparison(step, whole, rest, phases, {kind: compared[kind] for kind in _KINDS if kind in compared})
+        kinds, lanes = ({name: compared[name] for name in names if name in compared} for names in (_KINDS, _LANES))
+        return StepComparison(step, whole, rest, phases, kinds, lanes)
 
     def _add_up(self, own: MeasuredStep, totals: _Totals) -> None:
         predictors = self._predictors()
@@ -161,10 +163,10 @@ class PredictionWatch:
             # With nobody to exchange tokens with, nobody is waited for.
             waits = any(task.lane is not Lane.COMPUTE for task in plan.schedule.tasks)
             totals.add(run.label, waits, predicted.makespan_ms, run.timeline.makespan_ms)
-            of_kind = _by_kind(predicted)
-            for kind, measured_ms in _by_kind(run.timeline).items():
-                sent = kind not in (EXPERT, EXPERT_DX, EXPERT_DW)
-                totals.add(kind, sent, of_kind.get(kind, 0.0), measured_ms)
+            expected = _busy_ms(predicted)
+            for name, measured_ms in _busy_ms(run.timeline).items():
+                sent = name not in (EXPERT, EXPERT_DX, EXPERT_DW, Lane.COMPUTE)
+                totals.add(name, sent, expected.get(name, 0.0), measured_ms)
 
     def _warn(self, step: int, problem: str) -> None:
         if self._has_warned:
@@ -211,11 +213,13 @@ class PredictionWatch:
         )
 
 
-def _by_kind(timeline: Timeline) -> dict[str, float]:
+def _busy_ms(timeline: Timeline) -> dict[str, float]:
+    """Kind of task, and lane -> how long there was such a task."""
     found: dict[str, float] = {}
     for span in timeline.spans:
         if span.task.kind != HOLD:
-            found[span.task.kind] = found.get(span.task.kind, 0.0) + span.end_ms - span.start_ms
+            for name in (span.task.kind, str(span.task.lane)):
+                found[name] = found.get(name, 0.0) + span.end_ms - span.start_ms
     return found
 
 

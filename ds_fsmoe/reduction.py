@@ -160,6 +160,11 @@ class Reduction:
         log_on_rank_0(_describe(decided[0], supplies, idle, self.mode))
         return decided[0]
 
+    def bytes_of_plan(self) -> tuple[int, int]:
+        """(all, those that travel before the backward is over), once there is a plan."""
+        assert self.reducer.plan is not None
+        return _bytes_of(self.reducer.plan, [each.element_bytes for each in self.reducer.flats])
+
     def close(self) -> None:
         """Give the reduction back to DeepSpeed."""
         self._door.give_back()
@@ -167,10 +172,14 @@ class Reduction:
             layer.pipeline = replace(layer.pipeline, window=None)
 
 
+def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, int]:
+    """(all, those that travel in windows)."""
+    early = sum((each.stop - each.first) * element_bytes[each.flat] for parcels in plan.parts for each in parcels)
+    return sum(numel * size for numel, size in zip(plan.sizes, element_bytes, strict=True)), early
+
+
 def _describe(plan: GradientPlan, supplies: Sequence[Supply], idle: Sequence[Idle], mode: Mode) -> str:
-    sizes = [each.element_bytes for each in supplies]
-    early = sum((each.stop - each.first) * sizes[each.flat] for parcels in plan.parts for each in parcels)
-    total = sum(each.numel * each.element_bytes for each in supplies)
+    total, early = _bytes_of(plan, [each.element_bytes for each in supplies])
     windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
     return (
         f"gradients ({mode}): {early / 1e6:.4g} of {total / 1e6:.4g} MB travel before the backward is over; idle there "

@@ -18,7 +18,18 @@ from ds_fsmoe.first_forwards import FirstForwards
 from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.presets import BEST, preset
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_IN_NODE,
+    A2A_OUT,
+    A2A_OUT_NODE,
+    EXPERT_GRAD,
+    GATHER,
+    GRAD,
+    REDUCE,
+)
 from ds_fsmoe.predicted import PredictedPipeline, Predictor, Predictors
+from ds_fsmoe.reporting.run_files import TRACE
 from ds_fsmoe.runtime.duplicates import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
@@ -28,6 +39,13 @@ from ds_fsmoe.runtime.topology import layout, world_size_now
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.watchdog import Watchdog
 from ds_fsmoe.runtime.wires import Wires
+
+_KINDS_OF_GROUP = {
+    "ep": (A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE),
+    "esp": (GATHER, REDUCE),
+    "dp": (GRAD,),
+    "edp": (EXPERT_GRAD,),
+}
 
 Exchange = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
@@ -42,6 +60,13 @@ def planned_degrees(block: FSMoEBlock) -> tuple[int, int]:
 def planned_links(block: FSMoEBlock) -> Links:
     """The order of traffic within a layer."""
     return "reduce_first" if block.schedule == BEST else preset(block.schedule).links
+
+
+def trace_folder(block: FSMoEBlock) -> Path:
+    """Where ranks leave their traces: as the block says, or else with the record of the run, if there is one."""
+    if block.record.dir is None or "path" in block.trace.model_fields_set:
+        return Path(block.trace.path)
+    return Path(block.record.dir) / TRACE
 
 
 class Running:
@@ -71,9 +96,8 @@ class Running:
         self.links: Links = planned_links(block)
         rank = dist.get_rank() if world_size_now() > 1 else 0
         trace = block.trace
-        self.tracer = (
-            Tracer(Path(trace.path), rank, trace.start_step, trace.num_steps, device) if trace.enabled else None
-        )
+        folder = trace_folder(block)
+        self.tracer = Tracer(folder, rank, trace.start_step, trace.num_steps, device) if trace.enabled else None
         self._predictor = None if self.tracer is None or trace.cluster is None else Predictor(trace.cluster)
         self.predictors: Predictors = dict
         """Of the layers, from what the autotuner has measured."""
@@ -112,6 +136,10 @@ class Running:
             ConfigError: ``trace.cluster`` has no number for one of the groups, or the all-to-all contradicts itself.
         """
         groups = self.groups(ep_size, use)
+        if self.tracer is not None:
+            self.tracer.peers[label] = {
+                kind: list(groups.ranks_of(group)) for group, kinds in _KINDS_OF_GROUP.items() for kind in kinds
+            }
         try:
             exchange = exchange_in(groups, alltoall)
         except ValueError as error:

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 _WORST = 3
 
-Event = tuple[str, float, int]
-"""(name, value, samples), as DeepSpeed's monitors take them."""
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -39,6 +36,8 @@ class StepComparison:
     least: it comes last."""
     kinds: Mapping[str, Compared]
     """Kind of task -> all of them together: computed on the slowest rank, sent by the rank that waits least."""
+    lanes: Mapping[str, Compared]
+    """Lane -> all tasks on it together, likewise."""
 
     @property
     def drift(self) -> float:
@@ -46,19 +45,33 @@ class StepComparison:
         predicted = self.whole.predicted_ms
         return (self.whole.measured_ms - predicted) / predicted if predicted > 0 else math.inf
 
-    def events(self, num_samples: int) -> list[Event]:
-        """For monitors.
+    @property
+    def busy(self) -> dict[str, float]:
+        """Lane -> its measured share of the phases."""
+        phases_ms = sum(each.measured_ms for each in self.phases.values())
+        return {lane: each.measured_ms / phases_ms for lane, each in self.lanes.items() if phases_ms}
+
+    def values(self, is_detailed: bool) -> dict[str, float]:
+        """For monitors: milliseconds by name.
 
         Args:
-            num_samples: that have been trained with.
+            is_detailed: each phase and each kind of task, and not only sums over layers.
         """
-        named = {"step": self.whole, "rest": self.rest, **self.phases}
-        named |= {f"tasks/{kind}": each for kind, each in self.kinds.items()}
-        return [
-            (f"fsmoe/{name}/{which}", getattr(each, which), num_samples)
+        named = {"step": self.whole, "rest": self.rest}
+        for direction in ("forward", "backward"):
+            of_layers = [each for label, each in self.phases.items() if label.endswith(f"/{direction}")]
+            if of_layers:
+                named[direction] = Compared(
+                    sum(each.predicted_ms for each in of_layers), sum(each.measured_ms for each in of_layers)
+                )
+        if is_detailed:
+            named |= {**self.phases, **{f"tasks/{kind}": each for kind, each in self.kinds.items()}}
+        found = {
+            f"{name}/{which}": getattr(each, which)
             for name, each in named.items()
             for which in ("predicted_ms", "measured_ms")
-        ]
+        }
+        return found | {f"busy/{lane}": share for lane, share in self.busy.items()}
 
     def worst(self) -> str:
         """What differs most, in words."""

@@ -306,6 +306,7 @@ def give_back(layer: StockMoE) -> None:
             "running",
             "router_check",
             "expert_results",
+            "router_metrics",
             "label",
             "path",
             "tensor_parallel",
@@ -317,7 +318,8 @@ def give_back(layer: StockMoE) -> None:
             vars(inner).pop(name, None)
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
-        vars(inner.gate).pop("ops", None)
+        for name in ("ops", "says_entropy"):
+            vars(inner.gate).pop(name, None)
 
 
 def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:

@@ -21,10 +21,26 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # Room -> what its files may import besides the standard library and their own room.
 ROOMS: dict[str, tuple[str, ...]] = {
     "planning": ("numpy", "scipy"),
-    "commands": ("ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.compat", "ds_fsmoe.versions"),
+    "commands": (
+        "tqdm",
+        "ds_fsmoe.planning",
+        "ds_fsmoe.reporting",
+        "ds_fsmoe.registry",
+        "ds_fsmoe.compat",
+        "ds_fsmoe.versions",
+    ),
     "ops": ("torch",),
     "components": ("torch", "ds_fsmoe.ops", "ds_fsmoe.registry"),
     "runtime": ("torch", "numpy", "ds_fsmoe.planning", "ds_fsmoe.ops"),
+    "telemetry": (
+        "torch",
+        "ds_fsmoe.components",
+        "ds_fsmoe.planning",
+        "ds_fsmoe.reporting.run_files",
+        "ds_fsmoe.runtime",
+        "ds_fsmoe.versions",
+    ),
+    "reporting": ("ds_fsmoe.planning", "ds_fsmoe.runtime.trace_files"),
     "saving": ("torch", "numpy", "safetensors", "ds_fsmoe.versions"),
 }
 # The files that may import DeepSpeed, each with its reason.
@@ -40,15 +56,17 @@ DEEPSPEED: dict[str, str] = {
     "optimizer_pieces.py": "looks into DeepSpeed's optimizers, each kind by its own names",
     "profile_job.py": "starts torch.distributed as training does",
     "compat.py": "holds and checks every private name of DeepSpeed",
+    "run_record.py": "finds the layers of DeepSpeed's own engine",
+    "telemetry/stock_trace.py": "watches DeepSpeed's own layers and collectives",
     "runtime/groups.py": "makes process groups where DeepSpeed looks for them",
 }
 # (file, imported module) -> why the rule of its room does not hold there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("runtime/groups.py", "deepspeed"): DEEPSPEED["runtime/groups.py"],
+    ("telemetry/stock_trace.py", "deepspeed"): DEEPSPEED["telemetry/stock_trace.py"],
     ("commands/env.py", "ds_fsmoe.ops"): "says of each op whether it can be built, where there is a torch",
     ("commands/env.py", "ds_fsmoe.runtime.link_facts"): "says what is known of the links; needs no torch",
     ("commands/convert.py", "ds_fsmoe.saving"): "reads and writes checkpoints, where there is a torch",
-    ("commands/convert.py", "tqdm"): "shows its progress",
     ("commands/profile.py", "ds_fsmoe.profile_job"): "measures, which takes all that training takes",
     ("planning/draw.py", "matplotlib"): "draws, when it is asked to; all else there plans without",
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_fsmoe.reporting.run_files import read_run
 from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, LENGTH, WIDTH
 
@@ -133,3 +134,24 @@ def test_what_would_hang_or_do_nothing_is_refused_on_every_rank(
     zero_stage: int, stages: tuple[str, ...], sentence: str, tmp_path: Path
 ) -> None:
     assert all(sentence in said for said in run_on_ranks(what_is_said, 4, tmp_path, zero_stage, stages))
+
+
+def record(rank: int, world_size: int, stages: tuple[str, ...], folder: str) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    train(rank, 0, stages, CHUNKED | {"metrics_every": 2, "record": {"dir": folder}})
+
+
+@pytest.mark.parametrize("stages", [("moe", "moe"), ("dense", "moe")])
+def test_routers_of_all_stages_are_recorded(stages: tuple[str, ...], tmp_path: Path) -> None:
+    run_on_ranks(record, 4, tmp_path / "ranks", stages, str(tmp_path / "run"))
+    run = read_run(tmp_path / "run")
+    assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
+    assert all(row["step_ms"] > 0 and row["loss"] > 0 for row in run.steps)
+    (row,) = run.routers
+    assert row["step"] == 2
+    assert list(row["layers"]) == [f"stage{i}/L00" for i, kind in enumerate(stages) if kind == "moe"]
+    for load in row["layers"].values():
+        # Two ranks of the stage, two micro batches, two choices.
+        assert sum(load["tokens_E"]) == 2 * 2 * BATCH * LENGTH * 2

@@ -148,14 +148,28 @@ def test_a_layer_that_nobody_predicts_belongs_to_the_rest() -> None:
     assert found.whole == Compared(100.0, 100.0)
 
 
-def test_monitors_get_both_numbers_of_everything() -> None:
-    events = Watched().play(step_of(80.0, EXPERT=7.0)).events(num_samples=77)
-    values = {name: value for name, value, _ in events}
-    assert {samples for *_, samples in events} == {77}
-    assert len(values) == len(events) == 2 * (1 + 1 + 2 + 3)
-    assert (values["fsmoe/step/predicted_ms"], values["fsmoe/step/measured_ms"]) == (100.0, 104.0)
-    assert (values["fsmoe/L00/forward/predicted_ms"], values["fsmoe/L00/forward/measured_ms"]) == (10.0, 12.0)
-    assert (values["fsmoe/tasks/EXPERT/predicted_ms"], values["fsmoe/tasks/EXPERT/measured_ms"]) == (10.0, 14.0)
+def test_monitors_get_both_numbers_of_everything_when_they_want_details() -> None:
+    found = Watched().play(step_of(80.0, EXPERT=7.0))
+    values = found.values(is_detailed=True)
+    assert len(values) == 2 * (1 + 1 + 2 + 2 + 3) + len(found.busy)
+    assert (values["step/predicted_ms"], values["step/measured_ms"]) == (100.0, 104.0)
+    assert (values["L00/forward/predicted_ms"], values["L00/forward/measured_ms"]) == (10.0, 12.0)
+    assert (values["forward/predicted_ms"], values["forward/measured_ms"]) == (10.0, 12.0)
+    assert (values["tasks/EXPERT/predicted_ms"], values["tasks/EXPERT/measured_ms"]) == (10.0, 14.0)
+    # Two runs of 12 ms, in which experts compute for 7.
+    assert values["busy/compute"] == pytest.approx(14 / 24)
+
+
+def test_monitors_get_sums_over_layers_when_they_do_not() -> None:
+    values = Watched().play(step_of(80.0, EXPERT=7.0)).values(is_detailed=False)
+    assert set(values) == {
+        *(
+            f"{name}/{which}_ms"
+            for name in ("step", "rest", "forward", "backward")
+            for which in ("predicted", "measured")
+        ),
+        *(f"busy/{lane}" for lane in ("compute", "inter", "intra") if f"busy/{lane}" in values),
+    }
 
 
 def test_every_nth_step_is_timed_once_there_are_predictions() -> None:

@@ -88,7 +88,8 @@ def engine_of(rank: int, case: Case, blocks: dict[str, Any] | None = None, **aut
 
     model = SmallModel(case, rank)
     model.first = Slow(model.first)
-    block = {"enabled": True, "autotune": {"enabled": True, "watch_every": 1, "trials": 0} | autotune}
+    block = {"enabled": True, "metrics": "detailed"}
+    block["autotune"] = {"enabled": True, "watch_every": 1, "trials": 0} | autotune
     config = case.ds_config(fsmoe=block, **blocks or {})
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.fsmoe.autotune = Planned()

@@ -97,6 +97,8 @@ def test_a_rank_is_a_process_with_a_row_per_lane(make_tracer: Callable[..., Trac
         "step": 0,
         "run": 0,
         "ms": 0,
+        "index": 3,
+        "waits_for": [1, 2],
     }
 
 

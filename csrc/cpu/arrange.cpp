@@ -2,16 +2,13 @@
 //
 // Token rows to slots and back on the CPU.
 //
-//   arrange:          x [S, M], slots [K, S] -> [N, M]; row slots[k][s] is row s of x, rows that nothing names are zero.
-//   restore:          y [N, M], slots [K, S], weights [K, S] -> [S, M]; the weighted sum of a token's rows.
+//   arrange:          x [S, M], slots [K, S] -> [N, M]; row slots[k][s] is row s of x, rows that nothing names are
+//   zero. restore:          y [N, M], slots [K, S], weights [K, S] -> [S, M]; the weighted sum of a token's rows.
 //   restore_backward: the gradients of y and of the weights, in one pass over the rows in memory.
 //
 // A slot outside 0..N-1 means "no slot" (by convention it is N), so slot values are never an error. All loops go by
-// token: a token's row is read once, however many slots it has, and every other row is touched once. No [K, S, M] exists.
-// Tokens are shared out among threads; a slot belongs to one token, so that no row is written by two.
-
-#include "huge_pages.h"
-#include "wide_loops.h"
+// token: a token's row is read once, however many slots it has, and every other row is touched once. No [K, S, M]
+// exists. Tokens are shared out among threads; a slot belongs to one token, so that no row is written by two.
 
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -27,6 +24,9 @@
 #include <optional>
 #include <tuple>
 #include <vector>
+
+#include "huge_pages.h"
+#include "wide_loops.h"
 
 namespace {
 
@@ -207,7 +207,8 @@ template <typename In, typename Out>
 at::Tensor restore_as(const at::Tensor& y, const at::Tensor& slots, const at::Tensor& weights) {
   using Sum = at::opmath_type<In>;
   const int64_t num_choices = slots.size(0), num_tokens = slots.size(1), num_slots = y.size(0), width = y.size(1);
-  at::Tensor out = fsmoe::empty_in_huge_pages({num_tokens, width}, y.options().dtype(c10::CppTypeToScalarType<Out>::value));
+  at::Tensor out =
+      fsmoe::empty_in_huge_pages({num_tokens, width}, y.options().dtype(c10::CppTypeToScalarType<Out>::value));
   const auto* source = y.const_data_ptr<In>();
   const auto* slot = slots.const_data_ptr<int64_t>();
   const auto* weight = weights.defined() ? weights.const_data_ptr<Sum>() : nullptr;
@@ -350,7 +351,8 @@ std::tuple<at::Tensor, at::Tensor> restore_backward(const at::Tensor& d_out, con
   const auto sum = is_double ? at::kDouble : at::kFloat;
   const at::Tensor slots_dense = slots.contiguous(), weights_dense = weights.to(sum).contiguous();
   const at::Tensor y_dense = (is_double ? y.to(at::kDouble) : y).contiguous();
-  // A gradient of the other 16-bit type than y's, or of one where y is float32, goes by way of float32: exact, and rare.
+  // A gradient of the other 16-bit type than y's, or of one where y is float32, goes by way of float32: exact, and
+  // rare.
   const bool is_same = d_out.scalar_type() == y_dense.scalar_type();
   const at::Tensor d_out_dense = (is_same ? d_out : d_out.to(sum)).contiguous();
 

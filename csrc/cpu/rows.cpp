@@ -34,9 +34,8 @@ void check_arguments(const char* op, const char* name, const at::Tensor& rows, c
   TORCH_CHECK(index.dim() == 1, op, ": index must be 1-dimensional, got shape ", index.sizes());
   TORCH_CHECK(index.scalar_type() == at::kLong, op, ": index must be int64, got ", index.scalar_type());
   const auto dtype = rows.scalar_type();
-  TORCH_CHECK(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      op, ": ", name, " must be float32, float64, bfloat16 or float16, got ", dtype);
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": ",
+              name, " must be float32, float64, bfloat16 or float16, got ", dtype);
 }
 
 at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index) {

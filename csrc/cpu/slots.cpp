@@ -69,38 +69,39 @@ typename KeyOf<Score>::type key_of(Score score) {
 template <typename Score>
 void choose(const Score* scores, int64_t num_tokens, int64_t num_experts, int64_t k, int64_t* experts) {
   using Key = typename KeyOf<Score>::type;
-  at::parallel_for(0, num_tokens, std::max<int64_t>(1, kScoresPerThread / num_experts), [&](int64_t begin, int64_t end) {
-    std::vector<Key> keys(num_experts);
-    std::vector<std::pair<Key, int64_t>> best(k <= kInsertUpTo ? k : num_experts);
-    for (int64_t s = begin; s < end; ++s) {
-      for (int64_t e = 0; e < num_experts; ++e) {
-        keys[e] = key_of(scores[s * num_experts + e]);
-      }
-      if (k <= kInsertUpTo) {
-        int64_t filled = 0;
-        for (int64_t e = 0; e < num_experts; ++e) {
-          if (filled == k && keys[e] <= best[k - 1].first) {
-            continue;
+  at::parallel_for(
+      0, num_tokens, std::max<int64_t>(1, kScoresPerThread / num_experts), [&](int64_t begin, int64_t end) {
+        std::vector<Key> keys(num_experts);
+        std::vector<std::pair<Key, int64_t>> best(k <= kInsertUpTo ? k : num_experts);
+        for (int64_t s = begin; s < end; ++s) {
+          for (int64_t e = 0; e < num_experts; ++e) {
+            keys[e] = key_of(scores[s * num_experts + e]);
           }
-          int64_t place = filled < k ? filled++ : k - 1;
-          for (; place > 0 && best[place - 1].first < keys[e]; --place) {
-            best[place] = best[place - 1];
+          if (k <= kInsertUpTo) {
+            int64_t filled = 0;
+            for (int64_t e = 0; e < num_experts; ++e) {
+              if (filled == k && keys[e] <= best[k - 1].first) {
+                continue;
+              }
+              int64_t place = filled < k ? filled++ : k - 1;
+              for (; place > 0 && best[place - 1].first < keys[e]; --place) {
+                best[place] = best[place - 1];
+              }
+              best[place] = {keys[e], e};
+            }
+          } else {
+            for (int64_t e = 0; e < num_experts; ++e) {
+              best[e] = {keys[e], e};
+            }
+            std::partial_sort(best.begin(), best.begin() + k, best.end(), [](const auto& one, const auto& other) {
+              return one.first != other.first ? one.first > other.first : one.second < other.second;
+            });
           }
-          best[place] = {keys[e], e};
+          for (int64_t j = 0; j < k; ++j) {
+            experts[j * num_tokens + s] = best[j].second;
+          }
         }
-      } else {
-        for (int64_t e = 0; e < num_experts; ++e) {
-          best[e] = {keys[e], e};
-        }
-        std::partial_sort(best.begin(), best.begin() + k, best.end(), [](const auto& one, const auto& other) {
-          return one.first != other.first ? one.first > other.first : one.second < other.second;
-        });
-      }
-      for (int64_t j = 0; j < k; ++j) {
-        experts[j * num_tokens + s] = best[j].second;
-      }
-    }
-  });
+      });
 }
 
 // ---- which slots
@@ -151,8 +152,8 @@ void queue_by_score(const Choices& choices, const ScoreAt& score_at, int64_t cap
       const int64_t e = choices.expert(k, s);
       if (e >= 0) {
         auto& queue = queues[e];
-        queue.push_back({key_of<Score>(score_at(k, s, e)), static_cast<int64_t>(queue.size()),
-                         k * choices.num_tokens + s});
+        queue.push_back(
+            {key_of<Score>(score_at(k, s, e)), static_cast<int64_t>(queue.size()), k * choices.num_tokens + s});
       }
     }
   }
@@ -188,8 +189,9 @@ std::tuple<at::Tensor, at::Tensor> take_slots_from(const at::Tensor& experts, in
   auto* count = counts.mutable_data_ptr<int64_t>();
   std::fill_n(slot, slots.numel(), num_experts * capacity);
   const at::Tensor used_dense = used.has_value() ? used->contiguous() : at::Tensor();
-  const Choices choices{experts.const_data_ptr<int64_t>(), used_dense.defined() ? used_dense.const_data_ptr<bool>() : nullptr,
-                        experts.size(0), experts.size(1), num_experts};
+  const Choices choices{experts.const_data_ptr<int64_t>(),
+                        used_dense.defined() ? used_dense.const_data_ptr<bool>() : nullptr, experts.size(0),
+                        experts.size(1), num_experts};
   if (priority != Priority::kScore) {
     queue_by_position(choices, priority == Priority::kChoice, capacity, slot, count);
     return {slots, counts};

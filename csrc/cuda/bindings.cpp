@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CUDA operators as torch sees them: checks, allocations, the current stream. What is computed is written at the top
-// of csrc/cpu/arrange.cpp and csrc/cpu/slots.cpp; the kernels are in the .cu files beside this one.
-
-#include "launchers.h"
+// The CUDA operators as torch sees them: checks, allocations, the current stream. What is computed is written at the
+// top of csrc/cpu/arrange.cpp and csrc/cpu/slots.cpp; the kernels are in the .cu files beside this one.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -16,6 +14,8 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+
+#include "launchers.h"
 
 namespace {
 
@@ -121,10 +121,10 @@ std::tuple<at::Tensor, at::Tensor> restore_backward(const at::Tensor& d_out, con
   const at::Tensor d_out_dense = d_out.contiguous(), y_dense = y.contiguous(), slots_dense = slots.contiguous();
   const at::Tensor weights_dense = weights.contiguous(), taken = workspace(y.size(0), at::kByte, y);
   C10_CUDA_CHECK(fsmoe::launch_restore_backward(
-      d_out_dense.const_data_ptr(), dtype_of(d_out.scalar_type()), y_dense.const_data_ptr(),
-      dtype_of(y.scalar_type()), slots_dense.const_data_ptr<int64_t>(), weights_dense.const_data_ptr<float>(),
-      dy.mutable_data_ptr(), d_weights.mutable_data_ptr<float>(), taken.mutable_data_ptr<uint8_t>(), slots.size(1),
-      slots.size(0), y.size(0), y.size(1), c10::cuda::getCurrentCUDAStream()));
+      d_out_dense.const_data_ptr(), dtype_of(d_out.scalar_type()), y_dense.const_data_ptr(), dtype_of(y.scalar_type()),
+      slots_dense.const_data_ptr<int64_t>(), weights_dense.const_data_ptr<float>(), dy.mutable_data_ptr(),
+      d_weights.mutable_data_ptr<float>(), taken.mutable_data_ptr<uint8_t>(), slots.size(1), slots.size(0), y.size(0),
+      y.size(1), c10::cuda::getCurrentCUDAStream()));
   return {dy, d_weights};
 }
 
@@ -158,8 +158,8 @@ std::tuple<at::Tensor, at::Tensor> take_slots_from(const at::Tensor& experts, in
   at::Tensor slots = at::empty(experts.sizes(), experts.options());
   at::Tensor counts = at::empty({num_experts}, experts.options());
   const at::Tensor used_dense = used.has_value() ? used->contiguous() : at::Tensor();
-  const at::Tensor space = workspace(
-      fsmoe::take_slots_workspace(num_tokens, num_choices, num_experts, priority), at::kInt, experts);
+  const at::Tensor space =
+      workspace(fsmoe::take_slots_workspace(num_tokens, num_choices, num_experts, priority), at::kInt, experts);
   C10_CUDA_CHECK(fsmoe::launch_take_slots(
       experts.const_data_ptr<int64_t>(), used_dense.defined() ? used_dense.const_data_ptr<bool>() : nullptr, priority,
       scores.defined() ? scores.const_data_ptr<float>() : nullptr, strides, num_tokens, num_choices, num_experts,

@@ -3,8 +3,8 @@
 // What the bindings know of the kernels, and all that the kernels know of their callers: plain pointers and sizes.
 // Nothing of torch in here, so that every .cu compiles with nvcc alone.
 //
-// Letters: S tokens, K choices of a token, E experts, C slots of an expert, N = E * C slots, M width. All pointers are to
-// memory of the device. A slot outside 0..N-1 means "no slot".
+// Letters: S tokens, K choices of a token, E experts, C slots of an expert, N = E * C slots, M width. All pointers are
+// to memory of the device. A slot outside 0..N-1 means "no slot".
 #pragma once
 
 #include <cuda_runtime_api.h>

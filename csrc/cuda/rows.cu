@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Token rows to slots and back on the GPU. One block of threads per token: its row is read once and written to all of its
-// slots, or its slots' rows are read once each and summed. Rows go in vectors of 16 bytes where width and addresses allow
-// it. Nothing is added to memory that another block adds to, so results do not depend on timing: the sums are in float32,
-// in the order of the choices, and rounded once.
-
-#include "launch.cuh"
-#include "launchers.h"
+// Token rows to slots and back on the GPU. One block of threads per token: its row is read once and written to all of
+// its slots, or its slots' rows are read once each and summed. Rows go in vectors of 16 bytes where width and addresses
+// allow it. Nothing is added to memory that another block adds to, so results do not depend on timing: the sums are in
+// float32, in the order of the choices, and rounded once.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include "launch.cuh"
+#include "launchers.h"
 
 namespace fsmoe {
 namespace {
@@ -140,9 +140,8 @@ __global__ void restore_kernel(const In* __restrict__ y, const int64_t* __restri
 template <typename Grad, typename In, int kSize>
 __global__ void restore_backward_kernel(const Grad* __restrict__ d_out, const In* __restrict__ y,
                                         const int64_t* __restrict__ slots, const float* __restrict__ weights,
-                                        In* __restrict__ dy, float* __restrict__ d_weights,
-                                        uint8_t* __restrict__ taken, int64_t num_tokens, int64_t num_choices,
-                                        int64_t num_slots, int64_t width) {
+                                        In* __restrict__ dy, float* __restrict__ d_weights, uint8_t* __restrict__ taken,
+                                        int64_t num_tokens, int64_t num_choices, int64_t num_slots, int64_t width) {
   __shared__ float warp_sums[kMaxWarps];
   const int64_t token = blockIdx.x, num_packs = width / kSize;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
@@ -282,7 +281,7 @@ cudaError_t launch_arrange(const void* x, Dtype in, const int64_t* slots, void* 
     using Out = typename decltype(b)::type;
     constexpr int kSize = pack_size<In, Out>();
     const auto run = width % kSize == 0 && is_aligned(x) && is_aligned(out) ? arrange_with<In, Out, kSize>
-                                                                           : arrange_with<In, Out, 1>;
+                                                                            : arrange_with<In, Out, 1>;
     return run(x, slots, out, taken, num_tokens, num_choices, num_slots, width, stream);
   });
 }
@@ -298,7 +297,7 @@ cudaError_t launch_restore(const void* y, Dtype in, const int64_t* slots, const 
     using Out = typename decltype(b)::type;
     constexpr int kSize = pack_size<In, Out>();
     const auto run = width % kSize == 0 && is_aligned(y) && is_aligned(out) ? restore_with<In, Out, kSize>
-                                                                           : restore_with<In, Out, 1>;
+                                                                            : restore_with<In, Out, 1>;
     return run(y, slots, weights, out, num_tokens, num_choices, num_slots, width, stream);
   });
 }

@@ -303,7 +303,12 @@ cudaError_t launch_take_slots(const int64_t* experts, const bool* used, Priority
     return cudaMemsetAsync(counts, 0, static_cast<size_t>(num_experts) * sizeof(int64_t), stream);
   }
   const int64_t num_tiles = num_tiles_of(num_tokens, num_choices, priority);
-  const Tiles tiles{experts, used, num_tokens, num_choices, num_experts, ceil_divide(num_tokens, kTokensPerTile),
+  const Tiles tiles{experts,
+                    used,
+                    num_tokens,
+                    num_choices,
+                    num_experts,
+                    ceil_divide(num_tokens, kTokensPerTile),
                     priority == Priority::kChoice};
   uint32_t* tile_counts = workspace;
   const size_t counts_bytes = static_cast<size_t>(num_experts) * sizeof(uint32_t);

@@ -14,9 +14,16 @@
 #define FSMOE_QUOTE_EXPANDED(a) #a
 #define FSMOE_QUOTE(a) FSMOE_QUOTE_EXPANDED(a)
 
-#define FSMOE_PYTHON_MODULE_STUB()                                                         \
-  PyMODINIT_FUNC FSMOE_JOIN(PyInit_, TORCH_EXTENSION_NAME)(void) {                         \
-    static PyModuleDef module = {PyModuleDef_HEAD_INIT, FSMOE_QUOTE(TORCH_EXTENSION_NAME), \
-                                 nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr}; \
-    return PyModule_Create(&module);                                                       \
+#define FSMOE_PYTHON_MODULE_STUB()                                  \
+  PyMODINIT_FUNC FSMOE_JOIN(PyInit_, TORCH_EXTENSION_NAME)(void) {  \
+    static PyModuleDef module = {PyModuleDef_HEAD_INIT,             \
+                                 FSMOE_QUOTE(TORCH_EXTENSION_NAME), \
+                                 nullptr,                           \
+                                 -1,                                \
+                                 nullptr,                           \
+                                 nullptr,                           \
+                                 nullptr,                           \
+                                 nullptr,                           \
+                                 nullptr};                          \
+    return PyModule_Create(&module);                                \
   }

@@ -25,6 +25,7 @@ class DenseRouting(RoutingBase):
     counts_E: torch.Tensor
     capacity: int
     num_experts: int
+    entropy: torch.Tensor | None = None
     places: Places | None = None
     """Where the slots' rows lie, if not in the order of the columns. The two matrices are by far the largest tensors
     here, so it is rows that are moved, and not columns."""

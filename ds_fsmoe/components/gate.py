@@ -29,6 +29,8 @@ class GateBase(nn.Module):
     """The kind of its decision; "auto" takes the order that goes with it."""
     ops: Ops = REFERENCE
     """The operators to use, where there are any for what it does; whoever takes the gate in says which."""
+    says_entropy: bool = False
+    """Whether somebody wants to know the entropy of its decisions; whoever does says so."""
     _is_built = False
 
     def __init__(self) -> None:

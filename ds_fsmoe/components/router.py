@@ -52,3 +52,24 @@ def which_are_used(used_token_S: torch.Tensor | None, num_tokens: int) -> torch.
     if len(used_S) != num_tokens:
         raise ValueError(f"used_token has {len(used_S)} entries for {num_tokens} tokens: one per token is needed")
     return used_S
+
+
+def mean_over_used(values_S: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
+    """Over the first dimension, as far as it is used; 0 where nothing is."""
+    if used_S is None:
+        return values_S.sum(dim=0) / max(len(values_S), 1)
+    masked_S = values_S.masked_fill(~used_S.view(-1, *[1] * (values_S.dim() - 1)), 0.0)
+    return masked_S.sum(dim=0) / used_S.sum().clamp(min=1)
+
+
+def entropy_of(weights_SE: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
+    """Scalar, in nats, without a gradient: of a token's probabilities, as a mean over the tokens that take part.
+
+    Args:
+        weights_SE: [S, E], not negative; over their sum they are a token's probabilities.
+        used_S: [S] booleans; ``None``: all take part.
+    """
+    weights_SE = weights_SE.detach().to(torch.promote_types(weights_SE.dtype, torch.float32))
+    tiny = torch.finfo(weights_SE.dtype).tiny
+    probs_SE = weights_SE / weights_SE.sum(dim=1, keepdim=True).clamp(min=tiny)
+    return mean_over_used(torch.special.entr(probs_SE).sum(dim=1), used_S)

@@ -35,11 +35,17 @@ class RoutingBase(ABC):
     """C: slots of each expert for this rank's tokens; the same on every rank that exchanges tokens."""
     num_experts: int
     """E."""
+    entropy: torch.Tensor | None = None
+    """Scalar, in nats: of a token's probabilities over experts, as a mean over tokens. Where it was asked for."""
 
     @property
     def num_slots(self) -> int:
         """R = E * C, which is also the index that stands for "none"."""
         return self.num_experts * self.capacity
+
+    def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scalars: how many choices have found a place, and of how many."""
+        return self.counts_E.sum(), self.counts_E.sum()
 
     @abstractmethod
     def relaid(self, place: Place, capacity: int) -> RoutingBase:
@@ -63,6 +69,10 @@ class Routing(RoutingBase):
     counts_E: torch.Tensor
     capacity: int
     num_experts: int
+    entropy: torch.Tensor | None = None
+
+    def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.slots_KS < self.num_slots).sum(), self.counts_E.sum()
 
     def relaid(self, place: Place, capacity: int) -> Routing:
         return replace(self, slots_KS=place(self.slots_KS), capacity=capacity)

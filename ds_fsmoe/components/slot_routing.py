@@ -28,6 +28,12 @@ class SlotRouting(RoutingBase):
     counts_E: torch.Tensor
     capacity: int
     num_experts: int
+    entropy: torch.Tensor | None = None
+
+    def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens that some expert has taken, and how many there are; those that take no part count as not taken."""
+        is_taken = self.tokens_R.new_zeros(self.num_tokens + 1).index_fill_(0, self.tokens_R, 1)[:-1]
+        return is_taken.sum(), torch.full_like(is_taken.sum(), self.num_tokens)
 
     def relaid(self, place: Place, capacity: int) -> SlotRouting:
         places = find_places(place, self.num_slots, self.num_experts * capacity, self.tokens_R.device)

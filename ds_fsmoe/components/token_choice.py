@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_fsmoe.components.gate import dropless_capacity, dropping_capacity
 from ds_fsmoe.components.gate_settings import CapacitySettings, SettingsGate, option
-from ds_fsmoe.components.router import which_are_used, without_autocast
+from ds_fsmoe.components.router import entropy_of, mean_over_used, which_are_used, without_autocast
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.ops.reference import Slots, with_capacity
 
@@ -109,6 +109,7 @@ class TokenChoiceGate(SettingsGate):
                 counts_E=slots.counts_E,
                 capacity=capacity,
                 num_experts=num_experts,
+                entropy=entropy_of(scores.affinity_SE, used_S) if self.says_entropy else None,
             )
 
 
@@ -147,16 +148,8 @@ def _aux_loss(
         share_E = counts_E.to(logits_SE.dtype) / (
             max(len(probs_SE), 1) if used_S is None else used_S.sum().clamp(min=1)
         )
-        balance = (_mean(probs_SE, used_S) * share_E).sum() * len(counts_E) / settings.k
+        balance = (mean_over_used(probs_SE, used_S) * share_E).sum() * len(counts_E) / settings.k
         loss = loss + settings.balance_loss_factor * balance
     if settings.z_loss_factor:
-        loss = loss + settings.z_loss_factor * _mean(torch.logsumexp(logits_SE, dim=1).square(), used_S)
+        loss = loss + settings.z_loss_factor * mean_over_used(torch.logsumexp(logits_SE, dim=1).square(), used_S)
     return loss
-
-
-def _mean(values_S: torch.Tensor, used_S: torch.Tensor | None) -> torch.Tensor:
-    """Over the first dimension, as far as it is used; 0 where nothing is."""
-    if used_S is None:
-        return values_S.sum(dim=0) / max(len(values_S), 1)
-    masked_S = values_S.masked_fill(~used_S.view(-1, *[1] * (values_S.dim() - 1)), 0.0)
-    return masked_S.sum(dim=0) / used_S.sum().clamp(min=1)

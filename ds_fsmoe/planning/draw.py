@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -49,12 +50,8 @@ _LABEL_SHARE = 0.012  # of the width; a narrower task is drawn without its name
 _LANE_NAMES = {Lane.COMPUTE: "compute", Lane.INTRA: "intra-node", Lane.INTER: "inter-node"}
 
 
-def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
-    """Draw timelines one above the other, to one scale, and write them to a file.
-
-    Args:
-        timelines: title and timeline of each.
-        path: where to.
+def drawing() -> ModuleType:
+    """matplotlib's ``pyplot``, drawing into files.
 
     Raises:
         ModuleNotFoundError: without matplotlib; it says how to get it.
@@ -66,6 +63,21 @@ def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path) -> Non
         raise ModuleNotFoundError(needed, name="matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
+    """Draw timelines one above the other, to one scale, and write them to a file.
+
+    Args:
+        timelines: title and timeline of each.
+        path: where to.
+
+    Raises:
+        ModuleNotFoundError: without matplotlib; it says how to get it.
+    """
+    pyplot = drawing()
     from matplotlib.patches import Patch
 
     longest_ms = max((timeline.makespan_ms for _, timeline in timelines), default=0.0) or 1.0

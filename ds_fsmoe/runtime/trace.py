@@ -73,6 +73,8 @@ class Tracer(Observer):
         self.path = rank_file(Path(folder), rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
+        self.peers: dict[str, dict[str, Sequence[int]]] = {}
+        """Layer -> kind of task -> the ranks that do it together with this one. For the file."""
         self._rank = rank
         self._wanted = range(start_step, start_step + num_steps)
         self._device = device
@@ -233,6 +235,7 @@ class Tracer(Observer):
             "steps": list(self._seen),
             "complete": is_complete,
             "ended": ended,
+            "peers": self.peers,
             "runs": len(runs),
             "unfinished": [
                 _describe(run, each.begins) for run, each in zip(runs, recorded, strict=True) if not run.is_whole

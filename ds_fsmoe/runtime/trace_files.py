@@ -126,6 +126,17 @@ def _predicted(run: TracedRun) -> list[tuple[Task, int, int]]:
     ]
 
 
+def waits_for(tasks: Sequence[Task], index: int) -> list[int]:
+    """What has to be over before a task can begin: what it needs, and what its lane does before it. A HOLD stands for
+    what it waits for itself."""
+    before = next((at for at in reversed(range(index)) if tasks[at].lane is tasks[index].lane), None)
+    found: dict[int, None] = {}
+    for needed in (*tasks[index].after, *(() if before is None else (before,))):
+        for each in waits_for(tasks, needed) if tasks[needed].kind == HOLD else (needed,):
+            found[each] = None
+    return sorted(found)
+
+
 def _free_track(ends_ns: list[int], start_ns: int, end_ns: int) -> int:
     """The first track on which nothing is going on any more; it is taken until the end."""
     track = next((track for track, until_ns in enumerate(ends_ns) if until_ns <= start_ns), len(ends_ns))
@@ -154,6 +165,9 @@ def _event(run: TracedRun, is_predicted: bool, task: Task, start_ns: int, end_ns
         "run": run.number,
         "ms": (end_ns - start_ns) / 1e6,
     }
+    if not is_predicted:
+        index = next(at for at, each in enumerate(run.tasks) if each is task)
+        args |= {"index": index, "waits_for": waits_for(run.tasks, index)}
     return {
         "name": range_name(run.label, task),
         "cat": PREDICTED if is_predicted else MEASURED,

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_fsmoe.components.gate import GateBase, dropless_capacity, dropping_capacity
 from ds_fsmoe.components.gate_settings import OptionError
-from ds_fsmoe.components.router import linear_scores, which_are_used
+from ds_fsmoe.components.router import entropy_of, linear_scores, which_are_used
 from ds_fsmoe.components.slot_routing import SlotRouting
 from ds_fsmoe.registry import register_gate
 
@@ -110,4 +110,5 @@ class ExpertChoiceGate(GateBase):
             counts_E=counts_E,
             capacity=capacity,
             num_experts=num_experts,
+            entropy=entropy_of(scores_SE, used_S) if self.says_entropy else None,
         )

@@ -13,7 +13,7 @@ from torch import nn
 from ds_fsmoe.components.dense_routing import DenseRouting
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gate_settings import OptionError
-from ds_fsmoe.components.router import linear_scores, which_are_used
+from ds_fsmoe.components.router import entropy_of, linear_scores, which_are_used
 from ds_fsmoe.registry import register_gate
 
 
@@ -81,4 +81,5 @@ class SoftMoEGate(GateBase):
             counts_E=num_used.expand(num_experts).clone(),
             capacity=self.slots_per_expert,
             num_experts=num_experts,
+            entropy=entropy_of(combine_SR, used_S) if self.says_entropy else None,
         )

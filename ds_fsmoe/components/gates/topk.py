@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.gate_settings import CapacitySettings, OptionError, SettingsGate
-from ds_fsmoe.components.router import which_are_used
+from ds_fsmoe.components.router import entropy_of, which_are_used
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.components.token_choice import first_capacity, last_capacity
 from ds_fsmoe.ops import REFERENCE, Ops
@@ -64,7 +64,8 @@ class LinearGate(SettingsGate):
         used_token_S: torch.Tensor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
-        return route_top_k(x_SM, self.wg.weight, self.settings, self.training, used_token_S, group, self.ops)
+        settings, ops, says_entropy = self.settings, self.ops, self.says_entropy
+        return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, ops, says_entropy)
 
 
 def route_top_k(
@@ -75,6 +76,7 @@ def route_top_k(
     used_token_S: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     ops: Ops = REFERENCE,
+    says_entropy: bool = False,
 ) -> Routing:
     """Score, choose, drop: the whole gate as a function, for modules that hold the matrix themselves.
 
@@ -86,6 +88,7 @@ def route_top_k(
         used_token_S: [S], nonzero for tokens that take part (the masked ones take no slot); ``None`` means all.
         group: the ranks over which a dropless capacity is agreed.
         ops: the operators to use.
+        says_entropy: whether to say how sure the router is.
 
     Raises:
         ValueError: a mask of another length than the tokens.
@@ -102,7 +105,8 @@ def route_top_k(
     used_S = which_are_used(used_token_S, len(x_SM))
     settings = replace(settings, noisy_gate_policy=noise)
     route = {1: _route_top_1, 2: _route_top_2}.get(settings.k, _route_more)
-    return route(logits_SE, settings, training, used_S, group, ops)
+    routing = route(logits_SE, settings, training, used_S, group, ops)
+    return replace(routing, entropy=entropy_of(F.softmax(logits_SE, dim=1), used_S)) if says_entropy else routing
 
 
 def _gumbel_like(logits_SE: torch.Tensor) -> torch.Tensor:

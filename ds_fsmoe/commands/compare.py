@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs your own training command twice for some steps, with stock DeepSpeed's layers and with ours, and compares them.
+
+  ds_fsmoe compare --steps 50 -- deepspeed train.py --deepspeed_config ds_config.json
+
+The command has to name a DeepSpeed config with an "fsmoe" block. Each run gets a copy of it that differs in
+fsmoe.enabled, is recorded and traced, and ends after so many optimizer steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.commands.tables import print_table
+
+HELP = "your training command with and without the block: speed, losses, where the time went"
+STOCK, OURS = "stock", "ours"
+_FEWEST = 8
+"""Steps: some warm up, two are traced, one ends the trace."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (50)")
+    parser.add_argument("--out", type=Path, default=Path("fsmoe_compare"), help="folder for both runs (fsmoe_compare)")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end a run that takes longer")
+    parser.add_argument("--no-trace", action="store_true", help="leave out the timelines")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="that trains")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: both ran; 1: one of them failed."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise ValueError("no training command: ds_fsmoe compare [OPTIONS] -- deepspeed train.py ...")
+    if args.steps < _FEWEST:
+        raise ValueError(
+            f"--steps = {args.steps}: must be at least {_FEWEST}: the first ones are slow and do not count"
+        )
+    place, config = find_config(command)
+    out = args.out.resolve()
+    for kind in (STOCK, OURS):
+        folder = out / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "ds_config.json"
+        file.write_text(json.dumps(config_of(config, kind, folder, args.steps, not args.no_trace), indent=2))
+        print(f"compare: {kind}, {args.steps} steps; its log is {folder / 'log.txt'}", flush=True)
+        status = _train(_with_config(command, place, file), folder, args.steps, args.timeout)
+        if status:
+            print(f"compare: {kind}: the training ended with exit status {status}; its last lines:", file=sys.stderr)
+            print("\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+            return 1
+    return tell(out)
+
+
+def find_config(command: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
+    """(which argument names the DeepSpeed config, the config).
+
+    Raises:
+        ValueError: none does, or several do.
+    """
+    from ds_fsmoe.compat import load_ds_config
+
+    found, without = [], []
+    for place, argument in enumerate(command):
+        path = Path(argument.rpartition("=")[2])
+        if path.suffix != ".json" or not path.is_file():
+            continue
+        try:
+            config = load_ds_config(str(path))
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from error
+        if isinstance(config, Mapping) and isinstance(config.get("fsmoe"), Mapping):
+            found.append((place, config))
+        else:
+            without.append(str(path))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(command[place] for place, _ in found)
+        raise ValueError(f"several configs with an fsmoe block in the command: {names}; leave one of them")
+    others = f" ({', '.join(without)} has none)" if without else ""
+    raise ValueError(
+        f"no DeepSpeed config with an fsmoe block among the arguments of the command{others}. compare changes copies "
+        "of that file, so the script has to take its name as an argument, such as --deepspeed_config ds_config.json"
+    )
+
+
+def config_of(config: Mapping[str, Any], kind: str, folder: Path, steps: int, is_traced: bool) -> dict[str, Any]:
+    """The config of one of the two runs."""
+    changed = json.loads(json.dumps(config))
+    block = changed["fsmoe"]
+    block["enabled"] = kind == OURS
+    block["record"] = {"dir": str(folder), "stop_after": steps}
+    if is_traced:
+        # The last but one: by then all is settled, and the last one ends the trace.
+        block["trace"] = {"enabled": True, "start_step": steps - 3, "num_steps": 2}
+    return changed
+
+
+def _with_config(command: Sequence[str], place: int, file: Path) -> list[str]:
+    option, equals, _ = command[place].rpartition("=")
+    return [*command[:place], f"{option}{equals}{file}", *command[place + 1 :]]
+
+
+def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | None) -> int:
+    from tqdm import tqdm
+
+    from ds_fsmoe.reporting.run_files import STEPS
+
+    (folder / STEPS).unlink(missing_ok=True)
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    with (folder / "log.txt").open("w") as log:
+        try:
+            # A session of its own, so that all of it can be ended.
+            job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise ValueError(f"{command[0]}: cannot be started: {error}") from error
+        try:
+            with tqdm(total=steps, unit="step", disable=not sys.stderr.isatty(), leave=False) as bar:
+                while job.poll() is None:
+                    time.sleep(0.2)
+                    if (folder / STEPS).exists():
+                        bar.update((folder / STEPS).read_text().count("\n") - bar.n)
+                    if deadline_s is not None and time.monotonic() > deadline_s:
+                        print(f"compare: ended after {timeout_s:.0f} s", file=sys.stderr)
+                        return 124
+            return job.returncode
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+
+
+def tell(out: Path) -> int:
+    """Print what the two runs of a folder were like.
+
+    Returns:
+        0, or 1 where one of them has recorded nothing that can be compared.
+    """
+    from ds_fsmoe.reporting.comparison import losses_of, settled_after, times_of
+    from ds_fsmoe.reporting.run_files import read_run
+
+    stock, ours = (read_run(out / kind) for kind in (STOCK, OURS))
+    for each in (stock, ours):
+        for problem in each.problems:
+            print(f"compare: {each.name}: {problem}", file=sys.stderr)
+    if stock.is_stock == ours.is_stock:
+        print(
+            "compare: both runs trained with the same layers: does the script call ds_fsmoe.initialize?",
+            file=sys.stderr,
+        )
+        return 1
+    # The same steps of both, so that they have seen the same batches.
+    after = max(settled_after(stock), settled_after(ours))
+    times = times_of(stock, after), times_of(ours, after)
+    if times[0] is None or times[1] is None:
+        last = min(run.steps[-1]["step"] if run.steps else 0 for run in (stock, ours))
+        print(
+            f"compare: no step to compare: plans were settled after step {after}, and the runs ended after {last}; "
+            f"use --steps {after + 20} or more",
+            file=sys.stderr,
+        )
+        return 1
+    names = list(times[0].parts_ms)
+    rows = [
+        (run.name, f"{each.step_ms:.2f}", *(f"{each.parts_ms[name]:.2f}" for name in names))
+        for run, each in zip((stock, ours), times, strict=True)
+    ]
+    ratios = [(times[0].step_ms, times[1].step_ms), *((times[0].parts_ms[n], times[1].parts_ms[n]) for n in names)]
+    rows.append(("ratio", *(f"{a / b:.2f}x" if b > 0 and a > 0 else "-" for a, b in ratios)))
+    print()
+    print_table((f"medians of {times[0].num_steps} steps, ms", "step", *names), rows)
+    print(f"\nours is {times[0].step_ms / times[1].step_ms:.2f} times as fast as stock DeepSpeed here")
+    losses = losses_of(stock, ours)
+    if losses is None:
+        print("losses: none were recorded (the script does not give one to engine.backward)")
+    else:
+        print(
+            f"losses: at most {losses.largest_difference:.2g} apart (relative, at step {losses.at_step}) over "
+            f"{losses.num_steps} steps; the last are {losses.last[0]:.6g} and {losses.last[1]:.6g}"
+        )
+    print(f"timelines, plans and loads: ds_fsmoe report {out}")
+    return 0

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One HTML page of a recorded run, or of several beside each other.
+
+A run is recorded with ``"fsmoe": {"record": {"dir": "runs/one"}}``; ``ds_fsmoe compare`` records two.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "a page of what a run measured, decided and did"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this command."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of such folders")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (RUN_DIR/report.html)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page, and its pictures beside it."""
+    from ds_fsmoe.reporting.page import make_page
+    from ds_fsmoe.reporting.run_files import NoRunError, read_run
+
+    folder: Path = args.run_dir
+    try:
+        runs = [read_run(folder)]
+    except NoRunError:
+        inside = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+        runs = []
+        for each in inside:
+            try:
+                runs.append(read_run(each))
+            except NoRunError:
+                continue
+        if not runs:
+            raise
+        runs.sort(key=lambda each: not each.is_stock)
+    out = args.out or folder / "report.html"
+    if not out.resolve().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}")
+    page = make_page(runs, out.with_suffix(""))
+    out.write_text(page.html())
+    for each in runs:
+        for problem in each.problems:
+            print(f"{each.folder}: {problem}")
+    print(f"{out}: open it in any browser; its pictures are in {out.with_suffix('')}")
+    return 0

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two recorded runs of one training beside each other: how much faster, whether losses agree, where the time went."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_fsmoe.reporting.run_files import Run
+
+PARTS = (("forward", "forward_ms"), ("backward", "backward_ms"), ("optimizer", "optimizer_ms"))
+WARM_UP = 3
+"""Steps that do not count: the first are slow."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians in milliseconds, over the steps that count."""
+
+    num_steps: int
+    step_ms: float
+    parts_ms: dict[str, float]
+    """By part; "rest" is what is between them, such as data."""
+
+
+def settled_after(run: Run) -> int:
+    """The last step in which something was measured or tried: from there on the run goes as it will."""
+    first = run.steps[0]["step"] if run.steps else 0
+    return max(first + WARM_UP - 1, int(run.plans.get("settled_at", 0)))
+
+
+def times_of(run: Run, after: int | None = None) -> StepTimes | None:
+    """Of the steps after some; ``None`` if there are none.
+
+    Args:
+        run: read.
+        after: the step that counts no more; as :func:`settled_after` says if left out.
+    """
+    after = settled_after(run) if after is None else after
+    rows = [row for row in run.steps if row["step"] > after and "step_ms" in row]
+    if not rows:
+        return None
+    parts = {name: statistics.median(row.get(key, 0.0) for row in rows) for name, key in PARTS if key in rows[0]}
+    step_ms = statistics.median(row["step_ms"] for row in rows)
+    if parts:
+        parts["rest"] = statistics.median(row["step_ms"] - sum(row.get(key, 0.0) for _, key in PARTS) for row in rows)
+    return StepTimes(len(rows), step_ms, parts)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of the steps that both runs have."""
+
+    num_steps: int
+    largest_difference: float
+    """Relative."""
+    at_step: int
+    last: tuple[float, float]
+
+
+def losses_of(one: Run, other: Run) -> Losses | None:
+    """How far two runs' losses are apart; ``None`` if no step has both."""
+    of_one, of_other = ({row["step"]: row["loss"] for row in run.steps if _known(row)} for run in (one, other))
+    steps = sorted(set(of_one) & set(of_other))
+    if not steps:
+        return None
+    apart = {step: abs(of_one[step] - of_other[step]) / max(abs(of_one[step]), 1e-12) for step in steps}
+    worst = max(apart, key=apart.__getitem__)
+    return Losses(len(steps), apart[worst], worst, (of_one[steps[-1]], of_other[steps[-1]]))
+
+
+def _known(row: dict[str, Any]) -> bool:
+    return isinstance(row.get("loss"), (int, float)) and row["loss"] == row["loss"]
+
+
+def pair(runs: Sequence[Run]) -> tuple[Run, Run] | None:
+    """(stock, ours), if there is one of each."""
+    stock, ours = ([run for run in runs if run.is_stock is kind] for kind in (True, False))
+    return (stock[0], ours[0]) if stock and ours else None

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a traced phase went: the chain of tasks that made it as long as it is, and why lanes stood still.
+
+A task begins when what it waits for is over: what it needs, and what its lane did before. Walking back from the task
+that ends last, always to the one that was waited for longest, gives the critical path. A collective begins in earnest
+when the last of its ranks has come, so there the path goes over to that rank. What is between two tasks of the path is
+the host's, or that of a processor that was busy elsewhere.
+
+Ranks' clocks are taken as they are: over nodes, what ranks wait for each other is as good as their clocks agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.runtime.trace_files import MEASURED
+
+BETWEEN = "between tasks"
+NOTHING_LEFT = "nothing left to do"
+_SLACK_US = 1.0
+"""Times are whole microseconds."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A phase of a layer in a step, on all ranks."""
+
+    label: str
+    """Such as "L03/bwd"."""
+    step: int
+    turn: int
+    """Which of several runs of it in this step."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A task as one rank did it, in microseconds."""
+
+    rank: int
+    index: int
+    kind: str
+    chunk: int
+    lane: str
+    begin_us: float
+    end_us: float
+    waits_for: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the task within its phase."""
+        return f"{self.kind}/chunk{self.chunk}"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of the critical path."""
+
+    rank: int
+    what: str
+    """A kind of task, or :data:`BETWEEN`."""
+    begin_us: float
+    end_us: float
+    name: str
+    """Of the task that ends it."""
+
+    @property
+    def ms(self) -> float:
+        return (self.end_us - self.begin_us) / 1e3
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a layer, over all ranks."""
+
+    key: Key
+    path: tuple[Segment, ...]
+    """In order of time, without a gap."""
+    idle_ms: Mapping[str, Mapping[str, float]]
+    """Lane -> what it waited for -> milliseconds, as a mean over ranks."""
+    busy_ms: Mapping[str, float]
+    """Lane -> milliseconds, likewise."""
+
+    @property
+    def ms(self) -> float:
+        """From the first begin to the last end on the critical path."""
+        return (self.path[-1].end_us - self.path[0].begin_us) / 1e3 if self.path else 0.0
+
+    def shares_ms(self) -> dict[str, float]:
+        """What the critical path is made of, the largest first."""
+        found: dict[str, float] = defaultdict(float)
+        for each in self.path:
+            found[each.what] += each.ms
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[Phase]:
+    """Every phase that some rank has traced to its end, in order of time.
+
+    Args:
+        traces: rank -> its trace, as :func:`~ds_fsmoe.runtime.trace_files.read_trace` gives it.
+    """
+    runs = _runs(traces)
+    peers = {rank: trace["otherData"].get("peers", {}) for rank, trace in traces.items()}
+    found = [_phase(key, of_ranks, peers) for key, of_ranks in runs.items()]
+    return sorted(found, key=lambda each: each.path[0].begin_us)
+
+
+def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[int, Traced]]]:
+    """Phase -> rank -> index of a task -> the task."""
+    found: dict[Key, dict[int, dict[int, Traced]]] = defaultdict(dict)
+    for rank, trace in traces.items():
+        of_run: dict[tuple[str, int, int], dict[int, Traced]] = defaultdict(dict)
+        for event in trace["traceEvents"]:
+            if event.get("ph") != "X" or event.get("cat") != MEASURED or event["args"].get("cut_short"):
+                continue
+            args = event["args"]
+            if "waits_for" not in args:
+                continue
+            task = Traced(
+                rank,
+                args["index"],
+                args["kind"],
+                args["chunk"],
+                args["lane"],
+                event["ts"],
+                event["ts"] + event["dur"],
+                tuple(args["waits_for"]),
+            )
+            of_run[f"{args['layer']}/{args['phase']}", args["step"], args["run"]][task.index] = task
+        turns: dict[tuple[str, int], int] = defaultdict(int)
+        for (label, step, _), tasks in sorted(of_run.items(), key=lambda item: item[0][2]):
+            found[Key(label, step, turns[label, step])][rank] = tasks
+            turns[label, step] += 1
+    return found
+
+
+def _phase(
+    key: Key,
+    of_ranks: Mapping[int, Mapping[int, Traced]],
+    peers: Mapping[int, Mapping[str, Mapping[str, Sequence[int]]]],
+) -> Phase:
+    layer = key.label.partition("/")[0]
+
+    def together(task: Traced) -> list[Traced]:
+        """The same collective on the ranks that take part in it."""
+        if task.lane == Lane.COMPUTE:
+            return [task]
+        ranks = peers.get(task.rank, {}).get(layer, {}).get(task.kind, of_ranks)
+        found = (of_ranks.get(rank, {}).get(task.index) for rank in ranks)
+        return [each for each in found if each is not None and each.kind == task.kind] or [task]
+
+    idle: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    busy: dict[str, float] = defaultdict(float)
+    for tasks in of_ranks.values():
+        for lane, spans in _by_lane(tasks).items():
+            busy[lane] += sum(each.end_us - each.begin_us for each in spans) / 1e3 / len(of_ranks)
+            for what, begin_us, end_us in idle_spans(tasks, spans):
+                idle[lane][what] += (end_us - begin_us) / 1e3 / len(of_ranks)
+    plain = {lane: dict(sorted(each.items(), key=lambda item: -item[1])) for lane, each in idle.items()}
+    return Phase(key, tuple(_path(of_ranks, together)), plain, dict(busy))
+
+
+def _path(of_ranks: Mapping[int, Mapping[int, Traced]], together: Any) -> list[Segment]:
+    task: Traced | None = max((each for tasks in of_ranks.values() for each in tasks.values()), key=lambda t: t.end_us)
+    found: list[Segment] = []
+    until_us = task.end_us
+    while task is not None:
+        last = max(together(task), key=lambda each: each.begin_us)
+        begin_us = min(last.begin_us, until_us)
+        if until_us > begin_us:
+            found.append(Segment(task.rank, task.kind, begin_us, until_us, task.name))
+        task, until_us = last, begin_us
+        before = [of_ranks[task.rank][each] for each in task.waits_for if each in of_ranks[task.rank]]
+        waited = max(before, key=lambda each: each.end_us, default=None)
+        if waited is not None and until_us > waited.end_us:
+            found.append(Segment(task.rank, BETWEEN, waited.end_us, until_us, task.name))
+            until_us = waited.end_us
+        task = waited
+    return found[::-1]
+
+
+def _by_lane(tasks: Mapping[int, Traced]) -> dict[str, list[Traced]]:
+    found: dict[str, list[Traced]] = {}
+    for each in sorted(tasks.values(), key=lambda each: (each.begin_us, each.index)):
+        found.setdefault(each.lane, []).append(each)
+    return found
+
+
+def idle_spans(tasks: Mapping[int, Traced], spans: Sequence[Traced]) -> list[tuple[str, float, float]]:
+    """(what was waited for, begin, end) of each time that a lane of one rank stood still while its phase ran.
+
+    Args:
+        tasks: of the phase on this rank, by index.
+        spans: those of the lane, in order of time.
+    """
+    at_us = min(each.begin_us for each in tasks.values())
+    end_us = max(each.end_us for each in tasks.values())
+    found = []
+    for task in spans:
+        others = (tasks[each] for each in task.waits_for if each in tasks and tasks[each].lane != task.lane)
+        waited = max(others, key=lambda each: each.end_us, default=None)
+        if waited is not None and waited.end_us > at_us:
+            found.append((f"for {waited.kind}", at_us, min(waited.end_us, task.begin_us)))
+            at_us = min(waited.end_us, task.begin_us)
+        found.append((BETWEEN, at_us, task.begin_us))
+        at_us = max(at_us, task.end_us)
+    found.append((NOTHING_LEFT, at_us, end_us))
+    return [each for each in found if each[2] - each[1] >= _SLACK_US]
+
+
+def tasks_of(traces: Mapping[int, Mapping[str, Any]]) -> dict[int, list[Mapping[int, Traced]]]:
+    """Rank -> the tasks of each phase it has traced to its end."""
+    found: dict[int, list[Mapping[int, Traced]]] = defaultdict(list)
+    for of_ranks in _runs(traces).values():
+        for rank, tasks in of_ranks.items():
+            found[rank].append(tasks)
+    return found

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs have recorded, as PNG files. Needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.planning.draw import drawing, save_png
+from ds_fsmoe.planning.schedule import Lane, Task
+from ds_fsmoe.planning.timeline import Span, Timeline
+from ds_fsmoe.reporting.run_files import Run
+from ds_fsmoe.runtime.trace_files import MEASURED
+
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#79706e")
+
+
+@contextmanager
+def _picture(file: Path, size: tuple[float, float], **options: Any) -> Iterator[Any]:
+    """Axes to draw in; written at the end."""
+    pyplot = drawing()
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained", **options)
+    yield axes
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+
+
+def draw_lines(lines: Mapping[str, Sequence[tuple[float, float]]], y_label: str, file: Path, from_zero: bool) -> None:
+    """One line per run over optimizer steps.
+
+    Args:
+        lines: name -> (step, value).
+        y_label: what the values are, with their unit.
+        file: to be written.
+        from_zero: whether the axis begins there.
+    """
+    with _picture(file, (7, 3.4)) as axes:
+        for (name, points), colour in zip(lines.items(), _COLOURS * len(lines), strict=False):
+            if points:
+                marker = "." if len(points) < 60 else None
+                # The later lie over the earlier: where they agree, only a dashed line shows both.
+                style = "-" if name == next(iter(lines)) else "--"
+                axes.plot(*zip(*points, strict=True), style, label=name, color=colour, marker=marker, linewidth=1.4)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel(y_label)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_fits(fits: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """What was measured of each operation, and the line through it."""
+    columns = min(3, len(fits))
+    rows = -(-len(fits) // columns)
+    with _picture(file, (2.9 * columns, 2.3 * rows), nrows=rows, ncols=columns, squeeze=False) as axes:
+        for at in axes.flat[len(fits) :]:
+            at.axis("off")
+        for at, fit in zip(axes.flat, fits, strict=False):
+            points = sorted(zip(fit["sizes"], fit["times_ms"], fit["line_ms"], strict=True))
+            sizes = [each[0] for each in points]
+            at.plot(sizes, [each[1] for each in points], "o", markersize=3.5, color=_COLOURS[0])
+            at.plot(sizes, [each[2] for each in points], linewidth=1.2, color=_COLOURS[1])
+            good = "" if fit["is_good"] else ", bad fit"
+            at.set_title(f"{fit['operation']}, r² {fit['r2']:.3f}{good}", fontsize=8)
+            at.set_xlabel(fit["unit"], fontsize=7)
+            at.tick_params(labelsize=7)
+            at.spines[["top", "right"]].set_visible(False)
+        for at in axes[:, 0]:
+            at.set_ylabel("ms", fontsize=7)
+
+
+def draw_compared(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Predicted and measured steps: over time, and phase by phase against each other."""
+    with _picture(file, (8.5, 3.4), ncols=2) as (over_time, against):
+        steps = [row["step"] for row in rows]
+        for which, style in (("measured_ms", "-"), ("predicted_ms", "--")):
+            values = [row["whole"][which] for row in rows]
+            over_time.plot(steps, values, style, marker=".", label=which.removesuffix("_ms"), linewidth=1.3)
+        over_time.set_ylim(bottom=0)
+        over_time.set_xlabel("optimizer step")
+        over_time.set_ylabel("step without the optimizer, ms")
+        over_time.legend(fontsize=8, frameon=False)
+        largest = 0.0
+        for direction, colour in zip(("forward", "backward"), _COLOURS, strict=False):
+            points = [
+                (each["measured_ms"], each["predicted_ms"])
+                for row in rows
+                for name, each in row["phases"].items()
+                if name.endswith(direction)
+            ]
+            if points:
+                largest = max(largest, *(max(each) for each in points))
+                against.scatter(*zip(*points, strict=True), s=14, label=direction, color=colour, alpha=0.7)
+        against.plot([0, largest * 1.05], [0, largest * 1.05], color="black", linewidth=0.8)
+        against.set_xlabel("phase of a layer, measured ms")
+        against.set_ylabel("predicted ms")
+        against.legend(fontsize=8, frameon=False)
+        for each in (over_time, against):
+            each.spines[["top", "right"]].set_visible(False)
+
+
+def draw_loads(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Each layer's experts over time: how many times the mean each of them gets."""
+    layers = list(dict.fromkeys(name for row in rows for name in row["layers"]))
+    columns = min(3, len(layers))
+    lines = -(-len(layers) // columns)
+    with _picture(file, (3.1 * columns + 0.7, 2.1 * lines), nrows=lines, ncols=columns, squeeze=False) as axes:
+        for at in axes.flat[len(layers) :]:
+            at.axis("off")
+        image = None
+        for at, layer in zip(axes.flat, layers, strict=False):
+            own = [(row["step"], row["layers"][layer]["tokens_E"]) for row in rows if layer in row["layers"]]
+            shares = [[each / (sum(tokens) / len(tokens) or 1.0) for each in tokens] for _, tokens in own]
+            image = at.imshow(
+                list(zip(*shares, strict=True)), aspect="auto", cmap="coolwarm", vmin=0, vmax=2, interpolation="none"
+            )
+            at.set_title(layer, fontsize=8)
+            some = sorted({0, len(own) // 2, len(own) - 1})
+            at.set_xticks(some, [str(own[each][0]) for each in some])
+            at.tick_params(labelsize=7)
+        for at in axes[:, 0]:
+            at.set_ylabel("expert", fontsize=7)
+        for at in axes[-1]:
+            at.set_xlabel("optimizer step", fontsize=7)
+        if image is not None:
+            axes[0, 0].figure.colorbar(image, ax=axes, label="tokens over the mean", shrink=0.8)
+
+
+def timeline_of(trace: Mapping[str, Any], step: int) -> Timeline:
+    """The tasks of one step of one rank, from its first one on.
+
+    Args:
+        trace: of that rank.
+        step: one that it has.
+    """
+    events = [
+        each
+        for each in trace["traceEvents"]
+        if each.get("ph") == "X" and each.get("cat") == MEASURED and each["args"]["step"] == step
+    ]
+    first_us = min((each["ts"] for each in events), default=0)
+    return Timeline(
+        tuple(
+            Span(
+                Task(each["args"]["kind"], Lane(each["args"]["lane"]), each["args"]["chunk"]),
+                (each["ts"] - first_us) / 1e3,
+                (each["ts"] + each["dur"] - first_us) / 1e3,
+                None,
+            )
+            for each in sorted(events, key=lambda each: each["ts"])
+        )
+    )
+
+
+def draw_timelines(timelines: Sequence[tuple[str, Timeline]], file: Path) -> None:
+    """One above the other, on one scale."""
+    save_png(timelines, file)
+
+
+def loss_lines(runs: Sequence[Run]) -> dict[str, list[tuple[float, float]]]:
+    """Of each run, where it has losses."""
+    found = {run.name: [(row["step"], row["loss"]) for row in run.steps if _is_number(row.get("loss"))] for run in runs}
+    return {name: points for name, points in found.items() if points}
+
+
+def step_lines(runs: Sequence[Run]) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds of each step, without the first, in which everything is slow."""
+    found = {
+        run.name: [(row["step"], row["step_ms"]) for row in run.steps[1:] if _is_number(row.get("step_ms"))]
+        for run in runs
+    }
+    return {name: points for name, points in found.items() if points}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

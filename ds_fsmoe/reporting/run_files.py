@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run (``fsmoe.record.dir``): who writes it and who reads it meet in the names here.
+
+``run.json`` says what ran; ``steps.jsonl`` has a line per optimizer step, ``routers.jsonl`` one per step whose routers
+were looked at, ``compared.jsonl`` one per step that was held against its prediction; ``plans.json`` is what was
+measured and decided; ``trace/`` has what each rank traced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl", "compared.jsonl", "plans.json"
+TRACE = "trace"
+FORMAT = 1
+STOCK = "stock"
+"""What ``run.json`` says of a run in which DeepSpeed's own engine and layers ran; of ours it names the schedule."""
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy, and what else says what it is in Python's own types; anything else in its own words."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(value, indent=1, default=_plain))
+    unfinished.replace(path)
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A JSON line each.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row, default=_plain) + "\n" for row in rows))
+
+
+@dataclass
+class Run:
+    """What a folder has of a run. What is not there is empty, and what cannot be read is named in ``problems``."""
+
+    folder: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    routers: list[dict[str, Any]] = field(default_factory=list)
+    compared: list[dict[str, Any]] = field(default_factory=list)
+    plans: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether DeepSpeed's own layers ran."""
+        return self.facts.get("schedule") == STOCK
+
+    @property
+    def name(self) -> str:
+        """In a word or two."""
+        return "stock DeepSpeed" if self.is_stock else f"ds_fsmoe, {self.facts.get('schedule', 'unknown schedule')}"
+
+
+class NoRunError(ValueError):
+    """There is no run in a folder; the message says what there is."""
+
+
+def read_run(folder: Path) -> Run:
+    """What a folder has of a run, whole or not.
+
+    Raises:
+        NoRunError: none of the files of a run is there.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise NoRunError(f"{folder}: there is no such folder")
+    run = Run(folder)
+    run.facts = _object(run, RUN)
+    run.plans = _object(run, PLANS)
+    run.steps, run.routers, run.compared = (_lines(run, name) for name in (STEPS, ROUTERS, COMPARED))
+    if not (run.facts or run.steps or has_trace(folder)):
+        names = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
+        raise NoRunError(
+            f"{folder}: no run has been recorded here: neither {RUN} nor {STEPS} nor a trace; it has {names}. "
+            'A run leaves them in the folder that "fsmoe": {"record": {"dir": ...}} names'
+        )
+    if run.facts.get("format", FORMAT) != FORMAT:
+        run.problems.append(f"{RUN}: format {run.facts['format']}, and this version reads {FORMAT}")
+    if not run.facts:
+        run.problems.append(f"{RUN} is missing: what ran is not known")
+    if not run.steps:
+        run.problems.append(f"{STEPS} has no step: the run ended before its first one was written")
+    elif run.facts and "ended" not in run.facts:
+        run.problems.append("the run did not say that it has ended: it goes on, or was killed; what is here is shown")
+    return run
+
+
+def has_trace(folder: Path) -> bool:
+    """Whether ranks have left traces there."""
+    return any(trace_folder(folder).glob("rank*.json"))
+
+
+def trace_folder(folder: Path) -> Path:
+    """Where ranks leave them: in a folder of their own, or, if that is all there is, in this one."""
+    return folder / TRACE if (folder / TRACE).is_dir() else folder
+
+
+def _object(run: Run, name: str) -> dict[str, Any]:
+    path = run.folder / name
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        run.problems.append(f"{name} cannot be read: {error}")
+        return {}
+    if not isinstance(value, dict):
+        run.problems.append(f"{name} is not what a run writes")
+        return {}
+    return value
+
+
+def _lines(run: Run, name: str) -> list[dict[str, Any]]:
+    try:
+        lines = (run.folder / name).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        run.problems.append(f"{name} cannot be read: {error}")
+        return []
+    rows, bad = [], 0
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            bad += 1
+    if bad:
+        # A run that was killed has left half a line at the end.
+        run.problems.append(f"{name}: {bad} of {len(lines)} lines cannot be read, and are left out")
+    return rows

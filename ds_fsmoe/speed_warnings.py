@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is set and costs speed without a word: said once, when an engine is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ds_fsmoe.blocks import FSMoEBlock
+
+
+def speed_warnings(
+    ds_config: Mapping[str, Any],
+    block: FSMoEBlock,
+    device_type: str,
+    environment: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """A sentence for each.
+
+    Args:
+        ds_config: the whole DeepSpeed config.
+        block: ours in it.
+        device_type: "cpu" or "cuda".
+        environment: of this process.
+    """
+    found = []
+    if _is_on(ds_config, "comms_logger"):
+        found.append(
+            "comms_logger.enabled = true: DeepSpeed waits for the device around each of its own collectives, to time "
+            "them; fsmoe.trace shows when collectives run without that"
+        )
+    if ds_config.get("wall_clock_breakdown"):
+        found.append(
+            "wall_clock_breakdown = true: every layer waits for the device to read its timers, so links and experts "
+            "overlap less; switch it off when you measure speed"
+        )
+    if device_type == "cuda" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS = 1: kernels of all streams queue up in one line, so links and experts hardly "
+            "overlap; leave it out, or use 8 or more, unless something else of the model needs it"
+        )
+    if not block.overlap:
+        found.append("fsmoe.overlap = false: one task runs after another, on one lane")
+    if block.debug.check_router:
+        found.append("fsmoe.debug.check_router = true: the host waits for the device in every layer's forward")
+    cuts_by_itself = block.schedule == "best" and "auto" in (
+        block.pipeline_degree.forward,
+        block.pipeline_degree.backward,
+    )
+    if cuts_by_itself and not block.autotune.enabled:
+        found.append(
+            'fsmoe.autotune.enabled = false: nothing is measured, so degrees that are "auto" are 1 and layers are not '
+            "cut; gradients still travel within their backwards"
+        )
+    return found
+
+
+def _is_on(ds_config: Mapping[str, Any], name: str) -> bool:
+    asked = ds_config.get(name)
+    return isinstance(asked, Mapping) and asked.get("enabled") is True

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers under names, as DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds_fsmoe.telemetry.routers import LayerLoad
+
+Event = tuple[str, float, int]
+"""(name, value, samples trained with)."""
+
+
+def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, float]:
+    """Sums over layers, and each layer's own where that is asked for.
+
+    ``expert_tokens_mean`` is over all experts of all layers, ``expert_tokens_max`` the fullest of them,
+    ``expert_tokens_cv`` the mean over layers of standard deviation over mean, ``dropped_share`` that of all choices,
+    ``aux_loss`` the sum over layers, ``router_entropy`` (nats) the mean over the layers whose gates say it.
+    """
+    if not loads:
+        return {}
+    layers = list(loads.values())
+    found = {
+        "expert_tokens_mean": sum(each.mean for each in layers) / len(layers),
+        "expert_tokens_max": max(each.most for each in layers),
+        "expert_tokens_cv": sum(each.variation for each in layers) / len(layers),
+        "dropped_share": sum(each.dropped for each in layers) / max(1.0, sum(each.asked for each in layers)),
+        "aux_loss": sum(each.aux_loss for each in layers),
+    }
+    entropies = [each.entropy for each in layers if each.entropy is not None]
+    if entropies:
+        found["router_entropy"] = sum(entropies) / len(entropies)
+    if is_detailed:
+        for name, load in loads.items():
+            found |= {f"{name}/{what}": value for what, value in of_routers({name: load}, False).items()}
+    return found
+
+
+def named(values: Mapping[str, float], num_samples: int) -> list[Event]:
+    """``fsmoe/`` before each name."""
+    return [(f"fsmoe/{name}", float(value), num_samples) for name, value in values.items()]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the folder of a run, for ``ds_fsmoe report``: rank 0 what ran and what steps took, every rank its trace."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_fsmoe.reporting.run_files import (
+    COMPARED,
+    FORMAT,
+    PLANS,
+    ROUTERS,
+    RUN,
+    STEPS,
+    STOCK,
+    append_lines,
+    write_json,
+)
+from ds_fsmoe.runtime.topology import world_size_now
+from ds_fsmoe.telemetry.routers import LayerLoad
+from ds_fsmoe.telemetry.steps import StepLog
+from ds_fsmoe.versions import VERSION
+
+logger = logging.getLogger("ds_fsmoe")
+
+_WRITE_EVERY = 10
+"""Steps."""
+
+
+class Record:
+    """Of one run of one engine, DeepSpeed's own or ours.
+
+    Args:
+        engine: complete.
+        folder: made if need be; what an earlier run has left there is removed. ``None``: nothing is written, and the
+            run only ends when it is to.
+        stop_after: optimizer steps after which the process ends; 0: never.
+        rank: of this process.
+        facts: what ran, for ``run.json``.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self, engine: Any, folder: Path | None, stop_after: int, rank: int, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        self._folder = folder if rank == 0 else None
+        self._facts = _about(engine) | dict(facts or {})
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for name in (RUN, STEPS, ROUTERS, COMPARED, PLANS):
+                (self._folder / name).unlink(missing_ok=True)
+            write_json(self._folder / RUN, self._facts)
+        file = None if self._folder is None else self._folder / STEPS
+        self.steps = StepLog(engine, file, _WRITE_EVERY, stop_after)
+        self.steps.at_stop = self.close
+        atexit.register(self.close)
+
+    def routers(self, step: int, loads: Mapping[str, LayerLoad]) -> None:
+        """What routers did in a step."""
+        layers = {
+            name: {
+                "tokens_E": load.tokens_E,
+                "dropped_share": load.dropped_share,
+                "aux_loss": load.aux_loss,
+                "entropy": load.entropy,
+            }
+            for name, load in loads.items()
+        }
+        self._try(lambda folder: append_lines(folder / ROUTERS, [{"step": step, "layers": layers}]))
+
+    def compared(self, row: Mapping[str, Any]) -> None:
+        """A step that was held against what was predicted of it."""
+        self._try(lambda folder: append_lines(folder / COMPARED, [row]))
+
+    def plans(self, value: Mapping[str, Any]) -> None:
+        """What was measured and decided; the last word counts."""
+        self._try(lambda folder: write_json(folder / PLANS, value))
+
+    def close(self) -> None:
+        """Write what is left, and that the run has ended. A second time does nothing."""
+        atexit.unregister(self.close)
+        self.steps.write()
+        ended = {"ended": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self._try(lambda folder: write_json(folder / RUN, self._facts | ended))
+        self._folder = None
+
+    def _try(self, write: Callable[[Path], None]) -> None:
+        if self._folder is None:
+            return
+        try:
+            write(self._folder)
+        except OSError as error:
+            # Training goes on without its record.
+            logger.warning("%s: the run is not recorded any more: %s", self._folder, error)
+            self._folder = None
+
+
+def _about(engine: Any) -> dict[str, Any]:
+    facts = {
+        "format": FORMAT,
+        "schedule": STOCK,
+        "began": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": sys.argv,
+        "ds_fsmoe": VERSION,
+        "deepspeed": version("deepspeed"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+        "device": _device_name(engine.device),
+        "world_size": world_size_now(),
+        "zero_stage": engine.zero_optimization_stage(),
+        "dtype": str(next((each.dtype for each in engine.module.parameters()), "")).removeprefix("torch."),
+    }
+    with suppress(Exception):  # whatever a batch of this engine is
+        facts["batch"] = {
+            "micro_per_rank": engine.train_micro_batch_size_per_gpu(),
+            "accumulation": engine.gradient_accumulation_steps(),
+            "all": engine.train_batch_size(),
+        }
+    return facts
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or device.type

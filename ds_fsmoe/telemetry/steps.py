@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A line for each optimizer step of an engine, DeepSpeed's own or ours: its loss, and what its parts took.
+
+The engine's own methods are wrapped, so what is said of stock and of ours is measured in the same way. Times are those
+of this rank, from stamp to stamp: the host's clock on a CPU, events on CUDA, which are read when lines are written.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_fsmoe.reporting.run_files import append_lines
+from ds_fsmoe.runtime.spans import clock_of
+
+logger = logging.getLogger("ds_fsmoe")
+
+PARTS = {"forward": "forward_ms", "backward": "backward_ms", "step": "optimizer_ms"}
+"""Method of an engine -> what its line calls the time in it, over all micro batches of a step."""
+
+
+class StepLog:
+    """Of one engine.
+
+    Args:
+        engine: complete.
+        file: of lines; ``None``: this rank writes none.
+        write_every: steps, so that the host seldom waits for the device.
+        stop_after: optimizer steps after which the process ends; 0: never.
+    """
+
+    def __init__(self, engine: Any, file: Path | None, write_every: int, stop_after: int) -> None:
+        self._engine = engine
+        self._file = file
+        self._write_every = write_every
+        self._stop_after = stop_after
+        self._stamp, self._elapsed_ms = clock_of(engine.device)
+        self._first_step = engine.global_steps
+        self._open: list[tuple[str, Any, Any]] = []
+        self._losses: list[torch.Tensor] = []
+        self._last: Any = self._stamp()
+        self._waiting: list[dict[str, Any]] = []
+        self.at_stop: Callable[[], None] = lambda: None
+        """Called before the process ends because of ``stop_after``."""
+        if hasattr(engine, "train_batch"):
+            self._wrap("train_batch", self._train_batch)
+        else:
+            for method, part in PARTS.items():
+                self._wrap(method, functools.partial(self._timed, part))
+
+    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+        inner = getattr(self._engine, name)
+
+        @functools.wraps(inner)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            return around(inner, *args, **kwargs)
+
+        # On the object: DeepSpeed's class stays as it is, and other engines with it.
+        setattr(self._engine, name, outer)
+
+    def _timed(self, part: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine, steps = self._engine, self._engine.global_steps
+        if not engine.module.training and part == PARTS["forward"]:
+            return method(*args, **kwargs)
+        if part == PARTS["backward"]:
+            self._note_loss(kwargs.get("loss", args[0] if args else None))
+        begin = self._stamp()
+        result = method(*args, **kwargs)
+        self._open.append((part, begin, self._stamp()))
+        if engine.global_steps != steps:
+            self._step_is_over()
+        return result
+
+    def _train_batch(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        self._note_loss(result)
+        self._step_is_over()
+        return result
+
+    def _note_loss(self, loss: Any) -> None:
+        if self._file is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach().reshape(()))
+
+    def _step_is_over(self) -> None:
+        engine = self._engine
+        if self._file is not None:
+            now = self._stamp()
+            row = {"step": engine.global_steps, "samples": engine.global_samples, "unix_s": time.time()}
+            self._waiting.append(row | {"stamps": (self._last, now), "parts": self._open, "losses": self._losses})
+            self._last, self._open, self._losses = now, [], []
+            if len(self._waiting) >= self._write_every:
+                self.write()
+        self._open, self._losses = [], []
+        if self._stop_after and engine.global_steps - self._first_step >= self._stop_after:
+            self.write()
+            self.at_stop()
+            if self._file is not None:
+                logger.info("fsmoe.record.stop_after = %d: the job ends here", self._stop_after)
+            raise SystemExit(0)
+
+    def write(self) -> None:
+        """The lines that have not been written yet. Waits for the device."""
+        rows, self._waiting = self._waiting, []
+        if self._file is None or not rows:
+            return
+        with suppress(RuntimeError):  # a device that has failed
+            lines = [self._line(**row) for row in rows]
+            try:
+                append_lines(self._file, lines)
+            except OSError as error:
+                logger.warning("%s: steps are not recorded any more: %s", self._file, error)
+                self._file = None
+
+    def _line(
+        self,
+        stamps: tuple[Any, Any],
+        parts: Iterable[tuple[str, Any, Any]],
+        losses: list[torch.Tensor],
+        **row: Any,
+    ) -> dict[str, Any]:
+        times_ms: dict[str, float] = {}
+        for part, begin, end in parts:
+            times_ms[part] = times_ms.get(part, 0.0) + self._elapsed_ms(begin, end)
+        # With everything between two steps in it, such as waiting for data.
+        times_ms["step_ms"] = self._elapsed_ms(*stamps)
+        loss = float(torch.stack([each.float().cpu() for each in losses]).mean()) if losses else None
+        return row | {"loss": loss} | {name: round(value, 4) for name, value in times_ms.items()}

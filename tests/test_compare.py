@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own command, run with and without the block."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_fsmoe.cli import main
+from ds_fsmoe.commands.compare import OURS, STOCK, config_of, find_config
+from tests.scripts import ROOT, free_port
+
+TRAIN = "import sys; print('trained'); sys.exit({status})"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    written = json.loads((ROOT / "ds_configs" / "cpu.json").read_text())
+    path = tmp_path / "ds_config.json"
+    path.write_text("// DeepSpeed reads comments\n" + json.dumps(written))
+    return path
+
+
+def test_an_untouched_script_is_compared_with_itself(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    out = tmp_path / "out"
+    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+    command = [sys.executable, deepspeed, "--num_accelerators", "2", "--master_port", str(free_port())]
+    command += ["--module", "ds_fsmoe.run", str(ROOT / "examples" / "plain.py"), f"--deepspeed_config={config}"]
+    assert main(["compare", "--steps", "14", "--out", str(out), "--timeout", "150", "--", *command]) == 0
+    said = capsys.readouterr().out
+    assert "times as fast as stock DeepSpeed here" in said
+    assert "over 14 steps" in said
+    assert float(said.split("losses: at most ")[1].split()[0]) < 1e-5
+    for kind, layer in ((STOCK, "MOELayer"), (OURS, "FSMoELayer")):
+        assert f"by {layer}" in (out / kind / "log.txt").read_text()
+    assert main(["report", str(out)]) == 0
+    page = (out / "report.html").read_text()
+    assert "critical path, stock DeepSpeed" in page
+    assert "critical path, ds_fsmoe, best" in page
+
+
+def test_the_two_configs_differ_in_enabled_alone(config: Path, tmp_path: Path) -> None:
+    place, found = find_config(["train.py", f"--deepspeed_config={config}", "--lr", "1"])
+    assert place == 1
+    stock, ours = (config_of(found, kind, tmp_path, 20, True) for kind in (STOCK, OURS))
+    assert (stock["fsmoe"].pop("enabled"), ours["fsmoe"].pop("enabled")) == (False, True)
+    assert stock == ours
+    assert ours["fsmoe"]["record"] == {"dir": str(tmp_path), "stop_after": 20}
+    assert "record" not in found["fsmoe"]
+
+
+def test_a_command_that_cannot_be_compared_is_refused_in_a_sentence(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "twin.json").write_text('{"fsmoe": {"enabled": true}}')
+    python = [sys.executable, "-c", TRAIN.format(status=0)]
+    for command, words in (
+        ([], "no training command"),
+        (python, "no DeepSpeed config with an fsmoe block"),
+        ([*python, str(tmp_path / "other.json")], "other.json has none"),
+        ([*python, str(config), str(tmp_path / "twin.json")], "several configs"),
+        ([*python, str(tmp_path / "broken.json")], "broken.json: not JSON"),
+        (["/no/such/program", str(config)], "cannot be started"),
+    ):
+        assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["compare", "--steps", "3", "--", *python]) == 2
+    assert "--steps = 3: must be at least 8" in capsys.readouterr().err
+
+
+def test_a_training_that_fails_shows_its_last_lines(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", TRAIN.format(status=7), str(config)]
+    assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 1
+    said = capsys.readouterr().err
+    assert "exit status 7" in said
+    assert "trained" in said
+
+
+def test_a_training_that_does_not_end_is_ended(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(100)", str(config)]
+    assert main(["compare", "--out", str(tmp_path / "out"), "--timeout", "0.5", "--", *command]) == 1
+    assert "exit status 124" in capsys.readouterr().err
+
+
+def test_a_script_that_records_nothing_is_named(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", TRAIN.format(status=0), str(config)]
+    assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 2
+    assert "no run has been recorded here" in capsys.readouterr().err

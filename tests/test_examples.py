@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each of the smaller examples does what its first lines say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ds_fsmoe.cli import main
+from tests.ranks import run_on_ranks
+from tests.scripts import ROOT, START, Start, be_script, free_port
+
+EXAMPLES = ROOT / "examples"
+
+
+@START
+def test_digits_that_were_not_seen_are_read(start: Start, tmp_path: Path) -> None:
+    printed = start(tmp_path, str(EXAMPLES / "digits.py"))
+    found = re.search(r"loss ([\d.]+), ([\d.]+)% of 297 unseen digits read right", printed)
+    assert found, printed[-2000:]
+    assert float(found[2]) > 75
+    assert len(re.findall(r"layer \d: tokens per expert \[\d+, \d+, \d+, \d+\]", printed)) == 2
+
+
+def test_a_checkpoint_that_has_moved_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    said = []
+    for ranks, arguments in ((2, ("--save",)), (1, ("--stage", "2", "--load"))):
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        script, folder = str(EXAMPLES / "move_checkpoint.py"), tmp_path / f"on{ranks}"
+        every = (*arguments, str(tmp_path / "moving"))
+        said += run_on_ranks(be_script, ranks, folder, str(folder), script, every, variables)[:1]
+    numbers = [re.search(r"loss when \w+ ([\d.]+), ten steps later ([\d.]+)", each) for each in said]
+    assert all(numbers), said
+    (saved, loaded) = ([float(each) for each in found.groups()] for found in numbers)
+    assert loaded == pytest.approx(saved, rel=2e-5)
+    assert saved[1] < saved[0]
+
+
+@START
+def test_a_run_is_tuned_planned_from_and_reported(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = start(tmp_path, str(EXAMPLES / "tune.py"), "--folder", str(tmp_path / "tuned"), "--steps", "40")
+    assert "chosen: forward" in printed
+    cluster = re.search(r"measured: (.*)", printed)[1]
+    arguments = "--ep 2 --esp 1 --mp 1 --width 256 --hidden 1024 --length 512 --layers 4".split()
+    assert " ".join(arguments) in (EXAMPLES / "tune.py").read_text()
+    assert main(["plan", "--cluster", cluster, *arguments]) == 0
+    assert "the plan of" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "tuned" / "run")]) == 0
+    page = (tmp_path / "tuned" / "run" / "report.html").read_text()
+    for words in ("What was decided", "runner-up", "Load of experts", "What was measured", "critical path"):
+        assert words in page, words
+
+
+@START
+@pytest.mark.parametrize("with_ours", [False, True], ids=["stock", "ours"])
+def test_an_untouched_script_trains_with_either(with_ours: bool, start: Start, tmp_path: Path) -> None:
+    config = ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu.json")]
+    if with_ours:
+        printed = start(tmp_path, str(ROOT / "ds_fsmoe" / "run.py"), str(EXAMPLES / "plain.py"), *config)
+    else:
+        printed = start(tmp_path, str(EXAMPLES / "plain.py"), *config)
+    found = re.findall(r"step (\d+): loss ([\d.]+), by (\w+)", printed)
+    assert [(step, layer) for step, _, layer in found] == [
+        (step, "FSMoELayer" if with_ours else "MOELayer") for step in ("1", "30")
+    ]
+    assert float(found[1][1]) < float(found[0][1])

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a run: of ours and of stock's, written while it trains, read again whole or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fsmoe.reporting.comparison import losses_of, pair, times_of
+from ds_fsmoe.reporting.critical_path import phases
+from ds_fsmoe.reporting.run_files import NoRunError, Run, read_run
+from ds_fsmoe.runtime.trace_files import read_trace
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+STEPS = 12
+
+
+def train(rank: int, world_size: int, folder: str, enabled: bool) -> tuple[list[float], str, int]:
+    """Losses of rank 0's steps, the class of the engine, and the step at which the job ended."""
+    import ds_fsmoe
+
+    case = Case(2, 1, "fp32", 2, 2)
+    model = SmallModel(case, rank)
+    block = {
+        "enabled": enabled,
+        "metrics_every": 5,
+        "record": {"dir": folder, "stop_after": STEPS},
+        "trace": {"enabled": True, "start_step": STEPS - 3, "num_steps": 2},
+        "pipeline_degree": {"forward": 2, "backward": 2},
+    }
+    config = case.ds_config(fsmoe=block)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    losses: list[float] = []
+    with suppress(SystemExit):
+        for step in range(STEPS + 5):
+            of_step = []
+            for micro in range(2):
+                torch.manual_seed(100 * step + micro)  # the gate samples
+                loss, _ = engine(*batch(10 * step + micro, rank, torch.float32))
+                of_step.append(loss.item())
+                if micro == 1:
+                    losses.append(sum(of_step) / 2)
+                engine.backward(loss)
+                engine.step()
+            engine.eval()
+            engine(*batch(77, rank, torch.float32))
+            engine.train()
+    return losses, type(engine).__name__, engine.global_steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Iterator[dict[str, Any]]:
+    return {
+        name: run_on_ranks(train, 2, folder / f"ranks_{name}", str(folder / name), name == "ours")
+        for name in ("stock", "ours")
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, trained: dict[str, Any]) -> dict[str, Run]:
+    return {name: read_run(folder / name) for name in trained}
+
+
+def test_both_engines_are_recorded_alike(trained: dict[str, Any], runs: dict[str, Run]) -> None:
+    assert {name: each[0][1] for name, each in trained.items()} == {"stock": "DeepSpeedEngine", "ours": "FSMoEEngine"}
+    for name, run in runs.items():
+        assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
+        assert [row["loss"] for row in run.steps] == pytest.approx(trained[name][0][0])
+        assert not run.problems
+        for row in run.steps:
+            parts_ms = row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"]
+            assert 0 < parts_ms < row["step_ms"]
+        assert run.facts["world_size"] == 2
+        assert list(run.facts["layers"]) == ["L00", "L01"]
+
+
+def test_a_job_ends_after_so_many_steps_on_every_rank(trained: dict[str, Any], runs: dict[str, Run]) -> None:
+    for name, of_ranks in trained.items():
+        assert [each[2] for each in of_ranks] == [STEPS, STEPS]
+        assert "ended" in runs[name].facts
+
+
+def test_losses_of_stock_and_ours_agree(runs: dict[str, Run]) -> None:
+    stock, ours = pair([runs["ours"], runs["stock"]])
+    assert (stock.name, ours.name) == ("stock DeepSpeed", "ds_fsmoe, best")
+    found = losses_of(stock, ours)
+    assert found.num_steps == STEPS
+    assert found.largest_difference < 1e-5
+
+
+def test_times_leave_out_what_is_slow_at_first(runs: dict[str, Run]) -> None:
+    found = times_of(runs["stock"])
+    assert found.num_steps == STEPS - 3
+    assert set(found.parts_ms) == {"forward", "backward", "optimizer", "rest"}
+    settled = runs["ours"].plans["settled_at"]
+    assert times_of(runs["ours"]).num_steps == STEPS - max(3, settled)
+
+
+def test_stock_is_traced_in_the_form_of_ours(folder: Path, runs: dict[str, Run]) -> None:
+    for name in ("stock", "ours"):
+        traces = {rank: read_trace(folder / name / "trace" / f"rank{rank}.json") for rank in range(2)}
+        for trace in traces.values():
+            about = trace["otherData"]
+            assert about["complete"]
+            assert about["steps"] == [STEPS - 3, STEPS - 2]
+        found = phases(traces)
+        # Two layers and two steps, of two micro batches in both directions and an evaluation.
+        of_layers = [each for each in found if each.key.label.startswith("L")]
+        assert len(of_layers) == 2 * 2 * (2 * 2 + 1)
+        for each in of_layers:
+            assert {"A2A_IN", "A2A_OUT"} <= {segment.what for segment in each.path} | set(
+                _kinds(traces, each.key.label)
+            )
+            assert each.ms > 0
+        if name == "stock":
+            order = [each.key.label for each in found if each.key.step == STEPS - 3]
+            # The evaluation after the step before counts to this one.
+            assert order[:6] == ["L00/fwd", "L01/fwd"] * 2 + ["L01/bwd", "L00/bwd"]
+            assert "gradients/bwd" in order
+
+
+def _kinds(traces: dict[int, Any], label: str) -> list[str]:
+    layer, phase = label.split("/")
+    events = (each for each in traces[0]["traceEvents"] if each.get("ph") == "X")
+    return [each["args"]["kind"] for each in events if (each["args"]["layer"], each["args"]["phase"]) == (layer, phase)]
+
+
+def test_routers_are_recorded_at_their_steps(runs: dict[str, Run]) -> None:
+    assert [row["step"] for row in runs["ours"].routers] == [5, 10]
+    for row in runs["ours"].routers:
+        # Two ranks, two micro batches, three samples of seven tokens, two choices.
+        assert sum(row["layers"]["L01"]["tokens_E"]) == 2 * 2 * 3 * 7 * 2
+    assert not runs["stock"].routers
+
+
+def test_plans_are_recorded(runs: dict[str, Run]) -> None:
+    layers = runs["ours"].plans["layers"]
+    assert [(each["layer"], each["phase"], each["degree"]) for each in layers] == [
+        ("L00", "forward", 2),
+        ("L00", "backward", 2),
+        ("L01", "forward", 2),
+        ("L01", "backward", 2),
+    ]
+
+
+def test_a_run_that_was_killed_is_read_as_far_as_it_goes(folder: Path, runs: dict[str, Run], tmp_path: Path) -> None:
+    facts = json.loads((folder / "ours" / "run.json").read_text())
+    del facts["ended"]
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    text = (folder / "ours" / "steps.jsonl").read_text()
+    (tmp_path / "steps.jsonl").write_text(text[:-20])
+    (tmp_path / "plans.json").write_text("{half")
+    run = read_run(tmp_path)
+    assert len(run.steps) == STEPS - 1
+    said = "\n".join(run.problems)
+    assert f"1 of {STEPS} lines cannot be read" in said
+    assert "plans.json cannot be read" in said
+    assert "goes on, or was killed" in said
+
+
+def test_a_folder_without_a_run_says_how_to_get_one(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(NoRunError, match=r"no run has been recorded here.*it has notes.txt.*record"):
+        read_run(tmp_path)
+    with pytest.raises(NoRunError, match="there is no such folder"):
+        read_run(tmp_path / "nowhere")

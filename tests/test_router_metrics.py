@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What monitors are told of routers, held against what the layers themselves say."""
+
+from __future__ import annotations
+
+import csv
+import math
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fsmoe.components import gates
+from ds_fsmoe.components.router import entropy_of
+from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.registry import lookup
+from ds_fsmoe.telemetry.events import of_routers
+from ds_fsmoe.telemetry.routers import LayerLoad, RouterMetrics
+from tests.ranks import run_on_ranks
+from tests.small_model import BATCH, NUM_EXPERTS, Case, SmallModel, batch
+
+STEPS, ACCUMULATION = 4, 2
+
+
+def train(rank: int, world_size: int, folder: str, metrics: str) -> dict[str, Any]:
+    """Some steps with an evaluation between; what each layer said of each micro batch of each step."""
+    import ds_fsmoe
+
+    case = Case(2, 0, "fp32", ACCUMULATION, 3)
+    model = SmallModel(case, rank)
+    monitor = {"enabled": True, "output_path": folder, "job_name": metrics}
+    block = {"enabled": True, "metrics": metrics, "metrics_every": 2, "gate": {"type": "topk", "capacity_factor": 0.5}}
+    config = case.ds_config(fsmoe=block, csv_monitor=monitor)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    said: dict[str, Any] = {"counts": [], "aux": [], "kept": []}
+    kept: list[int] = []
+    for layer in engine.fsmoe.layers.values():
+        route = layer.deepspeed_moe.route
+
+        def noting(*args: Any, route: Any = route) -> Any:
+            routing = route(*args)
+            kept.append(int((routing.slots_KS < routing.num_slots).sum()))
+            return routing
+
+        layer.deepspeed_moe.route = noting
+    for step in range(STEPS):
+        said["counts"].append([torch.zeros(NUM_EXPERTS, dtype=torch.int64) for _ in range(2)])
+        said["aux"].append([0.0, 0.0])
+        kept.clear()
+        for micro in range(ACCUMULATION):
+            loss, _ = engine(*batch(10 * step + micro, rank, torch.float32))
+            for index, layer in enumerate(engine.fsmoe.layers.values()):
+                said["counts"][-1][index] += layer.deepspeed_moe.exp_counts
+                said["aux"][-1][index] += float(layer.deepspeed_moe.l_aux) / ACCUMULATION
+            engine.backward(loss)
+            engine.step()
+        said["kept"].append([sum(kept[0::2]), sum(kept[1::2])])
+        engine.eval()
+        engine(*batch(77, rank, torch.float32))
+        engine.train()
+    said["listens"] = engine.fsmoe.telemetry.routers is not None
+    engine.destroy()
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("monitored")
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    return {
+        level: run_on_ranks(train, 2, folder / f"ranks_{level}", str(folder), level)
+        for level in ("off", "brief", "detailed")
+    }
+
+
+def written(folder: Path, level: str, name: str) -> dict[int, float]:
+    """Samples -> value."""
+    with (folder / level / f"fsmoe_{name}.csv").open() as file:
+        rows = list(csv.reader(file))[1:]
+    return {int(samples): float(value) for samples, value in rows}
+
+
+def test_tokens_of_experts_are_those_of_all_ranks_and_micro_batches(folder: Path, said: dict[str, Any]) -> None:
+    for index in range(2):
+        for step in (1, 3):
+            counts_E = sum(each["counts"][step][index] for each in said["detailed"]).double()
+            samples = (step + 1) * 2 * ACCUMULATION * BATCH
+            assert written(folder, "detailed", f"L0{index}_expert_tokens_mean")[samples] == counts_E.mean()
+            assert written(folder, "detailed", f"L0{index}_expert_tokens_max")[samples] == counts_E.max()
+            variation = counts_E.std(correction=0) / counts_E.mean()
+            assert written(folder, "detailed", f"L0{index}_expert_tokens_cv")[samples] == pytest.approx(
+                float(variation)
+            )
+
+
+def test_only_every_nth_step_is_looked_at_and_evaluations_are_not(folder: Path, said: dict[str, Any]) -> None:
+    a_step = 2 * ACCUMULATION * BATCH
+    assert list(written(folder, "brief", "expert_tokens_mean")) == [2 * a_step, 4 * a_step]
+
+
+def test_dropped_choices_are_counted(folder: Path, said: dict[str, Any]) -> None:
+    for samples, step in ((24, 1), (48, 3)):
+        asked = sum(int(each["counts"][step][index].sum()) for each in said["brief"] for index in range(2))
+        placed = sum(each["kept"][step][index] for each in said["brief"] for index in range(2))
+        assert 0 < placed < asked
+        assert written(folder, "brief", "dropped_share")[samples] == pytest.approx(1 - placed / asked)
+
+
+def test_auxiliary_losses_are_added_up_over_layers(folder: Path, said: dict[str, Any]) -> None:
+    for samples, step in ((24, 1), (48, 3)):
+        mean = sum(sum(each["aux"][step]) for each in said["brief"]) / 2
+        assert written(folder, "brief", "aux_loss")[samples] == pytest.approx(mean, rel=1e-5)
+
+
+def test_brief_is_silent_on_single_layers_and_off_on_everything(folder: Path, said: dict[str, Any]) -> None:
+    names = {level: {file.stem for file in (folder / level).glob("fsmoe_*")} for level in ("off", "brief", "detailed")}
+    assert not names["off"]
+    assert not any("L00" in name for name in names["brief"])
+    assert "fsmoe_router_entropy" in names["brief"]
+    assert "fsmoe_L01_backward_degree" in names["detailed"]
+    assert names["brief"] < names["detailed"]
+    assert [each["listens"] for each in said["off"]] == [False, False]
+
+
+def test_an_unknown_level_is_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r'fsmoe.metrics = "all": must be .*brief.*detailed'):
+        read_block({"fsmoe": {"enabled": True, "metrics": "all"}})
+
+
+@pytest.mark.parametrize("name", sorted(module.name for module in pkgutil.iter_modules(gates.__path__)))
+def test_every_gate_says_its_entropy_when_asked_and_only_then(name: str) -> None:
+    gate = lookup("gate", name)()
+    gate.build_once(7, 5)
+    x_SM = torch.randn(11, 7)
+    assert gate(x_SM).entropy is None
+    gate.says_entropy = True
+    entropy = gate(x_SM).entropy
+    assert 0 < float(entropy) <= math.log(5) + 1e-6 or name == "softmoe"
+    assert not entropy.requires_grad
+
+
+def test_entropy_is_the_mean_over_tokens_that_take_part() -> None:
+    probs_SE = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
+    assert float(entropy_of(probs_SE, None)) == pytest.approx((math.log(4) + math.log(2)) / 3)
+    assert float(entropy_of(3 * probs_SE, torch.tensor([True, True, False]))) == pytest.approx(math.log(4) / 2)
+
+
+def test_no_counting_goes_on_where_nobody_listens() -> None:
+    metrics = RouterMetrics({"L00": (5, 1)}, torch.device("cpu"))
+    gate = lookup("gate", "switch")()
+    gate.build_once(7, 5)
+    assert metrics.after(gate, "L00") is gate
+    metrics.listen({"L00": gate})
+    metrics.after(gate, "L00")(torch.randn(11, 7))
+    load = metrics.read({"L00": gate})["L00"]
+    assert sum(load.tokens_E) == load.asked == 11
+    assert not gate.says_entropy
+    assert metrics.after(gate, "L00") is gate
+
+
+def test_a_load_on_one_expert_is_seen_as_such() -> None:
+    load = LayerLoad((12.0, 0.0, 0.0), dropped=3.0, asked=12.0, aux_loss=2.0, entropy=None)
+    values = of_routers({"L00": load, "L01": LayerLoad((4.0, 4.0, 4.0), 0.0, 12.0, 1.0, 0.5)}, False)
+    assert load.variation == pytest.approx(math.sqrt(2))
+    assert values["expert_tokens_max"] == 12
+    assert values["expert_tokens_cv"] == pytest.approx(math.sqrt(2) / 2)
+    assert values["dropped_share"] == pytest.approx(3 / 24)
+    assert values["aux_loss"] == 3
+    assert values["router_entropy"] == 0.5
+
+
+def test_tokens_that_no_expert_takes_are_dropped_ones() -> None:
+    gate = lookup("gate", "expert_choice")(k=1, capacity_factor=0.5)
+    gate.build_once(7, 5)
+    routing = gate(torch.randn(20, 7))
+    placed, asked = routing.placed()
+    taken = set(routing.tokens_R.tolist()) - {20}
+    assert (int(placed), int(asked)) == (len(taken), 20)
