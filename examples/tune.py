@@ -3,9 +3,9 @@
 
 deepspeed --num_accelerators 2 examples/tune.py --folder runs/tuned
 ds_fsmoe report runs/tuned/run
-ds_fsmoe plan --cluster runs/tuned/cache/CLUSTER.json --ep 2 --esp 1 --mp 1 --width 256 --hidden 1024 --length 512 --layers 4
+ds_fsmoe plan --ep 2 --esp 1 --mp 1 --width 256 --hidden 1024 --length 512 --layers 4 --cluster CLUSTER.json
 
-The first prints the name that stands for CLUSTER.json.
+The first prints the name of the file that CLUSTER.json stands for.
 """
 
 from __future__ import annotations
