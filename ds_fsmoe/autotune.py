@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from ds_fsmoe.autotune_cache import MeasurementCache
 from ds_fsmoe.autotune_choice import Choice, Found, candidates, describe_choice, other_esp_sizes, predict
-from ds_fsmoe.autotune_progress import Progress
 from ds_fsmoe.autotune_subjects import Kind, find_kinds, largest_of_each
 from ds_fsmoe.autotune_table import Row, Told, bad_fits, describe
 from ds_fsmoe.blocks import FSMoEBlock
@@ -30,6 +29,7 @@ from ds_fsmoe.measured_costs import Machine, MeasuredPredictor
 from ds_fsmoe.other_times import time_gate_and_order, time_gradients
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.progress import Progress
 from ds_fsmoe.runtime.cluster_profile import profile_cluster
 from ds_fsmoe.runtime.corun import Slowdowns
 from ds_fsmoe.runtime.link_times import time_links

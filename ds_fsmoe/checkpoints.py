@@ -23,6 +23,7 @@ from ds_fsmoe.components.shards import cuts_of
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.optimizer_pieces import index_of, refresh_masters
 from ds_fsmoe.plan_state import ReadPlans, go_on_with, is_settled, plans_of, read_plans
+from ds_fsmoe.progress import shown
 from ds_fsmoe.runtime.agreement import facts_of_versions
 from ds_fsmoe.saving import manifest as manifests
 from ds_fsmoe.saving import pieces, tags
@@ -227,10 +228,14 @@ class Checkpoints:
         own = {}
 
         def sum_up() -> None:
-            for at, name in enumerate(sorted({each for every in seen for each in every})):
-                owners = [rank for rank, every in enumerate(seen) if name in every]
-                if owners[at % len(owners)] == dist.get_rank():
-                    own[name] = manifests.sum_of(place / name)
+            names = sorted({each for every in seen for each in every})
+            owners_of = {name: [rank for rank, every in enumerate(seen) if name in every] for name in names}
+            mine = [
+                name
+                for at, (name, owners) in enumerate(owners_of.items())
+                if owners[at % len(owners)] == dist.get_rank()
+            ]
+            own.update({name: manifests.sum_of(place / name) for name in shown(mine, f"summing up {place.name}")})
 
         self._together(f"summing up {place}", sum_up)
         of_ranks: list[dict[str, Any]] = [own] * dist.get_world_size()
@@ -347,7 +352,7 @@ class Checkpoints:
         if self._engine.use_node_local_storage():
             # Of the files of other nodes nothing can be said here.
             names, rank, size = [each for each in names if (place / each).exists()], self._engine.local_rank, 1
-        found = manifests.faults(place, manifest.files, names[rank % size :: size])
+        found = manifests.faults(place, manifest.files, shown(names[rank % size :: size], f"checking {place.name}"))
         if found:
             raise CheckpointError("; ".join(found))
 

@@ -93,6 +93,8 @@ class FSMoEEngine(DeepSpeedEngine):
                 f"fsmoe.gradient_partition.mode = {mode!r}: gradients stay DeepSpeed's to reduce here, because "
                 f'{reason}; leave it out, or set it to "off"'
             )
+        if mode != "off" and reason is not None:
+            state.gradients += f", after the backward, as {reason}"
         if mode != "off" and reason is None:
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
             state.reduction = Reduction(self, layers, mode, state.block, groups)
@@ -244,6 +246,9 @@ class FSMoEEngine(DeepSpeedEngine):
         if clock is not None:
             clock.begin_forward()
         total = torch.zeros(())
+        routers = None if self.fsmoe.telemetry is None else self.fsmoe.telemetry.routers
+        if routers is not None:
+            routers.is_paused = True
         for name, layer in self.fsmoe.layers.items():
             inner = layer.deepspeed_moe
             if inner.last_shape is None:
@@ -253,6 +258,8 @@ class FSMoEEngine(DeepSpeedEngine):
             x = torch.zeros(inner.last_shape, dtype=weight.dtype, device=weight.device) + total.to(weight)
             y = inner(x, torch.zeros(inner.last_shape[:-1].numel(), device=weight.device))
             total = 0.0 * (y.float().sum() + inner.l_aux.float())
+        if routers is not None:
+            routers.is_paused = False
         if clock is not None:
             clock.end_forward()
         return total

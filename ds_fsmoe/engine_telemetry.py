@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.runtime.step_times import most_of
 from ds_fsmoe.step_comparison import StepComparison
 from ds_fsmoe.telemetry.events import named, of_routers
 from ds_fsmoe.telemetry.plans import plans_as_data
@@ -39,10 +40,15 @@ class Telemetry:
         """Of the run, where there is to be one."""
         self.routers: RouterMetrics | None = None
         self._layers = {each.deepspeed_moe.label: each for each in state.layers.values()}
-        if block.metrics == "off" or not (engine.monitor.enabled or block.record.dir):
+        if block.metrics == "off":
+            return
+        # A script may have given its monitor to rank 0 alone; what is shared at the end of steps is shared by all.
+        (listens,) = most_of([float(engine.monitor.enabled or block.record.dir is not None)], state.running.device)
+        if not listens:
             return
         sizes = {label: (each.num_experts, _num_copies(each)) for label, each in self._layers.items()}
-        self.routers = RouterMetrics(sizes, state.running.device, getattr(engine, "stage_id", None))
+        # Of the engine itself: what it does not have it looks for in the user's model.
+        self.routers = RouterMetrics(sizes, state.running.device, vars(engine).get("stage_id"))
         for layer in self._layers.values():
             layer.deepspeed_moe.router_metrics = self.routers
         self._listen(engine.global_steps)
@@ -100,8 +106,9 @@ class Telemetry:
         if self.record is None:
             return
         pipelines = {label: each.deepspeed_moe.pipeline for label, each in self._layers.items()}
-        settled = {"settled_at": self._engine.global_steps}
-        self.record.plans(plans_as_data(pipelines, self._state.autotune) | settled)
+        # In the step that is under way something has been measured.
+        now = {"settled_at": self._engine.global_steps + 1, "chosen": self._state.chosen()}
+        self.record.plans(plans_as_data(pipelines, self._state.autotune) | now)
 
     def close(self) -> None:
         """The run is over."""

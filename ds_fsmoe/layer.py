@@ -115,6 +115,9 @@ class FSMoELayer(StockMOELayer):
             self.pipeline = alone(self.parts.alltoall.exchange, self.ep_group)
         recorder = Recorder(hidden_states.device) if self.wall_clock_breakdown else None
         pipeline = self.pipeline
+        if not self.training and pipeline.observer is not None:
+            # A step is traced, and no evaluation that happens to come before it.
+            pipeline = replace(pipeline, observer=None)
         if recorder is not None:
             traced = pipeline.observer
             pipeline = replace(pipeline, observer=recorder if traced is None else Together(traced, recorder))

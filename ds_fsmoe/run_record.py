@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,22 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 
 from ds_fsmoe.blocks import FSMoEBlock
+from ds_fsmoe.config import ConfigError, shown
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.running import trace_folder
 from ds_fsmoe.runtime.topology import world_size_now
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer
+
+_made: list[Record] = []
+"""The latest of this process."""
 
 
 def watch_ours(engine: Any) -> None:
     """Begin the record of an engine of ours, if its block asks for one.
 
     Raises:
-        OSError: its folder cannot be written to.
+        ConfigError: its folder cannot be written to; on every rank.
     """
     state = engine.fsmoe
     layers = {
@@ -39,21 +46,51 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
     a trace.
 
     Raises:
-        OSError: a folder cannot be written to.
+        ConfigError: the folder of the record cannot be written to; on every rank.
+        OSError: that of the trace cannot be.
     """
     found = ((path, each) for path, each in engine.module.named_modules() if isinstance(each, MoE))
     layers = {f"L{index:02d}": _layer(path, each) for index, (path, each) in enumerate(found)}
-    _record(engine, block, {"layers": layers})
+    watching: list[Record | StockTracer | None] = [_record(engine, block, {"layers": layers})]
     if block.trace.enabled:
-        StockTracer(engine, trace_folder(block), _rank(), block.trace.start_step, block.trace.num_steps)
+        asked = block.trace
+        watching.append(StockTracer(engine, trace_folder(block), _rank(), asked.start_step, asked.num_steps))
+    destroy = engine.destroy
+
+    @functools.wraps(destroy)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        for each in watching:
+            if each is not None:
+                each.close()
+        return destroy(*args, **kwargs)
+
+    if any(watching):
+        engine.destroy = outer
 
 
 def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any]) -> Record | None:
     asked = block.record
     if asked.dir is None and not asked.stop_after:
         return None
+    if any(each.is_open for each in _made):
+        log_on_rank_0(
+            "fsmoe.record: another engine of this process is being recorded, so this one is not", logging.WARNING
+        )
+        return None
     folder = None if asked.dir is None else Path(asked.dir)
-    return Record(engine, folder, asked.stop_after, _rank(), facts | {"block": block.model_dump(exclude_unset=True)})
+    facts |= {"block": block.model_dump(exclude_unset=True)}
+    problem, record = [""], None
+    try:
+        record = Record(engine, folder, asked.stop_after, _rank(), facts)
+    except OSError as error:
+        problem = [f"fsmoe.record.dir = {shown(asked.dir)}: cannot be written to: {error}"]
+    if world_size_now() > 1:
+        # Rank 0 alone writes, and no rank may go on into a collective without it.
+        dist.broadcast_object_list(problem, src=0)
+    if record is None or problem[0]:
+        raise ConfigError(problem[0])
+    _made[:] = [record]
+    return record
 
 
 def _layer(path: str, layer: MoE) -> dict[str, Any]:

@@ -42,6 +42,8 @@ def speed_warnings(
         )
     if not block.overlap:
         found.append("fsmoe.overlap = false: one task runs after another, on one lane")
+    if block.debug.check_results:
+        found.append("fsmoe.debug.check_results = true: an all-reduce, and a wait for the device, before each step")
     if block.debug.check_router:
         found.append("fsmoe.debug.check_router = true: the host waits for the device in every layer's forward")
     cuts_by_itself = block.schedule == "best" and "auto" in (

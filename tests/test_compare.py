@@ -68,7 +68,7 @@ def test_a_command_that_cannot_be_compared_is_refused_in_a_sentence(
         (python, "no DeepSpeed config with an fsmoe block"),
         ([*python, str(tmp_path / "other.json")], "other.json has none"),
         ([*python, str(config), str(tmp_path / "twin.json")], "several configs"),
-        ([*python, str(tmp_path / "broken.json")], "broken.json: not JSON"),
+        ([*python, str(tmp_path / "broken.json")], "broken.json has none"),
         (["/no/such/program", str(config)], "cannot be started"),
     ):
         assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 2
@@ -100,4 +100,5 @@ def test_a_script_that_records_nothing_is_named(
 ) -> None:
     command = [sys.executable, "-c", TRAIN.format(status=0), str(config)]
     assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 2
-    assert "no run has been recorded here" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "recorded nothing: does the script go through one of the doors?" in said

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from ds_fsmoe.reporting.comparison import losses_of, pair, times_of
-from ds_fsmoe.reporting.critical_path import phases
+from ds_fsmoe.reporting.critical_path import BETWEEN, phases
 from ds_fsmoe.reporting.run_files import NoRunError, Run, read_run
 from ds_fsmoe.runtime.trace_files import read_trace
 from tests.ranks import run_on_ranks
@@ -116,18 +118,18 @@ def test_stock_is_traced_in_the_form_of_ours(folder: Path, runs: dict[str, Run])
             assert about["complete"]
             assert about["steps"] == [STEPS - 3, STEPS - 2]
         found = phases(traces)
-        # Two layers and two steps, of two micro batches in both directions and an evaluation.
+        # Two layers, two steps, two micro batches, both directions; no evaluation.
         of_layers = [each for each in found if each.key.label.startswith("L")]
-        assert len(of_layers) == 2 * 2 * (2 * 2 + 1)
+        assert len(of_layers) == 2 * 2 * 2 * 2
         for each in of_layers:
-            assert {"A2A_IN", "A2A_OUT"} <= {segment.what for segment in each.path} | set(
-                _kinds(traces, each.key.label)
-            )
+            kinds = set(_kinds(traces, each.key.label))
+            assert {"A2A_IN", "A2A_OUT"} <= kinds
+            assert {segment.what for segment in each.path} <= kinds | {BETWEEN}
             assert each.ms > 0
         if name == "stock":
             order = [each.key.label for each in found if each.key.step == STEPS - 3]
-            # The evaluation after the step before counts to this one.
-            assert order[:6] == ["L00/fwd", "L01/fwd"] * 2 + ["L01/bwd", "L00/bwd"]
+            of_layers = [label for label in order if label.startswith("L")]
+            assert of_layers == ["L00/fwd", "L01/fwd", "L01/bwd", "L00/bwd"] * 2
             assert "gradients/bwd" in order
 
 
@@ -176,3 +178,78 @@ def test_a_folder_without_a_run_says_how_to_get_one(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(NoRunError, match="there is no such folder"):
         read_run(tmp_path / "nowhere")
+
+
+def resume(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int], str]:
+    """Steps recorded and traced by a run that begins at step 100, and fails."""
+    import ds_fsmoe
+
+    model = SmallModel(Case(2), rank)
+    block = {"enabled": True, "record": {"dir": folder}, "trace": {"enabled": True, "start_step": 101, "num_steps": 2}}
+    parameters = list(model.parameters())
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=parameters, config=Case(2).ds_config(fsmoe=block))
+    engine.global_steps = 100  # as a checkpoint would have it
+    for step in range(5):
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss=loss)
+        engine.step()
+    sys.last_value = RuntimeError("out of memory")
+    engine.fsmoe.telemetry.record._at_exit()
+    del sys.last_value
+    trace = read_trace(Path(folder) / "trace" / f"rank{rank}.json")
+    engine.destroy()
+    run = read_run(Path(folder)) if rank == 0 else Run(Path(folder))
+    return [row["step"] for row in run.steps], trace["otherData"]["steps"], "; ".join(run.problems)
+
+
+def test_a_run_that_was_resumed_and_failed_is_counted_from_its_own_first_step(tmp_path: Path) -> None:
+    (steps, traced, said), (_, traced_by_other, _) = run_on_ranks(resume, 2, tmp_path / "ranks", str(tmp_path / "run"))
+    assert steps == [101, 102, 103, 104, 105]
+    assert traced == traced_by_other == [101, 102]
+    assert said == "the run has failed, and what is here is shown: RuntimeError: out of memory"
+
+
+def with_monitor_on_rank_0(rank: int, world_size: int, folder: str) -> bool:
+    import ds_fsmoe
+
+    model = SmallModel(Case(2), rank)
+    block = {"enabled": True, "metrics_every": 1}
+    monitor = {"enabled": rank == 0, "output_path": folder, "job_name": "job"}
+    config = Case(2).ds_config(fsmoe=block, csv_monitor=monitor)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    for step in range(2):
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return (Path(folder) / "job" / "fsmoe_expert_tokens_mean.csv").exists()
+
+
+def test_a_monitor_on_one_rank_alone_leaves_nobody_waiting(tmp_path: Path) -> None:
+    assert run_on_ranks(with_monitor_on_rank_0, 2, tmp_path / "ranks", str(tmp_path))[0]
+
+
+def unwritable(rank: int, world_size: int, folder: str) -> str:
+    import ds_fsmoe
+
+    model = SmallModel(Case(2), rank)
+    config = Case(2).ds_config(fsmoe={"enabled": True, "record": {"dir": folder}})
+    with pytest.raises(ds_fsmoe.ConfigError) as caught:
+        ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_to_stops_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for said in run_on_ranks(unwritable, 2, tmp_path / "ranks", str(tmp_path / "file" / "run")):
+        assert said.startswith("fsmoe.record.dir = ")
+
+
+def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    one, other = Run(tmp_path), Run(tmp_path)
+    one.steps = [{"step": n, "loss": 2.0} for n in range(1, 6)]
+    other.steps = [{"step": n, "loss": 2.0 if n < 4 else float("nan")} for n in range(1, 6)]
+    found = losses_of(one, other)
+    assert found.largest_difference == math.inf
+    assert found.not_finite_from == (None, 4)
+    assert losses_of(other, other).largest_difference == 0

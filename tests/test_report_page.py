@@ -140,7 +140,8 @@ def test_a_run_that_died_is_shown_and_said_to_be_incomplete(both: Path, capsys: 
     assert main(["report", str(ours)]) == 0
     page = (ours / "report.html").read_text()
     assert "goes on, or was killed" in page
-    assert "the trace is incomplete: closed in step 5; steps there are: 5" in page
+    assert "the trace is incomplete: closed in step 5; steps there are: 5 (rank 0)" in page
+    assert "the trace is incomplete: rank1.json: unreadable" in page
     assert 'alt="tasks of one step' in page
     assert "goes on, or was killed" in capsys.readouterr().out
 

@@ -141,7 +141,7 @@ def test_every_gate_says_its_entropy_when_asked_and_only_then(name: str) -> None
     assert gate(x_SM).entropy is None
     gate.says_entropy = True
     entropy = gate(x_SM).entropy
-    assert 0 < float(entropy) <= math.log(5) + 1e-6 or name == "softmoe"
+    assert 0 < float(entropy) <= math.log(5) + 1e-6
     assert not entropy.requires_grad
 
 

@@ -25,6 +25,7 @@ def warnings(ds_config: dict[str, Any], block: dict[str, Any] = TUNED, device: s
         ({}, TUNED, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS = 1"),
         ({}, TUNED | {"overlap": False}, {}, "fsmoe.overlap = false"),
         ({}, TUNED | {"debug": {"check_router": True}}, {}, "fsmoe.debug.check_router = true"),
+        ({}, TUNED | {"debug": {"check_results": True}}, {}, "fsmoe.debug.check_results = true"),
         ({}, {"enabled": True}, {}, "fsmoe.autotune.enabled = false"),
     ],
 )

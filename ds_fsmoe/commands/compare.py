@@ -21,9 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.commands.tables import print_table
+from ds_fsmoe.reporting.run_files import RUN, STEPS
 
 HELP = "your training command with and without the block: speed, losses, where the time went"
 STOCK, OURS = "stock", "ours"
+_NO_DOOR = (
+    "does the script go through one of the doors? It has to call ds_fsmoe.initialize, or ds_fsmoe.install() first, or "
+    "be started with --module ds_fsmoe.run"
+)
+_LARGEST_BYTES = 1_000_000
+"""Of a config."""
+_SOON_S = 300.0
+"""Seconds after which a run without a record is said to have none."""
 _FEWEST = 8
 """Steps: some warm up, two are traced, one ends the trace."""
 
@@ -60,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"compare: {kind}: the training ended with exit status {status}; its last lines:", file=sys.stderr)
             print("\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
             return 1
+        if not (folder / RUN).exists():
+            raise ValueError(f"the training has ended and recorded nothing: {_NO_DOOR}")
     return tell(out)
 
 
@@ -74,12 +85,13 @@ def find_config(command: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
     found, without = [], []
     for place, argument in enumerate(command):
         path = Path(argument.rpartition("=")[2])
-        if path.suffix != ".json" or not path.is_file():
+        if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
             continue
         try:
             config = load_ds_config(str(path))
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON: {error}") from error
+        except ValueError:
+            without.append(str(path))  # it may be anything, such as data
+            continue
         if isinstance(config, Mapping) and isinstance(config.get("fsmoe"), Mapping):
             found.append((place, config))
         else:
@@ -102,9 +114,9 @@ def config_of(config: Mapping[str, Any], kind: str, folder: Path, steps: int, is
     block = changed["fsmoe"]
     block["enabled"] = kind == OURS
     block["record"] = {"dir": str(folder), "stop_after": steps}
-    if is_traced:
-        # The last but one: by then all is settled, and the last one ends the trace.
-        block["trace"] = {"enabled": True, "start_step": steps - 3, "num_steps": 2}
+    # The last but one: by then all is settled, and the last one ends the trace.
+    traced = {"enabled": True, "start_step": steps - 3, "num_steps": 2}
+    block["trace"] = traced if is_traced else {"enabled": False}
     return changed
 
 
@@ -116,9 +128,8 @@ def _with_config(command: Sequence[str], place: int, file: Path) -> list[str]:
 def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | None) -> int:
     from tqdm import tqdm
 
-    from ds_fsmoe.reporting.run_files import STEPS
-
-    (folder / STEPS).unlink(missing_ok=True)
+    for name in (RUN, STEPS):
+        (folder / name).unlink(missing_ok=True)
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     with (folder / "log.txt").open("w") as log:
         try:
@@ -128,8 +139,12 @@ def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | 
             raise ValueError(f"{command[0]}: cannot be started: {error}") from error
         try:
             with tqdm(total=steps, unit="step", disable=not sys.stderr.isatty(), leave=False) as bar:
+                start_s, is_told = time.monotonic(), False
                 while job.poll() is None:
                     time.sleep(0.2)
+                    if not is_told and time.monotonic() - start_s > _SOON_S and not (folder / RUN).exists():
+                        is_told = True
+                        print(f"compare: nothing recorded after {_SOON_S:.0f} s: {_NO_DOOR}", file=sys.stderr)
                     if (folder / STEPS).exists():
                         bar.update((folder / STEPS).read_text().count("\n") - bar.n)
                     if deadline_s is not None and time.monotonic() > deadline_s:
@@ -157,7 +172,7 @@ def tell(out: Path) -> int:
             print(f"compare: {each.name}: {problem}", file=sys.stderr)
     if stock.is_stock == ours.is_stock:
         print(
-            "compare: both runs trained with the same layers: does the script call ds_fsmoe.initialize?",
+            f"compare: both runs trained with the same layers: {_NO_DOOR}",
             file=sys.stderr,
         )
         return 1
@@ -190,5 +205,8 @@ def tell(out: Path) -> int:
             f"losses: at most {losses.largest_difference:.2g} apart (relative, at step {losses.at_step}) over "
             f"{losses.num_steps} steps; the last are {losses.last[0]:.6g} and {losses.last[1]:.6g}"
         )
+        for run, step in zip((stock, ours), losses.not_finite_from, strict=True):
+            if step is not None:
+                print(f"losses of {run.name} are not finite from step {step} on")
     print(f"timelines, plans and loads: ds_fsmoe report {out}")
     return 0

@@ -40,10 +40,17 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or folder / "report.html"
     if not out.resolve().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.resolve().parent}")
-    page = make_page(runs, out.with_suffix(""))
-    out.write_text(page.html())
+    names = [each.name for each in runs]
+    for each in runs:
+        if names.count(each.name) > 1:
+            each.title = f"{each.name} ({each.folder.name})"
+    pictures = out.with_suffix("") if out.suffix else out.with_name(f"{out.name}_pictures")
+    try:
+        out.write_text(make_page(runs, pictures).html())
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error}") from error
     for each in runs:
         for problem in each.problems:
             print(f"{each.folder}: {problem}")
-    print(f"{out}: open it in any browser; its pictures are in {out.with_suffix('')}")
+    print(f"{out}: open it in any browser; its pictures are in {pictures}")
     return 0

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ds_fsmoe.reporting.run_files import Run
 
@@ -55,24 +55,32 @@ class Losses:
 
     num_steps: int
     largest_difference: float
-    """Relative."""
+    """Relative; infinite where one of the two is not finite, and 0 where neither is."""
     at_step: int
     last: tuple[float, float]
+    not_finite_from: tuple[int | None, int | None]
+    """The first such step of each."""
 
 
 def losses_of(one: Run, other: Run) -> Losses | None:
     """How far two runs' losses are apart; ``None`` if no step has both."""
-    of_one, of_other = ({row["step"]: row["loss"] for row in run.steps if _known(row)} for run in (one, other))
+    of_one, of_other = (
+        {row["step"]: float(row["loss"]) for row in run.steps if isinstance(row.get("loss"), (int, float))}
+        for run in (one, other)
+    )
     steps = sorted(set(of_one) & set(of_other))
     if not steps:
         return None
-    apart = {step: abs(of_one[step] - of_other[step]) / max(abs(of_one[step]), 1e-12) for step in steps}
+    apart = {step: _apart(of_one[step], of_other[step]) for step in steps}
     worst = max(apart, key=apart.__getitem__)
-    return Losses(len(steps), apart[worst], worst, (of_one[steps[-1]], of_other[steps[-1]]))
+    bad = tuple(next((step for step in steps if not math.isfinite(each[step])), None) for each in (of_one, of_other))
+    return Losses(len(steps), apart[worst], worst, (of_one[steps[-1]], of_other[steps[-1]]), (bad[0], bad[1]))
 
 
-def _known(row: dict[str, Any]) -> bool:
-    return isinstance(row.get("loss"), (int, float)) and row["loss"] == row["loss"]
+def _apart(one: float, other: float) -> float:
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) / max(abs(one), 1e-12)
+    return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
 
 
 def pair(runs: Sequence[Run]) -> tuple[Run, Run] | None:

@@ -106,7 +106,8 @@ def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[Phase]:
     runs = _runs(traces)
     peers = {rank: trace["otherData"].get("peers", {}) for rank, trace in traces.items()}
     found = [_phase(key, of_ranks, peers) for key, of_ranks in runs.items()]
-    return sorted(found, key=lambda each: each.path[0].begin_us)
+    # Times are whole microseconds, so a phase that took less has no path.
+    return sorted((each for each in found if each.path), key=lambda each: each.path[0].begin_us)
 
 
 def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[int, Traced]]]:

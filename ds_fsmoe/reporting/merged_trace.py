@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.reporting.critical_path import Phase, Traced, idle_spans, phases, tasks_of
-from ds_fsmoe.runtime.trace_files import merge_traces, read_trace, write_trace
+from ds_fsmoe.runtime.trace_files import LEFT_OUT, merge_traces, read_trace, write_trace
 
 _PATH_PID = 1_000_000
 """Beyond that of any rank."""
@@ -18,11 +18,11 @@ _IDLE_ROW = 500
 """Of a rank's rows, beyond those of its lanes."""
 
 
-def merged(folder: Path) -> tuple[Path, dict[int, dict[str, Any]], list[Phase]]:
+def merged(folder: Path) -> tuple[Path, dict[int, dict[str, Any]], list[Phase], list[str]]:
     """Merge what ranks have left in a folder into ``trace.json`` there.
 
     Returns:
-        the file, the traces by rank, and their phases.
+        the file, the traces by rank, their phases, and what is not in it, in words.
 
     Raises:
         FileNotFoundError: there is no file of a rank that can be read.
@@ -34,7 +34,8 @@ def merged(folder: Path) -> tuple[Path, dict[int, dict[str, Any]], list[Phase]]:
     found = phases(traces)
     trace["traceEvents"] += [*_path_events(found), *_idle_events(traces)]
     write_trace(trace, path)
-    return path, traces, found
+    lacks = {what.replace("_", " "): trace["otherData"].get(what, []) for what in LEFT_OUT}
+    return path, traces, found, [f"{', '.join(names)}: {what}" for what, names in lacks.items() if names]
 
 
 def _by_rank(folder: Path, trace: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -130,7 +130,7 @@ def _result(page: Page, runs: Sequence[Run]) -> None:
     if both is None:
         tiles = []
         for run in runs:
-            times = times_of(run)
+            times = times_of(run, _after(runs))
             if times is not None:
                 tiles.append((f"{times.step_ms:.4g} ms", f"per step, median of {times.num_steps}"))
             if run.steps and isinstance(run.steps[-1].get("loss"), float):
@@ -139,7 +139,8 @@ def _result(page: Page, runs: Sequence[Run]) -> None:
             page.tiles(tiles)
         return
     stock, ours = both
-    times, losses = (times_of(stock), times_of(ours)), losses_of(stock, ours)
+    after = _after(runs)
+    times, losses = (times_of(stock, after), times_of(ours, after)), losses_of(stock, ours)
     tiles = []
     if times[0] is not None and times[1] is not None:
         speedup = times[0].step_ms / times[1].step_ms
@@ -150,6 +151,14 @@ def _result(page: Page, runs: Sequence[Run]) -> None:
     if losses is not None:
         tiles.append((f"{losses.largest_difference:.2g}", f"largest relative difference of {losses.num_steps} losses"))
     page.tiles(tiles)
+    for run, step in zip(both, losses.not_finite_from if losses else (), strict=False):
+        if step is not None:
+            page.paragraph(f"{run.name}: losses are not finite from step {step} on", "warn")
+
+
+def _after(runs: Sequence[Run]) -> int:
+    """The same steps of all runs count."""
+    return max((settled_after(run) for run in runs if run.steps), default=0)
 
 
 def _losses(page: Page, runs: Sequence[Run]) -> None:
@@ -168,21 +177,21 @@ def _steps(page: Page, runs: Sequence[Run]) -> None:
     page.picture("steps", "time of each step", lambda file: pictures.draw_lines(lines, "ms per step", file, True))
     rows = []
     for run in runs:
-        times = times_of(run)
+        times = times_of(run, _after(runs))
         if times is not None:
             parts = (f"{times.parts_ms[part]:.4g}" if part in times.parts_ms else "" for part in _PARTS)
             rows.append((run.name, times.num_steps, f"{times.step_ms:.4g}", *parts))
     if rows:
         page.table(("medians in ms", "steps", "step", *_PARTS), rows)
-    settled = {settled_after(run) for run in runs if run.steps}
-    page.paragraph(f"Counted from the step after {max(settled)} on; before, things are made, measured and tried.")
+    page.paragraph(f"Counted after step {_after(runs)}: until then things are made, measured and tried.")
 
 
 _PARTS = ("forward", "backward", "optimizer", "rest")
 
 
 def _decided(page: Page, run: Run) -> None:
-    plans, chosen = run.plans, run.facts.get("chosen", {})
+    plans = run.plans
+    chosen = plans.get("chosen", run.facts.get("chosen", {}))
     if not plans and not chosen:
         return
     page.heading("What was decided")
@@ -209,7 +218,7 @@ def _decided(page: Page, run: Run) -> None:
     elif plans.get("layers"):
         heads = ("layer", "phase", "degree", "order")
         page.table(heads, ((each["layer"], each["phase"], each["degree"], each["order"]) for each in plans["layers"]))
-        page.paragraph("Degrees were given or are 1: nothing was measured, as fsmoe.autotune was not on.")
+        page.paragraph("Nothing was measured that degrees could follow from: they were given, are 1, or were resumed.")
     step = plans.get("step")
     if step:
         page.paragraph(
@@ -247,17 +256,14 @@ def _timelines(page: Page, runs: Sequence[Run]) -> None:
         if not has_trace(run.folder):
             continue
         try:
-            file, traces, phases = merged(trace_folder(run.folder))
+            file, traces, phases, lacks = merged(trace_folder(run.folder))
         except (OSError, ValueError) as error:
             page.paragraph(f"{run.name}: its trace cannot be shown: {error}", "warn")
             continue
+        for problem in [*lacks, *_incomplete(traces)]:
+            page.paragraph(f"{run.name}: the trace is incomplete: {problem}", "warn")
         rank = min(traces)
         about = traces[rank]["otherData"]
-        if not about.get("complete", False):
-            seen = ", ".join(map(str, about.get("steps", []))) or "none"
-            page.paragraph(
-                f"{run.name}: the trace is incomplete: {about.get('ended', 'no end')}; steps there are: {seen}", "warn"
-            )
         steps = [step for step in about.get("steps", []) if pictures.timeline_of(traces[rank], step).spans]
         if steps:
             drawn.append((f"{run.name}, step {steps[-1]}, rank {rank}", pictures.timeline_of(traces[rank], steps[-1])))
@@ -272,6 +278,17 @@ def _timelines(page: Page, runs: Sequence[Run]) -> None:
             f"{run.name}: all ranks, critical path and idle times for Perfetto (ui.perfetto.dev): {file.name}"
         )
         _explain(page, run, phases)
+
+
+def _incomplete(traces: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """A sentence for each way in which ranks' traces have ended early."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, trace in traces.items():
+        about = trace["otherData"]
+        if not about.get("complete", False):
+            seen = ", ".join(map(str, about.get("steps", []))) or "none"
+            ranks_of.setdefault(f"{about.get('ended', 'no end')}; steps there are: {seen}", []).append(rank)
+    return [f"{how} (rank {', '.join(map(str, ranks))})" for how, ranks in ranks_of.items()]
 
 
 def _explain(page: Page, run: Run, phases: Sequence[Phase]) -> None:

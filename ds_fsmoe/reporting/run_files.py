@@ -59,6 +59,8 @@ class Run:
     compared: list[dict[str, Any]] = field(default_factory=list)
     plans: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    title: str = ""
+    """Set where several runs would have one name."""
 
     @property
     def is_stock(self) -> bool:
@@ -68,6 +70,8 @@ class Run:
     @property
     def name(self) -> str:
         """In a word or two."""
+        if self.title:
+            return self.title
         return "stock DeepSpeed" if self.is_stock else f"ds_fsmoe, {self.facts.get('schedule', 'unknown schedule')}"
 
 
@@ -100,6 +104,8 @@ def read_run(folder: Path) -> Run:
         run.problems.append(f"{RUN} is missing: what ran is not known")
     if not run.steps:
         run.problems.append(f"{STEPS} has no step: the run ended before its first one was written")
+    elif "failed" in run.facts:
+        run.problems.append(f"the run has failed, and what is here is shown: {run.facts['failed']}")
     elif run.facts and "ended" not in run.facts:
         run.problems.append("the run did not say that it has ended: it goes on, or was killed; what is here is shown")
     return run

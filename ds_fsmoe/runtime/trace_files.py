@@ -26,6 +26,8 @@ from ds_fsmoe.planning.timeline import Timeline
 logger = logging.getLogger("ds_fsmoe")
 
 MERGED = "trace.json"
+LEFT_OUT = ("missing", "unreadable", "of_another_job")
+"""Why a file is not in the merged one; there they are named under these words."""
 MEASURED, PREDICTED = "measured", "predicted"
 """Categories of events."""
 _PHASES = {"forward": "fwd", "backward": "bwd"}
@@ -228,7 +230,7 @@ def merge_traces(folder: Path) -> Path:
     """
     folder = Path(folder)
     found: dict[int, dict[str, Any]] = {}
-    left_out: dict[str, list[str]] = {"missing": [], "unreadable": [], "of_another_job": []}
+    left_out: dict[str, list[str]] = {what: [] for what in LEFT_OUT}
     for path in sorted(folder.glob("rank*.json")):
         if number := re.fullmatch(r"rank(\d+)\.json", path.name):
             try:

@@ -25,6 +25,7 @@ from ds_fsmoe.reporting.run_files import (
     RUN,
     STEPS,
     STOCK,
+    TRACE,
     append_lines,
     write_json,
 )
@@ -58,16 +59,22 @@ class Record:
         self, engine: Any, folder: Path | None, stop_after: int, rank: int, facts: Mapping[str, Any] | None = None
     ) -> None:
         self._folder = folder if rank == 0 else None
+        self.is_open = True
         self._facts = _about(engine) | dict(facts or {})
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for name in (RUN, STEPS, ROUTERS, COMPARED, PLANS):
-                (self._folder / name).unlink(missing_ok=True)
+            traces = self._folder / TRACE
+            for old in (
+                *(self._folder / name for name in (RUN, STEPS, ROUTERS, COMPARED, PLANS)),
+                *traces.glob("*.json"),
+            ):
+                old.unlink(missing_ok=True)
             write_json(self._folder / RUN, self._facts)
         file = None if self._folder is None else self._folder / STEPS
-        self.steps = StepLog(engine, file, _WRITE_EVERY, stop_after)
+        # Where reading a time makes nobody wait, a process that is killed leaves all its steps.
+        self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after)
         self.steps.at_stop = self.close
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     def routers(self, step: int, loads: Mapping[str, LayerLoad]) -> None:
         """What routers did in a step."""
@@ -92,11 +99,22 @@ class Record:
 
     def close(self) -> None:
         """Write what is left, and that the run has ended. A second time does nothing."""
-        atexit.unregister(self.close)
+        self._close({"ended": time.strftime("%Y-%m-%d %H:%M:%S")})
+
+    def _at_exit(self) -> None:
+        # What the interpreter has printed before it came to the end.
+        error = getattr(sys, "last_value", None)
+        if error is None:
+            self.close()
+        else:
+            self._close({"failed": f"{type(error).__name__}: {error}"[:500]})
+
+    def _close(self, how: Mapping[str, str]) -> None:
+        atexit.unregister(self._at_exit)
         self.steps.write()
-        ended = {"ended": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self._try(lambda folder: write_json(folder / RUN, self._facts | ended))
+        self._try(lambda folder: write_json(folder / RUN, self._facts | how))
         self._folder = None
+        self.is_open = False
 
     def _try(self, write: Callable[[Path], None]) -> None:
         if self._folder is None:

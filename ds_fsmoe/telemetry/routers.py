@@ -101,6 +101,8 @@ class RouterMetrics:
             first = self._places[name].stop
         self._counts = torch.zeros(first, dtype=torch.float64, device=device)
         self.is_listening = False
+        self.is_paused = False
+        """Whether what happens now is no training: a rank without a batch goes through the layers all the same."""
 
     def listen(self, gates: Mapping[str, Any]) -> None:
         """Count from here on, until :meth:`read`.
@@ -119,7 +121,7 @@ class RouterMetrics:
 
     def after(self, gate: Gate, label: str) -> Gate:
         """The gate of a layer, its decisions counted where they are asked about."""
-        if not self.is_listening or in_backward():
+        if not self.is_listening or self.is_paused or in_backward():
             return gate
 
         def counted(*args: Any) -> RoutingBase:
@@ -132,12 +134,15 @@ class RouterMetrics:
     @torch.no_grad()
     def _count(self, routing: RoutingBase, place: _Place) -> None:
         own = self._counts[place.first : place.stop]
+        if routing.counts_E is None:
+            return  # a user's own gate, which does not say
         own[: place.num_experts] += routing.counts_E.to(own)
-        placed, asked = routing.placed()
-        others = [placed, asked, routing.aux_loss, torch.ones_like(asked)]
+        others = [*routing.placed(), routing.aux_loss, own.new_ones(())]
         if routing.entropy is not None:
-            others += [routing.entropy, others[_CALLS]]
-        own[place.num_experts :][: len(others)] += torch.stack([each.detach().to(own) for each in others])
+            others += [routing.entropy, own.new_ones(())]
+        # A user's gate may give a loss as a number, or as a tensor of one.
+        scalars = [torch.as_tensor(0.0 if each is None else each).detach().to(own).sum() for each in others]
+        own[place.num_experts :][: len(others)] += torch.stack(scalars)
 
     def read(self, gates: Mapping[str, Any]) -> dict[str, LayerLoad]:
         """What has been counted, by label (``stage1/L00`` where there are stages), and no counting from here on.

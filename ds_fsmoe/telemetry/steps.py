@@ -42,14 +42,15 @@ class StepLog:
         self._write_every = write_every
         self._stop_after = stop_after
         self._stamp, self._elapsed_ms = clock_of(engine.device)
-        self._first_step = engine.global_steps
+        self._num_steps = 0
         self._open: list[tuple[str, Any, Any]] = []
         self._losses: list[torch.Tensor] = []
         self._last: Any = self._stamp()
         self._waiting: list[dict[str, Any]] = []
         self.at_stop: Callable[[], None] = lambda: None
         """Called before the process ends because of ``stop_after``."""
-        if hasattr(engine, "train_batch"):
+        # Of its class: what an engine does not have it looks for in the user's model.
+        if hasattr(type(engine), "train_batch"):
             self._wrap("train_batch", self._train_batch)
         else:
             for method, part in PARTS.items():
@@ -90,6 +91,8 @@ class StepLog:
 
     def _step_is_over(self) -> None:
         engine = self._engine
+        # Its number says nothing: a checkpoint may have been loaded.
+        self._num_steps += 1
         if self._file is not None:
             now = self._stamp()
             row = {"step": engine.global_steps, "samples": engine.global_samples, "unix_s": time.time()}
@@ -98,7 +101,7 @@ class StepLog:
             if len(self._waiting) >= self._write_every:
                 self.write()
         self._open, self._losses = [], []
-        if self._stop_after and engine.global_steps - self._first_step >= self._stop_after:
+        if self._stop_after and self._num_steps >= self._stop_after:
             self.write()
             self.at_stop()
             if self._file is not None:

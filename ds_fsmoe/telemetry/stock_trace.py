@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -33,7 +34,8 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_fn", "red
 _GATHERING = ("all_gather", "all_gather_into_tensor")
 _EXCHANGING = "all_to_all_single"
 GRADIENTS = "gradients/backward"
-"""Label of what is reduced in a backward outside of MoE layers."""
+"""Label of what is reduced in a backward outside of MoE layers: a run for each message, as what is between two of them
+belongs to others."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ class StockTracer:
         self._went_forward: list[str] = []
         """Layers whose backward is still to come."""
         self._backward: _Run | None = None
-        self._gradients: _Run | None = None
+        self._in_step = False
         self._inside = False
         """A collective is under way: those that DeepSpeed does it by are no tasks of their own."""
         self._seen: list[int] = []
@@ -87,7 +89,17 @@ class StockTracer:
     # ---- who is told of what
 
     def _watch(self) -> None:
-        module = self._engine.module
+        module, step = self._engine.module, self._engine.step
+
+        @functools.wraps(step)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            self._in_step = True
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._in_step = False
+
+        self._engine.step = outer
         self._hook(module.register_forward_pre_hook(lambda *_: self._forward_begins()))
         layers = (each for each in module.modules() if isinstance(each, MoE))
         for index, layer in enumerate(layers):
@@ -114,7 +126,10 @@ class StockTracer:
         self._undo.append(handle.remove)
 
     def _wrap(self, name: str) -> None:
-        inner = getattr(deepspeed.comm, name)
+        inner = getattr(deepspeed.comm, name, None)
+        if inner is None:
+            return
+        takes = inspect.signature(inner)
 
         @functools.wraps(inner)
         def outer(*args: Any, **kwargs: Any) -> Any:
@@ -124,19 +139,30 @@ class StockTracer:
             try:
                 begin = self._clock.now()
                 result = inner(*args, **kwargs)
-                self._communicated(name, kwargs.get("group"), begin, self._clock.now())
+                end = self._clock.now()
+                self._communicated(name, takes.bind(*args, **kwargs).arguments.get("group"), begin, end)
             finally:
                 self._inside = False
             return result
 
+        def undo() -> None:
+            # Another one may have come over it; then this one passes on.
+            if getattr(deepspeed.comm, name) is outer:
+                setattr(deepspeed.comm, name, inner)
+
         setattr(deepspeed.comm, name, outer)
-        self._undo.append(lambda: setattr(deepspeed.comm, name, inner))
+        self._undo.append(undo)
 
     @property
     def _is_on(self) -> bool:
-        return self._reference is not None and self._engine.global_steps in self._wanted
+        """Within a forward or a backward of training, in one of the steps. The optimizer is in neither."""
+        if self._reference is None or self._is_over or self._in_step:
+            return False
+        return self._engine.module.training and self._engine.global_steps in self._wanted
 
     def _forward_begins(self) -> None:
+        if not self._engine.module.training:
+            return
         number = self._engine.global_steps
         if number >= self._wanted.stop:
             self._write("after the last step", is_complete=self._seen == list(self._wanted))
@@ -146,7 +172,7 @@ class StockTracer:
             if number not in self._seen:
                 self._seen.append(number)
                 self._went_forward.clear()
-            self._backward = self._gradients = None
+            self._backward = None
 
     # ---- tasks
 
@@ -154,7 +180,7 @@ class StockTracer:
         self._in_layer = label
         if self._is_on:
             self._begin_run(f"{label}/forward")
-            if torch.is_grad_enabled() and self._engine.module.training:
+            if torch.is_grad_enabled():
                 self._went_forward.append(label)
 
     def _leave(self) -> None:
@@ -197,10 +223,9 @@ class StockTracer:
             first = not self._backward.tasks
             self._add(self._backward, A2A_IN if first else A2A_OUT, lane, begin, end)
         else:
-            if self._gradients is None:
-                self._gradients = self._begin_run(GRADIENTS)
-                self._gradients.start = begin
-            self._add(self._gradients, GRAD if name in _REDUCING else GATHER, lane, begin, end)
+            run = self._begin_run(GRADIENTS)
+            run.start = begin
+            self._add(run, GRAD if name in _REDUCING else GATHER, lane, begin, end)
 
     def _add(self, run: _Run, kind: str, lane: Lane, begin: Any, end: Any) -> None:
         after = (len(run.tasks) - 1,) if run.tasks else ()

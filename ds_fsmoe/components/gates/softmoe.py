@@ -81,5 +81,7 @@ class SoftMoEGate(GateBase):
             counts_E=num_used.expand(num_experts).clone(),
             capacity=self.slots_per_expert,
             num_experts=num_experts,
-            entropy=entropy_of(combine_SR, used_S) if self.says_entropy else None,
+            entropy=entropy_of(combine_SR.unflatten(1, (num_experts, -1)).sum(dim=2), used_S)
+            if self.says_entropy
+            else None,
         )

@@ -1,12 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the autotuner has come: a bar on rank 0's terminal, and nothing elsewhere."""
+"""How far something long has come: a bar on rank 0's terminal, and nothing elsewhere."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
+import torch.distributed as dist
 from tqdm import tqdm
+
+_T = TypeVar("_T")
+_PATIENCE_S = 2.0
+"""What is over by then shows no bar."""
+
+
+def shown(items: Sequence[_T], what: str) -> Iterable[_T]:
+    """Each of them, with a bar on rank 0's terminal if they take long."""
+    is_shown = sys.stderr.isatty() and (not dist.is_initialized() or dist.get_rank() == 0)
+    return tqdm(items, desc=what, unit=" files", disable=not is_shown, delay=_PATIENCE_S, leave=False)
 
 
 class Progress:
