@@ -15,6 +15,7 @@ import torch
 
 from ds_fsmoe.components import gates
 from ds_fsmoe.components.router import entropy_of
+from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.registry import lookup
 from ds_fsmoe.telemetry.events import of_routers
@@ -62,6 +63,9 @@ def train(rank: int, world_size: int, folder: str, metrics: str) -> dict[str, An
         engine(*batch(77, rank, torch.float32))
         engine.train()
     said["listens"] = engine.fsmoe.telemetry.routers is not None
+    said["bytes"] = engine.fsmoe.reduction.bytes_of_plan()
+    dense = [each for name, each in model.named_parameters() if "experts" not in name]
+    said["dense bytes"] = sum(4 * each.numel() for each in dense)
     engine.destroy()
     return said
 
@@ -126,6 +130,39 @@ def test_brief_is_silent_on_single_layers_and_off_on_everything(folder: Path, sa
     assert "fsmoe_L01_backward_degree" in names["detailed"]
     assert names["brief"] < names["detailed"]
     assert [each["listens"] for each in said["off"]] == [False, False]
+
+
+def test_bytes_of_gradients_are_those_of_the_plan(folder: Path, said: dict[str, Any]) -> None:
+    total, hidden = said["brief"][0]["bytes"]
+    # Experts have no replica here.
+    assert total == said["brief"][0]["dense bytes"]
+    assert 0 <= hidden <= total
+    last = 2 * ACCUMULATION * BATCH * STEPS
+    assert written(folder, "brief", "gradients_bytes")[last] == total
+    assert written(folder, "brief", "gradients_hidden_bytes")[last] == hidden
+    assert written(folder, "brief", "plans_made_again")[last] == 0
+
+
+def test_tokens_that_several_ranks_have_are_counted_once() -> None:
+    metrics = RouterMetrics({"L00": (5, 2)}, torch.device("cpu"))
+    gate = lookup("gate", "switch")()
+    gate.build_once(7, 5)
+    metrics.listen({"L00": gate})
+    for _ in range(2):
+        metrics.after(gate, "L00")(torch.randn(11, 7))
+    load = metrics.read({"L00": gate})["L00"]
+    assert sum(load.tokens_E) == load.asked == 11
+
+
+def test_a_users_gate_may_give_its_loss_as_a_number_and_no_counts() -> None:
+    metrics = RouterMetrics({"L00": (2, 1)}, torch.device("cpu"))
+    metrics.listen({})
+    slots_KS, weights_KS = torch.tensor([[0, 1, 4]]), torch.ones(1, 3)
+    for aux_loss, counts_E in ((0.5, torch.tensor([2, 1])), (torch.tensor([1.5]), torch.tensor([2, 1])), (9.0, None)):
+        metrics.after(lambda: Routing(slots_KS, weights_KS, aux_loss, counts_E, 2, 2), "L00")()  # noqa: B023
+    load = metrics.read({})["L00"]
+    assert load.tokens_E == (4.0, 2.0)
+    assert (load.dropped, load.asked, load.aux_loss) == (2.0, 6.0, 1.0)
 
 
 def test_an_unknown_level_is_refused_with_the_choices() -> None:
