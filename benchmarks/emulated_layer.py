@@ -232,7 +232,7 @@ class Computation:
     def _expert_dx(self, index: int, rows: int) -> torch.Tensor:
         form = self._experts[0][index]
         _, dy_RM, kept, _ = self._rows[index]
-        deltas = form.backward_hidden(dy_RM[:rows] @ form.down.weight, tuple(each[:rows] for each in kept))
+        deltas, _ = form.backward_hidden(dy_RM[:rows] @ form.down.weight, tuple(each[:rows] for each in kept))
         dx_RM = deltas[0] @ form.up[0].weight
         for up, delta_RH in zip(form.up[1:], deltas[1:], strict=True):
             dx_RM += delta_RH @ up.weight

@@ -333,7 +333,7 @@ def test_experts_compute_what_autograd_does(ffn: str) -> None:
         x_RM, dy_RM, _, _ = of_rank._rows[index]
         with torch.no_grad():
             kept = form.kept(x_RM)
-            deltas = form.backward_hidden(dy_RM @ form.down.weight, kept)
+            deltas, _ = form.backward_hidden(dy_RM @ form.down.weight, kept)
         of_rank._rows[index] = (x_RM, dy_RM, kept, deltas)
         x = x_RM[:rows].detach().requires_grad_()
         with torch.enable_grad():

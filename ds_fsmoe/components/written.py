@@ -10,6 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,27 +30,36 @@ class Activation:
     result: Callable[[torch.Tensor], torch.Tensor]
     """What is kept to the result."""
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """Gradient of the result, and what is kept, to the gradient of the pre-activation."""
+    """Gradient of the result, which it may overwrite, and what is kept, to the gradient of the pre-activation."""
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _in_place(backward: Any, *constants: float, **options: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A backward of aten's in the memory of the gradient it is given. A large tensor made anew costs a CPU as much time
+    for its pages as for what is computed in it, and a GPU its memory."""
+
+    def written(dh: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        if dh.dtype != kept.dtype:  # under autocast
+            return backward(dh, kept, *constants, **options)
+        return backward.grad_input(dh, kept, *constants, **options, grad_input=dh)
+
+    return written
+
+
 def _gelu(approximate: str) -> Activation:
-    return Activation(
-        _itself,
-        functools.partial(F.gelu, approximate=approximate),
-        functools.partial(torch.ops.aten.gelu_backward, approximate=approximate),
-    )
+    backward = _in_place(torch.ops.aten.gelu_backward, approximate=approximate)
+    return Activation(_itself, functools.partial(F.gelu, approximate=approximate), backward)
 
 
 WRITTEN_ACTIVATIONS: dict[str, Activation] = {
     # The result says where the gradient passes, and the next layer needs it anyway.
-    "relu": Activation(torch.relu_, _itself, lambda dh, h: torch.ops.aten.threshold_backward(dh, h, 0)),
+    "relu": Activation(torch.relu_, _itself, _in_place(torch.ops.aten.threshold_backward, 0)),
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
-    "silu": Activation(_itself, F.silu, lambda dh, pre: torch.ops.aten.silu_backward(dh, pre)),
+    "silu": Activation(_itself, F.silu, _in_place(torch.ops.aten.silu_backward)),
 }
 
 
@@ -78,8 +88,11 @@ class WrittenExpert(ABC):
         """What is kept to the rows of the last layer, [N, c, H]."""
 
     @abstractmethod
-    def backward_hidden(self, dh_NcH: torch.Tensor, kept: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The gradient of :meth:`hidden` to that of the results of each layer of ``up``."""
+    def backward_hidden(
+        self, dh_NcH: torch.Tensor, kept: tuple[torch.Tensor, ...]
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """The gradient of :meth:`hidden`, which it may overwrite, to that of the results of each layer of ``up``; and
+        what :meth:`hidden` gives, if nearly all of it has been computed on the way."""
 
 
 class WrittenFeedForward(WrittenExpert):
@@ -95,8 +108,10 @@ class WrittenFeedForward(WrittenExpert):
     def hidden(self, kept: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return self.activation.result(kept[0])
 
-    def backward_hidden(self, dh_NcH: torch.Tensor, kept: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (self.activation.backward(dh_NcH, kept[0]),)
+    def backward_hidden(
+        self, dh_NcH: torch.Tensor, kept: tuple[torch.Tensor, ...]
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        return (self.activation.backward(dh_NcH, kept[0]),), None
 
 
 class WrittenGatedFeedForward(WrittenExpert):
@@ -114,10 +129,16 @@ class WrittenGatedFeedForward(WrittenExpert):
         gate_NcH, up_NcH = kept
         return self.activation.result(gate_NcH) * up_NcH
 
-    def backward_hidden(self, dh_NcH: torch.Tensor, kept: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def backward_hidden(
+        self, dh_NcH: torch.Tensor, kept: tuple[torch.Tensor, ...]
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         gate_NcH, up_NcH = kept
         d_gate_NcH = self.activation.backward(dh_NcH * up_NcH, gate_NcH)
-        return d_gate_NcH, dh_NcH * self.activation.result(gate_NcH)
+        result_NcH = self.activation.result(gate_NcH)
+        deltas = d_gate_NcH, dh_NcH.mul_(result_NcH) if dh_NcH.dtype == result_NcH.dtype else dh_NcH * result_NcH
+        if result_NcH is gate_NcH:  # what is kept may be asked for again
+            return deltas, result_NcH * up_NcH
+        return deltas, result_NcH.mul_(up_NcH)
 
 
 # ---- recognising

@@ -13,12 +13,14 @@ from ds_fsmoe.components.linears import add_gradients, apply_linear
 from ds_fsmoe.components.written import WrittenExpert
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     """What the weight gradients of a cut need: R = N * c rows."""
 
     x_RM: torch.Tensor | None
     kept: tuple[torch.Tensor, ...]
+    """From which the hidden layer follows, unless that is there."""
+    h_NcH: torch.Tensor | None
     dy_RM: torch.Tensor
     deltas_RH: tuple[torch.Tensor, ...]
     """The gradient of the results of each layer of ``up``."""
@@ -101,14 +103,16 @@ class WrittenCall:
         dy_RM = rows_of(dy_NcM)
         up, down = self.written.up, self.written.down
         dh_NcH = (dy_RM @ down.weight).view(*dy_NcM.shape[:-1], down.in_features)
-        deltas_RH = tuple(rows_of(delta) for delta in self.written.backward_hidden(dh_NcH, kept))
-        del dh_NcH
+        deltas_NcH, h_NcH = self.written.backward_hidden(dh_NcH, kept)
+        deltas_RH = tuple(map(rows_of, deltas_NcH))
+        del dh_NcH, deltas_NcH
         dx_RM = deltas_RH[0] @ up[0].weight
         for linear, delta_RH in zip(up[1:], deltas_RH[1:], strict=True):
             dx_RM += delta_RH @ linear.weight
         if self.wants_any:
             x_RM = rows_of(x_NcM) if self.wants_up else None
-            self._pending[start, stop] = _Pending(x_RM, kept, dy_RM, deltas_RH)
+            kept = kept if h_NcH is None else ()
+            self._pending[start, stop] = _Pending(x_RM, kept, h_NcH, dy_RM, deltas_RH)
         return dx_RM.view(dy_NcM.shape)
 
     def backward_dw(self, start: int, stop: int) -> None:
@@ -117,8 +121,11 @@ class WrittenCall:
         if pending is None:  # no weight wants a gradient
             return
         down = self.written.down
-        h_RH = rows_of(self.written.hidden(pending.kept)) if self._sums.wants(down.weight) else None
+        h_RH = None
+        if self._sums.wants(down.weight):
+            h_RH = rows_of(self.written.hidden(pending.kept) if pending.h_NcH is None else pending.h_NcH)
         add_gradients(self._sums, down, pending.dy_RM, h_RH)
+        pending.h_NcH = h_RH = None
         for up, delta_RH in zip(self.written.up, pending.deltas_RH, strict=True):
             add_gradients(self._sums, up, delta_RH, pending.x_RM)
 

@@ -32,13 +32,14 @@ _ALIGNED_BYTES = 64
 _LARGEST_ON_CPU_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     """What the weight gradients of a cut need."""
 
     x_kNcM: torch.Tensor | None
     kept: tuple[torch.Tensor, ...]
-    """Each [k, N, c, H]."""
+    """Each [k, N, c, H]; from which the hidden layer follows, unless that is there."""
+    h_kNcH: torch.Tensor | None
     dy_kRM: torch.Tensor
     deltas_kRH: tuple[torch.Tensor, ...]
 
@@ -153,9 +154,11 @@ class TogetherCall:
             return
         first = self._calls[0].written
         wants_down = self._sums.wants(first.down.weight)
-        h_kRH = rows_of_each(first.hidden(pending.kept)) if wants_down else None
+        h_kRH = None
+        if wants_down:
+            h_kRH = rows_of_each(first.hidden(pending.kept) if pending.h_kNcH is None else pending.h_kNcH)
         add_stacked_gradients(self._sums, [call.written.down for call in self._calls], pending.dy_kRM, h_kRH)
-        del h_kRH
+        pending.h_kNcH = h_kRH = None
         x_kRM = None if pending.x_kNcM is None else rows_of_each(pending.x_kNcM)
         for i, delta_kRH in enumerate(pending.deltas_kRH):
             add_stacked_gradients(self._sums, [call.written.up[i] for call in self._calls], delta_kRH, x_kRM)
@@ -172,14 +175,16 @@ class TogetherCall:
         dh_kRH = torch.bmm(dy_kRM, form.down.weight_kOI)
         dh_kNcH = dh_kRH.view(*kept[0].shape)
         del dh_kRH
-        deltas_kRH = tuple(rows_of_each(delta) for delta in form.backward_hidden(dh_kNcH, kept))
-        del dh_kNcH
+        deltas_kNcH, h_kNcH = form.backward_hidden(dh_kNcH, kept)
+        deltas_kRH = tuple(map(rows_of_each, deltas_kNcH))
+        del dh_kNcH, deltas_kNcH
         dx_kRM = torch.bmm(deltas_kRH[0], form.up[0].weight_kOI)
         for linear, delta_kRH in zip(form.up[1:], deltas_kRH[1:], strict=True):
             dx_kRM += torch.bmm(delta_kRH, linear.weight_kOI)
         if self._calls[0].wants_any:
             x_kNcM = x_kNcM if self._calls[0].wants_up else None
-            self._pending[start, stop] = _Pending(x_kNcM, kept, dy_kRM, deltas_kRH)
+            kept = kept if h_kNcH is None else ()
+            self._pending[start, stop] = _Pending(x_kNcM, kept, h_kNcH, dy_kRM, deltas_kRH)
         return _by_rank(dx_kRM, dy_NkcM.shape)
 
     def _stacked_form(self, num_ranks: int) -> WrittenExpert | None:
