@@ -15,9 +15,14 @@ case "${1:-}" in "" | planning) ;; *) fail "unknown argument $1: the choice is p
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
 
 python=""
-for candidate in "${PYTHON:-}" python3.11 python3.12 python3; do
-    # A shim can be on the PATH and still not run, so each candidate is tried.
-    if [ -n "$candidate" ] && fits "$candidate"; then python=$candidate; break; fi
+for name in "${PYTHON:-}" python3.11 python3.12 python3; do
+    [ -n "$name" ] || continue
+    while read -r candidate; do
+        # That of the environment itself, if it is active, is about to be removed.
+        case "$candidate" in "$PWD/$venv"/*) continue ;; esac
+        # A shim can be on the PATH and still not run, so each candidate is tried.
+        if fits "$candidate"; then python=$candidate; break 2; fi
+    done < <(type -aP "$name")
 done
 [ -n "$python" ] || fail "no Python 3.11 or 3.12 found (looked for \$PYTHON, python3.11, python3.12, python3)"
 say "using $("$python" -c 'import platform, sys; print("Python", platform.python_version(), sys.executable)')"
