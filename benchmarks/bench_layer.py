@@ -11,8 +11,9 @@ capacity that it can cut where nothing is dropped. ``overlap_comm`` has no strea
 AutoEP, of the same package, has a row where it can run (``auto_ep.py``).
 
 Give each case a job of its own (``--only``): groups of ranks that earlier cases leave behind are threads, and threads
-take processor time. Rows go to ``benchmarks/results/layer.csv``; predictions, and what no schedule could beat, beside
-measurements to ``layer_predicted.csv``. ``--ablation`` measures the parts of ``fsmoe`` and ``best`` one by one
+take processor time. Rows go to ``benchmarks/results/layer.csv`` (``layer_shared.csv`` on links that contend,
+``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could beat, beside measurements to
+``layer_predicted.csv`` and so on. ``--ablation`` measures the parts of ``fsmoe`` and ``best`` one by one
 (``ablation.csv``).
 """
 
@@ -101,7 +102,7 @@ class Parts(Contenders):
         ]
 
 
-def write_predictions(result: CaseResult, contenders: Contenders, folder: Path) -> None:
+def write_predictions(result: CaseResult, contenders: Contenders, file: Path) -> None:
     """Rows of predicted beside measured, on rank 0."""
     made, rows = made_with(PACKAGES), []
     measured_ms = {each.name: each.p50_ms for each in result.variants}
@@ -112,7 +113,7 @@ def write_predictions(result: CaseResult, contenders: Contenders, folder: Path) 
         of_step |= {"bound_ms": step.bound_ms}
         facts = {"ranks": dist.get_world_size(), "case": result.case.name, "variant": schedule}
         rows.append(made | facts | {name: f"{value:.5g}" for name, value in of_step.items()})
-    append_rows(folder / "layer_predicted.csv", tuple(rows[0]), rows)
+    append_rows(file, tuple(rows[0]), rows)
 
 
 def main() -> None:
@@ -133,6 +134,8 @@ def main() -> None:
         chosen = tuple(skewed(case, skew) for case in chosen for skew in SKEWS)
     if args.smoke:
         chosen = (Case(f"{TINY}, stock fixed", TINY),)
+    # Files of their own: a mean over balanced and skewed cases, or over two kinds of links, would mean nothing.
+    name = "layer" + "_shared" * bool(links()) + "_skew" * args.skew
     effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
     with tempfile.TemporaryDirectory() as cache:
         contenders = Parts(cache, args.smoke)
@@ -145,9 +148,9 @@ def main() -> None:
             variants = contenders.variants()
             if can_run(case.settings) is None:
                 variants.append(Variant("AutoEP, best layout", partial(AutoEPSteps, found=contenders.found["ranks"])))
-            (result,) = run_grid(Grid("layer", (case,)), variants, "stock", effort, results=args.results)
+            (result,) = run_grid(Grid(name, (case,)), variants, "stock", effort, results=args.results)
             if dist.get_rank() == 0:
-                write_predictions(result, contenders, args.results)
+                write_predictions(result, contenders, args.results / f"{name}_predicted.csv")
     dist.destroy_process_group()
 
 
