@@ -264,10 +264,12 @@ def _timelines(page: Page, runs: Sequence[Run]) -> None:
             page.paragraph(f"{run.name}: the trace is incomplete: {problem}", "warn")
         rank = min(traces)
         about = traces[rank]["otherData"]
-        steps = [step for step in about.get("steps", []) if pictures.timeline_of(traces[rank], step).spans]
-        if steps:
-            drawn.append((f"{run.name}, step {steps[-1]}, rank {rank}", pictures.timeline_of(traces[rank], steps[-1])))
-            explained.append((run, file, [each for each in phases if each.key.step == steps[-1]]))
+        timelines = ((step, pictures.timeline_of(traces[rank], step)) for step in reversed(about.get("steps", [])))
+        # The last step that has anything: a run may have ended in the one after.
+        step, timeline = next(((step, each) for step, each in timelines if each.spans), (None, None))
+        if timeline is not None:
+            drawn.append((f"{run.name}, step {step}, rank {rank}", timeline))
+            explained.append((run, file, [each for each in phases if each.key.step == step]))
     if not drawn:
         return
     page.heading("One step, task by task")
