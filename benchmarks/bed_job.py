@@ -37,7 +37,8 @@ def run_job(
         out: takes each line.
 
     Returns:
-        The worst exit status of all ranks and launchers; 124 after a timeout.
+        124 after a timeout; else the worst exit status of the ranks, of those that failed by themselves if any did;
+        a launcher's where no rank tells of a failure.
 
     Raises:
         BedError: no script, or no DeepSpeed to launch it with.
@@ -66,11 +67,19 @@ def run_job(
             jobs.append(_start(place, command, folder, str(bed)))
         status = _follow(jobs, places, timeout_s, out)
         # A launcher tells of the first rank that it sees fail, which may have failed because another did.
-        ended = {path.name: int(path.read_text()) for path in Path(folder).iterdir() if path.name.isdigit()}
-        failed = {rank: code for rank, code in sorted(ended.items()) if code}
+        failed = _failed(Path(folder))
         if failed:
             out("[bed] " + ", ".join(f"rank {rank} ended with status {code}" for rank, code in failed.items()))
-        return status if status == 124 else max([status, *failed.values()])
+        return status if status == 124 or not failed else max(failed.values())
+
+
+def _failed(folder: Path) -> dict[str, int]:
+    """What the ranks that failed left as their exit status."""
+    ended = {path.name: int(path.read_text()) for path in folder.iterdir() if path.name.isdigit()}
+    failed = {rank: code for rank, code in sorted(ended.items()) if code}
+    # A launcher whose rank fails ends its others; they are not the cause.
+    causes = {rank: code for rank, code in failed.items() if code != 128 + signal.SIGTERM}
+    return causes or failed
 
 
 def _start(place: Place, command: Sequence[str], folder: str, bed: str) -> subprocess.Popen[str]:

@@ -232,6 +232,14 @@ def test_a_dead_rank_ends_its_job(clean: None, tmp_path: Path, monkeypatch: pyte
     assert all(row[3] == 0 for row in bed.status()), "processes are left"
 
 
+def test_ranks_that_their_launcher_ended_do_not_hide_the_one_that_failed(tmp_path: Path) -> None:
+    for rank, status in enumerate((143, 7, 0, 143)):
+        (tmp_path / str(rank)).write_text(str(status))
+    assert bed_job._failed(tmp_path) == {"1": 7}
+    (tmp_path / "1").write_text("0")
+    assert bed_job._failed(tmp_path) == {"0": 143, "3": 143}
+
+
 @needs_bed
 def test_a_killed_run_takes_its_ranks_along(clean: None, tmp_path: Path) -> None:
     started = tmp_path / "started"
