@@ -8,11 +8,14 @@ single degree, found in each case by trying all; ``fsmoe`` and ``best`` get what
 the node layout only with two fixes, so every case says that it is fixed: a flat view in its gather, for gloo, and a
 capacity that it can cut where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes nothing there.
 
+``--table2`` has 24 other layers, for ``cluster.py up --inter 25mbit --intra 50mbit``: there traffic inside a node and
+gradients weigh, beside the all-to-alls, what they do in the paper's Table 2.
+
 AutoEP, of the same package, has a row where it can run (``auto_ep.py``).
 
 Give each case a job of its own (``--only``): groups of ranks that earlier cases leave behind are threads, and threads
-take processor time. Rows go to ``benchmarks/results/layer.csv`` (``layer_shared.csv`` on links that contend,
-``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could beat, beside measurements to
+take processor time. Rows go to ``benchmarks/results/layer.csv`` (``layer_table2.csv`` with ``--table2``,
+``layer_shared.csv`` on links that contend, ``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could beat, beside measurements to
 ``layer_predicted.csv`` and so on. ``--ablation`` measures the parts of ``fsmoe`` and ``best`` one by one
 (``ablation.csv``).
 """
@@ -49,17 +52,20 @@ def links() -> str:
     return ", shared links" if os.environ.get(BED_VARIABLE, "").endswith("shared") else ""
 
 
-def cases() -> tuple[Case, ...]:
+def cases(table2: bool = False) -> tuple[Case, ...]:
     """24 of Table 4's kinds, each length, width and ratio with every capacity factor.
 
-    Experts are much wider than in Table 4, and tokens narrower: processors multiply faster, for what such links send,
-    than GPUs do. So communication has about the share of stock's step that it has in Table 2 (``bench_operations.py``).
+    Experts are much wider than in Table 4: processors multiply faster, for what such links send, than GPUs do. So
+    communication has about the share of stock's step that it has in Table 2 (``bench_operations.py``).
+
+    Args:
+        table2: fewer and wider tokens, so that not only the sum but gradients too have the share of the all-to-alls that
+            they have in Table 2; on a bed of 25 and 50 Mbit/s so has what travels inside a node (testbed A).
     """
     found = []
-    for i, ((L, M, ratio), f) in enumerate(
-        itertools.product(itertools.product((64, 128), (64, 96), (64, 128)), (1.25, 2.5, None))
-    ):
-        B = 2 if (L, M) == (128, 96) else 4
+    sizes = ((64, 64), (96, 128), (48, 96)) if table2 else ((64, 128), (64, 96), (64, 128))
+    for i, ((L, M, ratio), f) in enumerate(itertools.product(itertools.product(*sizes), (1.25, 2.5, None))):
+        B = (2 if i < 12 else 4) if table2 else (2 if (L, M) == (128, 96) else 4)
         layer = Layer(B=B, L=L, M=M, ratio=ratio, f=f, ffn=("gpt", "mixtral")[i // 2 % 2])
         found.append(Case(f"{layer}, stock fixed{links()}", layer))
     return tuple(found)
@@ -122,20 +128,21 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
     parser.add_argument("--sweep", action="store_true", help="print what stock and pipemoe_lina are fastest with, only")
     parser.add_argument("--smoke", action="store_true", help="a tiny layer, as fast as can be, to see that all runs")
+    parser.add_argument("--table2", action="store_true", help="layers with Table 2's proportions, for 25 and 50 Mbit/s")
     parser.add_argument("--skew", action="store_true", help="the same with routing to hot experts, balanced first")
     parser.add_argument("--ablation", action="store_true", help="the parts of fsmoe and best, one by one")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
     begin()
-    every = cases()
+    every = cases(args.table2)
     chosen = every if args.only is None else tuple(every[i] for i in args.only)
     if args.skew:
         chosen = tuple(skewed(case, skew) for case in chosen for skew in SKEWS)
     if args.smoke:
         chosen = (Case(f"{TINY}, stock fixed", TINY),)
     # Files of their own: a mean over balanced and skewed cases, or over two kinds of links, would mean nothing.
-    name = "layer" + "_shared" * bool(links()) + "_skew" * args.skew
+    name = "layer" + "_table2" * args.table2 + "_shared" * bool(links()) + "_skew" * args.skew
     effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
     with tempfile.TemporaryDirectory() as cache:
         contenders = Parts(cache, args.smoke)

@@ -84,13 +84,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
+    parser.add_argument("--table2", action="store_true", help="those layers of bench_layer.py, for 25 and 50 Mbit/s")
     parser.add_argument("--smoke", action="store_true", help="a tiny layer, to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
     begin()
     mpu = Mpu(ranks_per_node())
-    every = (Case(str(TINY), TINY),) if args.smoke else cases()
+    every = (Case(str(TINY), TINY),) if args.smoke else cases(args.table2)
     made = made_with(("torch", "deepspeed"))
     for case in every if args.only is None else [every[i] for i in args.only]:
         for layout in get_args(Layout):
