@@ -59,14 +59,15 @@ def cases(table2: bool = False) -> tuple[Case, ...]:
     communication has about the share of stock's step that it has in Table 2 (``bench_operations.py``).
 
     Args:
-        table2: fewer and wider tokens, so that not only the sum but gradients too have the share of the all-to-alls that
-            they have in Table 2; on a bed of 25 and 50 Mbit/s so has what travels inside a node (testbed A).
+        table2: fewer and wider tokens, so that gradients weigh what they do in Table 2 beside the all-to-alls, and on a
+            bed of 25 and 50 Mbit/s what travels inside a node does too (testbed A). Four layers, not two: the gradients
+            of the first have nothing to travel behind, and layers in the middle of a model are what the paper measures.
     """
     found = []
     sizes = ((64, 64), (96, 128), (48, 96)) if table2 else ((64, 128), (64, 96), (64, 128))
     for i, ((L, M, ratio), f) in enumerate(itertools.product(itertools.product(*sizes), (1.25, 2.5, None))):
         B = (2 if i < 12 else 4) if table2 else (2 if (L, M) == (128, 96) else 4)
-        layer = Layer(B=B, L=L, M=M, ratio=ratio, f=f, ffn=("gpt", "mixtral")[i // 2 % 2])
+        layer = Layer(B=B, L=L, M=M, ratio=ratio, f=f, ffn=("gpt", "mixtral")[i // 2 % 2], layers=4 if table2 else 2)
         found.append(Case(f"{layer}, stock fixed{links()}", layer))
     return tuple(found)
 

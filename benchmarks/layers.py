@@ -182,9 +182,10 @@ def gathered(x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def scattered(x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's rows of the sum over a group."""
-    out_SM = x_SM.new_empty(len(x_SM) // group.size(), x_SM.shape[1])
-    dist.reduce_scatter_tensor(out_SM, x_SM.contiguous(), group=group)
-    return out_SM
+    # As our runtime does it on a CPU: gloo's own reduce-scatter is an all-reduce inside, and takes twice as long.
+    parts_SM = torch.empty_like(x_SM, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(parts_SM, x_SM.contiguous(), group=group)
+    return parts_SM.view(group.size(), -1, x_SM.shape[1]).sum(dim=0)
 
 
 class Gathered(torch.autograd.Function):
