@@ -15,9 +15,9 @@ AutoEP, of the same package, has a row where it can run (``auto_ep.py``).
 
 Give each case a job of its own (``--only``): groups of ranks that earlier cases leave behind are threads, and threads
 take processor time. Rows go to ``benchmarks/results/layer.csv`` (``layer_table2.csv`` with ``--table2``,
-``layer_shared.csv`` on links that contend, ``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could beat, beside measurements to
-``layer_predicted.csv`` and so on. ``--ablation`` measures the parts of ``fsmoe`` and ``best`` one by one
-(``ablation.csv``).
+``layer_shared.csv`` on links that contend, ``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could
+beat, beside measurements to ``layer_predicted.csv`` and so on. ``--ablation`` measures the parts of ``fsmoe`` and
+``best`` one by one (``ablation.csv``).
 """
 
 from __future__ import annotations
