@@ -59,9 +59,9 @@ def cases(table2: bool = False) -> tuple[Case, ...]:
     communication has about the share of stock's step that it has in Table 2 (``bench_operations.py``).
 
     Args:
-        table2: 12 others, with wider tokens and narrower experts, for a bed of 25 and 50 Mbit/s. So traffic inside a node
-            and gradients weigh, beside the all-to-alls, what they do in Table 2 (testbed A), and the processors, which
-            links here take time of, are not what a step waits for.
+        table2: 12 others, with wider tokens and narrower experts, for a bed of 25 and 50 Mbit/s. So traffic inside a
+            node and gradients weigh, beside the all-to-alls, what they do in Table 2 (testbed A), and the processors,
+            which links here take time of, are not what a step waits for.
     """
     found = []
     sizes = ((64,), (96, 128), (24, 48)) if table2 else ((64, 128), (64, 96), (64, 128))
