@@ -122,11 +122,12 @@ def measure_memory(file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=6.0, help="seconds for each case")
-    budget_s = parser.parse_args().budget
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    measure_memory(RESULTS / "experts_memory.csv")
-    effort = Effort(blocks=20, steps=2, warmup=2, budget_s=budget_s)
-    run_grid(GRID, VARIANTS, baseline="one after another", effort=effort)
+    measure_memory(args.results / "experts_memory.csv")
+    effort = Effort(blocks=20, steps=2, warmup=2, budget_s=args.budget)
+    run_grid(GRID, VARIANTS, baseline="one after another", effort=effort, results=args.results)
 
 
 if __name__ == "__main__":

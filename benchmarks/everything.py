@@ -31,7 +31,7 @@ ON_THE_BED = (
     ("bench_interference.py", "--steps 20"),
     ("bench_timeline.py", ""),
 )
-NUM_LAYERS = 24
+NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2 = 24, 12
 ONLY_IN_FULL = (
     *("bench_models.py", "bench_models.py --only short long", "bench_layer.py --ablation --only 1 4 13"),
     *("bench_layer.py --skew --only 2", "bench_gates.py", "bench_pipeline.py", "bench_alltoall.py"),
@@ -42,8 +42,9 @@ ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"nodes": 3}, "bench_models.py --only mixtral"),
     ({"nodes": 4}, "bench_models.py --only mixtral"),
     ({"nodes": 4}, "bench_models.py --only gpt2 mixtral --stages 2"),
+    *(({"intra": "50mbit"}, f"bench_layer.py --table2 --only {number}") for number in range(NUM_LAYERS_LIKE_TABLE_2)),
 )
-"""Only in --full: links that contend, 6 and 8 ranks, pipeline stages."""
+"""Only in --full: links that contend, 6 and 8 ranks, pipeline stages, long traffic inside nodes."""
 BY_THEMSELVES = (
     ("bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
     ("bench_experts.py", "--budget 1"),
@@ -67,7 +68,7 @@ def main() -> int:
     beds = [({}, job) for job in on_the_bed] + list(ON_OTHER_BEDS if args.full else ())
     try:
         for options, jobs in itertools.groupby(beds, key=lambda each: each[0]):
-            bed = Bed("bench", inter="25mbit", intra="100mbit", **options)
+            bed = Bed("bench", **{"inter": "25mbit", "intra": "100mbit"} | options)
             bed.up()
             with cleared_if_killed(bed.name):
                 for _, job in jobs:
@@ -82,6 +83,7 @@ def main() -> int:
     for name, short in BY_THEMSELVES:
         print(f"== {name} {'' if args.full else short}", flush=True)
         command = [sys.executable, str(ROOT / "benchmarks" / name), *([] if args.full else short.split())]
+        command += ["--results", str(args.results)]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(name)
     subprocess.run([sys.executable, "-m", "benchmarks.report", "--results", str(args.results)], cwd=ROOT, check=False)
