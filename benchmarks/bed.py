@@ -5,9 +5,9 @@ Two modes. ``independent``: a namespace per node; its ranks talk over ``lo``, no
 not know of each other. ``shared``: a namespace per rank behind its node's bridge; a rank's port carries both kinds of
 traffic and the node's uplink is its NIC, so the links contend, as those of real machines do.
 
-The rates are kept by token buckets. A bucket passes its whole size free of charge after a pause, so it is kept small;
-``lo`` gets the MTU of a network card, because packets larger than the bucket would have to be cut at a high cost. Cards
-send jumbo frames, as in clusters: every packet costs the processors time that the ranks then do not have.
+The rates are kept by token buckets. A bucket passes its whole size free of charge after a pause, and links have many
+pauses, so a bucket holds one packet and no more. Packets are as large as a link sends in a millisecond, jumbo frames at
+the most: each costs the processors time that the ranks then do not have.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Literal
 
 STATE = Path("/run/ds_fsmoe_bed")
-BURST = "16kb"
-MTU = 9000
+PACKET_S = 1e-3
+"""What a link's largest packet takes, and with that the largest bucket it can have for free."""
+SMALLEST_MTU, LARGEST_MTU = 1500, 9000
+_HEADER_BYTES = 100
 MODES = ("independent", "shared")
 MAX_NODES, MAX_RANKS_PER_NODE = 16, 16
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
@@ -104,6 +106,12 @@ class Bed:
             for rank in range(self.ranks_per_node)
         ]
 
+    def mtu(self, which: str) -> int:
+        """The largest packet of the links "inter" or "intra" nodes, in bytes; where they share ports, of both."""
+        rates = (self.inter, self.intra) if self.mode == "shared" else (getattr(self, which),)
+        size_bytes = min(map(rate_mbit, rates)) * 1e6 / 8 * PACKET_S
+        return int(min(LARGEST_MTU, max(SMALLEST_MTU, size_bytes)))
+
     @property
     def state_file(self) -> Path:
         """Says that it is up, and how."""
@@ -152,22 +160,22 @@ class Bed:
                     self.switch,
                 )
                 for namespace, port in ((inside, "uplink"), (self.switch, f"n{node}")):
-                    _ip("-n", namespace, "link", "set", port, "mtu", str(MTU), "master", "br0", "up")
-                    _limit(namespace, port, self.inter)
+                    _ip("-n", namespace, "link", "set", port, "mtu", str(self.mtu("inter")), "master", "br0", "up")
+                    _limit(namespace, port, self.inter, self.mtu("inter"))
         for index, place in enumerate(places):
             shared = self.mode == "shared"
             to, port = (self.node_switch(place.node), f"r{index}") if shared else (self.switch, f"n{place.node}")
             _ip("netns", "add", place.namespace)
             _ip("link", "add", "eth0", "netns", place.namespace, "type", "veth", "peer", "name", port, "netns", to)
-            _ip("-n", to, "link", "set", port, "mtu", str(MTU), "master", "br0", "up")
+            _ip("-n", to, "link", "set", port, "mtu", str(self.mtu("inter")), "master", "br0", "up")
             _ip("-n", place.namespace, "addr", "add", f"{place.address}/16", "dev", "eth0")
-            _ip("-n", place.namespace, "link", "set", "eth0", "mtu", str(MTU), "up")
-            _ip("-n", place.namespace, "link", "set", "lo", "mtu", str(MTU), "up")
-            _limit(place.namespace, "eth0", self.intra if shared else self.inter)
+            _ip("-n", place.namespace, "link", "set", "eth0", "mtu", str(self.mtu("inter")), "up")
+            _ip("-n", place.namespace, "link", "set", "lo", "mtu", str(self.mtu("intra")), "up")
+            _limit(place.namespace, "eth0", self.intra if shared else self.inter, self.mtu("inter"))
             if shared:
-                _limit(to, port, self.intra)
+                _limit(to, port, self.intra, self.mtu("intra"))
             else:
-                _limit(place.namespace, "lo", self.intra)
+                _limit(place.namespace, "lo", self.intra, self.mtu("intra"))
             # `ip netns exec` shows this file as /etc/hosts there: nodes know one another by name.
             hosts = Path("/etc/netns") / place.namespace / "hosts"
             hosts.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +210,7 @@ class Bed:
                 ends = [(place.namespace, "eth0") for place in mine]
                 ends += [(self.node_switch(node), f"r{index}") for index, _ in numbered]
             for namespace, port in ends:
-                _limit(namespace, port, rate, change=True)
+                _limit(namespace, port, rate, self.mtu(which), change=True)
         else:
             raise BedError(f"link {action}: the choices are down, up (between nodes), or rate with a rate")
 
@@ -218,7 +226,8 @@ class Bed:
 
     def __str__(self) -> str:
         return (
-            f"{self.nodes} nodes x {self.ranks_per_node} ranks, {self.inter} between, {self.intra} inside, {self.mode}"
+            f"{self.nodes} nodes x {self.ranks_per_node} ranks, {self.inter} between, {self.intra} inside, "
+            f"buckets of a packet, {self.mode}"
         )
 
 
@@ -320,7 +329,7 @@ def check_machine() -> None:
     tried = f"fsmoe-try-{os.getpid()}"
     made = _run("ip", "netns", "add", tried)
     try:
-        limited = _run("tc", "-n", tried, "qdisc", "add", "dev", "lo", "root", "tbf", *_bucket("10mbit"))
+        limited = _run("tc", "-n", tried, "qdisc", "add", "dev", "lo", "root", "tbf", *_bucket("10mbit", SMALLEST_MTU))
     finally:
         _run("ip", "netns", "del", tried)
     for done, what in ((made, "network namespaces"), (limited, "token buckets (tbf)")):
@@ -334,13 +343,13 @@ def _new_bridge(namespace: str) -> None:
     _ip("-n", namespace, "link", "set", "br0", "up")
 
 
-def _bucket(rate: str) -> tuple[str, ...]:
-    return "rate", rate, "burst", BURST, "latency", "400ms"
+def _bucket(rate: str, mtu: int) -> tuple[str, ...]:
+    return "rate", rate, "burst", str(mtu + _HEADER_BYTES), "latency", "400ms"
 
 
-def _limit(namespace: str, port: str, rate: str, change: bool = False) -> None:
+def _limit(namespace: str, port: str, rate: str, mtu: int, change: bool = False) -> None:
     verb = "change" if change else "add"
-    _check(["tc", "-n", namespace, "qdisc", verb, "dev", port, "root", "tbf", *_bucket(rate)])
+    _check(["tc", "-n", namespace, "qdisc", verb, "dev", port, "root", "tbf", *_bucket(rate, mtu)])
 
 
 def _ip(*arguments: str) -> None:

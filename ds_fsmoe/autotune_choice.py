@@ -121,21 +121,27 @@ def candidates(
     links: Links,
 ) -> list[list[Choice]]:
     """Ways to run all layers, worth being tried: what is predicted to be the fastest, which stands first; what would
-    be if lanes did not slow each other down; and both phases uncut, and in two, three and four chunks.
+    be if lanes did not slow each other down; and both phases uncut, and in two, three and four chunks, in each of the
+    orders that may be chosen.
 
     Args:
         kinds: of layers, each of which has its part in every candidate.
         found, machine, ways, asked, links: see :func:`choose`.
     """
 
-    def fastest(machine: Machine, asked: tuple[Degree, Degree]) -> list[Choice]:
+    def fastest(machine: Machine, asked: tuple[Degree, Degree], links: Links = links) -> list[Choice]:
         return [choose(kind, found, machine, ways, asked, links) for kind in kinds]
 
     tried = [fastest(machine, asked), fastest(replace(machine, contention=IDEAL), asked)]
     if asked == (None, None):
         largest = min((kind.sizes.capacity for kind in kinds), default=0)
-        open_degrees = {order.degree for backward in (False, True) for order in ways.orders(backward, False)}
-        tried += [fastest(machine, (d, d)) for d in TRIED_DEGREES if d in open_degrees and d <= max(1, largest)]
+        orders = [order for backward in (False, True) for order in ways.orders(backward, False)]
+        open_degrees = {order.degree for order in orders}
+        degrees = [d for d in TRIED_DEGREES if d in open_degrees and d <= max(1, largest)]
+        tried += [fastest(machine, (d, d)) for d in degrees]
+        # More lanes at once take more of the processors, which is hard to predict where ranks share them.
+        others = dict.fromkeys(order.links for order in orders if order.links != links)
+        tried += [fastest(machine, (d, d), other) for other in others for d in degrees if d > 1]
     distinct: dict[tuple, list[Choice]] = {}
     for choices in tried:
         key = tuple((each.alltoall, *(phase.block for phase in each.phases)) for each in choices)
