@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.autotune_cache import MeasurementCache
-from ds_fsmoe.autotune_choice import Choice, Found, candidates, describe_choice, other_esp_sizes, predict
+from ds_fsmoe.autotune_choice import (
+    Choice,
+    Found,
+    candidates,
+    describe_choice,
+    other_esp_sizes,
+    predict,
+    refinements,
+)
 from ds_fsmoe.autotune_subjects import Kind, find_kinds, largest_of_each
 from ds_fsmoe.autotune_table import Row, Told, bad_fits, describe
 from ds_fsmoe.blocks import FSMoEBlock
@@ -82,6 +90,8 @@ class Autotune:
         """Predicted."""
         self.trials: Trials | None = None
         """Under way, ahead of which plans are not settled."""
+        self._refine: Callable[[int, tuple[int, int]], Trials | None] | None = None
+        """The round to come: plan that is kept, and those of the fastest phases -> what is tried beside it."""
         self.predictors: dict[str, MeasuredPredictor] = {}
         """Label of a layer -> what its phases should take, since the stage has run."""
 
@@ -92,7 +102,7 @@ class Autotune:
 
     def need_not_run(self) -> None:
         """Plans have come from elsewhere."""
-        self._is_wanted, self.trials = False, None
+        self._is_wanted, self.trials, self._refine = False, None, None
 
     def request_again(self, reason: str) -> None:
         """Measure and plan anew, one training forward from now. Every rank asks for it at the same step.
@@ -102,7 +112,7 @@ class Autotune:
         """
         self._is_wanted, self._why_again = True, reason
         self._num_forwards = FORWARDS_BEFORE - 1
-        self.trials = None
+        self.trials = self._refine = None
         self._running.first_forwards.watch_again()
 
     def run(
@@ -147,23 +157,36 @@ class Autotune:
                 decided = tried, other_esp_sizes(kinds, found, machine, ways, cluster, topology)
         tried, sharded = self._from_first(decided)
 
-        def use(number: int) -> None:
-            self._run_so(layers, kinds, tried[number], found, machine)
-            self.step = predict(kinds, tried[number], found, machine, dense_ms, reduction)
-            self.rows = [row_of(kind, choice) for kind, choice in zip(kinds, tried[number], strict=True)]
+        def use(choices: Sequence[Choice]) -> None:
+            self._run_so(layers, kinds, choices, found, machine)
+            self.step = predict(kinds, choices, found, machine, dense_ms, reduction)
+            self.rows = [row_of(kind, choice) for kind, choice in zip(kinds, choices, strict=True)]
 
         def row_of(kind: Kind, choice: Choice) -> Row:
             measured = found.profiles[kind.subject.kind, choice.alltoall]
             way = choice.alltoall, choice.alltoalls_ms
             return Row(tuple(kind.labels), measured, choice.phases, asked, *way, found.reduces(kind))
 
-        use(0)
+        def trials_of(plans: Sequence[Sequence[Choice]]) -> Trials | None:
+            use(plans[0])
+            rounds, clock = self._block.autotune.trials, self._running.step_clock
+            if not rounds or clock is None or not kinds or len(plans) == 1:
+                return None
+            names = [" and ".join(map(describe_choice, kinds, choices)) for choices in plans]
+            return Trials(names, rounds, lambda number: use(plans[number]), clock, self._group)
+
+        def refine(kept: int, halves: tuple[int, int]) -> Trials | None:
+            forward, backward = (tried[number] for number in halves)
+            near: list[list[Choice]] = []
+            with stage.fate.of("choosing degrees"):
+                if self._is_first():
+                    near = refinements(kinds, tried[kept], (forward, backward), found, machine, ways)
+            return trials_of(self._from_first(near))
+
+        self.trials = trials_of(tried)
+        self._refine = refine if asked == (None, None) else None
         # They hold experts, and are of no use any more.
         calls.clear()
-        rounds, clock = self._block.autotune.trials, self._running.step_clock
-        if rounds and clock is not None and kinds and len(tried) > 1:
-            names = [" and ".join(map(describe_choice, kinds, choices)) for choices in tried]
-            self.trials = Trials(names, rounds, use, clock, self._group)
         slowed = found.slowed
         told = Told(self.step, slowed, sharded, self._block.esp_size, self._block.schedule, cluster, self._why_again)
         source = source or f"measured {self.num_measured} operations"
@@ -180,8 +203,10 @@ class Autotune:
         if kept is None:
             return False
         log_on_rank_0(self.trials.describe(kept))
-        self.trials = None
-        return True
+        halves, refine = self.trials.fastest_phases(kept), self._refine
+        self._refine = None
+        self.trials = None if refine is None else refine(kept, halves)
+        return self.trials is None
 
     def _dtype(self, kinds: Sequence[Kind]) -> torch.dtype:
         """Of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""

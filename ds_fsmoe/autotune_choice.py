@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -142,19 +142,51 @@ def candidates(
         # More lanes at once take more of the processors, which is hard to predict where ranks share them.
         others = dict.fromkeys(order.links for order in orders if order.links != links)
         tried += [fastest(machine, (d, d), other) for other in others for d in degrees if d > 1]
-    distinct: dict[tuple, list[Choice]] = {}
-    for choices in tried:
-        key = tuple((each.alltoall, *(phase.block for phase in each.phases)) for each in choices)
-        distinct.setdefault(key, choices)
     # Those found by the other clock, timed by this one.
-    return [
-        [
-            replace(choice, phases=phases)
-            for kind, choice in zip(kinds, choices, strict=True)
-            for phases in [_timed(kind, choice, found, machine)]
-        ]
-        for choices in distinct.values()
-    ]
+    return _timed_once(tried, kinds, found, machine)
+
+
+def refinements(
+    kinds: Sequence[Kind],
+    kept: Sequence[Choice],
+    halves: tuple[Sequence[Choice], Sequence[Choice]],
+    found: Found,
+    machine: Machine,
+    ways: Ways,
+) -> list[list[Choice]]:
+    """Neighbours of the plan that was the fastest of those tried, which stands first: with the forward and the backward
+    that were, each by itself, the fastest; and both with more or fewer weight gradients put off. How long experts wait
+    for tokens hangs on which rank is late, and no prediction knows that.
+
+    Args:
+        kinds: of layers.
+        kept: how each is run by the fastest plan.
+        halves: likewise, by the plan with the fastest forward, and by that with the fastest backward.
+        found, machine, ways: see :func:`choose`.
+    """
+
+    def of_both(kind: Kind, own: Choice, first: Choice, second: Choice) -> Choice:
+        degrees = first.phases[0].block.degree, second.phases[1].block.degree
+        must_match = ways.is_common or found.flat(kind).draws
+        if first.alltoall != second.alltoall or (must_match and degrees[0] != degrees[1]):
+            return own
+        return replace(first, phases=(first.phases[0], second.phases[1]))
+
+    def with_late(kind: Kind, own: Choice, late_of: Callable[[int], int]) -> Choice:
+        block = own.phases[1].block
+        late = late_of(block.degree)
+        splits = found.profiles[kind.subject.kind, own.alltoall].splits
+        if not any(
+            (order.degree, order.links, order.late_dw) == (block.degree, block.links, late)
+            for order in ways.orders(True, splits)
+        ):
+            return own
+        return replace(own, phases=(own.phases[0], replace(own.phases[1], block=replace(block, late_dw=late))))
+
+    near = [list(kept), [of_both(*each) for each in zip(kinds, kept, *halves, strict=True)]]
+    for late_of in (lambda _: 0, lambda _: 1, lambda degree: degree):
+        near += [[with_late(*each, late_of) for each in zip(kinds, plan, strict=True)] for plan in near[:2]]
+    return _timed_once(near, kinds, found, machine)
 
 
 def describe_choice(kind: Kind, choice: Choice) -> str:
@@ -167,13 +199,32 @@ def describe_choice(kind: Kind, choice: Choice) -> str:
     return f"{kind.labels[0]}.. {phases}{way}" if len(kind.labels) > 1 else f"{kind.labels[0]} {phases}{way}"
 
 
+def _timed_once(
+    plans: Sequence[Sequence[Choice]], kinds: Sequence[Kind], found: Found, machine: Machine
+) -> list[list[Choice]]:
+    """Each plan once, with the times that are predicted for it."""
+    distinct: dict[tuple, Sequence[Choice]] = {}
+    for choices in plans:
+        key = tuple((each.alltoall, *(phase.block for phase in each.phases)) for each in choices)
+        distinct.setdefault(key, choices)
+    return [
+        [
+            replace(choice, phases=_timed(kind, choice, found, machine))
+            for kind, choice in zip(kinds, choices, strict=True)
+        ]
+        for choices in distinct.values()
+    ]
+
+
 def _timed(kind: Kind, choice: Choice, found: Found, machine: Machine) -> tuple[PhaseChoice, PhaseChoice]:
+    alone = replace(machine, contention=IDEAL)
     profile, way = found.profiles[kind.subject.kind, choice.alltoall], found.ways[kind.subject.kind][choice.alltoall]
     same_cuts = choice.phases[0].block.shares == choice.phases[1].block.shares
     timed = []
     for backward, phase in zip((False, True), choice.phases, strict=True):
         plan = PhasePlan(phase.block, kind.pipeline.forward.groups, backward, way.planned)
-        timed.append(replace(phase, time_ms=machine.predict_ms(plan, kind.sizes, profile, same_cuts)))
+        times_ms = [each.predict_ms(plan, kind.sizes, profile, same_cuts) for each in (machine, alone)]
+        timed.append(replace(phase, time_ms=times_ms[0], isolated_ms=times_ms[1]))
     return timed[0], timed[1]
 
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch.distributed as dist
 
 from ds_fsmoe.runtime.step_times import StepClock, most_of
 
 GAIN = 0.01
 """What a plan has to gain over one that stands before it: less is chance."""
+HOPELESS = 0.1
+"""A plan whose fastest step takes so much more than that of another is not tried again: no training time is lost."""
 
 
 class Trials:
-    """Whole optimizer steps, each with one plan, in turns; every second round backwards. Ranks decide alike.
+    """Whole optimizer steps, each with one plan, in turns; every second round backwards, and after each without those
+    that have no hope. Ranks decide alike.
 
     Args:
         names: of the plans, for people; the one that is kept if none is faster stands first.
@@ -40,12 +44,15 @@ class Trials:
         self.names = tuple(names)
         self.times_ms: list[list[float]] = [[] for _ in names]
         """Plan -> of each step, of its slowest rank, all but the optimizer's part."""
-        once = range(len(names))
-        self._order = [plan for turn in range(rounds) for plan in (reversed(once) if turn % 2 else once)]
+        self._phases_ms: list[list[tuple[float, float]]] = [[] for _ in names]
+        self._rounds = rounds
+        self._to_try = list(range(len(names)))
+        """In this round, in order."""
+        self._tried: list[int] = []
         self._use = use
         self._clock = clock
         self._group = group
-        self._next = 0
+        self._trying: int | None = None
 
     def step_is_over(self) -> int | None:
         """An optimizer step is over: the first call begins. Collective, on every rank after the same steps.
@@ -53,24 +60,36 @@ class Trials:
         Returns:
             The plan that is kept, and is run from now on; ``None`` while there is more to try.
         """
-        if self._next:
+        if self._trying is not None:
             own = self._clock.read()
-            lacks, step_ms = 1.0, 0.0
+            seen = [1.0, 0.0, 0.0, 0.0]
             if own is not None and own.has_both:
-                lacks, step_ms = 0.0, own.forward_ms + own.backward_ms
-            lacks, step_ms = most_of([lacks, step_ms], self._clock.device, self._group)
+                seen = [0.0, own.forward_ms + own.backward_ms, own.forward_ms, own.backward_ms]
+            lacks, step_ms, *phases_ms = most_of(seen, self._clock.device, self._group)
             # A step that was not seen whole, such as one without a backward, says nothing.
             if not lacks:
-                self.times_ms[self._order[self._next - 1]].append(step_ms)
+                self.times_ms[self._trying].append(step_ms)
+                self._phases_ms[self._trying].append((phases_ms[0], phases_ms[1]))
             self._clock.stop()
-        if self._next == len(self._order):
+            self._tried.append(self._to_try.pop(0))
+        if not self._to_try:
+            self._rounds -= 1
+            self._to_try, self._tried = [plan for plan in reversed(self._tried) if self._has_hope(plan)], []
+            if len(self._to_try) == 1:
+                self._rounds = 0
+        if not self._rounds:
             best = self._best()
             self._use(best)
             return best
-        self._use(self._order[self._next])
-        self._next += 1
+        self._trying = self._to_try[0]
+        self._use(self._trying)
         self._clock.start()
         return None
+
+    def _has_hope(self, plan: int) -> bool:
+        # One that has not been seen whole is tried on.
+        fastest_ms = min((min(each) for each in self.times_ms if each), default=float("inf"))
+        return not self.times_ms[plan] or min(self.times_ms[plan]) <= (1 + HOPELESS) * fastest_ms
 
     def _best(self) -> int:
         best, best_ms = 0, statistics.median(self.times_ms[0] or [float("inf")])
@@ -79,6 +98,18 @@ class Trials:
                 best, best_ms = plan, statistics.median(times_ms)
         return best
 
+    def fastest_phases(self, kept: int) -> tuple[int, int]:
+        """The plans with the fastest forward and with the fastest backward.
+
+        Args:
+            kept: stands for both if no step was seen whole.
+        """
+        seen = [(plan, np.median(times_ms, axis=0)) for plan, times_ms in enumerate(self._phases_ms) if times_ms]
+        if not seen:
+            return kept, kept
+        forward, backward = (min(seen, key=lambda each: each[1][phase])[0] for phase in (0, 1))
+        return forward, backward
+
     def describe(self, kept: int) -> str:
         """What each took."""
         told = [
@@ -86,6 +117,7 @@ class Trials:
             for plan, (name, times_ms) in enumerate(zip(self.names, self.times_ms, strict=True))
             if times_ms
         ]
-        return f"autotune: trained with each of these in turns, medians of {len(self.times_ms[kept])} steps: " + (
-            "; ".join(told) or "no step was seen whole, so what was predicted stays"
+        return (
+            f"autotune: trained with each of these in turns, medians of up to {max(map(len, self.times_ms))} steps: "
+            + ("; ".join(told) or "no step was seen whole, so what was predicted stays")
         )
