@@ -111,13 +111,13 @@ class Trials:
         return forward, backward
 
     def describe(self, kept: int) -> str:
-        """What each took."""
-        told = [
-            f"{name} {statistics.median(times_ms):.4g} ms{' (kept)' if plan == kept else ''}"
-            for plan, (name, times_ms) in enumerate(zip(self.names, self.times_ms, strict=True))
-            if times_ms
-        ]
-        return (
-            f"autotune: trained with each of these in turns, medians of up to {max(map(len, self.times_ms))} steps: "
-            + ("; ".join(told) or "no step was seen whole, so what was predicted stays")
-        )
+        """What each took, a line for each, the fastest first."""
+        took = {plan: statistics.median(times_ms) for plan, times_ms in enumerate(self.times_ms) if times_ms}
+        if not took:
+            return "autotune: no step of a trial was seen whole, so what was predicted stays"
+        lines = ["autotune: trained with each of these in turns, and no longer with those that had no hope"]
+        lines += [f"{'ms':>8}  steps  plan"]
+        for plan in sorted(took, key=took.__getitem__):
+            is_kept = "  (kept)" if plan == kept else ""
+            lines.append(f"{took[plan]:8.4g}  {len(self.times_ms[plan]):5}  {self.names[plan]}{is_kept}")
+        return "\n".join(lines)
