@@ -184,7 +184,7 @@ class Autotune:
             return trials_of(self._from_first(near))
 
         self.trials = trials_of(tried)
-        self._refine = refine if asked == (None, None) else None
+        self._refine = refine if self.trials is not None and asked == (None, None) else None
         # They hold experts, and are of no use any more.
         calls.clear()
         slowed = found.slowed
