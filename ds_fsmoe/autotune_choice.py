@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from ds_fsmoe.autotune_subjects import Kind, Way
 from ds_fsmoe.measured_costs import Machine
-from ds_fsmoe.planning.block import BlockPlan, Links
+from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.timeline import IDEAL
+from ds_fsmoe.runtime.chunking import cut
 from ds_fsmoe.runtime.corun import Slowdowns
 from ds_fsmoe.runtime.link_times import REDUCE_SCATTER, LinkTimes, Reduces
 from ds_fsmoe.runtime.pipeline import PhasePlan
@@ -27,11 +28,14 @@ from ds_fsmoe.step_prediction import (
     sharded_ms,
 )
 from ds_fsmoe.tuned_degrees import MARGIN, Degree, PhaseChoice, Ways, choose_degrees
+from ds_fsmoe.uneven_chunks import best_sizes
 
 if TYPE_CHECKING:
     from ds_fsmoe.reduction import Reduction
 
 
+_MANY_SLOTS = 1000
+"""Chunks that are cut alike of so many count as of one size."""
 TRIED_DEGREES = (1, 2, 3, 4)
 """Besides those that are predicted to be fastest. More chunks than these seldom gain."""
 
@@ -155,8 +159,8 @@ def refinements(
     ways: Ways,
 ) -> list[list[Choice]]:
     """Neighbours of the plan that was the fastest of those tried, which stands first: with the forward and the backward
-    that were, each by itself, the fastest; and both with more or fewer weight gradients put off. How long experts wait
-    for tokens hangs on which rank is late, and no prediction knows that.
+    that were, each by itself, the fastest; both with more or fewer weight gradients put off, and with chunks of other
+    sizes. How long experts wait for tokens hangs on which rank is late, and no prediction knows that.
 
     Args:
         kinds: of layers.
@@ -183,20 +187,38 @@ def refinements(
             return own
         return replace(own, phases=(own.phases[0], replace(own.phases[1], block=replace(block, late_dw=late))))
 
+    def in_uneven_chunks(kind: Kind, own: Choice, alike: bool) -> Choice:
+        profile, way = found.profiles[kind.subject.kind, own.alltoall], found.ways[kind.subject.kind][own.alltoall]
+        if not ways.may_be_uneven or profile.draws:
+            return own
+        groups = kind.pipeline.forward.groups
+        plans = [PhasePlan(phase.block, groups, i == 1, way.planned) for i, phase in enumerate(own.phases)]
+        blocks = [best_sizes(plan, kind.sizes, profile, machine) or plan.block for plan in plans]
+        if alike and blocks[0].degree == blocks[1].degree:
+            blocks[0] = replace(blocks[0], shares=blocks[1].shares)
+        first, second = (replace(phase, block=block) for phase, block in zip(own.phases, blocks, strict=True))
+        return replace(own, phases=(first, second))
+
     near = [list(kept), [of_both(*each) for each in zip(kinds, kept, *halves, strict=True)]]
+    bases = tuple(near)
     for late_of in (lambda _: 0, lambda _: 1, lambda degree: degree):
-        near += [[with_late(*each, late_of) for each in zip(kinds, plan, strict=True)] for plan in near[:2]]
+        near += [[with_late(*each, late_of) for each in zip(kinds, plan, strict=True)] for plan in bases]
+    for alike in (False, True):
+        near += [[in_uneven_chunks(*each, alike) for each in zip(kinds, plan, strict=True)] for plan in bases]
     return _timed_once(near, kinds, found, machine)
 
 
 def describe_choice(kind: Kind, choice: Choice) -> str:
     """For one line of a table: chunks and order of both phases, and the layers they are for."""
-    phases = " and ".join(
-        f"{block.degree} {block.links}{f' {block.late_dw} late dW' if block.late_dw else ''}"
-        for block in (phase.block for phase in choice.phases)
-    )
+    phases = " and ".join(_describe_block(phase.block) for phase in choice.phases)
     way = "" if choice.alltoall == "flat" else f" {choice.alltoall}"
     return f"{kind.labels[0]}.. {phases}{way}" if len(kind.labels) > 1 else f"{kind.labels[0]} {phases}{way}"
+
+
+def _describe_block(block: BlockPlan) -> str:
+    equal = cut(_MANY_SLOTS, block.shares) == cut(_MANY_SLOTS, equal_shares(block.degree))
+    sizes = "" if equal else f" ({' '.join(f'{share:.0%}' for share in block.shares)})"
+    return f"{block.degree}{sizes} {block.links}" + (f" {block.late_dw} late dW" if block.late_dw else "")
 
 
 def _timed_once(

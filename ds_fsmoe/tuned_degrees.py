@@ -36,6 +36,8 @@ class Ways:
     """Whether both phases have to have one degree."""
     margin: float = 0.0
     """What a degree above 1 has to gain."""
+    may_be_uneven: bool = False
+    """Whether chunks may have different sizes."""
 
     @classmethod
     def of(cls, schedule: str, max_degree: int, one_wire: bool = False) -> Ways:
@@ -48,7 +50,11 @@ class Ways:
         """
         if schedule == BEST:
             orders = ("shared",) if one_wire else ORDERS
-            return cls(lambda backward, splits: tuple(_open(max_degree, orders, backward and splits)), margin=MARGIN)
+            return cls(
+                lambda backward, splits: tuple(_open(max_degree, orders, backward and splits)),
+                margin=MARGIN,
+                may_be_uneven=True,
+            )
         switches = preset(schedule)
         return cls(lambda backward, _: switches.orders(max_degree, backward), switches.pipeline == "common")
 
