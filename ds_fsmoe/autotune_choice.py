@@ -187,14 +187,15 @@ def refinements(
             return own
         return replace(own, phases=(own.phases[0], replace(own.phases[1], block=replace(block, late_dw=late))))
 
-    def in_uneven_chunks(kind: Kind, own: Choice, alike: bool) -> Choice:
+    def in_uneven_chunks(kind: Kind, own: Choice) -> Choice:
         profile, way = found.profiles[kind.subject.kind, own.alltoall], found.ways[kind.subject.kind][own.alltoall]
         if not ways.may_be_uneven or profile.draws:
             return own
         groups = kind.pipeline.forward.groups
         plans = [PhasePlan(phase.block, groups, i == 1, way.planned) for i, phase in enumerate(own.phases)]
         blocks = [best_sizes(plan, kind.sizes, profile, machine) or plan.block for plan in plans]
-        if alike and blocks[0].degree == blocks[1].degree:
+        if blocks[0].degree == blocks[1].degree:
+            # Alike, so that the backward finds what it needs in one piece; by what suits the longer phase.
             blocks[0] = replace(blocks[0], shares=blocks[1].shares)
         first, second = (replace(phase, block=block) for phase, block in zip(own.phases, blocks, strict=True))
         return replace(own, phases=(first, second))
@@ -202,9 +203,9 @@ def refinements(
     near = [list(kept), [of_both(*each) for each in zip(kinds, kept, *halves, strict=True)]]
     bases = tuple(near)
     for late_of in (lambda _: 0, lambda _: 1, lambda degree: degree):
-        near += [[with_late(*each, late_of) for each in zip(kinds, plan, strict=True)] for plan in bases]
-    for alike in (False, True):
-        near += [[in_uneven_chunks(*each, alike) for each in zip(kinds, plan, strict=True)] for plan in bases]
+        late = [[with_late(*each, late_of) for each in zip(kinds, plan, strict=True)] for plan in bases]
+        near += late
+    near += [[in_uneven_chunks(*each) for each in zip(kinds, plan, strict=True)] for plan in (*bases, *late)]
     return _timed_once(near, kinds, found, machine)
 
 

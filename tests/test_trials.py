@@ -147,21 +147,19 @@ def test_neighbours_are_both_fastest_phases_and_weight_gradients_put_off_by_one_
     assert alone == [(FOUR, FOUR), (FOUR, FIRST_LATE), (FOUR, LATE_FOUR)]
 
 
-def test_neighbours_are_chunks_of_other_sizes_too_each_phase_by_itself_and_both_alike() -> None:
+def test_neighbours_are_chunks_of_other_sizes_too_alike_in_both_phases() -> None:
     uneven = [each for each in near(FOUR, FOUR, LATE_FOUR) if not is_even(each)]
-    own, alike = (
-        [each for each in uneven if (each[0].shares == each[1].shares) is is_alike] for is_alike in (False, True)
-    )
-    assert len(own) == len(alike) == 2
+    assert {backward.late_dw for _, backward in uneven} == {0, 4}
     for forward, backward in uneven:
+        assert forward.shares == backward.shares
         assert (forward.links, forward.degree, backward.links, backward.degree) == (
             "reduce_first",
             4,
             "reduce_first",
             4,
         )
-    assert {backward.late_dw for _, backward in uneven} == {0, 4}
-    assert {each[1].shares for each in own} == {each[1].shares for each in alike}
+    different = [each for each in near(FOUR, THREE, FOUR) if not is_even(each)]
+    assert {(forward.degree, backward.degree) for forward, backward in different} == {(3, 4), (4, 4)}
 
 
 def test_neighbours_keep_to_what_may_be_chosen() -> None:
