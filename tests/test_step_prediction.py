@@ -9,15 +9,10 @@ import pytest
 
 from ds_fsmoe.measured_costs import Machine
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, equal_shares
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.predicted import CallSizes
 from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.runtime.profiler import LayerProfile
 from ds_fsmoe.step_prediction import bounds_of
-from tests.test_tuned_degrees import made_up
-
-GROUPS = Groups(world=4, gpus_per_node=2, ep=2, esp=2)
-SIZES = CallSizes(num_experts=4, capacity=840, width=13, dtype_bytes=4, num_products=1, num_weights=754)
+from tests.measured_layers import GROUPS, SIZES, made_up
 
 
 def plans(block: BlockPlan) -> list[PhasePlan]:

@@ -14,14 +14,12 @@ import torch
 from ds_fsmoe.autotune_choice import Choice, refinements
 from ds_fsmoe.measured_costs import Machine
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.predicted import CallSizes
 from ds_fsmoe.trials import Trials
 from ds_fsmoe.tuned_degrees import PhaseChoice, Ways
 from tests.hurry import hurry
+from tests.measured_layers import GROUPS, SIZES, made_up
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
-from tests.test_tuned_degrees import made_up
 
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
 STEPS = 40
@@ -108,9 +106,8 @@ def test_the_fastest_forward_and_the_fastest_backward_are_found_apart() -> None:
 
 def near(kept: BlockPlan, forward: BlockPlan, backward: BlockPlan, **of: Any) -> list[tuple[BlockPlan, BlockPlan]]:
     """Neighbours of a plan whose phases are both ``kept``; two others had the fastest forward and backward."""
-    groups, sizes = Groups(world=4, gpus_per_node=2, ep=2, esp=2), CallSizes(4, 840, 13, 4, 1, 754)
-    pipeline = SimpleNamespace(forward=SimpleNamespace(groups=groups))
-    kind = SimpleNamespace(subject=SimpleNamespace(kind="experts"), pipeline=pipeline, sizes=sizes)
+    pipeline = SimpleNamespace(forward=SimpleNamespace(groups=GROUPS))
+    kind = SimpleNamespace(subject=SimpleNamespace(kind="experts"), pipeline=pipeline, sizes=SIZES)
     measured = {each: made_up(splits=of.get("splits", True), draws=of.get("draws", False)) for each in ("flat", "2dh")}
     alltoalls = {name: SimpleNamespace(planned=name) for name in measured}
     found = SimpleNamespace(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -12,41 +11,15 @@ import pytest
 from ds_fsmoe.measured_costs import Machine
 from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.block_times import BlockTimes, Order
-from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
-from ds_fsmoe.predicted import CallSizes, moe_work
-from ds_fsmoe.runtime.link_times import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
-from ds_fsmoe.runtime.profiler import BACKWARD, BACKWARD_ANEW, DW, DX, FORWARD, LayerProfile
+from ds_fsmoe.predicted import moe_work
+from ds_fsmoe.runtime.profiler import BACKWARD, BACKWARD_ANEW, LayerProfile
 from ds_fsmoe.runtime.stopwatch import Timing
 from ds_fsmoe.tuned_degrees import MARGIN, Ways, choose_degrees
+from tests.measured_layers import GROUPS, SIZES, made_up
 
-GROUPS = Groups(world=4, gpus_per_node=2, ep=2, esp=2)
-# Every degree up to 8 divides the capacity, so equal shares are whole slots.
-SIZES = CallSizes(num_experts=4, capacity=840, width=13, dtype_bytes=4, num_products=1, num_weights=754)
 MAX_DEGREE = 8
-
-
-def line(alpha_ms: float, whole_ms: float, size: float) -> Timing:
-    """Measured on a line: alpha, and what the whole capacity takes beyond it."""
-    shares = (0.25, 0.5, 1.0)
-    return Timing("byte", tuple(size * each for each in shares), tuple(alpha_ms + whole_ms * each for each in shares))
-
-
-def made_up(seed: int = 0, splits: bool = True, draws: bool = False, task_ms: float = 0.0, **wholes: float):
-    """Costs of a layer; each is (alpha, all of it) in ms."""
-    chance = random.Random(seed)
-    work = {backward: moe_work(GROUPS, backward, SIZES) for backward in (False, True)}
-    sent, gathered = work[False].enter[0].size, work[False].gather[0].size
-    flops = work[False].expert.size
-    sizes = {ALL_TO_ALL: sent, ALL_GATHER: gathered, REDUCE_SCATTER: gathered, FORWARD: flops, BACKWARD: 2 * flops}
-    sizes |= {DX: flops, DW: flops} if splits else {BACKWARD_ANEW: 2 * flops}
-    drawn = {name: (chance.uniform(0.01, 0.3), chance.uniform(0.5, 8)) for name in sizes}
-    operations = {
-        name: line(drawn[name][0], wholes.get(name.replace(" ", "_"), drawn[name][1]), size)
-        for name, size in sizes.items()
-    }
-    return LayerProfile(operations, task_ms, draws)
 
 
 def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order], task_ms: float = 0.0) -> list[float]:

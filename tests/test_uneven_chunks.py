@@ -12,7 +12,7 @@ from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, equal_shares
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.uneven_chunks import best_sizes
-from tests.test_tuned_degrees import GROUPS, SIZES, made_up
+from tests.measured_layers import GROUPS, SIZES, made_up
 
 SLOWED = Contention(links=0.2, compute=0.3)
 
