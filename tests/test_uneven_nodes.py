@@ -98,7 +98,10 @@ def make_by_hand(rank: int, world_size: int) -> tuple[str, int, int]:
     with pytest.raises(ValueError, match=r"fsmoe\.esp_size = 2: the nodes are not equally large") as refusal:
         make_groups(1, 2)
     held = len(ours._made)
-    return str(refusal.value), held, make_groups(1, 2, ranks_per_node=2).layout.esp_size
+    made = make_groups(1, 2, ranks_per_node=2)
+    # A rank that left now would cut the connection to one that is still making its end of it.
+    dist.barrier()
+    return str(refusal.value), held, made.layout.esp_size
 
 
 def test_a_layer_put_together_by_hand_is_refused_there_too(tmp_path: Path) -> None:
