@@ -1,12 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For all tests."""
+"""What all tests share: Ctrl-C works, and a run says at its end which tests it left out."""
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """In the background of a shell a process ignores Ctrl-C, and so would those that tests start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.stash[LEFT_OUT] = Counter()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Count the tests that this run leaves out, file by file."""
+    for item in items:
+        item.config.stash[LEFT_OUT][item.nodeid.partition("::")[0]] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a worker of a run in several processes tell the one that reports; all of them collected the same tests."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what one worker left out."""
+    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was left out, and what runs it."""
+    left_out = config.stash[LEFT_OUT]
+    if not left_out:
+        return
+    chosen = config.getoption("markexpr") or config.getoption("keyword") or "the names given"
+    terminalreporter.section("left out")
+    terminalreporter.line(f"{left_out.total()} tests are left out by '{chosen}'; make test-full runs all:")
+    for file, count in sorted(left_out.items()):
+        terminalreporter.line(f"  {count:5} of {file}")
