@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.bed import Bed, BedError, check_machine, down
 from benchmarks.bed_job import run_job
+from tests.samples import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = {
@@ -44,11 +45,7 @@ def bed() -> Iterator[Bed]:
     down(found.name)
 
 
-SLOW = ("bench_layer.py", "bench_models.py", "bench_timeline.py")
-"""Those that tune: a minute each, and more beside other tests."""
-
-
-@pytest.mark.parametrize("job", [pytest.param(job, marks=pytest.mark.slow) if job in SLOW else job for job in JOBS])
+@sampled("job", list(JOBS), kept=[list(JOBS).index("bench_gates.py")])
 def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path: Path) -> None:
     arguments, files = JOBS[job]
     said: list[str] = []

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_fsmoe import CallbackBase
 from ds_fsmoe.runtime.trace_files import merge_traces
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 
 STEPS = 3
@@ -156,7 +157,7 @@ def sharded(layout: tuple[int, int, int], names_per_stage: list[list[str]]) -> W
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@sampled("layout", LAYOUTS, kept=[1], ids=str)
 def test_sharded_experts_train_to_the_numbers_of_whole_ones(layout: tuple[int, int, int], tmp_path: Path) -> None:
     """Every pair of layout, stage and block, in a Latin square."""
     names = itertools.cycle(SHARDED)

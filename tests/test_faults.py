@@ -12,9 +12,9 @@ from benchmarks.bench_faults import KILLS, LIMIT_S, REFUSED, Trial, losses, tria
 
 BY_LAUNCHERS = [
     Trial("kill in a collective"),
-    pytest.param(Trial("kill in a save", "torchrun restarts", stage=2), marks=pytest.mark.slow),
-    pytest.param(Trial("late", "torchrun"), marks=pytest.mark.slow),
-    pytest.param(Trial("other layers"), marks=pytest.mark.slow),
+    Trial("kill in a save", "torchrun restarts", stage=2),
+    Trial("late", "torchrun"),
+    Trial("other layers"),
 ]
 
 
@@ -30,6 +30,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return of
 
 
+# Three launches each. What they are made of is also tested rank by rank: reports in test_watchdog_processes.py, losses
+# after a resume in test_resume.py, whole checkpoints after a kill in test_saving.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", BY_LAUNCHERS, ids=str)
 def test_a_job_ends_soon_and_its_next_start_goes_on_unbroken(trial: Trial, tmp_path: Path, expected: dict) -> None:
     outcome = try_it(trial, tmp_path, expected(trial.stage))

@@ -77,6 +77,7 @@ def test_mpirun_with_the_ranks_asked_of_mpi(tmp_path: Path) -> None:
 
 
 @NEEDS_MPI
+@pytest.mark.slow
 def test_deepspeeds_launcher_for_openmpi(tmp_path: Path) -> None:
     (hostfile := tmp_path / "hostfile").write_text("localhost slots=2\n")
     arguments = "-mca btl_tcp_if_include lo --oversubscribe -x PATH -x DS_ACCELERATOR -x OMP_NUM_THREADS"
@@ -99,6 +100,7 @@ wait -n && wait -n
 """
 
 
+@pytest.mark.slow
 def test_the_example_for_slurm(tmp_path: Path) -> None:
     for name in ("srun", "scontrol"):
         (tmp_path / name).write_text(FAKE_SRUN)

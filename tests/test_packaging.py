@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.samples import sampled
+
 pytest.importorskip("setuptools")
 requirements = pytest.importorskip("packaging.requirements")
 specifiers = pytest.importorskip("packaging.specifiers")
@@ -161,7 +163,7 @@ def test_the_installed_form_finds_its_builders(wheel: zipfile.ZipFile, tmp_path:
     assert Path(files[-1]).is_file()
 
 
-@pytest.mark.parametrize("mode", ["lenient", "strict", "compat"])
+@sampled("mode", ["lenient", "strict", "compat"], kept=[0])
 def test_every_editable_form_finds_its_builders(mode: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     source = copy_of_the_repository(tmp_path / "source")
