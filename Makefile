@@ -64,7 +64,7 @@ test: $(READY) test-planning
 
 test-planning: $(PLANNING_READY)
 	@echo "== test: the planner, where there is no torch (about a minute)"
-	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest --durations=5 tests/planning
+	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest $(SIDE_BY_SIDE) --durations=5 tests/planning
 
 test-full: $(READY) test-planning
 	@echo "== test-full: all tests, every case of every matrix (hours)"

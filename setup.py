@@ -79,14 +79,13 @@ setup(
             "packaging",
             "pip",
             "pre-commit",
-            "pytest-xdist",
             "ruff",
             "scikit-learn",
             "selenium",
             "setuptools>=77",
             "transformers",
         ],
-        "dev-planning": ["hypothesis", "pytest>=8"],
+        "dev-planning": ["hypothesis", "pytest>=8", "pytest-xdist"],
     },
     # Builders and sources travel inside the package. A top-level op_builder would collide with the one in DeepSpeed's
     # source tree.
