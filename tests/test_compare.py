@@ -47,8 +47,9 @@ def test_an_untouched_script_is_compared_with_itself(
 
 
 def test_the_two_configs_differ_in_enabled_alone(config: Path, tmp_path: Path) -> None:
-    place, found = find_config(["train.py", f"--deepspeed_config={config}", "--lr", "1"])
-    assert place == 1
+    subject = find_config(["train.py", f"--deepspeed_config={config}", "--lr", "1"])
+    assert subject.command_with(Path("other")) == ["train.py", "--deepspeed_config=other", "--lr", "1"]
+    found = subject.config
     stock, ours = (config_of(found, kind, tmp_path, 20, True) for kind in (STOCK, OURS))
     assert (stock["fsmoe"].pop("enabled"), ours["fsmoe"].pop("enabled")) == (False, True)
     assert stock == ours
