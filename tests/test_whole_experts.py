@@ -86,7 +86,7 @@ def train_in_both(rank: int, world_size: int, folder: str) -> dict[str, tuple[li
         "filled": (train(rank, begin(SmallModel(CASE, rank), None)), train(rank, begin(SmallModel(CASE, rank), CUT))),
         "bf16": (
             train(rank, begin(SmallModel(half, rank), None, half)),
-            train(rank, begin(SmallModel(half, rank), {"esp_size": 2}, half)),
+            train(rank, begin(SmallModel(half, rank, ds_fsmoe.MoE), {"esp_size": 2}, half)),
         ),
         "drawn": (train(rank, begin(drawn(rank), None)), train(rank, begin(drawn(rank), CUT))),
         "drawn, every expert on every rank": (
