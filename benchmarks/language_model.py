@@ -73,8 +73,13 @@ class LanguageModel(Model):
         self.position = nn.Embedding(layer.L, layer.M)
         self.norm = nn.LayerNorm(layer.M, elementwise_affine=False)
         self.head = nn.Linear(layer.M, VOCABULARY, bias=False)
-        # In the node layout the ranks of a node have the same experts, cut; else every rank has its own.
-        put_numbers(self, dist.get_rank() if mpu is None else dist.get_rank() // mpu.get_model_parallel_world_size())
+        expert_rank = dist.get_rank()
+        if mpu is not None:
+            # Stock's experts split themselves over the ranks of a node, which have parts of the same ones. Ours are
+            # filled by DeepSpeed's rule for whole experts, and then cut.
+            of_node = mpu.get_model_parallel_world_size()
+            expert_rank = expert_rank // of_node if stock else expert_rank % (dist.get_world_size() // of_node)
+        put_numbers(self, expert_rank)
 
     def forward(self, tokens_BL: torch.Tensor, targets_BL: torch.Tensor) -> torch.Tensor:
         """[B, L] bytes; a scalar in nats per byte, to which the gates' losses are added."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -24,23 +24,25 @@ class IncompatibleError(RuntimeError):
     """The installed DeepSpeed, torch or Python is not one this package works with."""
 
 
+_INITIALIZE = (
+    "args",
+    "model",
+    "optimizer",
+    "model_parameters",
+    "training_data",
+    "lr_scheduler",
+    "distributed_port",
+    "mpu",
+    "dist_init_required",
+    "collate_fn",
+    "config",
+    "mesh_param",
+    "config_params",
+)
+"""What DeepSpeed's ``initialize`` takes; ours passes on by name what it is given."""
+
 # "module:attribute" -> the leading parameters we rely on; None for what is not called.
 _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
-    "deepspeed:initialize": (
-        "args",
-        "model",
-        "optimizer",
-        "model_parameters",
-        "training_data",
-        "lr_scheduler",
-        "distributed_port",
-        "mpu",
-        "dist_init_required",
-        "collate_fn",
-        "config",
-        "mesh_param",
-        "config_params",
-    ),
     # deepspeed.initialize looks these classes up among its module's globals when it is called.
     "deepspeed:DeepSpeedEngine": None,
     "deepspeed:PipelineEngine": None,
@@ -186,6 +188,56 @@ def check_private_names(expected: Mapping[str, tuple[str, ...] | None] = _PRIVAT
                     f"deepspeed {version('deepspeed')}: {name} takes ({', '.join(takes)}), "
                     f"not ({', '.join(parameters)}); ds_fsmoe works with deepspeed {SUPPORTED['deepspeed']}"
                 )
+
+
+def check_initialize(function: Callable[..., Any], arguments: Iterable[str] = ()) -> None:
+    """Check that DeepSpeed's ``initialize``, or what another library has put in its place, takes what we pass.
+
+    Args:
+        function: the one or the other.
+        arguments: names of what the script gives.
+
+    Raises:
+        IncompatibleError: naming that function and what it does not take.
+    """
+    if _is_deepspeeds(function):
+        takes = tuple(inspect.signature(function).parameters)
+        if takes[: len(_INITIALIZE)] != _INITIALIZE:
+            raise IncompatibleError(
+                f"deepspeed {version('deepspeed')}: initialize takes ({', '.join(takes)}), not "
+                f"({', '.join(_INITIALIZE)}); ds_fsmoe works with deepspeed {SUPPORTED['deepspeed']}"
+            )
+        return
+    try:
+        # Its own signature: functools.wraps would show that of DeepSpeed's function, whatever this one takes.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return  # nothing is known of it, so nothing is known against it
+    try:
+        signature.bind(**dict.fromkeys(arguments))
+    except TypeError as error:
+        raise IncompatibleError(
+            f"{described(function)} stands in the place of deepspeed.initialize and does not take its arguments: it "
+            f"takes {signature} ({error}). ds_fsmoe passes them on by name; do without this wrapper, or let it take "
+            "**kwargs"
+        ) from error
+
+
+def _is_deepspeeds(function: Callable[..., Any]) -> bool:
+    # Not by __module__, which functools.wraps copies.
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == sys.modules["deepspeed"].__file__
+
+
+def described(function: Callable[..., Any]) -> str:
+    """A function by its own name and place, also behind ``functools.wraps``: ``tracked (acme/patch.py, line 12)``."""
+    if _is_deepspeeds(function):
+        return "deepspeed.initialize"
+    called = function if hasattr(function, "__code__") else type(function).__call__
+    code = getattr(called, "__code__", None)
+    if code is None:
+        return repr(function)
+    return f"{code.co_qualname} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 def _find(name: str) -> Any:

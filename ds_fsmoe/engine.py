@@ -54,6 +54,7 @@ from ds_fsmoe.takeover import (
     take_over,
 )
 from ds_fsmoe.versions import VERSION
+from ds_fsmoe.whole_experts import facts_of_experts
 
 _LOAD_OPTIONS = (
     "load_module_strict",
@@ -286,6 +287,7 @@ class FSMoEEngine(DeepSpeedEngine):
         # Before any group is made: DeepSpeed would hang over models that differ.
         facts = facts_of_layers(layers) | facts_of_config(alike(block)) | facts_of_versions(("torch", "deepspeed"))
         facts |= facts_of_tensor_parallel(layers, self.mpu)
+        facts |= facts_of_experts(layers) if block.esp_size > 1 else {}
         check_agreement(facts | {"version of ds_fsmoe": VERSION}, stage_group, "model, config or versions")
         check_mpu(self.mpu)
         check_tensor_parallel(layers, dist.get_world_size(), sizes_of_mpu(self.mpu)[0], block.esp_size)

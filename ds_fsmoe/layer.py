@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from ds_fsmoe.runtime.groups import sizes_of_mpu
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.spans import Recorder, Together
 from ds_fsmoe.telemetry.routers import RouterMetrics
+from ds_fsmoe.whole_experts import WholeExperts
 
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
 
@@ -97,6 +99,8 @@ class FSMoELayer(StockMOELayer):
     """See :class:`~ds_fsmoe.runtime.groups.FSMoEGroups`."""
     last_shape: torch.Size | None = None
     """Of the last input."""
+    whole_experts: WholeExperts | None = None
+    """Of this rank, where they are to be sharded and the groups are not there yet."""
     _known_experts: tuple[list, ExpertSet] | None = None
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
@@ -173,6 +177,11 @@ class FSMoELayer(StockMOELayer):
             self.capacity_group, self.mp_group = groups.capacity_group, groups.mp_group
             if use.same_tokens and groups.mp_group is not None:
                 self.duplicates = Duplicates(groups.mp_group)
+            if self.whole_experts is not None and groups.block_group is not None:
+                rules = self.running.experts_by_rule(self.ep_size)
+                esp_size, path = self.running.block.esp_size, self.path or self.label
+                self.whole_experts.hand_out(self.experts.deepspeed_experts, groups.block_group, rules, esp_size, path)
+            self.whole_experts = None
         elif sizes_of_mpu(stock_groups.mpu)[0] > 1:
             raise LayerError(
                 f"a ds_fsmoe.MoE among {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in an engine of "
@@ -180,6 +189,23 @@ class FSMoELayer(StockMOELayer):
             )
         if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
             self.gate._set_ep_group(ep_group if self.capacity_group is None else self.capacity_group)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Torch's hook of every module; what it adds is a sentence where shards are given whole experts."""
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        esp_size = 1 if self.running is None else self.running.block.esp_size
+        experts = f"{prefix}experts.deepspeed_experts."
+        for name, own in self.experts.deepspeed_experts.named_parameters() if esp_size > 1 else ():
+            shape = getattr(state_dict.get(experts + name), "shape", own.shape)
+            if shape != own.shape:
+                *_, error_messages = others
+                error_messages.append(
+                    f"{experts}{name} is {list(shape)} there and {list(own.shape)} here, because a rank holds shards "
+                    f"of experts with fsmoe.esp_size = {esp_size}. Load whole experts before initialize(), on rank r "
+                    "those of EP rank r % ep_size, or a checkpoint by engine.load_checkpoint(), which cuts what it "
+                    "reads"
+                )
+                return
 
     def route(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None

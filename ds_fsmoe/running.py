@@ -129,6 +129,16 @@ class Running:
         rank = dist.get_rank() if world_size_now() > 1 else 0
         return found.group_of("esp", rank).index(rank)
 
+    def experts_by_rule(self, ep_size: int) -> list[int]:
+        """For each rank of this rank's block the EP rank whose experts a script gives it, by DeepSpeed's rule. It knows
+        nothing of shards: in its layout the ranks of a block are several groups of ``ep_size``."""
+        sizes = {"mp_size": self.mp_size, "pp_size": self.pp_size}
+        cut, whole = (
+            layout(world_size_now(), ep_size, esp_size, self.expert_before_data, **sizes)
+            for esp_size in (self.block.esp_size, 1)
+        )
+        return [whole.group_of("ep", rank).index(rank) for rank in cut.group_of("blocks", dist.get_rank())]
+
     def pipeline(self, label: str, ep_size: int, alltoall: AllToAllBase, use: TensorParallelUse = PLAIN) -> Pipeline:
         """How one layer is run. Collective: every rank asks for its layers in the same order.
 

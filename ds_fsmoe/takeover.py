@@ -26,6 +26,7 @@ from ds_fsmoe.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.duplicates import TensorParallelUse, sum_gradients
 from ds_fsmoe.runtime.groups import has_neighbours, sizes_of_mpu, stock_names
+from ds_fsmoe.whole_experts import WholeExperts
 
 
 def find_layers(model: nn.Module) -> dict[str, StockMoE]:
@@ -219,6 +220,8 @@ def _shard_experts(layer: StockMoE, running: Running) -> dict[nn.Parameter, nn.P
     if esp_size == 1:
         return {}
     experts = layer.deepspeed_moe.experts.deepspeed_experts
+    # What the shards hold for now is cut from this rank's experts; when there are groups, from the right ones.
+    layer.deepspeed_moe.whole_experts = WholeExperts(list(experts))
     index = running.shard_index(ep_size)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for i, expert in enumerate(experts):
@@ -313,6 +316,7 @@ def give_back(layer: StockMoE) -> None:
             "pipeline",
             "last_shape",
             "_known_experts",
+            "whole_experts",
         )
         for name in names:
             vars(inner).pop(name, None)

@@ -53,8 +53,8 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
     said, logger = Said(), logging.getLogger("ds_fsmoe")
     logger.addHandler(said)
     torch.manual_seed(0)
-    run, esp_size = Run(), block.get("esp_size", 1)
-    model = SmallModel(case, rank // esp_size)
+    run = Run()
+    model = SmallModel(case, rank)
     config = case.ds_config(fsmoe={"enabled": True} | block)
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     # Nothing comes of the first two forwards but sizes: so what is trained is run with one plan throughout.

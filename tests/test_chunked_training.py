@@ -67,8 +67,7 @@ def train(case: Case, rank: int, initialize: Any, block: dict[str, Any] | None) 
     """Losses, outputs and input gradients of every step, and the dense parameters after the last."""
     torch.manual_seed(0)
     blocks = {} if block is None else {"fsmoe": block}
-    # The ranks of an ESP group have the same experts, of which each takes its part.
-    model = SmallModel(case, rank // (block or {}).get("esp_size", 1))
+    model = SmallModel(case, rank)
     engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))
     seen: dict[str, list[torch.Tensor]] = {"losses": [], "outputs": [], "input gradients": []}
     for step in range(STEPS * case.accumulation):

@@ -11,6 +11,7 @@ import pytest
 
 from ds_fsmoe.cli import main
 from ds_fsmoe.commands.compare import OURS, STOCK, config_of, find_config
+from ds_fsmoe.compat import load_ds_config
 from tests.scripts import ROOT, free_port
 
 TRAIN = "import sys; print('trained'); sys.exit({status})"
@@ -24,16 +25,35 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+def with_config_inside(config: Path, folder: Path) -> Path:
+    """The example with its DeepSpeed config as a dict in it, without a block."""
+    held = load_ds_config(str(config))
+    del held["fsmoe"]
+    source = (ROOT / "examples" / "plain.py").read_text()
+    changed = source.replace("deepspeed.initialize(args=args,", f"deepspeed.initialize(config={dict(held)!r},")
+    assert changed != source
+    script = folder / "inside.py"
+    script.write_text(changed)
+    return script
+
+
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["file", "in the script"])
 def test_an_untouched_script_is_compared_with_itself(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    inside: bool, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)
     out = tmp_path / "out"
     deepspeed = str(Path(sys.executable).with_name("deepspeed"))
     command = [sys.executable, deepspeed, "--num_accelerators", "2", "--master_port", str(free_port())]
-    command += ["--module", "ds_fsmoe.run", str(ROOT / "examples" / "plain.py"), f"--deepspeed_config={config}"]
-    assert main(["compare", "--steps", "14", "--out", str(out), "--timeout", "150", "--", *command]) == 0
+    command += ["--module", "ds_fsmoe.run"]
+    given = []
+    if inside:
+        command.append(str(with_config_inside(config, tmp_path)))
+        given = ["--fsmoe", str(config)]
+    else:
+        command += [str(ROOT / "examples" / "plain.py"), f"--deepspeed_config={config}"]
+    assert main(["compare", *given, "--steps", "14", "--out", str(out), "--timeout", "150", "--", *command]) == 0
     said = capsys.readouterr().out
     assert "times as fast as stock DeepSpeed here" in said
     assert "over 14 steps" in said
@@ -47,8 +67,9 @@ def test_an_untouched_script_is_compared_with_itself(
 
 
 def test_the_two_configs_differ_in_enabled_alone(config: Path, tmp_path: Path) -> None:
-    place, found = find_config(["train.py", f"--deepspeed_config={config}", "--lr", "1"])
-    assert place == 1
+    subject = find_config(["train.py", f"--deepspeed_config={config}", "--lr", "1"])
+    assert subject.command_with(Path("other")) == ["train.py", "--deepspeed_config=other", "--lr", "1"]
+    found = subject.config
     stock, ours = (config_of(found, kind, tmp_path, 20, True) for kind in (STOCK, OURS))
     assert (stock["fsmoe"].pop("enabled"), ours["fsmoe"].pop("enabled")) == (False, True)
     assert stock == ours

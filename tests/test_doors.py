@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import pytest
@@ -17,6 +19,7 @@ from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
 from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 
 import ds_fsmoe
+from ds_fsmoe import compat, door
 from tests.ranks import run_on_ranks
 from tests.scripts import START, Start, launch
 from tests.small_model import Case, SmallModel, batch
@@ -199,6 +202,107 @@ def test_an_untouched_script_trains_with_our_layer_through_run(tmp_path: Path) -
     for rank in range(2):
         assert f"rank {rank} says hello: FSMoEEngine, FSMoELayer" in said
     assert "is on for 1 MoE layer(s)" in said
+
+
+def narrow(model):
+    return deepspeed.initialize(model=model)
+
+
+def forgetful(**arguments):
+    return "an engine of its own"
+
+
+def look_through_wrappers(rank: int, world_size: int) -> dict[str, Any]:
+    """For each call the class of the engine and the wrappers that it went through."""
+    from deepspeed.moe.layer import MoE
+
+    stock = deepspeed.initialize
+    config = {"train_micro_batch_size_per_gpu": 1, "fsmoe": {"enabled": True}}
+    called: list[str] = []
+    found: dict[str, Any] = {}
+
+    def wrap(name: str) -> None:
+        wrapped = deepspeed.initialize
+
+        @functools.wraps(stock)
+        def tracked(*args, **options):
+            called.append(name)
+            return wrapped(*args, **options)
+
+        deepspeed.initialize = tracked
+
+    def look(name: str, initialize: Any = None) -> None:
+        called.clear()
+        model = MoE(7, torch.nn.Linear(7, 7))
+        try:
+            engine, *_ = (initialize or deepspeed.initialize)(model=model, config=config)
+            found[name] = type(engine).__name__, *called
+            engine.destroy()
+        except compat.IncompatibleError as error:
+            found[name] = str(error)
+
+    wrap("before")
+    look("by itself")
+    look("called directly", ds_fsmoe.initialize)
+    ds_fsmoe.install()
+    look("before install")
+    wrap("after")
+    look("after install")
+    ds_fsmoe.install()
+    look("install once more")
+    below = deepspeed.initialize
+    deepspeed.initialize = lambda model, config: below(model=model, config=config)
+    wrap("last")
+    ds_fsmoe.install()
+    ds_fsmoe.install()
+    look("and once more")
+    ds_fsmoe.uninstall()
+    look("uninstalled")
+    for wrapper in (narrow, forgetful):
+        deepspeed.initialize = wrapper
+        look(wrapper.__name__, ds_fsmoe.initialize)
+    deepspeed.initialize = stock
+    ds_fsmoe.install()
+    found["left"] = len(door._beneath)
+    return found
+
+
+def test_wrappers_of_other_libraries_are_called_once_each_or_named(tmp_path: Path) -> None:
+    (found,) = run_on_ranks(look_through_wrappers, 1, tmp_path)
+    refused = {name: found.pop(name) for name in ("narrow", "forgetful")}
+    assert found == {
+        "by itself": ("DeepSpeedEngine", "before"),
+        "called directly": ("FSMoEEngine", "before"),
+        "before install": ("FSMoEEngine", "before"),
+        "after install": ("FSMoEEngine", "after", "before"),
+        "install once more": ("FSMoEEngine", "after", "before"),
+        "and once more": ("FSMoEEngine", "last", "after", "before"),
+        "uninstalled": ("DeepSpeedEngine", "before"),
+        "left": 1,
+    }
+    for name, sentence in (
+        ("narrow", "and does not take its arguments: it takes (model) ("),
+        ("forgetful", "and has not returned an engine of ds_fsmoe"),
+    ):
+        line = inspect.getsourcelines(globals()[name])[1]
+        start = f"{name} ({__file__}, line {line}) stands in the place of deepspeed.initialize "
+        assert refused[name].startswith(start + sentence)
+
+
+def test_install_looks_past_the_module_that_wraps_and_at_no_other(monkeypatch) -> None:
+    library = types.ModuleType("library")
+    exec("def outer(*a, **k): return inner(*a, **k)", vars(library))
+    library.inner = deepspeed.initialize
+    monkeypatch.setitem(sys.modules, "library", library)
+    monkeypatch.setattr(deepspeed, "initialize", library.outer)
+    ds_fsmoe.install()
+    ds_fsmoe.uninstall()
+    assert deepspeed.initialize is library.outer
+    script = types.ModuleType("script")
+    script.start = library.outer
+    monkeypatch.setitem(sys.modules, "script", script)
+    with pytest.raises(RuntimeError, match=r"script took deepspeed\.initialize in before .* as start"):
+        ds_fsmoe.install()
 
 
 @START

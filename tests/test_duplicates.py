@@ -101,11 +101,11 @@ def compare_with_stock(
     for case in cases:
         own_ranks = rank // 2 if case.expert == "split" else rank
         mpu = begin(2)
-        stocks = train(case, deepspeed.initialize, None, 2, mpu=mpu, ep_rank=own_ranks % case.ep_size)
+        ep_rank = own_ranks % case.ep_size
+        stocks = train(case, deepspeed.initialize, None, 2, mpu=mpu, ep_rank=ep_rank)
         assert not torch.equal(stocks["losses"][0], stocks["losses"][-1])
         for name, block in blocks.items():
             mpu = begin(2)
-            ep_rank = own_ranks // block.get("esp_size", 1) % case.ep_size
             ours = train(case, ds_fsmoe.initialize, block, 2, mpu=mpu, ep_rank=ep_rank)
             found += [f"{name}, {case}: {each}" for each in differences(ours, stocks)]
     return found

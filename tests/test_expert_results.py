@@ -17,7 +17,7 @@ from tests.small_model import Case, SmallModel, batch
 def make(rank: int, case: Case, esp: int, checked: bool = True, **blocks: Any) -> Any:
     import ds_fsmoe
 
-    model = SmallModel(case, rank // esp)
+    model = SmallModel(case, rank)
     block = {"enabled": True, "esp_size": esp, "pipeline_degree": {"forward": 3, "backward": 2}}
     block["debug"] = {"check_results": checked}
     config = case.ds_config(fsmoe=block, **blocks)

@@ -23,7 +23,7 @@ def norms_of_a_run(case: Case, rank: int, esp_size: int, clipping: float) -> tup
     import ds_fsmoe
 
     torch.manual_seed(0)
-    model = SmallModel(replace(case), rank // esp_size)
+    model = SmallModel(replace(case), rank)
     blocks = {"fsmoe": {"enabled": True, "esp_size": esp_size}, "gradient_clipping": clipping}
     engine, *_ = ds_fsmoe.initialize(
         model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks)

@@ -45,7 +45,7 @@ def make(rank: int, layout: Layout, scale: float = 1.0, lr: float = 0.02, extra:
 
     _, ep, esp, stage, dtype = layout
     case = Case(ep_size=ep, stage=stage, dtype=dtype, k=2, expert="gpt")
-    model = SmallModel(case, rank // esp)
+    model = SmallModel(case, rank)
     if extra:
         model.extra = nn.Linear(3, 3)
     with torch.no_grad():

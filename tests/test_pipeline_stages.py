@@ -115,6 +115,23 @@ def test_a_pipeline_of_stages_trains_as_stock_does(tmp_path: Path) -> None:
         assert not found, f"rank {rank}: {found}"
 
 
+def shard(rank: int, world_size: int) -> list[float]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    off = []
+    for stages in (("moe", "moe"), ("moe", "dense")):
+        stocks, ours = (train(rank, 0, stages, block) for block in (None, CHUNKED | {"esp_size": 2}))
+        off.append((ours["losses"] - stocks["losses"]).abs().max().item())
+    return off
+
+
+@pytest.mark.slow
+def test_stages_with_sharded_experts_train_as_stock_does(tmp_path: Path) -> None:
+    for off in run_on_ranks(shard, 8, tmp_path):
+        assert max(off) < TOLERANCE
+
+
 def what_is_said(rank: int, world_size: int, zero_stage: int, stages: tuple[str, ...]) -> str:
     import deepspeed
 

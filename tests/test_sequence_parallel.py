@@ -104,7 +104,7 @@ def sequence_parallel(
 
     mpu = begin(2)
     is_split = expert == "split"
-    ep_rank = rank // (2 if is_split else esp_size) % ep_size
+    ep_rank = rank // (2 if is_split else 1) % ep_size
     options = {"enable_expert_tensor_parallelism": True} if is_split else {"use_residual": True}
     model = OneLayer(2, ep_rank, expert, ep_size, drop_tokens=drop_tokens, **options)
     for module in model.modules():

@@ -39,7 +39,7 @@ def start(rank: int, case: Case, esp_size: int, **block: Any) -> tuple[str, str,
     made: list[list[int]] = []
     make = dist.new_group
     dist.new_group = lambda ranks=None, *args, **kwargs: made.append(list(ranks)) or make(ranks, *args, **kwargs)
-    model = SmallModel(case, rank // esp_size)
+    model = SmallModel(case, rank)
     error = ""
     try:
         config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size} | block)

@@ -4,7 +4,10 @@
   ds_fsmoe compare --steps 50 -- deepspeed train.py --deepspeed_config ds_config.json
 
 The command has to name a DeepSpeed config with an "fsmoe" block. Each run gets a copy of it that differs in
-fsmoe.enabled, is recorded and traced, and ends after so many optimizer steps.
+fsmoe.enabled, is recorded and traced, and ends after so many optimizer steps. Where the config is a dict inside the
+script, the block comes from outside, and the command starts the script with --module ds_fsmoe.run:
+
+  ds_fsmoe compare --fsmoe '{"enabled": true}' -- deepspeed --module ds_fsmoe.run train.py
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.commands.tables import print_table
+from ds_fsmoe.given import HELP as HELP_ON_BLOCK
+from ds_fsmoe.given import OPTION, read_given, take_option
 from ds_fsmoe.reporting.run_files import RUN, STEPS
 
 HELP = "your training command with and without the block: speed, losses, where the time went"
@@ -43,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (50)")
     parser.add_argument("--out", type=Path, default=Path("fsmoe_compare"), help="folder for both runs (fsmoe_compare)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end a run that takes longer")
+    parser.add_argument(OPTION, metavar="FILE|JSON", help=f"{HELP_ON_BLOCK}, if it has one; with ds_fsmoe.run")
     parser.add_argument("--no-trace", action="store_true", help="leave out the timelines")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="that trains")
 
@@ -56,15 +63,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--steps = {args.steps}: must be at least {_FEWEST}: the first ones are slow and do not count"
         )
-    place, config = find_config(command)
+    subject = find_given(command, args.fsmoe) or find_config(command)
     out = args.out.resolve()
     for kind in (STOCK, OURS):
         folder = out / kind
         folder.mkdir(parents=True, exist_ok=True)
+        config = config_of(subject.config, kind, folder, args.steps, not args.no_trace)
         file = folder / "ds_config.json"
-        file.write_text(json.dumps(config_of(config, kind, folder, args.steps, not args.no_trace), indent=2))
+        file.write_text(json.dumps(config, indent=2))
         print(f"compare: {kind}, {args.steps} steps; its log is {folder / 'log.txt'}", flush=True)
-        status = _train(_with_config(command, place, file), folder, args.steps, args.timeout)
+        status = _train(subject.command_with(file), folder, args.steps, args.timeout)
         if status:
             print(f"compare: {kind}: the training ended with exit status {status}; its last lines:", file=sys.stderr)
             print("\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
@@ -74,8 +82,49 @@ def run(args: argparse.Namespace) -> int:
     return tell(out)
 
 
-def find_config(command: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
-    """(which argument names the DeepSpeed config, the config).
+@dataclass(frozen=True)
+class Subject:
+    """What is compared: a config with an "fsmoe" block, and the command that reads it from a file."""
+
+    config: Mapping[str, Any]
+    before: Sequence[str]
+    option: str
+    """What the name of the file is joined to: nothing, or such as ``--deepspeed_config=``."""
+    after: Sequence[str]
+
+    def command_with(self, file: Path) -> list[str]:
+        """The command with another file."""
+        return [*self.before, f"{self.option}{file}", *self.after]
+
+
+def find_given(command: Sequence[str], given: str | None) -> Subject | None:
+    """What is compared where the block is given from outside: to us, or to the ``ds_fsmoe.run`` in the command.
+
+    Returns:
+        ``None`` if it is given to neither.
+
+    Raises:
+        ValueError: it is given to both, or cannot be read, or there is no ``ds_fsmoe.run`` to hand it to.
+    """
+    door = next((place for place, each in enumerate(command) if each in ("ds_fsmoe.run", "-mds_fsmoe.run")), None)
+    if door is None:
+        if given is None:
+            return None
+        raise ValueError(
+            f"{OPTION} reaches the script through ds_fsmoe.run, which is not in the command: start the script with "
+            "deepspeed --module ds_fsmoe.run train.py (python and torchrun: -m ds_fsmoe.run)"
+        )
+    written, options, script = take_option(command[door + 1 :])
+    if given is not None and written is not None:
+        raise ValueError(f"{OPTION} is given to compare and in the command; leave one of them")
+    text = written if given is None else given
+    if text is None:
+        return None
+    return Subject({"fsmoe": read_given(text)}, [*command[: door + 1], OPTION], "", [*options, *script])
+
+
+def find_config(command: Sequence[str]) -> Subject:
+    """What is compared where an argument of the command names the DeepSpeed config.
 
     Raises:
         ValueError: none does, or several do.
@@ -84,7 +133,8 @@ def find_config(command: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
 
     found, without = [], []
     for place, argument in enumerate(command):
-        path = Path(argument.rpartition("=")[2])
+        option, equals, name = argument.rpartition("=")
+        path = Path(name)
         if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
             continue
         try:
@@ -93,18 +143,19 @@ def find_config(command: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
             without.append(str(path))  # it may be anything, such as data
             continue
         if isinstance(config, Mapping) and isinstance(config.get("fsmoe"), Mapping):
-            found.append((place, config))
+            found.append((argument, Subject(config, command[:place], option + equals, command[place + 1 :])))
         else:
             without.append(str(path))
     if len(found) == 1:
-        return found[0]
+        return found[0][1]
     if found:
-        names = ", ".join(command[place] for place, _ in found)
+        names = ", ".join(argument for argument, _ in found)
         raise ValueError(f"several configs with an fsmoe block in the command: {names}; leave one of them")
     others = f" ({', '.join(without)} has none)" if without else ""
     raise ValueError(
         f"no DeepSpeed config with an fsmoe block among the arguments of the command{others}. compare changes copies "
-        "of that file, so the script has to take its name as an argument, such as --deepspeed_config ds_config.json"
+        "of that file, so the script has to take its name as an argument, such as --deepspeed_config ds_config.json; "
+        f"for a script whose config is inside it, give the block with {OPTION}"
     )
 
 
@@ -118,11 +169,6 @@ def config_of(config: Mapping[str, Any], kind: str, folder: Path, steps: int, is
     traced = {"enabled": True, "start_step": steps - 3, "num_steps": 2}
     block["trace"] = traced if is_traced else {"enabled": False}
     return changed
-
-
-def _with_config(command: Sequence[str], place: int, file: Path) -> list[str]:
-    option, equals, _ = command[place].rpartition("=")
-    return [*command[:place], f"{option}{equals}{file}", *command[place + 1 :]]
 
 
 def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | None) -> int:

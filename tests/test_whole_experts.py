@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With ``esp_size`` 2, too, a script fills experts by DeepSpeed's rule, and nothing of them is lost."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+
+import ds_fsmoe
+from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.log import logger
+from ds_fsmoe.runtime.agreement import DisagreementError
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, batch
+
+STEPS = 2
+CASE = Case(2, 1, "fp32", 1, 2, moe_options=(("top2_2nd_expert_sampling", False),), expert="gpt")
+CUT = {"esp_size": 2, "pipeline_degree": {"forward": 3, "backward": 2}}
+NEIGHBOURS = {"use_data_before_expert_parallelism": True}
+SHARDS = r"because a rank holds shards of experts with fsmoe\.esp_size = 2"
+WRONG_RULE = "have the same experts, and ranks that should"
+
+
+class Marked(GPTFeedForward):
+    """An expert with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 28, activation="relu")
+        self.register_buffer("mark", torch.zeros(3, dtype=torch.bfloat16))
+
+
+class Said(logging.Handler):
+    """What the log was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def drawn(rank: int, case: Case = CASE) -> SmallModel:
+    """As a script leaves it that draws weights, by another seed on every rank."""
+    model = SmallModel(case, rank)
+    torch.manual_seed(rank)
+    for layer in model.moes:
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def begin(model: SmallModel, block: dict[str, Any] | None, case: Case = CASE, **blocks: Any) -> Any:
+    """An engine; stock's without a block."""
+    blocks |= {} if block is None else {"fsmoe": {"enabled": True} | block}
+    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))[0]
+
+
+def train(rank: int, engine: Any) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+def train_in_both(rank: int, world_size: int, folder: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Losses of stock's layers and of ours, cut."""
+    hurry()
+    listening = Said()
+    logger.addHandler(listening)
+    whole, half = replace(CASE, ep_size=1), replace(CASE, dtype="bf16")
+    found = {
+        "filled": (train(rank, begin(SmallModel(CASE, rank), None)), train(rank, begin(SmallModel(CASE, rank), CUT))),
+        "bf16": (
+            train(rank, begin(SmallModel(half, rank), None, half)),
+            train(rank, begin(SmallModel(half, rank, ds_fsmoe.MoE), {"esp_size": 2}, half)),
+        ),
+        "drawn": (train(rank, begin(drawn(rank), None)), train(rank, begin(drawn(rank), CUT))),
+        "drawn, every expert on every rank": (
+            train(rank, begin(drawn(rank, whole), None, whole)),
+            train(rank, begin(drawn(rank, whole), CUT, whole)),
+        ),
+    }
+    # In this order of the ranks DeepSpeed's rule is another, and its numbers are the same.
+    found["neighbours share data"] = (
+        found["filled"][0],
+        train(rank, begin(SmallModel(CASE, rank // 2), CUT, **NEIGHBOURS)),
+    )
+    stock = begin(drawn(rank), None)
+    stock.save_checkpoint(folder, "stock")
+    cut = begin(drawn(rank + 9), CUT)
+    assert cut.load_checkpoint(folder, "stock", load_module_only=True)[0] is not None
+    found["stock's checkpoint"] = train(rank, stock), train(rank, cut)
+    assert not [each for each in listening.said if WRONG_RULE in each]
+    return found
+
+
+def test_sharded_experts_begin_as_stocks_whether_filled_drawn_or_loaded(tmp_path: Path) -> None:
+    for found in run_on_ranks(train_in_both, 4, tmp_path / "ranks", str(tmp_path / "saved")):
+        for name, (stocks, ours) in found.items():
+            assert ours == pytest.approx(stocks, rel=2e-2 if name == "bf16" else 2e-6), name
+            assert stocks[0] != stocks[1]
+
+
+def look(rank: int, world_size: int) -> dict[str, Any]:
+    hurry()
+    EXPERTS["marked"] = Marked
+    marked = replace(CASE, expert="marked")
+    model = SmallModel(marked, rank)
+    for index, expert in enumerate(model.moes[0].deepspeed_moe.experts.deepspeed_experts):
+        expert.mark.fill_(2 * (rank % 2) + index)
+    engine = begin(model, CUT, marked)
+    experts = engine.module.moes[0].deepspeed_moe.experts.deepspeed_experts
+    found: dict[str, Any] = {"marks": [each.mark.tolist() for each in experts]}
+    kept = {name: each.clone() for name, each in engine.module.state_dict().items()}
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=SHARDS) as told:
+            engine.module.load_state_dict(SmallModel(marked, rank).state_dict(), strict=strict)
+        assert str(told.value).count("a rank holds shards") == len(model.moes)
+    engine.module.load_state_dict(kept)
+    engine.destroy()
+
+    listening = Said()
+    logger.addHandler(listening)
+    begin(SmallModel(CASE, rank // 2), CUT).destroy()
+    found["warned"] = [each.partition(":")[0] for each in listening.said if WRONG_RULE in each]
+
+    model = SmallModel(CASE, rank)
+    model.moes[1].deepspeed_moe.experts.deepspeed_experts[1].requires_grad_(rank % 2 == 1)
+    with pytest.raises(DisagreementError, match=r"moes\.1: frozen parameters of expert 1"):
+        begin(model, CUT)
+    model = SmallModel(marked, rank)
+    if rank == 3:
+        model.moes[0].deepspeed_moe.experts.deepspeed_experts[0].mark = torch.zeros(4)
+    with pytest.raises(DisagreementError, match=r"moes\.0: buffers of expert 0"):
+        begin(model, CUT)
+    return found
+
+
+def test_what_cannot_be_handed_on_is_said_and_the_rest_is(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_on_ranks(look, 4, tmp_path)):
+        assert found["marks"] == [[2.0 * (rank // 2) + index] * 3 for index in range(2)], (
+            "buffers go with their experts"
+        )
+        assert found["warned"] == (["moes.0", "moes.1"] if rank == 0 else [])
