@@ -33,6 +33,7 @@ from ds_fsmoe.parts import LayerError
 from ds_fsmoe.preflight import (
     check_deepspeed_blocks,
     check_experts,
+    check_gate_hooks,
     check_sequence_parallel,
     check_tensor_parallel,
 )
@@ -141,6 +142,7 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
         mpu = model.mpu()
     check_experts(layers, world_size or None, block.gate, block.esp_size)
     check_tensor_parallel(layers, world_size or None, sizes_of_mpu(mpu)[0], block.esp_size)
+    check_gate_hooks(layers, block.gate)
     check_parts(block, layers)
     check_shards(layers, block.esp_size)
 

@@ -26,6 +26,8 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.components.stock_routes import StockMasks, StockRoutes, routing_of, stock_masks, stock_routes
+from ds_fsmoe.components.written import runs_unobserved
 from ds_fsmoe.expert_results import ExpertResults
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.ops import REFERENCE, Ops
@@ -43,19 +45,39 @@ __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGat
 
 
 class FSMoEGate(StockTopKGate):
-    """Stock's gate module, its parameter ``wg`` included, with a forward that returns a :class:`Routing`."""
+    """Stock's gate module, its parameter ``wg`` included, that decides in our way.
+
+    Called as a module it takes and returns what stock's does, so hooks on it, and whoever else calls it, see what they
+    would see there. Our layer does so only where somebody would notice; otherwise it asks :meth:`decide`.
+    """
 
     ops: Ops = REFERENCE
     """See :class:`~ds_fsmoe.components.gate.GateBase`."""
     says_entropy: bool = False
     """Likewise."""
+    _entropy: torch.Tensor | None = None
 
     def forward(
         self,
-        x_SM: torch.Tensor,
-        used_token_S: torch.Tensor | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> Routing:
+        input: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        sparse_routes: bool = False,
+        use_tutel: bool = False,
+    ) -> StockRoutes | StockMasks:
+        """Stock's arguments and results; ``use_tutel`` changes nothing."""
+        routing = self.decide(input, used_token, self.ep_group)
+        self._entropy = routing.entropy
+        return stock_routes(routing) if sparse_routes else stock_masks(routing)
+
+    def decide_heard(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
+        """Through the module's call, by what its hooks have left of the result."""
+        routing = routing_of(self(x_SM, used_token_S, True, False))
+        # The tuple has no place for it.
+        entropy, self._entropy = self._entropy, None
+        return replace(routing, entropy=entropy)
+
+    def decide(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
+        """See :class:`~ds_fsmoe.components.gate.GateBase`."""
         with _timed(self, TOPK_GATE_TIMER, "gate_time"):
             settings, ops, says_entropy = gate_settings(self), self.ops, self.says_entropy
             return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, ops, says_entropy)
@@ -185,19 +207,20 @@ class FSMoELayer(StockMOELayer):
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> RoutingBase:
         """What the layer's gate decides; see :class:`~ds_fsmoe.components.gate.GateBase`."""
-        by_own_gate = not isinstance(self.gate, (FSMoEGate, GateBase))
-        return (self._route_by_own_gate if by_own_gate else self.gate)(x_SM, used_token_S, group)
+        if isinstance(self.gate, FSMoEGate) and not runs_unobserved(self.gate):
+            return self.gate.decide_heard(x_SM, used_token_S)
+        return self.route_unheard(x_SM, used_token_S, group)
 
-    def _route_by_own_gate(
+    def route_unheard(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
-    ) -> Routing:
-        """A user's subclass of stock's gate keeps its own forward; only what it returns is translated."""
-        aux_loss, capacity, num_experts, expert_KS, position_KS, weights_KS, counts_E = self.gate(
-            x_SM, used_token_S, True, False
-        )
-        capacity = int(capacity)
-        slots_KS = torch.where(expert_KS >= 0, expert_KS.long() * capacity + position_KS.long(), num_experts * capacity)
-        return Routing(slots_KS, weights_KS, aux_loss, counts_E, capacity, num_experts)
+    ) -> RoutingBase:
+        """The same without the hooks of a gate like stock's: for tokens that are made up."""
+        if isinstance(self.gate, FSMoEGate):
+            return self.gate.decide(x_SM, used_token_S, group)
+        if isinstance(self.gate, GateBase):
+            return self.gate(x_SM, used_token_S, group)
+        # A user's subclass of stock's gate keeps its own forward; only what it returns is translated.
+        return routing_of(self.gate(x_SM, used_token_S, True, False))
 
 
 def _timed(module: nn.Module, timer: str, attribute: str) -> AbstractContextManager:

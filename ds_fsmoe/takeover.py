@@ -318,7 +318,7 @@ def give_back(layer: StockMoE) -> None:
             vars(inner).pop(name, None)
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
-        for name in ("ops", "says_entropy"):
+        for name in ("ops", "says_entropy", "_entropy"):
             vars(inner.gate).pop(name, None)
 
 
