@@ -26,6 +26,7 @@ from torch import nn
 from ds_fsmoe import compat
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.container import check_containers
 from ds_fsmoe.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.layer import StockMoE
 from ds_fsmoe.ops.loading import LIBRARIES
@@ -144,6 +145,7 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     check_tensor_parallel(layers, world_size or None, sizes_of_mpu(mpu)[0], block.esp_size)
     check_gate_hooks(layers, block.gate)
     check_parts(block, layers)
+    check_containers(layers, block.esp_size)
     check_shards(layers, block.esp_size)
 
 

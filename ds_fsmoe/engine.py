@@ -72,6 +72,7 @@ class FSMoEEngine(DeepSpeedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.fsmoe.running.uncut.begin(self.fsmoe.inner_layers)
         check_agreement(self.fsmoe.facts(), self.fsmoe.stage_group, "how MoE layers are run")
         self._take_over_reduction()
         put_right(self)

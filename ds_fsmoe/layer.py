@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase
 from ds_fsmoe.components.stock_routes import StockMasks, StockRoutes, routing_of, stock_masks, stock_routes
 from ds_fsmoe.components.written import runs_unobserved
+from ds_fsmoe.container import is_like_stocks, whole_experts, why_called
 from ds_fsmoe.expert_results import ExpertResults
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.ops import REFERENCE, Ops
@@ -39,6 +41,7 @@ from ds_fsmoe.runtime.duplicates import PLAIN, Duplicates, TensorParallelUse
 from ds_fsmoe.runtime.groups import sizes_of_mpu
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.spans import Recorder, Together
+from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.telemetry.routers import RouterMetrics
 
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
@@ -117,6 +120,8 @@ class FSMoELayer(StockMOELayer):
     capacity_group: dist.ProcessGroup | None = None
     mp_group: dist.ProcessGroup | None = None
     """See :class:`~ds_fsmoe.runtime.groups.FSMoEGroups`."""
+    is_uncut: bool = False
+    """Whether it is not to be cut; see :class:`~ds_fsmoe.uncut.Uncut`."""
     last_shape: torch.Size | None = None
     """Of the last input."""
     _known_experts: tuple[list, ExpertSet] | None = None
@@ -135,6 +140,8 @@ class FSMoELayer(StockMOELayer):
         self.last_shape = hidden_states.shape
         if self.pipeline is None:
             self.pipeline = alone(self.parts.alltoall.exchange, self.ep_group)
+        if self.running is not None:
+            self.running.uncut.look(self, hidden_states)
         recorder = Recorder(hidden_states.device) if self.wall_clock_breakdown else None
         pipeline = self.pipeline
         if not self.training and pipeline.observer is not None:
@@ -143,11 +150,10 @@ class FSMoELayer(StockMOELayer):
         if recorder is not None:
             traced = pipeline.observer
             pipeline = replace(pipeline, observer=recorder if traced is None else Together(traced, recorder))
-        experts = self._local_experts()
-        if self.training and self.running is not None:
-            pipeline = self.running.first_forwards.watch(self.label, self.path, experts, pipeline, hidden_states)
-        if self.training and self.expert_results is not None:
-            experts = self.expert_results.around(experts, self.path)
+        experts = self.local_experts()
+        if self.training and self.running is not None and isinstance(experts, ExpertSet):
+            pipeline = self.running.first_forwards.watch(self.label, experts, pipeline, hidden_states)
+        experts = self._called(experts, pipeline)
         gate = self.route
         if self.training and self.router_check is not None:
             gate = self.router_check.before(gate, self.path)
@@ -177,7 +183,22 @@ class FSMoELayer(StockMOELayer):
             self.l_aux = self.l_aux / self.mp_group.size()
         return result.output
 
-    def _local_experts(self) -> ExpertSet:
+    def _called(self, experts: ExpertSet | None, pipeline: Pipeline) -> ExpertSet | WholeExperts:
+        """The experts as this call needs them."""
+        results = self.expert_results if self.training else None
+        if why_called(self.experts) is not None:
+            if not pipeline.is_cut:
+                look = None if results is None else partial(results.look, self.path)
+                return whole_experts(self.experts, self.path, look)
+            if experts is None:
+                raise RuntimeError(f"{self.path}: another experts module was put in while the layer is run in chunks")
+        assert experts is not None
+        return experts if results is None else results.around(experts, self.path)
+
+    def local_experts(self) -> ExpertSet | None:
+        """The experts of this rank; ``None`` where nothing is known of the module that holds them."""
+        if not is_like_stocks(self.experts):
+            return None
         modules = tuple(self.experts.deepspeed_experts)
         # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
         present = [*modules, *(parameter for module in modules for parameter in module.parameters())]

@@ -30,6 +30,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.runtime.duplicates import Duplicates
 from ds_fsmoe.runtime.lanes import make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.runtime.wires import Wires
 
 
@@ -52,7 +53,7 @@ def token_path(
     gate: Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], RoutingBase],
     order: OrderBase,
     pipeline: Pipeline,
-    experts: ExpertSet,
+    experts: ExpertSet | WholeExperts,
     group: dist.ProcessGroup | None,
     callbacks: Sequence[CallbackBase] = (),
     duplicates: Duplicates | None = None,

@@ -311,6 +311,7 @@ def give_back(layer: StockMoE) -> None:
             "path",
             "tensor_parallel",
             "pipeline",
+            "is_uncut",
             "last_shape",
             "_known_experts",
         )

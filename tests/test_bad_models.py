@@ -68,7 +68,7 @@ def test_hooks_of_a_gate_are_not_lost_with_it() -> None:
     model = SmallModel(Case(), rank=0)
     model.moes[1].deepspeed_moe.gate.register_forward_hook(lambda *_: None)
     block = {"enabled": True, "gate": {"type": "gshard"}}
-    assert "fsmoe.gate.type = 'gshard': moes.1.deepspeed_moe.gate has hooks" in refused(model, {"fsmoe": block})
+    assert 'fsmoe.gate.type = "gshard": moes.1.deepspeed_moe.gate has hooks' in refused(model, {"fsmoe": block})
 
 
 def test_tutel_kernels_are_not_dropped_in_silence() -> None:

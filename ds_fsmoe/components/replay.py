@@ -47,6 +47,13 @@ class RandomState:
         of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), of_device)
 
+    def is_now(self) -> bool:
+        """Whether nothing has been drawn since."""
+        now = RandomState.now(self.device)
+        if self.of_device is not None and not torch.equal(self.of_device, now.of_device):
+            return False
+        return torch.equal(self.of_host, now.of_host)
+
     @property
     def nbytes(self) -> int:
         """What it takes to remember it."""

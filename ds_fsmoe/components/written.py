@@ -180,7 +180,7 @@ def runs_unobserved(expert: nn.Module) -> bool:
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether somebody would miss the call of this one module: hooks, a compiled form, another forward on the object."""
+    """Whether somebody would miss the call of this one module: hooks, a compiled form, a forward of its own."""
     return bool(
         torch_module._has_any_global_hook()
         or module._forward_hooks
