@@ -8,12 +8,14 @@ on it, a class with another forward or another module in its place, it is called
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.moe.experts import Experts as StockExperts
 from torch import nn
 
+from ds_fsmoe.components.replay import buffers_kept
 from ds_fsmoe.components.written import is_observed
 from ds_fsmoe.parts import LayerError
 from ds_fsmoe.runtime.whole import WholeExperts
@@ -58,7 +60,8 @@ def whole_experts(
 
     name = f"{path}.deepspeed_moe.experts, a {type(container).__name__}," if path else type(container).__name__
     called = container if look is None else looked_at
-    return WholeExperts(called, tuple(container.parameters()), name, is_like_stocks(container))
+    again = partial(buffers_kept, container)
+    return WholeExperts(called, tuple(container.parameters()), name, again, is_like_stocks(container))
 
 
 def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:

@@ -61,7 +61,12 @@ def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
         for index, (expert, form) in enumerate(zip(experts.experts, experts.written_now(), strict=True))
         if form is None
     ]
-    return max(found, key=lambda each: get_args(Kind).index(each.kind), default=Finding())
+    return worst_of(Finding(), *found)
+
+
+def worst_of(*found: Finding) -> Finding:
+    """The first of the worst."""
+    return max(found, key=lambda each: get_args(Kind).index(each.kind))
 
 
 def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> Finding:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.container import why_called
-from ds_fsmoe.expert_checks import Finding, by_class, by_trial
+from ds_fsmoe.expert_checks import Finding, by_class, by_trial, worst_of
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.parts import LayerError
 from ds_fsmoe.runtime.agreement import check_agreement
@@ -89,8 +89,7 @@ class Uncut:
         found = _by_modules(layer)
         experts = layer.local_experts()
         if experts is not None and (tries or (may_be_cut and not found.text)):
-            tried = by_trial(experts, x)
-            found = tried if (tries and tried.text) or not found.text else found
+            found = worst_of(found, by_trial(experts, x))
         is_error = (
             found.kind == "shape"
             or (tries and found.kind in ("mixes", "unknown"))

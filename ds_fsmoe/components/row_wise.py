@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
-from ds_fsmoe.components.replay import RandomState
+from ds_fsmoe.components.replay import RandomState, buffers_kept
 
 _RANKS, _SLOTS = 2, 5
 
@@ -80,7 +77,7 @@ def check_row_wise(
         )
 
     state = RandomState.now(device)
-    with torch.no_grad(), _buffers_restored(expert), state.replayed():
+    with torch.no_grad(), buffers_kept(expert), state.replayed():
         y_NcM = call(x_NcM)
         # Numbers of torch's generators are missed by whoever draws next, even where they change nothing here; those of
         # others show in another result, as they have moved on.
@@ -96,21 +93,3 @@ def check_row_wise(
             if differs(call(x_NcM[:, start:stop]), y_NcM[:, start:stop]):
                 raise refuse("a row of its result depends on the row's place or on the number of rows")
     return draws
-
-
-@contextmanager
-def _buffers_restored(expert: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards the objects they were, with the values they had."""
-    saved = [
-        (module, name, buffer, buffer.clone())
-        for module in expert.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, values in saved:
-                module._buffers[name] = buffer
-                buffer.copy_(values)

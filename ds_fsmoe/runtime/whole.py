@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ class WholeExperts:
     parameters: tuple[nn.Parameter, ...]
     name: str
     """For messages."""
+    again: Callable[[], AbstractContextManager] = nullcontext
+    """What holds around a call that is made once more."""
     is_timed: bool = True
     """Whether the layer's runs are told to whoever times steps."""
 
@@ -78,7 +81,10 @@ def _computed(pipeline: Pipeline, experts: WholeExperts, x_NecM: torch.Tensor) -
     try:
         if pipeline.recompute and torch.is_grad_enabled():
             # A copy: the module may write into its rows, and they are needed once more.
-            y = checkpoint(lambda kept: experts.module(kept.clone()), x_NecM, use_reentrant=False)
+            contexts = nullcontext(), experts.again()
+            y = checkpoint(
+                lambda kept: experts.module(kept.clone()), x_NecM, use_reentrant=False, context_fn=lambda: contexts
+            )
         else:
             y = experts.module(x_NecM)
         if not isinstance(y, torch.Tensor) or y.numel() != x_NecM.numel():
