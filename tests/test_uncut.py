@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import WIDTH, Case, SmallModel, batch
 
@@ -126,7 +127,7 @@ def trained(rank: int, block: dict | None, behind: Callable[[], nn.Module], rank
         degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
     engine.destroy()
     logging.getLogger("ds_fsmoe").removeHandler(handler)
-    return found, [each for each in said if "run uncut" in each], degrees
+    return found, [each for each in said if "run uncut" in each or "not cut: " in each], degrees
 
 
 def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -167,6 +168,22 @@ def one_rank_alone(rank: int, world_size: int) -> list:
             _, said, degrees = trained(rank, CUT, behind, (on_rank,), late)
             found.append((degrees, len(said)))
     return found
+
+
+def tuned(rank: int, world_size: int) -> list:
+    hurry()
+    block = CUT | {"autotune": {"enabled": True, "trials": 0}}
+    found = []
+    for behind, ranks in ((lambda: Function(functional_dropout), (1,)), (nn.Identity, ())):
+        _, said, degrees = trained(rank, block, behind, ranks, late=True)
+        found.append((degrees, ["not cut: expert 0: expert Around draws" in line for line in said]))
+    return found
+
+
+def test_the_autotuner_does_not_cut_them_either(tmp_path: Path) -> None:
+    first, _ = run_on_ranks(tuned, 2, tmp_path)
+    assert first[0] == ([(2, 3), (1, 1)], [False, True])
+    assert first[1] == ([(2, 3), (2, 3)], [])
 
 
 def test_what_one_rank_finds_holds_on_all(tmp_path: Path) -> None:
