@@ -103,6 +103,7 @@ class FSMoEState:
         every = self.block.debug.check_every
         if every and number >= self._compared_at + every:
             self._compared_at = number
+            self.running.uncut.settle(self.inner_layers)
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
 
     def before_forward(self) -> None:
@@ -136,6 +137,13 @@ class FSMoEState:
         check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
         if self.telemetry is not None:
             self.telemetry.plans_changed()
+
+    def look_again(self) -> None:
+        """Look once more whether layers may be cut: to be called by every rank, between two steps, after experts have
+        been changed, hooks put on their module, or dropout turned on. Collective.
+        """
+        self.running.uncut.look_again()
+        self.running.uncut.begin(self.inner_layers)
 
     def _layers_uncut(self) -> None:
         """Some layers are not cut any more, on this rank for now."""

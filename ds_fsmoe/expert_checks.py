@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.row_wise import NotRowWiseError, RowShapeError, check_row_wise
+from ds_fsmoe.parts import LayerError
+from ds_fsmoe.runtime.agreement import check_agreement
+from ds_fsmoe.runtime.step_times import most_of
 
 Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
 
@@ -92,3 +96,38 @@ def _uncompiled() -> AbstractContextManager:
     """A compiled expert is not compiled anew for these rows, where torch can be told so."""
     set_stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def agreed(
+    found: Finding,
+    is_error: bool,
+    path: str,
+    group: dist.ProcessGroup | None,
+    is_alone: bool,
+    device: torch.device,
+) -> str:
+    """The first finding of any rank; empty if there is none. Collective, unless this rank is alone.
+
+    Args:
+        found: here.
+        is_error: whether nothing can be done about it.
+        path: of the layer, for messages.
+        group: the ranks; ``None``: all.
+        is_alone: whether no other rank has to be asked.
+        device: on which ranks exchange numbers.
+
+    Raises:
+        LayerError, DisagreementError: on every rank, if it is an error on any.
+    """
+    worst, texts = 2 if is_error else int(bool(found.text)), [found.text]
+    if not is_alone:
+        worst = int(most_of([float(worst)], device, group)[0])
+        if worst:
+            texts *= dist.get_world_size(group)
+            dist.all_gather_object(texts, found.text, group=group)
+    if worst == 2:
+        problem = f"{path}: {found.text}" if is_error else "row-wise"
+        if not is_alone:
+            check_agreement({f"experts of {path}": problem}, group, what="whether experts are row-wise")
+        raise LayerError(problem)
+    return next((text for text in texts if text), "")

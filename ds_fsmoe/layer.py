@@ -191,7 +191,10 @@ class FSMoELayer(StockMOELayer):
                 look = None if results is None else partial(results.look, self.path)
                 return whole_experts(self.experts, self.path, look)
             if experts is None:
-                raise RuntimeError(f"{self.path}: another experts module was put in while the layer is run in chunks")
+                raise RuntimeError(
+                    f"{self.path}: another experts module was put in after the first forward, and the layer is run in "
+                    "chunks: call engine.fsmoe.look_again() on every rank after such a change"
+                )
         assert experts is not None
         return experts if results is None else results.around(experts, self.path)
 

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.container import why_called
-from ds_fsmoe.expert_checks import Finding, by_class, by_trial, worst_of
-from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.parts import LayerError
-from ds_fsmoe.runtime.agreement import check_agreement
+from ds_fsmoe.expert_checks import Finding, agreed, by_class, by_trial, worst_of
+from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.runtime.step_times import most_of
 from ds_fsmoe.runtime.topology import world_size_now
 
@@ -53,6 +51,7 @@ class Uncut:
         """Hears that layers are run otherwise from now on."""
         self._seen: set[tuple[str, bool]] = set()
         self._said: set[str] = set()
+        self._late: set[str] = set()
 
     def begin(self, layers: Mapping[str, FSMoELayer]) -> None:
         """The engine is complete: look at modules alone. Collective over all ranks that run the same layers.
@@ -80,6 +79,7 @@ class Uncut:
         """
         key = layer.label, layer.training
         if key in self._seen:
+            self._look_for_hooks(layer)
             return
         tries = self._tries and layer.training
         may_be_cut = not layer.is_uncut and self._may_be_cut(layer)
@@ -98,14 +98,30 @@ class Uncut:
         # Only those that run it together are known to be here; who asks about all experts wants to hear of all ranks.
         group = self.group if tries else layer.capacity_group
         is_alone = world_size_now() == 1 or (group is None and not tries)
-        reason = _agreed(found, is_error, layer.path, group, is_alone, self._device)
+        reason = agreed(found, is_error, layer.path, group, is_alone, self._device)
         if reason and may_be_cut:
             self.reasons[layer.label] = reason
             self._leave_whole({layer.label: layer})
 
+    def _look_for_hooks(self, layer: FSMoELayer) -> None:
+        """Those that were put on a layer that is cut, after it was looked at."""
+        if layer.pipeline is None or not layer.pipeline.is_cut or (reason := why_called(layer.experts)) is None:
+            return
+        if layer.capacity_group is None:  # nobody has to be asked
+            self.reasons[layer.label] = reason
+            self._leave_whole({layer.label: layer})
+        elif layer.label not in self._late:
+            self._late.add(layer.label)
+            logger.warning(
+                "%s: %s; they were put on after its first forward, when the ranks had agreed to run it in chunks, and "
+                "are not called: call engine.fsmoe.look_again() on every rank after such a change",
+                *(layer.path, reason),
+            )
+
     def look_again(self) -> None:
         """At each layer's next forward."""
         self._seen.clear()
+        self._late.clear()
 
     def settle(self, layers: Mapping[str, FSMoELayer]) -> None:
         """Between two steps: what was found on some ranks holds on all. Collective over those that run the same layers.
@@ -149,30 +165,3 @@ def _by_modules(layer: FSMoELayer) -> Finding:
         return Finding("called", reason)
     experts = layer.local_experts()
     return Finding() if experts is None else by_class(experts)
-
-
-def _agreed(
-    found: Finding,
-    is_error: bool,
-    path: str,
-    group: dist.ProcessGroup | None,
-    is_alone: bool,
-    device: torch.device,
-) -> str:
-    """The first finding of any rank; empty if there is none.
-
-    Raises:
-        LayerError, DisagreementError: on every rank, if it is an error on any.
-    """
-    worst, texts = 2 if is_error else int(bool(found.text)), [found.text]
-    if not is_alone:
-        worst = int(most_of([float(worst)], device, group)[0])
-        if worst:
-            texts *= dist.get_world_size(group)
-            dist.all_gather_object(texts, found.text, group=group)
-    if worst == 2:
-        problem = f"{path}: {found.text}" if is_error else "row-wise"
-        if not is_alone:
-            check_agreement({f"experts of {path}": problem}, group, what="whether experts are row-wise")
-        raise LayerError(problem)
-    return next((text for text in texts if text), "")

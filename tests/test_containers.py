@@ -194,3 +194,41 @@ def test_another_experts_module_is_run_as_stock_runs_it(tmp_path: Path) -> None:
 def test_every_change_is_done_with_every_block(turn: int, tmp_path: Path) -> None:
     blocks = BLOCKS[turn:] + BLOCKS[:turn]
     assert run_on_ranks(compared, 2, tmp_path, HOOKS + CLASSES, blocks) == [[], []]
+
+
+def late(rank: int, world_size: int) -> dict[str, Any]:
+    """A hook that rank 1 puts on after a step, in a layer that is cut; then it asks for another look, with rank 0."""
+    import ds_fsmoe
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ds_fsmoe").addHandler(handler)
+    found: dict[str, Any] = {"calls": [], "degrees": []}
+    case = Case(ep_size=world_size)
+    model, seen = SmallModel(case, rank), []
+    config = case.ds_config(fsmoe={"enabled": True, **CUT, "debug": {"check_every": 1}})
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    for step in range(6):
+        if step == 2 and rank == world_size - 1:
+            looks(model, model.moes[0].deepspeed_moe, seen)
+        if step == 4:
+            engine.fsmoe.look_again()
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        pipeline = model.moes[0].deepspeed_moe.pipeline
+        found["calls"].append(len(seen) // 2)
+        found["degrees"].append((pipeline.forward.block.degree, pipeline.backward.block.degree))
+    engine.destroy()
+    return found | {"said": [each for each in said if "look_again" in each]}
+
+
+def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_again(tmp_path: Path) -> None:
+    first, second = run_on_ranks(late, 2, tmp_path / "two")
+    assert first["degrees"] == second["degrees"] == [(2, 3)] * 4 + [(1, 1)] * 2
+    assert (first["calls"], second["calls"]) == ([0] * 6, [0, 0, 0, 0, 1, 2])
+    assert (first["said"], len(second["said"])) == ([], 1)
+    assert second["said"][0].startswith("moes.0: hooks on its experts module are to see all rows at once")
+    (alone,) = run_on_ranks(late, 1, tmp_path / "one")
+    assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}

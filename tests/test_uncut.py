@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import WIDTH, Case, SmallModel, batch
@@ -189,3 +190,23 @@ def test_the_autotuner_does_not_cut_them_either(tmp_path: Path) -> None:
 def test_what_one_rank_finds_holds_on_all(tmp_path: Path) -> None:
     of_ranks = run_on_ranks(one_rank_alone, 2, tmp_path)
     assert of_ranks == [[([(2, 3), (1, 1)], 1)] * 6, [([(2, 3), (1, 1)], 0)] * 6]
+
+
+@pytest.mark.parametrize("what", [*UNCUT, *STAY_CUT])
+def test_a_layer_put_together_by_hand_is_not_cut_either(what: str) -> None:
+    behind = (UNCUT | STAY_CUT)[what]
+    results = []
+    for degree in (1, (2, 3)):
+        torch.manual_seed(0)
+        expert = Around(nn.Linear(WIDTH, WIDTH), behind())
+        layer = MOELayer(
+            LinearGate(k=2), SimpleOrder(), model_dim=WIDTH, num_experts=3, expert_impl=expert, pipeline_degree=degree
+        )
+        x_SM = torch.randn(23, WIDTH, requires_grad=True)
+        y_SM = layer(x_SM)
+        y_SM.square().sum().backward()
+        results.append([y_SM, x_SM.grad, *(each.grad for each in layer.parameters()), *layer.buffers()])
+        if degree != 1:
+            assert layer._running[0].is_cut == (what in STAY_CUT)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
