@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.row_wise import NotRowWiseError, RowShapeError, check_row_wise
+from ds_fsmoe.components.written import written_form
 from ds_fsmoe.parts import LayerError
 from ds_fsmoe.runtime.agreement import check_agreement
 from ds_fsmoe.runtime.step_times import most_of
@@ -62,8 +64,8 @@ def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
     """
     found = [
         _tried(index, expert, x, experts.keep_expert_dim)
-        for index, (expert, form) in enumerate(zip(experts.experts, experts.written_now(), strict=True))
-        if form is None
+        for index, expert in enumerate(experts.experts)
+        if written_form(expert) is None
     ]
     return worst_of(Finding(), *found)
 
@@ -94,7 +96,8 @@ def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool
 
 def _uncompiled() -> AbstractContextManager:
     """A compiled expert is not compiled anew for these rows, where torch can be told so."""
-    set_stance = getattr(torch.compiler, "set_stance", None)
+    # Where nothing has been compiled this would import the compiler, which takes seconds.
+    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -232,3 +233,34 @@ def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_
     assert second["said"][0].startswith("moes.0: hooks on its experts module are to see all rows at once")
     (alone,) = run_on_ranks(late, 1, tmp_path / "one")
     assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}
+
+
+KINDS = "A2A_IN", "EXPERT", "A2A_OUT"
+
+
+def watched(rank: int, world_size: int, folder: str) -> list[bool]:
+    """A traced step; whether DeepSpeed finds times of a layer with hooks on its experts module."""
+    import ds_fsmoe
+
+    case = Case(ep_size=2)
+    model = SmallModel(case, rank)
+    looks(model, model.moes[1].deepspeed_moe, [])
+    trace = {"enabled": True, "start_step": 0, "num_steps": 1, "path": folder}
+    config = case.ds_config(fsmoe={"enabled": True, "trace": trace}, wall_clock_breakdown=True)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    loss, _ = engine(*batch(0, rank, torch.float32))
+    engine.backward(loss)
+    engine.step()
+    inner = model.moes[1].deepspeed_moe
+    engine.destroy()
+    return [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]
+
+
+def test_the_trace_and_deepspeeds_times_show_such_a_layer_as_any_other(tmp_path: Path) -> None:
+    assert run_on_ranks(watched, 2, tmp_path, str(tmp_path / "trace")) == [[True] * 3] * 2
+    events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
+    about = [each["args"] for each in events if each["ph"] == "X"]
+    tasks = [
+        sorted((each["phase"], each["kind"]) for each in about if each["layer"] == label) for label in ("L00", "L01")
+    ]
+    assert tasks[0] == tasks[1] == sorted((phase, kind) for phase in ("fwd", "bwd") for kind in KINDS)
