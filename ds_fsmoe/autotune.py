@@ -114,6 +114,7 @@ class Autotune:
         self._num_forwards = FORWARDS_BEFORE - 1
         self.trials = self._refine = None
         self._running.first_forwards.watch_again()
+        self._running.uncut.look_again()
 
     def run(
         self,
@@ -165,7 +166,9 @@ class Autotune:
         def row_of(kind: Kind, choice: Choice) -> Row:
             measured = found.profiles[kind.subject.kind, choice.alltoall]
             way = choice.alltoall, choice.alltoalls_ms
-            return Row(tuple(kind.labels), measured, choice.phases, asked, *way, found.reduces(kind))
+            uncut = self._running.uncut.reasons.get(kind.labels[0], "")
+            given = (None, None) if uncut else asked
+            return Row(tuple(kind.labels), measured, choice.phases, given, *way, found.reduces(kind), uncut)
 
         def trials_of(plans: Sequence[Sequence[Choice]]) -> Trials | None:
             use(plans[0])

@@ -104,6 +104,8 @@ def choose(
         links: the order of layers with such degrees.
     """
     groups = kind.pipeline.forward.groups
+    if kind.layer.is_uncut:
+        ways, asked = ways.uncut(links), (None, None)
     pairs = {
         name: choose_degrees(
             groups, kind.sizes, found.profiles[kind.subject.kind, name], machine, ways, asked, links, way.planned

@@ -36,6 +36,8 @@ class Row:
     """All-to-all -> what both phases are predicted to take with it."""
     reduces: Reduces
     """How reduce-scatters are done, by size."""
+    uncut: str = ""
+    """Why the layers may not be cut; empty: they may be."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
                     f"{layers} {phase}: degree {asked} is given by hand; auto would have chosen {choice.auto_degree}, "
                     f"predicted {choice.auto_ms:.3f} ms"
                 )
+            elif row.uncut:
+                notes.append(f"{layers} {phase}: not cut: {row.uncut}")
             elif block.degree == 1 and schedule == BEST:
                 notes.append(f"{layers} {phase}: stock's schedule is run, nothing is predicted to gain enough over it")
     return [*_aligned(cells), *notes]

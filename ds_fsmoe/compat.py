@@ -110,6 +110,7 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     },
     "deepspeed.runtime.tensor_parallel.init_utils:load_ds_config": ("config",),
     "deepspeed.module_inject.auto_ep_layer:ReplacementSourceMap": (),
+    "deepspeed.moe.experts:Experts.forward": ("self", "inputs"),
     "deepspeed.moe.layer:MoE.__init__": ("self", "hidden_size", "expert", "num_experts", "ep_size", "k"),
     "deepspeed.moe.layer:MoE.forward": ("self", "hidden_states", "used_token"),
     "deepspeed.moe.sharded_moe:MOELayer.__init__": ("self", "gate", "experts", "ep_group_name", "ep_size"),

@@ -29,6 +29,7 @@ from torch import nn
 from ds_fsmoe import compat
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.config import BLOCK, ConfigError, read_block
+from ds_fsmoe.container import check_containers
 from ds_fsmoe.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.layer import StockMoE
 from ds_fsmoe.log import log_on_rank_0, logger
@@ -37,6 +38,7 @@ from ds_fsmoe.parts import LayerError
 from ds_fsmoe.preflight import (
     check_deepspeed_blocks,
     check_experts,
+    check_gate_hooks,
     check_sequence_parallel,
     check_tensor_parallel,
 )
@@ -244,7 +246,9 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
         mpu = model.mpu()
     check_experts(layers, world_size or None, block.gate, block.esp_size)
     check_tensor_parallel(layers, world_size or None, sizes_of_mpu(mpu)[0], block.esp_size)
+    check_gate_hooks(layers, block.gate)
     check_parts(block, layers)
+    check_containers(layers, block.esp_size)
     check_shards(layers, block.esp_size)
 
 

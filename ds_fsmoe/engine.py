@@ -53,8 +53,8 @@ from ds_fsmoe.takeover import (
     make_groups_on_every_stage,
     take_over,
 )
+from ds_fsmoe.unsharded import facts_of_experts
 from ds_fsmoe.versions import VERSION
-from ds_fsmoe.whole_experts import facts_of_experts
 
 _LOAD_OPTIONS = (
     "load_module_strict",
@@ -73,6 +73,7 @@ class FSMoEEngine(DeepSpeedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.fsmoe.running.uncut.begin(self.fsmoe.inner_layers)
         check_agreement(self.fsmoe.facts(), self.fsmoe.stage_group, "how MoE layers are run")
         self._take_over_reduction()
         put_right(self)

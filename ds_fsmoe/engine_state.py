@@ -13,7 +13,7 @@ from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.gate import GateBase, update_gates
 from ds_fsmoe.engine_telemetry import Telemetry
 from ds_fsmoe.expert_results import ExpertResults
-from ds_fsmoe.layer import FSMoEGate, StockMoE
+from ds_fsmoe.layer import FSMoEGate, FSMoELayer, StockMoE
 from ds_fsmoe.parts import Parts
 from ds_fsmoe.predicted import Predicts
 from ds_fsmoe.prediction_watch import PredictionWatch
@@ -68,6 +68,14 @@ class FSMoEState:
         """How often, because steps were no longer as predicted."""
         self._facts: dict[str, str] = {}
         self._compared_at = 0
+        self._first_step: int | None = None
+        self._is_settled = False
+        running.uncut.group, running.uncut.on_change = stage_group, self._layers_uncut
+
+    @property
+    def inner_layers(self) -> dict[str, FSMoELayer]:
+        """Those of this rank, by label."""
+        return {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
 
     def facts(self) -> dict[str, str]:
         """What all ranks have to have alike, as short texts by name."""
@@ -85,11 +93,17 @@ class FSMoEState:
             DisagreementError: every ``debug.check_every`` steps, if ranks have come to differ.
         """
         self.running.at_step(number)
+        if self._first_step is None:
+            self._first_step = number
+        elif number > self._first_step and not self._is_settled:
+            self._is_settled = True
+            self.running.uncut.settle(self.inner_layers)
         if self._router_check is not None:
             self._router_check.step = number
         every = self.block.debug.check_every
         if every and number >= self._compared_at + every:
             self._compared_at = number
+            self.running.uncut.settle(self.inner_layers)
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
 
     def before_forward(self) -> None:
@@ -102,8 +116,8 @@ class FSMoEState:
             return
         clock = self.running.step_clock
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
-        layers = {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
-        self.autotune.run(layers, self.reduction, dense_ms)
+        self.running.uncut.settle(self.inner_layers)
+        self.autotune.run(self.inner_layers, self.reduction, dense_ms)
         if self.reduction is not None:
             if self.autotune.trials is None:
                 self.reduction.look_at_plans()
@@ -121,6 +135,21 @@ class FSMoEState:
             self.watch.plans_changed()
         self._facts = {}
         check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
+        if self.telemetry is not None:
+            self.telemetry.plans_changed()
+
+    def look_again(self) -> None:
+        """Look once more whether layers may be cut: to be called by every rank, between two steps, after experts have
+        been changed, hooks put on their module, or dropout turned on. Collective.
+        """
+        self.running.uncut.look_again()
+        self.running.uncut.begin(self.inner_layers)
+
+    def _layers_uncut(self) -> None:
+        """Some layers are not cut any more, on this rank for now."""
+        self._facts = {}
+        if self.reduction is not None:
+            self.reduction.look_at_plans()
         if self.telemetry is not None:
             self.telemetry.plans_changed()
 

@@ -3,66 +3,134 @@
 
 from __future__ import annotations
 
-import logging
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ds_fsmoe.components.expert_calls import ExpertSet
-from ds_fsmoe.components.row_wise import check_row_wise
-from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.components.row_wise import NotRowWiseError, RowShapeError, check_row_wise
+from ds_fsmoe.components.written import written_form
 from ds_fsmoe.parts import LayerError
 from ds_fsmoe.runtime.agreement import check_agreement
+from ds_fsmoe.runtime.step_times import most_of
+
+Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
 
 
-def check_experts_of(path: str, experts: ExpertSet, x: torch.Tensor, same_cuts: bool) -> None:
-    """Try the experts of a layer on a few rows of random numbers, the same on every rank.
+@dataclass(frozen=True)
+class Finding:
+    """What speaks against running the experts of a layer in chunks."""
 
-    Collective: all ranks come here at the same forward, and all raise if one has to.
+    kind: Kind = "none"
+    """ "shape": no way to run them is right; "unknown": they could not be tried."""
+    text: str = ""
+    """Such as "expert 1: ..."; empty: nothing does."""
+
+
+def by_class(experts: ExpertSet) -> Finding:
+    """What the modules of the experts say, in the mode they are in: nothing is computed."""
+    for index, expert in enumerate(experts.experts):
+        for name, module in expert.named_modules():
+            what = f"expert {index}: {name or 'the expert itself'}, a {type(module).__name__},"
+            if _draws(module):
+                return Finding("draws", f"{what} draws random numbers, and in chunks it would draw others")
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+                return Finding("mixes", f"{what} is not row-wise: it normalises over all rows")
+    return Finding()
+
+
+def _draws(module: nn.Module) -> bool:
+    if not module.training:
+        return False
+    if isinstance(module, nn.RReLU):
+        return module.lower != module.upper
+    return isinstance(module, _DropoutNd) and 0 < module.p < 1
+
+
+def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
+    """The worst that comes of a few rows of random numbers, the same on every rank, for experts that are not known to
+    be row-wise.
 
     Args:
-        path: of the layer in the model.
-        experts: of this rank, in the mode in which they are to train.
+        experts: of this rank, in the mode in which they are to run.
         x: [..., M], whose width, dtype and device the rows have.
-        same_cuts: whether forward and backward are cut alike.
+    """
+    found = [
+        _tried(index, expert, x, experts.keep_expert_dim)
+        for index, expert in enumerate(experts.experts)
+        if written_form(expert) is None
+    ]
+    return worst_of(Finding(), *found)
+
+
+def worst_of(*found: Finding) -> Finding:
+    """The first of the worst."""
+    return max(found, key=lambda each: get_args(Kind).index(each.kind))
+
+
+def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> Finding:
+    kind = type(expert).__name__
+    try:
+        with _uncompiled():
+            draws = check_row_wise(expert, x.shape[-1], dtype=x.dtype, device=x.device, keep_expert_dim=keep_expert_dim)
+    except RowShapeError as error:
+        return Finding("shape", f"expert {index}: {error}")
+    except NotRowWiseError as error:
+        return Finding("mixes", f"expert {index}: {error}")
+    except Exception as error:  # whatever an expert has against so few rows
+        said = f"{type(error).__name__}: {error}".split("\n")[0]
+        return Finding("unknown", f"expert {index}: expert {kind} could not be tried on a few rows ({said})")
+    if draws:
+        return Finding(
+            "draws", f"expert {index}: expert {kind} draws random numbers, and in chunks it would draw others"
+        )
+    return Finding()
+
+
+def _uncompiled() -> AbstractContextManager:
+    """A compiled expert is not compiled anew for these rows, where torch can be told so."""
+    # Where nothing has been compiled this would import the compiler, which takes seconds.
+    set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
+    return nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def agreed(
+    found: Finding,
+    is_error: bool,
+    path: str,
+    group: dist.ProcessGroup | None,
+    is_alone: bool,
+    device: torch.device,
+) -> str:
+    """The first finding of any rank; empty if there is none. Collective, unless this rank is alone.
+
+    Args:
+        found: here.
+        is_error: whether nothing can be done about it.
+        path: of the layer, for messages.
+        group: the ranks; ``None``: all.
+        is_alone: whether no other rank has to be asked.
+        device: on which ranks exchange numbers.
 
     Raises:
-        LayerError: naming the layer, the expert and what is wrong with it.
-        DisagreementError: on every rank, if only some have something to refuse, or for other reasons.
+        LayerError, DisagreementError: on every rank, if it is an error on any.
     """
-    problem, doubt = None, None
-    for index, expert in enumerate(experts.experts):
-        name = f"{path}: expert {index}"
-        try:
-            draws = check_row_wise(
-                expert, x.shape[-1], dtype=x.dtype, device=x.device, keep_expert_dim=experts.keep_expert_dim
-            )
-        except ValueError as error:
-            problem = problem or f"{name}: {error}"
-            continue
-        if draws and same_cuts:
-            doubt = doubt or f"{name}: {_drawing(expert)}; with pipeline_degree 1 its numbers are those of stock"
-        elif draws:
-            problem = problem or (
-                f"{name}: {_drawing(expert)}; forward and backward are cut differently, so the backward would go with "
-                "other numbers than the forward: make the degrees of fsmoe.pipeline_degree equal"
-            )
-    check_agreement({f"experts of {path}": problem or "row-wise"}, what="whether experts are row-wise")
-    if problem is not None:
+    worst, texts = 2 if is_error else int(bool(found.text)), [found.text]
+    if not is_alone:
+        worst = int(most_of([float(worst)], device, group)[0])
+        if worst:
+            texts *= dist.get_world_size(group)
+            dist.all_gather_object(texts, found.text, group=group)
+    if worst == 2:
+        problem = f"{path}: {found.text}" if is_error else "row-wise"
+        if not is_alone:
+            check_agreement({f"experts of {path}": problem}, group, what="whether experts are row-wise")
         raise LayerError(problem)
-    if doubt is not None:
-        log_on_rank_0(doubt, logging.WARNING)
-
-
-def _drawing(expert: nn.Module) -> str:
-    found = [
-        f"{name or 'the expert itself'}, a {type(module).__name__}"
-        for name, module in expert.named_modules()
-        if isinstance(module, _DropoutNd) and module.training and module.p > 0
-    ]
-    return (
-        f"expert {type(expert).__name__} is not row-wise in training, because it draws random numbers "
-        f"({'; '.join(found) or 'in none of the dropout layers that torch has'}): cut in chunks, it draws others than "
-        "for all rows at once"
-    )
+    return next((text for text in texts if text), "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked and said when the layers of an engine run in training for the first time, their sizes being known."""
+"""What is noted and said when the layers of an engine run in training for the first time, their sizes being known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.replay import AutocastState
 from ds_fsmoe.components.written import WrittenExpert
-from ds_fsmoe.expert_checks import check_experts_of
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.runtime.pipeline import CallSizes, Pipeline
 from ds_fsmoe.saved_bytes import SavedBytes, describe, saved_bytes
@@ -33,12 +32,10 @@ class FirstForwards:
     """Of the layers of one engine.
 
     Args:
-        check_experts: whether their experts are tried.
         keeps_calls: whether :attr:`calls` is filled.
     """
 
-    def __init__(self, check_experts: bool, keeps_calls: bool = False) -> None:
-        self._check_experts = check_experts
+    def __init__(self, keeps_calls: bool = False) -> None:
         self._keeps_calls = keeps_calls
         self.calls: dict[str, FirstCall] = {}
         """By label of the layer."""
@@ -48,25 +45,18 @@ class FirstForwards:
         self._recompute = False
         self._is_told = False
 
-    def watch(self, label: str, path: str, experts: ExpertSet, pipeline: Pipeline, x: torch.Tensor) -> Pipeline:
+    def watch(self, label: str, experts: ExpertSet, pipeline: Pipeline, x: torch.Tensor) -> Pipeline:
         """A layer is about to run in training; returns the pipeline to run it with.
 
         Args:
             label: of the layer, one for each.
-            path: of the layer in the model.
             experts: of this rank.
             pipeline: of the layer.
             x: [..., M], its input.
-
-        Raises:
-            LayerError: its experts are checked, and one is refused.
         """
         if label in self._seen:
             return pipeline
         self._seen.add(label)
-        if self._check_experts and not self._is_told:
-            cuts = pipeline.forward.block.shares, pipeline.backward.block.shares
-            check_experts_of(path, experts, x, same_cuts=cuts[0] == cuts[1])
         self._recompute = pipeline.recompute
 
         def note(sizes: CallSizes) -> None:

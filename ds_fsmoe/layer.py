@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.components.stock_routes import StockMasks, StockRoutes, routing_of, stock_masks, stock_routes
+from ds_fsmoe.components.written import runs_unobserved
+from ds_fsmoe.container import is_like_stocks, whole_experts, why_called
 from ds_fsmoe.expert_results import ExpertResults
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.ops import REFERENCE, Ops
@@ -38,26 +42,47 @@ from ds_fsmoe.runtime.duplicates import PLAIN, Duplicates, TensorParallelUse
 from ds_fsmoe.runtime.groups import sizes_of_mpu
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.spans import Recorder, Together
+from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.telemetry.routers import RouterMetrics
-from ds_fsmoe.whole_experts import WholeExperts
+from ds_fsmoe.unsharded import UnshardedExperts
 
 __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
 
 
 class FSMoEGate(StockTopKGate):
-    """Stock's gate module, its parameter ``wg`` included, with a forward that returns a :class:`Routing`."""
+    """Stock's gate module, its parameter ``wg`` included, that decides in our way.
+
+    Called as a module it takes and returns what stock's does, so hooks on it, and whoever else calls it, see what they
+    would see there. Our layer does so only where somebody would notice; otherwise it asks :meth:`decide`.
+    """
 
     ops: Ops = REFERENCE
     """See :class:`~ds_fsmoe.components.gate.GateBase`."""
     says_entropy: bool = False
     """Likewise."""
+    _entropy: torch.Tensor | None = None
 
     def forward(
         self,
-        x_SM: torch.Tensor,
-        used_token_S: torch.Tensor | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> Routing:
+        input: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        sparse_routes: bool = False,
+        use_tutel: bool = False,
+    ) -> StockRoutes | StockMasks:
+        """Stock's arguments and results; ``use_tutel`` changes nothing."""
+        routing = self.decide(input, used_token, self.ep_group)
+        self._entropy = routing.entropy
+        return stock_routes(routing) if sparse_routes else stock_masks(routing)
+
+    def decide_heard(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
+        """Through the module's call, by what its hooks have left of the result."""
+        routing = routing_of(self(x_SM, used_token_S, True, False))
+        # The tuple has no place for it.
+        entropy, self._entropy = self._entropy, None
+        return replace(routing, entropy=entropy)
+
+    def decide(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
+        """See :class:`~ds_fsmoe.components.gate.GateBase`."""
         with _timed(self, TOPK_GATE_TIMER, "gate_time"):
             settings, ops, says_entropy = gate_settings(self), self.ops, self.says_entropy
             return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, ops, says_entropy)
@@ -97,9 +122,11 @@ class FSMoELayer(StockMOELayer):
     capacity_group: dist.ProcessGroup | None = None
     mp_group: dist.ProcessGroup | None = None
     """See :class:`~ds_fsmoe.runtime.groups.FSMoEGroups`."""
+    is_uncut: bool = False
+    """Whether it is not to be cut; see :class:`~ds_fsmoe.uncut.Uncut`."""
     last_shape: torch.Size | None = None
     """Of the last input."""
-    whole_experts: WholeExperts | None = None
+    unsharded: UnshardedExperts | None = None
     """Of this rank, where they are to be sharded and the groups are not there yet."""
     _known_experts: tuple[list, ExpertSet] | None = None
 
@@ -117,6 +144,8 @@ class FSMoELayer(StockMOELayer):
         self.last_shape = hidden_states.shape
         if self.pipeline is None:
             self.pipeline = alone(self.parts.alltoall.exchange, self.ep_group)
+        if self.running is not None:
+            self.running.uncut.look(self, hidden_states)
         recorder = Recorder(hidden_states.device) if self.wall_clock_breakdown else None
         pipeline = self.pipeline
         if not self.training and pipeline.observer is not None:
@@ -125,11 +154,10 @@ class FSMoELayer(StockMOELayer):
         if recorder is not None:
             traced = pipeline.observer
             pipeline = replace(pipeline, observer=recorder if traced is None else Together(traced, recorder))
-        experts = self._local_experts()
-        if self.training and self.running is not None:
-            pipeline = self.running.first_forwards.watch(self.label, self.path, experts, pipeline, hidden_states)
-        if self.training and self.expert_results is not None:
-            experts = self.expert_results.around(experts, self.path)
+        experts = self.local_experts()
+        if self.training and self.running is not None and isinstance(experts, ExpertSet):
+            pipeline = self.running.first_forwards.watch(self.label, experts, pipeline, hidden_states)
+        experts = self._called(experts, pipeline)
         gate = self.route
         if self.training and self.router_check is not None:
             gate = self.router_check.before(gate, self.path)
@@ -159,7 +187,25 @@ class FSMoELayer(StockMOELayer):
             self.l_aux = self.l_aux / self.mp_group.size()
         return result.output
 
-    def _local_experts(self) -> ExpertSet:
+    def _called(self, experts: ExpertSet | None, pipeline: Pipeline) -> ExpertSet | WholeExperts:
+        """The experts as this call needs them."""
+        results = self.expert_results if self.training else None
+        if why_called(self.experts) is not None:
+            if not pipeline.is_cut:
+                look = None if results is None else partial(results.look, self.path)
+                return whole_experts(self.experts, self.path, look)
+            if experts is None:
+                raise RuntimeError(
+                    f"{self.path}: another experts module was put in after the first forward, and the layer is run in "
+                    "chunks: call engine.fsmoe.look_again() on every rank after such a change"
+                )
+        assert experts is not None
+        return experts if results is None else results.around(experts, self.path)
+
+    def local_experts(self) -> ExpertSet | None:
+        """The experts of this rank; ``None`` where nothing is known of the module that holds them."""
+        if not is_like_stocks(self.experts):
+            return None
         modules = tuple(self.experts.deepspeed_experts)
         # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
         present = [*modules, *(parameter for module in modules for parameter in module.parameters())]
@@ -177,11 +223,11 @@ class FSMoELayer(StockMOELayer):
             self.capacity_group, self.mp_group = groups.capacity_group, groups.mp_group
             if use.same_tokens and groups.mp_group is not None:
                 self.duplicates = Duplicates(groups.mp_group)
-            if self.whole_experts is not None and groups.block_group is not None:
+            if self.unsharded is not None and groups.block_group is not None:
                 rules = self.running.experts_by_rule(self.ep_size)
                 esp_size, path = self.running.block.esp_size, self.path or self.label
-                self.whole_experts.hand_out(self.experts.deepspeed_experts, groups.block_group, rules, esp_size, path)
-            self.whole_experts = None
+                self.unsharded.hand_out(self.experts.deepspeed_experts, groups.block_group, rules, esp_size, path)
+            self.unsharded = None
         elif sizes_of_mpu(stock_groups.mpu)[0] > 1:
             raise LayerError(
                 f"a ds_fsmoe.MoE among {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in an engine of "
@@ -211,19 +257,20 @@ class FSMoELayer(StockMOELayer):
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> RoutingBase:
         """What the layer's gate decides; see :class:`~ds_fsmoe.components.gate.GateBase`."""
-        by_own_gate = not isinstance(self.gate, (FSMoEGate, GateBase))
-        return (self._route_by_own_gate if by_own_gate else self.gate)(x_SM, used_token_S, group)
+        if isinstance(self.gate, FSMoEGate) and not runs_unobserved(self.gate):
+            return self.gate.decide_heard(x_SM, used_token_S)
+        return self.route_unheard(x_SM, used_token_S, group)
 
-    def _route_by_own_gate(
+    def route_unheard(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
-    ) -> Routing:
-        """A user's subclass of stock's gate keeps its own forward; only what it returns is translated."""
-        aux_loss, capacity, num_experts, expert_KS, position_KS, weights_KS, counts_E = self.gate(
-            x_SM, used_token_S, True, False
-        )
-        capacity = int(capacity)
-        slots_KS = torch.where(expert_KS >= 0, expert_KS.long() * capacity + position_KS.long(), num_experts * capacity)
-        return Routing(slots_KS, weights_KS, aux_loss, counts_E, capacity, num_experts)
+    ) -> RoutingBase:
+        """The same without the hooks of a gate like stock's: for tokens that are made up."""
+        if isinstance(self.gate, FSMoEGate):
+            return self.gate.decide(x_SM, used_token_S, group)
+        if isinstance(self.gate, GateBase):
+            return self.gate(x_SM, used_token_S, group)
+        # A user's subclass of stock's gate keeps its own forward; only what it returns is translated.
+        return routing_of(self.gate(x_SM, used_token_S, True, False))
 
 
 def _timed(module: nn.Module, timer: str, attribute: str) -> AbstractContextManager:

@@ -7,6 +7,7 @@ tokens (E = G * e).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +25,15 @@ from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import RoutingBase, kind_of
+from ds_fsmoe.expert_checks import agreed, by_class, by_trial
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.runtime.duplicates import Duplicates
 from ds_fsmoe.runtime.lanes import make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.runtime.wires import Wires
 
 
@@ -52,7 +56,7 @@ def token_path(
     gate: Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], RoutingBase],
     order: OrderBase,
     pipeline: Pipeline,
-    experts: ExpertSet,
+    experts: ExpertSet | WholeExperts,
     group: dist.ProcessGroup | None,
     callbacks: Sequence[CallbackBase] = (),
     duplicates: Duplicates | None = None,
@@ -124,7 +128,8 @@ class MOELayer(nn.Module):
         group: the ranks that share the experts; ``None`` means this process alone. Every rank has to be given the same
             gate parameters: nothing is broadcast here.
         return_stats: ``True`` makes ``forward`` return a :class:`MoEOutput` instead of the output tensor.
-        pipeline_degree: into how many chunks the capacity is cut; (forward, backward) if they differ.
+        pipeline_degree: into how many chunks the capacity is cut; (forward, backward) if they differ. Experts that
+            would compute something else in chunks, as with dropout, are found at the first forward and not cut.
         overlap: ``False`` does one task after another.
         ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; those in plain
             torch unless given.
@@ -188,11 +193,15 @@ class MOELayer(nn.Module):
         self._degrees = degrees
         self._wires = Wires(alltoall_impl.exchange, group if num_ranks > 1 else None, None)
         self._running: tuple[Pipeline, ExpertSet] | None = None
+        self._looked: set[bool] = set()
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
         """[..., M] to [..., M]; with ``return_stats`` a :class:`MoEOutput`."""
         if self._running is None:
             self._running = self._make_pipeline(x.device), expert_set(list(self.experts.experts))
+        if self.training not in self._looked:
+            self._looked.add(self.training)
+            self._leave_whole_if_need_be(x)
         pipeline, experts = self._running
         result = token_path(
             x,
@@ -205,6 +214,19 @@ class MOELayer(nn.Module):
             callbacks=self.callbacks,
         )
         return result if self.return_stats else result.output
+
+    def _leave_whole_if_need_be(self, x: torch.Tensor) -> None:
+        """Experts that would compute something else in chunks are not cut. Collective where the layer is."""
+        pipeline, experts = self._running
+        if not pipeline.is_cut:
+            return
+        found = by_class(experts)
+        found = found if found.text else by_trial(experts, x)
+        is_alone = self._wires.ep_group is None
+        reason = agreed(found, found.kind == "shape", type(self).__name__, self.group, is_alone, x.device)
+        if reason:
+            self._running = pipeline.uncut(), experts
+            log_on_rank_0(f"a {type(self).__name__} put together by hand is run uncut: {reason}", logging.WARNING)
 
     def _make_pipeline(self, device: torch.device) -> Pipeline:
         # At the first call, because only then is the device known.

@@ -42,11 +42,11 @@ def time_gate_and_order(measuring: Measuring, kind: Kind) -> dict[str, Timing]:
 
     def gate(size: int) -> Callable[[], object]:
         x_SM = tokens(size)
-        return lambda: layer.route(x_SM, None, None)
+        return lambda: layer.route_unheard(x_SM, None, None)
 
     def order(size: int) -> Callable[[], object]:
         x_SM = tokens(size)
-        routing = layer.route(x_SM, None, None)
+        routing = layer.route_unheard(x_SM, None, None)
         return lambda: layer.order.restore(layer.order.arrange(x_SM, routing), routing)
 
     was_training = layer.gate.training

@@ -16,7 +16,7 @@ from ds_fsmoe.engine_state import FSMoEState
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Parcel
-from ds_fsmoe.runtime.pipeline import PhasePlan
+from ds_fsmoe.runtime.pipeline import PhasePlan, uncut
 
 
 def is_settled(state: FSMoEState) -> bool:
@@ -96,7 +96,7 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
             exchange = exchange_in(groups, registry.lookup("alltoall", name)())
             wires, planned = replace(wires, exchange=exchange.whole, legs=exchange.legs), exchange.planned
         forward, backward = (
-            PhasePlan(block, now.groups, now.backward, planned)
+            PhasePlan(uncut(block) if inner.is_uncut else block, now.groups, now.backward, planned)
             for block, now in zip(plans.blocks[pipeline.label], (pipeline.forward, pipeline.backward), strict=True)
         )
         inner.pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)

@@ -29,6 +29,7 @@ from ds_fsmoe.runtime.pipeline import Experts, Hook, Parcel, PhasePlan, Pipeline
 from ds_fsmoe.runtime.spans import Recorder
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.trace import Tracer
+from ds_fsmoe.runtime.whole import WholeExperts
 
 if TYPE_CHECKING:
     from ds_fsmoe.runtime.gradients import GradientReducer
@@ -54,7 +55,7 @@ class CallSizes:
     """Of the gradients that travel in the same run, in their order."""
 
     @classmethod
-    def of(cls, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts) -> CallSizes:
+    def of(cls, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts | WholeExperts) -> CallSizes:
         """Those of a call of a :class:`Pipeline`."""
         matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
         width, dtype_bytes = x_RM.shape[-1], x_RM.element_size()
@@ -212,9 +213,16 @@ class PredictedPipeline(Pipeline):
         return cls(**vars(pipeline), tracer=tracer, predictor=predictor, predictors=predictors, clock=clock)
 
     def __call__(
-        self, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts, hook: Hook | None = None
+        self,
+        x_RM: torch.Tensor,
+        num_experts: int,
+        capacity: int,
+        experts: Experts | WholeExperts,
+        hook: Hook | None = None,
     ) -> torch.Tensor:
         """See :class:`Pipeline`."""
+        if isinstance(experts, WholeExperts) and not experts.is_timed and self.clock is not None:
+            return replace(self, clock=None)(x_RM, num_experts, capacity, experts, hook)
         is_heard = self.clock is not None and self.clock.is_listening
         if not is_heard and (self.tracer is None or not self.tracer.is_recording):
             return super().__call__(x_RM, num_experts, capacity, experts, hook)

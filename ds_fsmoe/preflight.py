@@ -59,6 +59,23 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
         raise ConfigError(join_problems(problems))
 
 
+def check_gate_hooks(layers: Mapping[str, Any], gate: GateBlock | None) -> None:
+    """Refuse to put another gate in the place of one that somebody has put hooks on: they would be lost.
+
+    Raises:
+        ConfigError: naming the layer and the way out.
+    """
+    if gate is None or gate.type == "topk":
+        return
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for name, layer in layers.items():
+        if any(getattr(layer.deepspeed_moe.gate, kind) for kind in kinds):
+            raise ConfigError(
+                f"{BLOCK}.gate.type = {shown(gate.type)}: {name}.deepspeed_moe.gate has hooks, which the gate that "
+                f"takes its place would not have; put them on after initialize(), or leave {BLOCK}.gate out"
+            )
+
+
 def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_size: int, esp_size: int) -> None:
     """Hold a model's MoE layers against the tensor-parallel ranks of its ``mpu``.
 

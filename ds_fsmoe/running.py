@@ -39,6 +39,7 @@ from ds_fsmoe.runtime.topology import layout, world_size_now
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.watchdog import Watchdog
 from ds_fsmoe.runtime.wires import Wires
+from ds_fsmoe.uncut import Uncut
 
 _KINDS_OF_GROUP = {
     "ep": (A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE),
@@ -102,7 +103,8 @@ class Running:
         self.predictors: Predictors = dict
         """Of the layers, from what the autotuner has measured."""
         self.step_clock = StepClock(device) if block.autotune.enabled else None
-        self.first_forwards = FirstForwards(block.debug.check_experts, keeps_calls=block.autotune.enabled)
+        self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled)
+        self.uncut = Uncut(device, block.debug.check_experts, block.autotune.enabled, block.esp_size > 1)
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
         if self.tracer is not None:
             self._watchdog.at_end.append(self.tracer.save)

@@ -26,7 +26,7 @@ from ds_fsmoe.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.duplicates import TensorParallelUse, sum_gradients
 from ds_fsmoe.runtime.groups import has_neighbours, sizes_of_mpu, stock_names
-from ds_fsmoe.whole_experts import WholeExperts
+from ds_fsmoe.unsharded import UnshardedExperts
 
 
 def find_layers(model: nn.Module) -> dict[str, StockMoE]:
@@ -221,7 +221,7 @@ def _shard_experts(layer: StockMoE, running: Running) -> dict[nn.Parameter, nn.P
         return {}
     experts = layer.deepspeed_moe.experts.deepspeed_experts
     # What the shards hold for now is cut from this rank's experts; when there are groups, from the right ones.
-    layer.deepspeed_moe.whole_experts = WholeExperts(list(experts))
+    layer.deepspeed_moe.unsharded = UnshardedExperts(list(experts))
     index = running.shard_index(ep_size)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for i, expert in enumerate(experts):
@@ -314,15 +314,16 @@ def give_back(layer: StockMoE) -> None:
             "path",
             "tensor_parallel",
             "pipeline",
+            "is_uncut",
             "last_shape",
             "_known_experts",
-            "whole_experts",
+            "unsharded",
         )
         for name in names:
             vars(inner).pop(name, None)
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
-        for name in ("ops", "says_entropy"):
+        for name in ("ops", "says_entropy", "_entropy"):
             vars(inner.gate).pop(name, None)
 
 

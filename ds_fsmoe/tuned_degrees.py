@@ -58,6 +58,18 @@ class Ways:
         switches = preset(schedule)
         return cls(lambda backward, _: switches.orders(max_degree, backward), switches.pipeline == "common")
 
+    def uncut(self, links: Links) -> Ways:
+        """For layers that may not be cut.
+
+        Args:
+            links: their order, where none of these ways leaves a layer uncut.
+        """
+
+        def orders(backward: bool, splits: bool) -> Sequence[Order]:
+            return [each for each in self.orders(backward, splits) if each.degree == 1] or [Order(1, links)]
+
+        return replace(self, orders=orders)
+
 
 def _open(max_degree: int, links: Sequence[Links], may_put_off: bool) -> Iterable[Order]:
     # Stock's schedule; on lanes of their own, its collectives leave the other link to gradients.

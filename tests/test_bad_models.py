@@ -64,6 +64,20 @@ def test_a_changed_inner_layer_is_not_replaced_behind_its_owners_back() -> None:
     assert "moes.1.deepspeed_moe is a" in refused(model)
 
 
+def test_hooks_of_a_gate_are_not_lost_with_it() -> None:
+    model = SmallModel(Case(), rank=0)
+    model.moes[1].deepspeed_moe.gate.register_forward_hook(lambda *_: None)
+    block = {"enabled": True, "gate": {"type": "gshard"}}
+    assert 'fsmoe.gate.type = "gshard": moes.1.deepspeed_moe.gate has hooks' in refused(model, {"fsmoe": block})
+
+
+def test_sharded_experts_are_not_shown_in_parts_to_hooks_on_their_module() -> None:
+    model = SmallModel(Case(expert="gpt"), rank=0)
+    model.moes[1].deepspeed_moe.experts.register_forward_hook(lambda *_: None)
+    message = refused(model, {"fsmoe": {"enabled": True, "esp_size": 2}})
+    assert message.startswith("fsmoe.esp_size = 2: moes.1: hooks on its experts module are to see all rows at once")
+
+
 def test_tutel_kernels_are_not_dropped_in_silence() -> None:
     model = SmallModel(Case(), rank=0)
     model.moes[0].deepspeed_moe.use_tutel = True

@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 # The files that may import DeepSpeed, each with its reason.
 DEEPSPEED: dict[str, str] = {
     "layer.py": "subclasses DeepSpeed's MoE modules",
+    "container.py": "knows DeepSpeed's module of experts from others",
     "engine.py": "subclasses DeepSpeed's engines",
     "door.py": "stands in for DeepSpeed's initialize",
     "reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",

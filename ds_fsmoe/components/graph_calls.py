@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from ds_fsmoe.components.cuts import Cuts
 from ds_fsmoe.components.gradient_sums import GradientSums
-from ds_fsmoe.components.replay import RandomState
+from ds_fsmoe.components.replay import RandomState, buffers_kept
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,10 +37,11 @@ class GraphCall:
     """Calls the module once for each cut, as ``module(...)``, so that hooks run.
 
     A backward cut that was a cut of the forward uses the graph of that call. For any other, and where no graph was
-    kept, the module is called again on the rows of the cut, under the forward's random numbers: hooks run and buffers
-    change another time, as under activation checkpointing. Cuts that differ from the forward's cannot draw the same
-    numbers: an expert with dropout needs equal cuts in both phases. A module that changes buffers does so for each
-    cut. Modules that refuse ``torch.autograd.grad`` (reentrant checkpointing inside an expert) are not supported.
+    kept, the module is called again on the rows of the cut, under the forward's random numbers: hooks run another time,
+    as under activation checkpointing, and buffers stay as the forward left them. Cuts that differ from the forward's
+    cannot draw the same numbers: an expert with dropout needs equal cuts in both phases. A module that changes buffers
+    does so for each cut of the forward. Modules that refuse ``torch.autograd.grad`` (reentrant checkpointing inside an
+    expert) are not supported.
 
     Kept are the rows (the caller's memory) and, with a graph, what autograd saves; where the rows are strided (N > 1),
     that is often a copy of them.
@@ -141,7 +142,8 @@ class GraphCall:
                 (each for (first, last), each in self._random.items() if first <= start < last),
                 next(iter(self._random.values())),
             )
-        with state.replayed():
+        # Statistics over rows have been counted once.
+        with state.replayed(), buffers_kept(self._expert):
             return self._record(x_NcM)
 
     def _call(self, x_NcM: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call found around it and its repetition has to find again: autocast and random numbers."""
+"""What a call found around it and its repetition has to find again, and to leave as it was."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class RandomState:
         of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), of_device)
 
+    def is_now(self) -> bool:
+        """Whether nothing has been drawn since."""
+        now = RandomState.now(self.device)
+        if self.of_device is not None and not torch.equal(self.of_device, now.of_device):
+            return False
+        return torch.equal(self.of_host, now.of_host)
+
     @property
     def nbytes(self) -> int:
         """What it takes to remember it."""
@@ -66,3 +74,17 @@ class RandomState:
         torch.set_rng_state(self.of_host)
         if self.of_device is not None:
             torch.get_device_module(self.device).set_rng_state(self.of_device, self.device)
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Inside, buffers are copies that may be changed; outside they are what they were, as for a call that does not
+    count."""
+    held = [(each, dict(each._buffers)) for each in module.modules() if each._buffers]
+    for each, buffers in held:
+        each._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for each, buffers in held:
+            each._buffers.update(buffers)

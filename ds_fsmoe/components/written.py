@@ -175,16 +175,20 @@ def written_form(expert: nn.Module) -> WrittenExpert | None:
 
 
 def runs_unobserved(expert: nn.Module) -> bool:
-    """Whether nobody would miss the calls of this module and its submodules: no hooks, nothing compiled."""
-    if torch_module._has_any_global_hook():
-        return False
-    return not any(
-        module._forward_hooks
+    """Whether nobody would miss the calls of this module and its submodules: see :func:`is_observed`."""
+    return not any(is_observed(module) for module in modules_of(expert))
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether somebody would miss the call of this one module: hooks, a compiled form, a forward of its own."""
+    return bool(
+        torch_module._has_any_global_hook()
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
-        for module in modules_of(expert)
+        or "forward" in module.__dict__
     )
 
 

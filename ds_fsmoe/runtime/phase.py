@@ -85,11 +85,27 @@ class Phase:
             label: of the layer.
             observer: is told of the tasks.
         """
+        lanes.run(schedule, self.travel(schedule) | dict(compute), f"{label}/{self._direction}", observer)
+        return self.result()
+
+    def travel(self, schedule: Schedule) -> dict[str, Body]:
+        """Kind -> body of what travels."""
         travel = {A2A_IN: self._enter, GATHER: self._gather, REDUCE: self._reduce, A2A_OUT: self._leave}
         if A2A_IN_NODE in crossings_of(schedule).kinds:
             travel[A2A_IN_NODE], travel[A2A_IN] = self._enter_node, self._enter_from_node
             travel[A2A_OUT], travel[A2A_OUT_NODE] = self._leave_to_node, self._leave_node
-        lanes.run(schedule, travel | dict(compute), f"{label}/{self._direction}", observer)
+        return travel
+
+    def arrived(self) -> torch.Tensor:
+        """[N, e, C, M]: the rows of a phase that is not cut, when all that brings them has been run."""
+        return self._arrived(0)
+
+    def computed(self, y_NecM: torch.Tensor) -> None:
+        """What the experts have made of those."""
+        self._keep(0, y_NecM)
+
+    def result(self) -> torch.Tensor:
+        """[E * C, M], when all tasks have been run."""
         for chunk in range(len(self._cuts)):
             # Where nothing is sent, no task has brought it back.
             if chunk not in self._back:

@@ -37,6 +37,7 @@ from ds_fsmoe.runtime.chunking import Cutting, cut
 from ds_fsmoe.runtime.crossings import crossings_of
 from ds_fsmoe.runtime.lanes import Body, Lanes, Observer
 from ds_fsmoe.runtime.phase import Direction, Hook, Phase
+from ds_fsmoe.runtime.whole import WholeExperts, run_whole
 from ds_fsmoe.runtime.wires import Wires
 
 
@@ -128,6 +129,11 @@ class PhasePlan:
         return cut(capacity, self.block.shares)
 
 
+def uncut(block: BlockPlan) -> BlockPlan:
+    """The same order of tasks with one chunk."""
+    return BlockPlan(links=block.links)
+
+
 @dataclass(frozen=True)
 class CallSizes:
     """The sizes of one call of a layer's experts on this rank."""
@@ -166,8 +172,23 @@ class Pipeline:
         if kinds & {A2A_IN_NODE, A2A_OUT_NODE} and not self.wires.legs:
             raise ValueError(f"{self.label}: an all-to-all in two tasks is planned, and the wires have no legs for it")
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether there is more than one chunk in either phase."""
+        return max(self.forward.block.degree, self.backward.block.degree) > 1
+
+    def uncut(self) -> Pipeline:
+        """The same with one chunk in both phases."""
+        forward, backward = (replace(each, block=uncut(each.block)) for each in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
     def __call__(
-        self, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts, hook: Hook | None = None
+        self,
+        x_RM: torch.Tensor,
+        num_experts: int,
+        capacity: int,
+        experts: Experts | WholeExperts,
+        hook: Hook | None = None,
     ) -> torch.Tensor:
         """Rows to the experts and back.
 
@@ -175,7 +196,7 @@ class Pipeline:
             x_RM: [E * C, M], chunk by chunk as ``self.forward.cutting(capacity)`` says.
             num_experts: E.
             capacity: C.
-            experts: of this rank.
+            experts: of this rank; as one module only where nothing is cut.
             hook: called for each chunk, on its lane, in the forward and in the backward.
 
         Returns:
@@ -193,6 +214,8 @@ class Pipeline:
             num_ranks = self.wires.num_exchanging * self.wires.num_sharing
             chunks = len(cuttings[0].chunks)
             self.on_call(CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same))
+        if isinstance(experts, WholeExperts):
+            return run_whole(self, x_RM, num_experts, capacity, experts, hook, needs_backward)
         call = experts.call(needs_backward, same_cuts=same, recompute=self.recompute)
         of_call = _Call(self, num_experts, *cuttings, call, hook)
         if not needs_backward:

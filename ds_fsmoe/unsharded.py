@@ -25,7 +25,7 @@ _SAMPLES = 1024
 """Elements of a tensor by which experts are told apart, for a warning only."""
 
 
-class WholeExperts:
+class UnshardedExperts:
     """The experts of one layer as the script has filled them, kept until their shards have been handed out.
 
     Args:

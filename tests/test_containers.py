@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What somebody does to the module ``deepspeed_moe.experts`` is done, as in DeepSpeed's own layer, cut or not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.experts import Experts
+from torch import nn
+
+from tests.ranks import run_on_ranks
+from tests.small_model import EXPERT_WIDTH, WIDTH, Case, SmallModel, batch
+
+Change = Callable[[SmallModel, nn.Module, list], None]
+"""(model, layer, what is seen) -> the layer's experts module is changed."""
+
+
+def note(seen: list, *tensors: Any) -> None:
+    seen.append([each.detach().clone() for each in tensors if each is not None])
+
+
+def looks(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    layer.experts.register_forward_hook(lambda module, args, out: note(seen, *args, out))
+    layer.experts.register_forward_pre_hook(lambda module, args, kwargs: note(seen, *args), with_kwargs=True)
+
+
+def changes_rows(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    layer.experts.register_forward_pre_hook(lambda module, args: (args[0] + 0.25 * args[0].mean(dim=2, keepdim=True),))
+
+
+def writes_into_rows(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    layer.experts.register_forward_pre_hook(lambda module, args: (args[0].mul_(1.5),))
+
+
+def changes_results(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    layer.experts.register_forward_hook(lambda module, args, out: out + torch.tanh(args[0]))
+
+
+def changes_gradients(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    def hook(module: nn.Module, given: Any, got: Any) -> Any:
+        note(seen, *given, *got)
+        return tuple(None if each is None else 0.5 * each for each in given)
+
+    layer.experts.register_full_backward_hook(hook)
+    layer.experts.register_full_backward_pre_hook(lambda module, got: tuple(2.0 * each for each in got))
+
+
+def takes_parameters_from_elsewhere(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    layer.experts.register_forward_hook(lambda module, args, out: out + model.middle(args[0]))
+
+
+def keeps_results_for_the_loss(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    kept: list[torch.Tensor] = []
+    layer.experts.register_forward_hook(lambda module, args, out: kept.append(out))
+    model.register_forward_hook(lambda module, args, out: (out[0] + kept.pop().square().mean(), out[1]))
+
+
+def cuts_the_graph(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    layer.experts.register_forward_hook(lambda module, args, out: out.detach())
+
+
+def on_one_rank_alone(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    if torch.distributed.get_rank() == 1:
+        looks(model, layer, seen)
+        changes_results(model, layer, seen)
+
+
+def own_forward_on_the_object(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    kept = layer.experts.forward
+    layer.experts.forward = lambda x: 1.5 * kept(x)
+
+
+class Halves(Experts):
+    """A container that does something to what its experts return."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(inputs) + inputs.mean(dim=2, keepdim=True)
+
+
+def subclass(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    layer.experts.__class__ = Halves
+
+
+class Stacked(nn.Module):
+    """Another module: all experts of the rank in one product, in a shape of its own."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.up = nn.Parameter(torch.randn(num_experts, WIDTH, EXPERT_WIDTH, generator=generator) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(num_experts, EXPERT_WIDTH, WIDTH, generator=generator) / WIDTH**0.5)
+        for parameter in self.parameters():
+            parameter.allreduce, parameter.group_name = False, "ep_size_2"
+
+    def forward(self, x_GecM: torch.Tensor) -> torch.Tensor:
+        x_eRM = x_GecM.transpose(0, 1).reshape(len(self.up), -1, WIDTH)
+        y_eRM = torch.relu(x_eRM @ self.up) @ self.down
+        return y_eRM.view(len(self.up), x_GecM.shape[0], -1, WIDTH).transpose(0, 1).reshape(-1, WIDTH)
+
+
+def another_module(model: SmallModel, layer: nn.Module, seen: list) -> None:
+    layer.experts = Stacked(layer.num_local_experts)
+
+
+HOOKS = [
+    *(looks, changes_rows, writes_into_rows, changes_results, changes_gradients, takes_parameters_from_elsewhere),
+    *(keeps_results_for_the_loss, cuts_the_graph, on_one_rank_alone, own_forward_on_the_object),
+]
+CLASSES = [subclass, another_module]
+CUT = {"pipeline_degree": {"forward": 2, "backward": 3}}
+BLOCKS = [{}, CUT, CUT | {"recompute": True}, CUT | {"overlap": False, "gradient_partition": {"mode": "off"}}]
+
+
+def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple[list, list[str]]:
+    """Seen and computed in three steps and an evaluation; what was said. Without a block: by DeepSpeed alone."""
+    import deepspeed
+
+    import ds_fsmoe
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ds_fsmoe").addHandler(handler)
+    case = Case(ep_size=2, stage=1, k=2)
+    model, seen = SmallModel(case, rank), []
+    layer = model.moes[1].deepspeed_moe
+    if early:
+        change(model, layer, seen)
+    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
+    config = case.ds_config(**({} if block is None else {"fsmoe": {"enabled": True, **block}}))
+    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    if not early:
+        change(model, layer, seen)
+    torch.manual_seed(rank)
+    for step in range(3):
+        loss, y_BLM = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        note(seen, loss, y_BLM)
+    engine.eval()
+    with torch.no_grad():
+        note(seen, engine(*batch(7, rank, torch.float32))[0])
+    note(seen, *model.parameters())
+    if block is not None:
+        degrees = [(each.forward.block.degree, each.backward.block.degree) for each in (layer.pipeline,)]
+        said.append(f"degrees {degrees} {engine.fsmoe.chosen()['pipeline_degree']}")
+    engine.destroy()
+    logging.getLogger("ds_fsmoe").removeHandler(handler)
+    return seen, said
+
+
+def alike(one: list, other: list) -> bool:
+    if len(one) != len(other) or any(len(a) != len(b) for a, b in zip(one, other, strict=True)):
+        return False
+    pairs = ((a, b) for as_, bs in zip(one, other, strict=True) for a, b in zip(as_, bs, strict=True))
+    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+
+
+def compared(rank: int, world_size: int, changes: list[Change], blocks: list[dict]) -> list[str]:
+    different = []
+    for number, change in enumerate(changes):
+        early = change in CLASSES or number % 2 == 0
+        expected, _ = trained(rank, None, change, early)
+        # The layer is cut by some of the blocks: each sees some of the changes.
+        block = blocks[number % len(blocks)]
+        seen, said = trained(rank, block, change, early)
+        if block.get("recompute") and change in (looks, changes_gradients, on_one_rank_alone):
+            seen, expected = seen[-5:], expected[-5:]  # hooks are called once more
+        if not alike(seen, expected):
+            different.append(f"{change.__name__}, {block}")
+        sentences = [each for each in said if "run uncut" in each]
+        if rank == 0 and len(sentences) != int("pipeline_degree" in block):
+            different.append(f"{change.__name__}, {block}: {sentences}")
+        if "pipeline_degree" in block and said[-1] != "degrees [(1, 1)] forward 2, backward 3; forward 1, backward 1":
+            different.append(f"{change.__name__}, {block}: {said[-1]}")
+    return different
+
+
+def test_hooks_on_the_experts_module_do_what_they_do_in_stock(tmp_path: Path) -> None:
+    assert run_on_ranks(compared, 2, tmp_path, HOOKS, BLOCKS) == [[], []]
+
+
+def test_another_experts_module_is_run_as_stock_runs_it(tmp_path: Path) -> None:
+    assert run_on_ranks(compared, 2, tmp_path, CLASSES, BLOCKS[:2]) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(1, len(BLOCKS)))
+def test_every_change_is_done_with_every_block(turn: int, tmp_path: Path) -> None:
+    blocks = BLOCKS[turn:] + BLOCKS[:turn]
+    assert run_on_ranks(compared, 2, tmp_path, HOOKS + CLASSES, blocks) == [[], []]
+
+
+def late(rank: int, world_size: int) -> dict[str, Any]:
+    """A hook that rank 1 puts on after a step, in a layer that is cut; then it asks for another look, with rank 0."""
+    import ds_fsmoe
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ds_fsmoe").addHandler(handler)
+    found: dict[str, Any] = {"calls": [], "degrees": []}
+    case = Case(ep_size=world_size)
+    model, seen = SmallModel(case, rank), []
+    config = case.ds_config(fsmoe={"enabled": True, **CUT, "debug": {"check_every": 1}})
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    for step in range(6):
+        if step == 2 and rank == world_size - 1:
+            looks(model, model.moes[0].deepspeed_moe, seen)
+        if step == 4:
+            engine.fsmoe.look_again()
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        pipeline = model.moes[0].deepspeed_moe.pipeline
+        found["calls"].append(len(seen) // 2)
+        found["degrees"].append((pipeline.forward.block.degree, pipeline.backward.block.degree))
+    engine.destroy()
+    return found | {"said": [each for each in said if "look_again" in each]}
+
+
+def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_again(tmp_path: Path) -> None:
+    first, second = run_on_ranks(late, 2, tmp_path / "two")
+    assert first["degrees"] == second["degrees"] == [(2, 3)] * 4 + [(1, 1)] * 2
+    assert (first["calls"], second["calls"]) == ([0] * 6, [0, 0, 0, 0, 1, 2])
+    assert (first["said"], len(second["said"])) == ([], 1)
+    assert second["said"][0].startswith("moes.0: hooks on its experts module are to see all rows at once")
+    (alone,) = run_on_ranks(late, 1, tmp_path / "one")
+    assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}
+
+
+KINDS = "A2A_IN", "EXPERT", "A2A_OUT"
+
+
+def watched(rank: int, world_size: int, folder: str) -> list[bool]:
+    """A traced step; whether DeepSpeed finds times of a layer with hooks on its experts module."""
+    import ds_fsmoe
+
+    case = Case(ep_size=2)
+    model = SmallModel(case, rank)
+    looks(model, model.moes[1].deepspeed_moe, [])
+    trace = {"enabled": True, "start_step": 0, "num_steps": 1, "path": folder}
+    config = case.ds_config(fsmoe={"enabled": True, "trace": trace}, wall_clock_breakdown=True)
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    loss, _ = engine(*batch(0, rank, torch.float32))
+    engine.backward(loss)
+    engine.step()
+    inner = model.moes[1].deepspeed_moe
+    engine.destroy()
+    return [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]
+
+
+def test_the_trace_and_deepspeeds_times_show_such_a_layer_as_any_other(tmp_path: Path) -> None:
+    assert run_on_ranks(watched, 2, tmp_path, str(tmp_path / "trace")) == [[True] * 3] * 2
+    events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
+    about = [each["args"] for each in events if each["ph"] == "X"]
+    tasks = [
+        sorted((each["phase"], each["kind"]) for each in about if each["layer"] == label) for label in ("L00", "L01")
+    ]
+    assert tasks[0] == tasks[1] == sorted((phase, kind) for phase in ("fwd", "bwd") for kind in KINDS)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that would compute something else in chunks are run uncut, with stock's numbers; all ranks decide alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import WIDTH, Case, SmallModel, batch
+
+CUT = {"pipeline_degree": {"forward": 2, "backward": 3}, "debug": {"check_every": 1}}
+
+
+class Around(nn.Module):
+    """An expert with something behind it, deep inside."""
+
+    def __init__(self, inner: nn.Module, behind: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"inner": inner, "rest": nn.Sequential(behind)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts["rest"](self.parts["inner"](x))
+
+
+class Function(nn.Module):
+    """A function as a module, so that its class says nothing."""
+
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+class NormOfRows(nn.BatchNorm1d):
+    """Over all rows, in whatever shape they come."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+def functional_dropout(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(x, 0.3, module.training)
+
+
+def wasted_draw(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + 0.0 * torch.rand_like(x)
+
+
+def centred(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(dim=-2, keepdim=True)
+
+
+def refuses_few(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[-2] < 6:
+        raise RuntimeError("at least six rows")
+    return x
+
+
+UNCUT: dict[str, Callable[[], nn.Module]] = {
+    "rest.0, a Dropout, draws random numbers": lambda: nn.Dropout(0.3),
+    "rest.0, a NormOfRows, is not row-wise": lambda: NormOfRows(WIDTH),
+    "expert Around draws random numbers": lambda: Function(functional_dropout),
+    "expert Around draws random numbers,": lambda: Function(wasted_draw),
+    "expert Around is not row-wise: a row of its result changes": lambda: Function(centred),
+    "could not be tried on a few rows (RuntimeError: at least six rows)": lambda: Function(refuses_few),
+}
+STAY_CUT: dict[str, Callable[[], nn.Module]] = {
+    "no dropout": lambda: nn.Dropout(0.0),
+    "all dropped": lambda: nn.Dropout(1.0),
+    "a norm within rows": lambda: nn.LayerNorm(WIDTH),
+    "frozen dropout": lambda: nn.Dropout(0.3).eval(),
+    "frozen statistics": lambda: NormOfRows(WIDTH).eval(),
+    "no functional dropout": lambda: Function(lambda module, x: nn.functional.dropout(x, 0.0, True)),
+}
+
+
+def trained(rank: int, block: dict | None, behind: Callable[[], nn.Module], ranks: tuple = (0, 1), late: bool = False):
+    """Losses and all that is trained or kept; sentences; the degrees of both layers."""
+    import deepspeed
+
+    import ds_fsmoe
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ds_fsmoe").addHandler(handler)
+    case = Case(ep_size=2, stage=0, k=2)
+    model = SmallModel(case, rank)
+    experts = model.moes[1].deepspeed_moe.experts.deepspeed_experts
+
+    def change() -> None:
+        for index in range(len(experts)):
+            experts[index] = Around(experts[index], behind() if rank in ranks else nn.Identity())
+            for parameter in experts[index].parameters():
+                parameter.allreduce, parameter.group_name = False, "ep_size_2"
+
+    if not late:
+        change()
+    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
+    config = case.ds_config(**({} if block is None else {"fsmoe": {"enabled": True, **block}}))
+    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    if late:
+        change()
+    torch.manual_seed(rank)
+    found = []
+    for step in range(3):
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.detach())
+    engine.eval()
+    with torch.no_grad():
+        found.append(engine(*batch(7, rank, torch.float32))[0])
+    found += [each.detach().float().clone() for each in (*model.parameters(), *model.buffers())]
+    degrees = []
+    if block is not None:
+        pipelines = [each.deepspeed_moe.pipeline for each in model.moes]
+        degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
+    engine.destroy()
+    logging.getLogger("ds_fsmoe").removeHandler(handler)
+    return found, [each for each in said if "run uncut" in each or "not cut: " in each], degrees
+
+
+def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(one, other, strict=True)
+    )
+
+
+def compared(rank: int, world_size: int, blocks: list[dict], names: list[str]) -> list[str]:
+    wrong = []
+    for number, what in enumerate(names):
+        behind = (UNCUT | STAY_CUT)[what]
+        block = blocks[number % len(blocks)]
+        seen, said, degrees = trained(rank, block, behind)
+        if not alike(seen, trained(rank, None, behind)[0]):
+            wrong.append(f"{what}, {block}: other numbers")
+        if degrees != [(2, 3), (1, 1) if what in UNCUT else (2, 3)]:
+            wrong.append(f"{what}, {block}: {degrees}")
+        if rank == 0 and [what.rstrip(",") in each and "moes.1 is" in each for each in said] != [True] * (
+            what in UNCUT
+        ):
+            wrong.append(f"{what}, {block}: {said}")
+    return wrong
+
+
+def test_experts_that_differ_in_chunks_are_not_cut_and_others_are(tmp_path: Path) -> None:
+    by_class, norm, by_trial, _, mixes, _ = UNCUT
+    names = [by_class, norm, by_trial, mixes, "frozen dropout"]
+    assert run_on_ranks(compared, 2, tmp_path, [CUT, CUT | {"recompute": True}], names) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [[CUT], [CUT | {"recompute": True}]], ids=["kept", "recomputed"])
+def test_the_same_holds_for_every_expert(blocks: list[dict], tmp_path: Path) -> None:
+    assert run_on_ranks(compared, 2, tmp_path, blocks, [*UNCUT, *STAY_CUT]) == [[], []]
+
+
+def one_rank_alone(rank: int, world_size: int) -> list:
+    found = []
+    by_class, by_trial = lambda: nn.Dropout(0.3), lambda: Function(functional_dropout)
+    for behind, on_rank, late in ((by_class, 1, False), (by_trial, 0, False), (by_class, 1, True)):
+        _, said, degrees = trained(rank, CUT, behind, (on_rank,), late)
+        found.append((degrees, len(said)))
+    return found
+
+
+def tuned(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[bool]]:
+    hurry()
+    block = CUT | {"autotune": {"enabled": True, "trials": 0}}
+    _, said, degrees = trained(rank, block, lambda: Function(functional_dropout), (1,), late=True)
+    return degrees, ["not cut: expert 0: expert Around draws" in line for line in said]
+
+
+def test_the_autotuner_does_not_cut_them_either(tmp_path: Path) -> None:
+    first, second = run_on_ranks(tuned, 2, tmp_path)
+    assert first == ([(2, 3), (1, 1)], [False, True])
+    assert second[0] == [(2, 3), (1, 1)]
+
+
+def test_what_one_rank_finds_holds_on_all(tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(one_rank_alone, 2, tmp_path)
+    assert of_ranks == [[([(2, 3), (1, 1)], 1)] * 3, [([(2, 3), (1, 1)], 0)] * 3]
+
+
+@pytest.mark.parametrize("what", [*UNCUT, *STAY_CUT])
+def test_a_layer_put_together_by_hand_is_not_cut_either(what: str) -> None:
+    behind = (UNCUT | STAY_CUT)[what]
+    results = []
+    for degree in (1, (2, 3)):
+        torch.manual_seed(0)
+        expert = Around(nn.Linear(WIDTH, WIDTH), behind())
+        layer = MOELayer(
+            LinearGate(k=2), SimpleOrder(), model_dim=WIDTH, num_experts=3, expert_impl=expert, pipeline_degree=degree
+        )
+        x_SM = torch.randn(23, WIDTH, requires_grad=True)
+        y_SM = layer(x_SM)
+        y_SM.square().sum().backward()
+        results.append([y_SM, x_SM.grad, *(each.grad for each in layer.parameters()), *layer.buffers()])
+        if degree != 1:
+            assert layer._running[0].is_cut == (what in STAY_CUT)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
