@@ -81,7 +81,7 @@ def problems(run: Run, other: Run, theirs: Seen, rank: int, tolerance: float) ->
 
 
 def check(pairs: list[Pair], world_size: int, folder: Path, tolerance: float = 0.0) -> None:
-    outcomes = run_on_ranks(run_pairs, world_size, folder, pairs, tolerance, limit_s=60 + 20 * len(pairs))
+    outcomes = run_on_ranks(run_pairs, world_size, folder, pairs, tolerance)
     for rank, found in enumerate(outcomes):
         assert not found, f"rank {rank}: not what it is held against: {found}"
 

@@ -258,7 +258,7 @@ def failing_ranks(rank: int, world_size: int, folder: str, with_collective: bool
 
 @pytest.mark.parametrize("with_collective", [False, True])
 def test_a_variant_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path, with_collective: bool) -> None:
-    waiting, failed = run_on_ranks(failing_ranks, 2, tmp_path / "ranks", str(tmp_path), with_collective, limit_s=30)
+    waiting, failed = run_on_ranks(failing_ranks, 2, tmp_path / "ranks", str(tmp_path), with_collective)
     where = "case 'only', variant 'ours', step 0 of block 1"
     assert failed == f"{where}, rank 1: MemoryError: no room"
     assert waiting.startswith(where)

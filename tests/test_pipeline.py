@@ -218,7 +218,7 @@ def compare(rank: int, world_size: int, cases: list[Case], ep: int, esp: int) ->
 
 
 def assert_equal_to_the_loop(world_size: int, ep: int, esp: int, cases: list[Case], folder: Path) -> None:
-    for rank, found in enumerate(run_on_ranks(compare, world_size, folder, cases, ep, esp, limit_s=1500)):
+    for rank, found in enumerate(run_on_ranks(compare, world_size, folder, cases, ep, esp)):
         assert not found, f"rank {rank}: {len(found)} of {len(cases)} cases: {found[:5]}"
 
 

@@ -108,7 +108,7 @@ def test_a_rank_that_ends_in_a_collective_leaves_its_trace(
     tmp_path: Path, overlap: bool, is_hang: bool, code: int, reason: str
 ) -> None:
     with pytest.raises(RuntimeError, match=r"exit codes \[") as caught:
-        run_on_ranks(be_traced_until_one_is_missing, 2, tmp_path, str(tmp_path), overlap, is_hang, limit_s=60)
+        run_on_ranks(be_traced_until_one_is_missing, 2, tmp_path, str(tmp_path), overlap, is_hang)
     assert re.search(rf"exit codes \[{code}, -9\]", str(caught.value)), caught.value
     trace = read_trace(tmp_path / "trace" / "rank0.json")
     assert_valid(trace)
@@ -150,7 +150,7 @@ def train_until_told_to_end(rank: int, world_size: int, folder: str) -> NoReturn
 
 def test_a_job_that_is_told_to_end_leaves_the_trace_of_its_engine(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=rf"exit codes \[-{signal.SIGTERM:d}\]"):
-        run_on_ranks(train_until_told_to_end, 1, tmp_path, str(tmp_path), limit_s=120)
+        run_on_ranks(train_until_told_to_end, 1, tmp_path, str(tmp_path))
     trace = read_trace(tmp_path / "trace" / "rank0.json")
     assert trace["otherData"]["ended"] == "SIGTERM"
     assert trace["otherData"]["steps"] == [1, 2, 3]

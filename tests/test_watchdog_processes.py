@@ -71,7 +71,7 @@ def run_twice_with_one_missing(
 def fail_on_ranks(folder: Path, *args: bool) -> tuple[int, str]:
     """How rank 0 ended and what it left."""
     with pytest.raises(RuntimeError, match=r"exit codes \[") as caught:
-        run_on_ranks(run_twice_with_one_missing, 2, folder, str(folder), *args, limit_s=60)
+        run_on_ranks(run_twice_with_one_missing, 2, folder, str(folder), *args)
     codes = re.search(r"exit codes \[(-?\d+), (-?\d+)\]", str(caught.value))
     assert codes is not None, caught.value
     assert codes[2] == str(-signal.SIGKILL), caught.value  # rank 1 was at it still, and was ended by the test
