@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import time
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
 from tests.test_layer_against_loop import AUX_FACTOR, EXPERTS, Problem, make_problem
 from tests.test_layer_against_loop import Case as LoopCase
+from tests.waiting import pause
 
 FORWARD, BACKWARD = (1, 2, 3, 4, 7), (1, 2, 3, 5)
 DROP = LayerSettings(k=2, capacity_factor=1.1, min_capacity=2)
@@ -252,7 +252,7 @@ class Delays(Observer):
         self.random = random.Random(seed)
 
     def begin(self, index: int, task: Any) -> None:
-        time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
+        pause(self.random, 0, 0, 0.001, 0.004)
 
 
 def delayed(rank: int, world_size: int) -> int:
