@@ -61,8 +61,8 @@ class SteppedClock(Clock):
     it would have waited. Threads are waited for until they end, or until the test says that they are given up."""
 
     def __init__(self) -> None:
-        self.gives_up: Callable[[], object] = lambda: False
-        """Whether a thread that has not ended is given up: the limit for it is over."""
+        self.gives_up: Callable[[threading.Thread], object] = lambda thread: False
+        """Whether a thread that has not ended is given up, because the limit for it is over."""
         self._now_s = 0.0
         self._changed = threading.Condition()
         self._allowed = 0
@@ -92,16 +92,21 @@ class SteppedClock(Clock):
             return self._is_over
 
     def join(self, thread: threading.Thread, limit_s: float) -> None:
-        while thread.is_alive() and not self.gives_up():
+        while thread.is_alive() and not self.gives_up(thread):
             thread.join(0.01)
+
+    def allow(self, times: int = 1) -> None:
+        """Let it look so often, whenever it comes to that."""
+        with self._changed:
+            self._allowed += times
+            self._changed.notify_all()
 
     def look(self, times: int = 1) -> None:
         """Have it look so often; returns when it has."""
         for _ in range(times):
             with self._changed:
                 assert self._changed.wait_for(lambda: self._waiting, LIMIT_S)
-                self._allowed += 1
-                self._changed.notify_all()
+                self.allow()
                 # It has gone to look, and has come back to wait.
                 assert self._changed.wait_for(lambda: not self._allowed, LIMIT_S)
                 assert self._changed.wait_for(lambda: self._waiting or self._is_over, LIMIT_S)

@@ -193,7 +193,7 @@ def test_nothing_is_left_of_a_build_that_was_killed(number: int, clean: None) ->
     while len(namespaces(NAME)) < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
     building.send_signal(number)
-    building.wait(timeout=60)
+    building.wait(timeout=600)
     while namespaces(NAME) and time.monotonic() < deadline + 30:
         time.sleep(0.1)
     assert namespaces(NAME) == []
