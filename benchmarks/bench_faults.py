@@ -203,7 +203,8 @@ def undisturbed(folder: Path, trial: Trial, num_steps: int = NUM_STEPS) -> dict[
     with started(command(nothing, folder, num_steps), folder / "log.txt") as job:
         wait_until(lambda: job.poll() is not None, START_LIMIT_S)
         if job.poll() != 0:
-            raise RuntimeError(f"a job without a fault failed; see {folder / 'log.txt'}")
+            said = (folder / "log.txt").read_text()[-3000:]
+            raise RuntimeError(f"a job without a fault failed; the end of {folder / 'log.txt'}:\n{said}")
     return losses(folder)
 
 
