@@ -96,7 +96,8 @@ def command(trial: Trial, folder: Path, num_steps: int = NUM_STEPS) -> list[str]
     arguments = [str(JOB), str(folder), "--steps", str(num_steps), "--stage", str(trial.stage)]
     arguments += ["--fault", json.dumps(fault)]
     if trial.launcher == "deepspeed":
-        port = str(random.SystemRandom().randint(20_000, 60_000))
+        # Below those that the kernel gives to connections.
+        port = str(random.SystemRandom().randint(15_000, 32_000))
         launcher = str(Path(sys.executable).with_name("deepspeed"))
         return [sys.executable, launcher, "--num_accelerators", "2", "--master_port", port, *arguments]
     restarts = "1" if trial.launcher == "torchrun restarts" else "0"

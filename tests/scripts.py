@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
+import random
 import runpy
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,10 @@ START = pytest.mark.parametrize("start", [on_ranks, pytest.param(launch, marks=p
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port for ranks to meet at, below those that the kernel gives to connections: on a busy machine one of them
+    would take it before the ranks are there."""
+    while True:
+        port = random.SystemRandom().randint(15_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
