@@ -154,7 +154,7 @@ def _follow(
         for job in jobs:
             job.wait()
     for reader in readers:
-        reader.join(timeout=5)
+        reader.join(timeout=30)
     # Those that were ended here are not the cause.
     statuses = [_status(job) for job in jobs]
     own = [each for each in statuses if each != 128 + signal.SIGKILL]

@@ -36,7 +36,7 @@ def main() -> None:
     """Measure everything, in the same order on every rank."""
     result, inter_mbit, intra_mbit, per_node = Path(sys.argv[-4]), *map(float, sys.argv[-3:])
     # A transfer that takes this long has failed: the slowest takes under a second.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     bench = Bench(int(per_node), {"inter": inter_mbit, "intra": intra_mbit})
     found = {
         "links": {link: bench.link(link) for link in bench.groups},

@@ -178,7 +178,7 @@ def main() -> None:
     args = parser.parse_args()
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))
     models = [*GRID, STAGE]
     rows = []
     for number in range(len(models)) if args.only is None else args.only:

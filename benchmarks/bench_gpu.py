@@ -26,7 +26,6 @@ import os
 import socket
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,6 +62,7 @@ from ds_fsmoe.ops import Ops, load_ops
 from ds_fsmoe.planning.cost import Fit
 from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.lanes import Body, Lanes, make_lanes
 from ds_fsmoe.runtime.spans import Recorder
 
@@ -90,6 +90,7 @@ class Run:
     ops: Ops
     began_s: float
     """By the monotonic clock."""
+    host: Clock
     made: dict[str, str] = field(init=False)
     lanes: Lanes = field(init=False)
     delay: Delay = field(init=False)
@@ -101,11 +102,11 @@ class Run:
         for name, columns in (("gpu_predicted", PREDICTED), ("gpu", MEASURED), ("gpu_lines", LINES)):
             check_columns(self.file(name), (*self.made, *columns))
         self.lanes = make_lanes(self.device)
-        self.delay = Delay(self.device)
+        self.delay = Delay(self.device, self.host)
         self.task_ms = task_cost_ms(self.lanes, self.device, self.delay)
 
     def used_s(self) -> float:
-        return time.monotonic() - self.began_s
+        return self.host.monotonic() - self.began_s
 
     def file(self, name: str) -> Path:
         return self.results / f"{name}.csv"
@@ -186,6 +187,7 @@ def measure(
     run: Run, configuration: Configuration, planned: Mapping[str, Planned], effort: Effort, until_s: float
 ) -> Measurement:
     """Run every preset's plan, in turns and in blocks, until there are enough or it is time."""
+    host = run.delay.host
     run.delay.calibrate()  # as fast as the device runs now
     schedules = {(name, phase): each.schedules[i] for name, each in planned.items() for i, phase in enumerate(PHASES)}
     schedules |= {(AA, phase): schedules[BASELINE, phase] for phase in PHASES}
@@ -198,7 +200,7 @@ def measure(
     issue_ms: dict[tuple[str, str], float] = {}
     # In the first round tensors are made.
     for _ in range(1 + effort.warmup):
-        issue_ms = {key: issued_ms(run.device, lambda at=key: walk(*at)) for key in schedules}
+        issue_ms = {key: issued_ms(run.device, lambda at=key: walk(*at), host) for key in schedules}
 
     def wait_for_host(key: tuple[str, str]) -> None:
         """Keep a GPU waiting until it has all of its work."""
@@ -211,11 +213,11 @@ def measure(
         for _ in range(effort.steps):
             for name in (names[i] for i in block_order(len(names), len(blocks))):
                 for key in ((name, phase) for phase in PHASES):
-                    took_ms = elapsed_ms(run.device, lambda at=key: walk(*at), lambda at=key: wait_for_host(at))
+                    took_ms = elapsed_ms(run.device, lambda at=key: walk(*at), lambda at=key: wait_for_host(at), host)
                     block[key].append(took_ms)
         blocks.append(block)
     times_ms = {key: np.array([block[key] for block in blocks]) for key in schedules}
-    timelines, recorder = {}, Recorder(run.device)
+    timelines, recorder = {}, Recorder(run.device, host)
     for key, schedule in schedules.items():
         wait_for_host(key)
         walk(*key, observer=recorder)
@@ -304,7 +306,7 @@ def measure_overhead(run: Run, effort: Effort) -> str:
     return ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, host: Clock = HOST) -> int:
     """Exit status 0; 1 if a measurement failed, and says so; 2 if there is no such device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -314,13 +316,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ops", choices=("auto", "reference", "required"), help="auto; quick: reference")
     parser.add_argument("--overhead", choices=("auto", "always", "never"), default="auto", help="auto: on a GPU")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    args, began_s = parser.parse_args(arguments), time.monotonic()
+    args, began_s = parser.parse_args(arguments), host.monotonic()
     device, quick = torch.device(args.device), args.quick or args.device == "cpu"
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench_gpu: there is no CUDA device here; --device cpu --quick tests this file", file=sys.stderr)
         return 2
     ops = load_ops(args.ops or ("reference" if quick else "auto"), device.type)
-    run = Run(device, quick, args.budget, args.results, ops, began_s)
+    run = Run(device, quick, args.budget, args.results, ops, began_s, host)
     effort = Effort(args.blocks or (3 if quick else 20), steps=1 if quick else 2, warmup=1 if quick else 2)
     configurations = QUICK if quick else FULL
     print(

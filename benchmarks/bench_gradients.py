@@ -149,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))
     variants = [Variant(mode, made(mode, args.degree, args.chunk_bytes)) for mode in (*MODES, NOT_REDUCED)]
     run_grid(GRID, variants, "off", Effort(blocks=args.blocks, steps=1, warmup=1), results=args.results)
     dist.destroy_process_group()

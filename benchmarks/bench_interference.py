@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     traffic = Traffic(args.tokens_bytes)
     steps = {"alone": alone(traffic), "uncoordinated": uncoordinated(traffic), "on the lane": on_the_lane(traffic)}
     generator = random.Random(0)  # the same pauses on every rank

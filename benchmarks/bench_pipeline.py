@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     serial, lanes = make_lanes(torch.device("cpu"), overlap=False), make_lanes(torch.device("cpu"))
 
     def made(*arguments: object) -> Callable[[Layer], Step]:

@@ -84,7 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=100))
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))
     mpu, made = Mpu(ranks_per_node()), made_with(PACKAGES)
     case = Case(str(TINY), TINY) if args.smoke else cases()[args.case]
     tuned = {"autotune": {"enabled": True, "watch_every": 0}, "pipeline_degree": {"max": 4}}

@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     variants = (Variant("float32", Step), Variant("bfloat16 wire", lambda layer: Step(layer, [BFloat16Wire()])))
     run_grid(GRID, variants, "float32", Effort(blocks=args.blocks, steps=2), results=args.results)
     made = made_with(PACKAGES)

@@ -9,7 +9,6 @@ goes with it, and a node of today in numbers.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
@@ -18,6 +17,7 @@ import torch
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cost import Cost, Fit, LinearCost, fit
 from ds_fsmoe.planning.schedule import Draft, Lane, Task
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.lanes import Body, Lanes
 
 CHAIN = 30
@@ -39,10 +39,11 @@ class Delay:
 
     Args:
         device: of the lanes.
+        host: the clock of the CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, host: Clock = HOST) -> None:
+        self.device, self.host = device, host
         self._ahead = _AHEAD_CYCLES if device.type == "cuda" else 0.0
         self.line: Fit
         """Milliseconds of a delay by what is asked for: cycles on CUDA, milliseconds of sleep on a CPU."""
@@ -66,7 +67,7 @@ class Delay:
         if self.device.type == "cuda":
             torch.cuda._sleep(int(amount))
         else:
-            time.sleep(amount / 1e3)
+            self.host.sleep(amount / 1e3)
 
     def _took_ms(self, amount: float) -> float:
         """One of several in a row: as in a schedule, where a lane has its next task at hand."""
@@ -75,10 +76,15 @@ class Delay:
             for _ in range(_IN_A_ROW):
                 self._ask(amount)
 
-        return elapsed_ms(self.device, work, ahead=lambda: self._ask(self._ahead)) / _IN_A_ROW
+        return elapsed_ms(self.device, work, lambda: self._ask(self._ahead), self.host) / _IN_A_ROW
 
 
-def elapsed_ms(device: torch.device, work: Callable[[], object], ahead: Callable[[], object] | None = None) -> float:
+def elapsed_ms(
+    device: torch.device,
+    work: Callable[[], object],
+    ahead: Callable[[], object] | None = None,
+    host: Clock = HOST,
+) -> float:
     """Milliseconds of some work, by the clock of the device.
 
     Args:
@@ -86,13 +92,14 @@ def elapsed_ms(device: torch.device, work: Callable[[], object], ahead: Callable
         work: issued on the current stream.
         ahead: done first, and not counted: a pause. It keeps a GPU waiting until the host has issued the work; and on a
             CPU work takes longer after a pause, which is how most tasks of a schedule begin.
+        host: the clock of the CPU.
     """
     if device.type != "cuda":
         if ahead is not None:
             ahead()
-        start_ns = time.perf_counter_ns()
+        start_ns = host.perf_counter_ns()
         work()
-        return (time.perf_counter_ns() - start_ns) / 1e6
+        return (host.perf_counter_ns() - start_ns) / 1e6
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if ahead is not None:
         ahead()
@@ -103,11 +110,11 @@ def elapsed_ms(device: torch.device, work: Callable[[], object], ahead: Callable
     return start.elapsed_time(end)
 
 
-def issued_ms(device: torch.device, work: Callable[[], object]) -> float:
+def issued_ms(device: torch.device, work: Callable[[], object], host: Clock = HOST) -> float:
     """What it costs the host to issue some work; on a CPU that is to do it. Leaves the device idle."""
-    start_ns = time.perf_counter_ns()
+    start_ns = host.perf_counter_ns()
     work()
-    took_ms = (time.perf_counter_ns() - start_ns) / 1e6
+    took_ms = (host.perf_counter_ns() - start_ns) / 1e6
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return took_ms
@@ -141,7 +148,7 @@ def task_cost_ms(lanes: Lanes, device: torch.device, delay: Delay) -> float:
 
     work()
     # Issued while the device waits, as in what is measured.
-    times_ms = [elapsed_ms(device, work, ahead=lambda: delay(2.0)) for _ in range(4 * _ROUNDS)]
+    times_ms = [elapsed_ms(device, work, lambda: delay(2.0), delay.host) for _ in range(4 * _ROUNDS)]
     return statistics.median(times_ms) / CHAIN
 
 

@@ -99,7 +99,7 @@ def time_computation(computation: Computation, delay: Delay, go_on: Callable[[],
     parts = [(kind, *computation.of(kind, s)) for kind in kinds for s in (CUT_SHARES if kind in CUT else WHOLE_SHARES)]
     rounds: list[list[float]] = []
     while len(rounds) <= FEWEST_ROUNDS or (len(rounds) <= MOST_ROUNDS and go_on()):
-        rounds.append([elapsed_ms(delay.device, done, ahead=lambda: delay(AHEAD_MS)) for _, _, done in parts])
+        rounds.append([elapsed_ms(delay.device, done, lambda: delay(AHEAD_MS), delay.host) for _, _, done in parts])
     found: Points = {kind: ([], []) for kind in kinds}
     # The first round loads kernels.
     for (kind, size, _), times_ms in zip(parts, zip(*rounds[1:], strict=True), strict=True):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from benchmarks.intervals import MIN_BLOCKS, MIN_BLOCKS_TO_JUDGE, check_blocks
 from benchmarks.outcome import AA, COLUMNS, PACKAGES, CaseResult, CpuShares, Goal, evaluate, rows, table
 from benchmarks.rank_group import Ranks, RunError
 from benchmarks.result_files import RESULTS, append_rows, check_columns, hardware, made_with
+from ds_fsmoe.runtime.clock import HOST, Clock
 
 # All that a benchmark needs, from one place.
 __all__ = ["AA", "RESULTS", "Case", "CaseResult", "Effort", "Goal", "Grid", "RunError", "Variant", "run_grid"]
@@ -89,6 +89,7 @@ def run_grid(
     effort: Effort | None = None,
     goals: Sequence[Goal] = (),
     results: Path = RESULTS,
+    host: Clock = HOST,
 ) -> list[CaseResult]:
     """Measures every variant in every case, appends the rows of each case when it is done, prints the table at the end.
 
@@ -97,6 +98,7 @@ def run_grid(
         effort: how long; the same on every rank.
         goals: what is to be reached; nothing but ``passed`` depends on it.
         results: folder of the CSV file.
+        host: the clock of this rank.
 
     Returns:
         The results, the same on every rank.
@@ -117,7 +119,7 @@ def run_grid(
                 # Now, and not at the end: files may be edited while this process runs what it has loaded.
                 made = made_with(PACKAGES)
         for case in grid.cases:
-            done.append(_measure(case, ordered, effort, goals, ranks))
+            done.append(_measure(case, ordered, effort, goals, ranks, host))
             with ranks.together(f"case {case.name!r}, rows"):
                 if ranks.rank == 0:
                     # Now a GPU has been used, if there is to be one.
@@ -158,6 +160,7 @@ def _measure(
     effort: Effort,
     goals: Sequence[Goal],
     ranks: Ranks,
+    host: Clock,
 ) -> CaseResult:
     """One case. Between the steps there is nothing but the one small all-reduce that lets all ranks start together."""
     of_case, num = f"case {case.name!r}, variant", len(variants)
@@ -173,23 +176,23 @@ def _measure(
                 _synchronize()
     times_ms, own_s = np.zeros((num, effort.blocks, effort.steps)), np.zeros(num)
     machine = [CpuTime(0.0, 0.0, 0.0)] * num
-    began_s, blocks = time.monotonic(), 0
+    began_s, blocks = host.monotonic(), 0
     while blocks < effort.blocks:
         for step in range(effort.steps):
             for i in block_order(num, blocks):
                 with ranks.together(f"{of_case} {variants[i].name!r}, step {step} of block {blocks}"):
-                    own_before_s, machine_before = _cpu_s(), cpu_time()
+                    own_before_s, machine_before = _cpu_s(host), cpu_time()
                     _synchronize()
-                    start_s = time.perf_counter()
+                    start_s = host.perf_counter()
                     steps[i]()
                     _synchronize()
-                    times_ms[i, blocks, step] = (time.perf_counter() - start_s) * 1e3
-                    own_s[i] += _cpu_s() - own_before_s
+                    times_ms[i, blocks, step] = (host.perf_counter() - start_s) * 1e3
+                    own_s[i] += _cpu_s(host) - own_before_s
                     machine[i] += cpu_time() - machine_before
         blocks += 1
         enough = effort.budget_s is not None and blocks >= (MIN_BLOCKS_TO_JUDGE if goals else MIN_BLOCKS)
         # Rank 0 decides for all: clocks differ, and a rank that stopped alone would leave the others waiting.
-        if enough and ranks.agree(time.monotonic() - began_s >= effort.budget_s):
+        if enough and ranks.agree(host.monotonic() - began_s >= effort.budget_s):
             break
     for step in steps:
         getattr(step, "close", lambda: None)()
@@ -201,10 +204,10 @@ def _measure(
     return evaluate(case, [variant.name for variant in variants], times_ms, shares, goals)
 
 
-def _cpu_s() -> float:
+def _cpu_s(host: Clock) -> float:
     """Seconds of CPU used by this process so far: all threads, and children that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return host.process_time() + children.ru_utime + children.ru_stime
 
 
 def _synchronize() -> None:

@@ -159,7 +159,7 @@ def fix_capacity() -> None:
     TopKGate.forward = forward
 
 
-def begin(timeout_s: float = 100) -> None:
+def begin(timeout_s: float = 600) -> None:
     """Let this rank join the job, with the fixes that stock needs."""
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -48,7 +48,7 @@ def main() -> None:
     copier = threading.Thread(target=copy, daemon=True)
     copier.start()
     code = os.waitstatus_to_exitcode(os.waitpid(script_pid, 0)[1])
-    copier.join(timeout=2)  # what the script started may hold its output open
+    copier.join(timeout=20)  # what the script started may hold its output open
     status = code if code >= 0 else 128 - code
     folder = os.environ.get("FSMOE_BED_STATUS")
     if folder and not ended_from_outside:

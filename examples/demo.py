@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
+from ds_fsmoe.runtime.clock import HOST, Clock
+
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
 TITLE_OF_RUN = {"deepspeed": "stock DeepSpeed", "fsmoe": "ds_fsmoe"}
@@ -54,7 +56,7 @@ def end(job: subprocess.Popen[str]) -> None:
                 process.kill()
 
 
-def run(moe: str, steps: int) -> dict[str, Any]:
+def run(moe: str, steps: int, host: Clock = HOST) -> dict[str, Any]:
     """One launch of the main job.
 
     Returns:
@@ -70,16 +72,21 @@ def run(moe: str, steps: int) -> dict[str, Any]:
     command += ["--deepspeed_config", str(ROOT / "ds_configs" / "gpt_moe_small.json"), "--moe", moe]
     command += ["--steps", str(steps), "--metrics", str(metrics), "--save-dir", str(RUNS / f"checkpoints_{moe}")]
     log = RUNS / f"{moe}.log"
+    is_done, is_late = threading.Event(), threading.Event()
+
+    def end_when_late() -> None:
+        if not host.wait(is_done, TIME_LIMIT_S):
+            is_late.set()
+            end(job)
+
     print(f"demo: training with {TITLE_OF_RUN[moe]}; its log is {log.relative_to(ROOT)}", flush=True)
     with (
         log.open("w") as file,
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job,
         tqdm(total=steps, unit="step", disable=not sys.stderr.isatty()) as progress,
     ):
-        limit = threading.Timer(TIME_LIMIT_S, end, (job,))
-        limit.daemon = True  # an interrupted demo does not wait for it
-        start = time.monotonic()
-        limit.start()
+        # An interrupted demo does not wait for it.
+        threading.Thread(target=end_when_late, daemon=True).start()
         for line in job.stdout:
             file.write(line)
             file.flush()
@@ -88,11 +95,10 @@ def run(moe: str, steps: int) -> dict[str, Any]:
                 progress.update(int(seen.group(1)) - progress.n)
                 if progress.disable:
                     print("demo:   " + line.rstrip(), flush=True)
-        limit.cancel()
+        is_done.set()
     if job.returncode or not metrics.exists():
         print("\n".join(log.read_text().splitlines()[-25:]), file=sys.stderr)
-        late = time.monotonic() - start >= TIME_LIMIT_S
-        what = f"took longer than {TIME_LIMIT_S} s" if late else f"failed (exit status {job.returncode})"
+        what = f"took longer than {TIME_LIMIT_S} s" if is_late.is_set() else f"failed (exit status {job.returncode})"
         raise SystemExit(f"demo: the run with {TITLE_OF_RUN[moe]} {what}; see {log}")
     measured = json.loads(metrics.read_text())
     # Two runs of the same layers would agree as well, and show nothing.

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import sysconfig
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
@@ -33,7 +32,6 @@ from . import SOURCE_ROOT, locks
 if TYPE_CHECKING:
     from setuptools import Extension
 
-_LOCK_POLL_S = 0.5
 
 # "2.13.0+cpu" -> "2_13_0_cpu": fit for a macro and for a module name.
 TORCH_TAG = re.sub(r"\W", "_", torch.__version__)
@@ -128,14 +126,11 @@ class FSMoEBuilder(OpBuilder):
         return super().jit_load(verbose)
 
     def _wait_for_lock(self) -> None:
-        # torch waits for this file without a limit and without a word, so we do the waiting.
-        while (lock := locks.find_lock(self.lock_path())) is not None:
-            if lock.is_stale:
-                raise RuntimeError(
-                    f"the build lock {lock.path} is {lock.age_s:.0f} s old; a build that was killed leaves such a "
-                    f"file. If no other process is building {self.name} now, delete it and start again"
-                )
-            time.sleep(_LOCK_POLL_S)
+        if (stale := locks.wait_for(self.lock_path())) is not None:
+            raise RuntimeError(
+                f"the build lock {stale.path} is {stale.age_s:.0f} s old; a build that was killed leaves such a "
+                f"file. If no other process is building {self.name} now, delete it and start again"
+            )
 
 
 class CPUBuilder(FSMoEBuilder, CPUOpBuilder):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 
 STALE_LOCK_S = 600.0
 """A lock that is older is taken for a left-over: no op takes that long to build."""
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ def find_lock(path: Path) -> Lock | None:
         return Lock(path, max(0.0, time.time() - os.stat(path).st_mtime))
     except FileNotFoundError:
         return None
+
+
+def wait_for(path: Path, sleep: Callable[[float], object] = time.sleep) -> Lock | None:
+    """Wait until nobody holds the lock at a path: ``None``; or until it is stale: that lock.
+
+    torch waits for it without a limit and without a word.
+    """
+    while (lock := find_lock(path)) is not None and not lock.is_stale:
+        sleep(_POLL_S)
+    return lock
 
 
 def held_locks(folder: Path) -> list[Lock]:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grids, variants that sleep, and rows read back, for the tests of the harness."""
+"""Grids, variants that sleep by a clock of ours, and rows read back, for the tests of the harness."""
 
 from __future__ import annotations
 
 import csv
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Case, Effort, Grid, Variant
+from tests.fake_clock import FakeClock
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ GRID = Grid("example", (Case("only", Settings()),))
 QUICK = Effort(blocks=2, steps=1, warmup=0)
 
 
-def sleeper(name: str, ms: float) -> Variant:
-    return Variant(name, lambda settings: lambda: time.sleep(ms / 1e3))
+def sleeper(clock: FakeClock, name: str, ms: float) -> Variant:
+    return Variant(name, lambda settings: lambda: clock.sleep(ms / 1e3))
 
 
 def grid_of(**settings: Any) -> Grid:

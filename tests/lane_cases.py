@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -18,6 +17,7 @@ from ds_fsmoe.runtime.lanes import Body, Lanes, Observer, SerialLanes, make_lane
 from ds_fsmoe.runtime.spans import Recorder
 from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from ds_fsmoe.runtime.thread_lanes import ThreadLanes
+from tests.waiting import LIMIT_S, linger
 
 COMPUTE, INTRA, INTER = Lane
 CPU = torch.device("cpu")
@@ -25,8 +25,6 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 LINKS = pytest.mark.parametrize("link", [INTRA, INTER])
 EVERY_LANE = pytest.mark.parametrize("lane", Lane)
 KINDS = ("A2A_IN", "GATHER", "EXPERT", "REDUCE", "A2A_OUT")
-# What no test comes near unless something hangs.
-LIMIT_S = 30
 
 
 @pytest.fixture(params=["serial", "threads", pytest.param("streams", marks=NEEDS_GPU)])
@@ -131,7 +129,7 @@ def pause(pause_ms: float, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda._sleep(int(pause_ms * 1e6))  # in cycles, of which there are one to two million in a millisecond
     elif pause_ms:
-        time.sleep(pause_ms / 1e3)
+        linger(pause_ms / 1e3)
 
 
 def serial_outcome(schedule: Schedule) -> tuple[list[list[int]], list[int]]:

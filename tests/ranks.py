@@ -6,18 +6,28 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.built_ops import build_ops
+from tests.waiting import LIMIT_S, until
+
 # A collective that waits longer than this fails its rank, and with it the test.
-COLLECTIVE_TIMEOUT_S = 60
+COLLECTIVE_TIMEOUT_S = LIMIT_S
 
 
-def run_on_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any, limit_s: float = 240) -> list:
+def run_on_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    *args: Any,
+    limit_s: float = 3 * LIMIT_S,
+    grace_s: float = 5.0,
+) -> list[Any]:
     """``function(rank, world_size, *args)`` on every rank; returns what each returned, in rank order.
 
     Args:
@@ -25,11 +35,13 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, folder: Path, *a
         world_size: number of ranks.
         folder: an empty folder of this call, for the ranks to meet in.
         args: anything that pickles.
-        limit_s: after this long the ranks are ended and the test fails.
+        limit_s: after this long the ranks are ended and the test fails. It bounds a hang.
+        grace_s: once a rank has failed the others are ended after this long, if they have not ended by themselves.
 
     Raises:
         RuntimeError: with the traceback of every rank that failed.
     """
+    build_ops()
     context = multiprocessing.get_context("forkserver")
     # The fork server imports the slow modules once; every rank after that starts as a copy of it. The last two are
     # what torch and DeepSpeed import when the first optimizer is made: seconds for each rank.
@@ -44,13 +56,9 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, folder: Path, *a
     ]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + limit_s
-    failed = False
-    while any(process.is_alive() for process in ranks) and time.monotonic() < deadline and not failed:
-        time.sleep(0.02)
-        failed = any(process.exitcode not in (None, 0) for process in ranks)
-    if failed:
-        time.sleep(1.0)  # the others may be about to say why, too
+    with suppress(TimeoutError):
+        until(lambda: _have_ended(ranks) or any(process.exitcode for process in ranks), limit_s)
+        until(lambda: _have_ended(ranks), grace_s)  # the others may be about to say why, too
     alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     for process in ranks:
         process.kill() if process.is_alive() else None
@@ -61,6 +69,10 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, folder: Path, *a
         codes = [process.exitcode for process in ranks]
         raise RuntimeError("\n".join([f"exit codes {codes}, still running when ended: {alive}", *errors]))
     return [result for _, result in outcomes]
+
+
+def _have_ended(ranks: list[Any]) -> bool:
+    return not any(process.is_alive() for process in ranks)
 
 
 def _read(file: Path) -> tuple[str | None, Any]:

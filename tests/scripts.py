@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import os
+import random
 import runpy
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.built_ops import build_ops
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,10 +27,11 @@ Start = Callable[..., str]
 
 def launch(folder: Path, *arguments: str, **variables: str) -> str:
     """What a job of two ranks printed, started in a folder by DeepSpeed's launcher."""
+    build_ops()
     launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(NUM_RANKS)]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     command = [*launcher, "--master_port", str(free_port()), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -64,6 +68,10 @@ START = pytest.mark.parametrize("start", [on_ranks, pytest.param(launch, marks=p
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port for ranks to meet at, below those that the kernel gives to connections: on a busy machine one of them
+    would take it before the ranks are there."""
+    while True:
+        port = random.SystemRandom().randint(15_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +45,7 @@ from ds_fsmoe.runtime.wires import Wires
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
+from tests.waiting import pause
 
 EXPERTS_PER_RANK, CAPACITY, WIDTH, HIDDEN = 2, 11, 7, 28
 TASKS = (A2A_IN_NODE, A2A_IN, A2A_OUT, A2A_OUT_NODE)
@@ -270,7 +270,7 @@ class Delays(Observer):
         self.random = random.Random(seed)
 
     def begin(self, index: int, task: Any) -> None:
-        time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
+        pause(self.random, 0, 0, 0.001, 0.004)
 
 
 def delayed(rank: int, world_size: int) -> int:

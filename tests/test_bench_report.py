@@ -126,7 +126,7 @@ def test_losses_are_held_against_stocks_in_the_same_layout() -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.report", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_the_command_prints_tables_and_writes_pictures(tmp_path: Path) -> None:

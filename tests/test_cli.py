@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from ds_fsmoe import cli
 from ds_fsmoe.commands import env
 from ds_fsmoe.versions import SUPPORTED, VERSION
+from tests.waiting import make_older
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -69,12 +69,12 @@ def test_env_fails_on_a_stale_lock_and_says_how_old_it_is(capsys, monkeypatch, t
         lock = tmp_path / name / "lock"
         lock.parent.mkdir()
         lock.touch()
-        os.utime(lock, (time.time() - age_s, time.time() - age_s))
+        make_older(lock, age_s)
     assert cli.main(["env", "--brief"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "s old" in line]
     assert [line.split()[0] for line in lines] == ["cpu_adam", "fsmoe_cpu"]
     assert "[OKAY]  being built" in lines[0]
-    assert "500" in lines[1]
+    assert re.search(r" 5\d{3} s old", lines[1])
     assert f"delete {tmp_path / 'fsmoe_cpu' / 'lock'}" in lines[1]
 
 
@@ -106,7 +106,7 @@ def test_an_unknown_command_lists_the_known_ones(capsys) -> None:
 
 
 def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "ds_fsmoe", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "ds_fsmoe", "--version"], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == f"ds_fsmoe {VERSION}"
 
 
@@ -115,5 +115,5 @@ def test_a_name_that_needs_torch_says_so_where_there_is_none() -> None:
         "import sys\nsys.modules['deepspeed'] = None\nimport ds_fsmoe\n"
         "try:\n    ds_fsmoe.initialize\nexcept ModuleNotFoundError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip().endswith("which is not installed: pip install 'ds_fsmoe[train]'")

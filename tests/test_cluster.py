@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,8 @@ from benchmarks import bed_job, cluster
 from benchmarks.bed import Bed, BedError, check_machine, down, found_bed, namespaces, rate_mbit
 from benchmarks.bed_job import run_job
 from benchmarks.bed_test import contention
+from tests.bed_messages import bucket, connected, passes
+from tests.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = f"t{os.getpid() % 1_000_000}"
@@ -47,32 +48,13 @@ def clean() -> Iterator[None]:
     assert not list(Path("/etc/netns").glob(f"fsmoe-{NAME}-*"))
 
 
-def in_namespace(namespace: str, code: str, timeout_s: float = 30) -> subprocess.CompletedProcess[str]:
+def in_namespace(namespace: str, code: str) -> subprocess.CompletedProcess[str]:
     command = ["ip", "netns", "exec", namespace, sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
 
 
-def transfer_ms(bed: Bed, sender: int, receiver: int, size_bytes: int, pause_s: float = 0.0) -> float:
-    """One message between two places; the median of five, each after a pause."""
-    places = bed.places()
-    receive = (
-        "import socket; s = socket.create_server(('0.0.0.0', 5000)); print('up', flush=True); c, _ = s.accept()\n"
-        f"for _ in range(6):\n    n = {size_bytes}\n    while n: n -= len(c.recv(min(n, 65536)))\n    c.sendall(b'k')"
-    )
-    send = (
-        f"import socket, time; s = socket.create_connection(('{places[receiver].address}', 5000), 10); t = []\n"
-        f"for _ in range(6):\n    time.sleep({pause_s}); a = time.perf_counter(); s.sendall(b'x' * {size_bytes})\n"
-        "    s.recv(1); t.append(time.perf_counter() - a)\nprint(sorted(t[1:])[2] * 1e3)"
-    )
-    command = ["ip", "netns", "exec", places[receiver].namespace, sys.executable, "-c", receive]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout.readline() == "up\n"
-            done = in_namespace(places[sender].namespace, send)
-        finally:
-            server.kill()
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
+def has_no_processes(bed: Bed) -> bool:
+    return all(row[3] == 0 for row in bed.status())
 
 
 # ---- what needs no namespaces
@@ -123,6 +105,17 @@ def test_kappa_is_read_off_the_task_that_ends_first() -> None:
 # ---- what does
 
 
+def links_of(bed: Bed) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(namespace, port) of all links between nodes, and of all inside them."""
+    places = bed.places()
+    if bed.mode == "independent":
+        return [(each.namespace, "eth0") for each in places], [(each.namespace, "lo") for each in places]
+    uplinks = [(bed.node_switch(node), "uplink") for node in range(bed.nodes)]
+    uplinks += [(bed.switch, f"n{node}") for node in range(bed.nodes)]
+    ports = [(each.namespace, "eth0") for each in places]
+    return uplinks, ports + [(bed.node_switch(each.node), f"r{index}") for index, each in enumerate(places)]
+
+
 @needs_bed
 @pytest.mark.parametrize("mode", ["independent", "shared"])
 def test_a_bed_has_its_links_and_leaves_nothing(mode: str, clean: None) -> None:
@@ -135,16 +128,21 @@ def test_a_bed_has_its_links_and_leaves_nothing(mode: str, clean: None) -> None:
     with pytest.raises(BedError, match=f"bed '{NAME}' is already up .*3 nodes x 2 ranks.*down` first"):
         Bed(NAME).up()
     last = len(bed.places()) - 1
-    size_bytes = 256 * 1024
-    wanted_ms = size_bytes * 8 / 50e3
-    assert transfer_ms(bed, 0, last, size_bytes) == pytest.approx(wanted_ms, rel=0.25)
-    # After a pause the bucket is full, and it is small.
-    assert transfer_ms(bed, 0, last, size_bytes, pause_s=0.2) == pytest.approx(wanted_ms, rel=0.25)
-    # So a message of a few packets, as chunks are, is not free of it either: at most a packet is.
-    few_bytes = 4 * bed.mtu("inter")
-    assert transfer_ms(bed, 0, last, few_bytes, pause_s=0.2) > 0.7 * few_bytes * 8 / 50e3
-    if mode == "shared":
-        assert transfer_ms(bed, 0, 1, size_bytes) < 0.6 * wanted_ms
+    between, inside = links_of(bed)
+    for ports, mbit, kind in ((between, 50, "inter"), (inside, 200, "intra")):
+        for each in ports:
+            found = bucket(*each)
+            assert found.rate_mbit == mbit
+            # After a pause a bucket is full, and no more than a packet is free then.
+            assert bed.mtu(kind) <= found.burst_bytes < 1.1 * bed.mtu(kind)
+    # Of the first place: its node's link to other nodes, and its link inside the node.
+    ports, size_bytes = [between[0], inside[0]], 256 * 1024
+    if mode == "independent":
+        assert passes(bed, 0, last, size_bytes, ports) == [True, False]
+        assert passes(bed, 0, 0, size_bytes, ports) == [False, True]
+    else:  # what leaves the node goes through the rank's own port too
+        assert passes(bed, 0, last, size_bytes, ports) == [True, True]
+        assert passes(bed, 0, 1, size_bytes, ports) == [False, True]
     hosts = in_namespace(bed.places()[0].namespace, "import socket; print(socket.gethostbyname('node2'))")
     assert hosts.stdout.strip() == next(place.address for place in bed.places() if place.node == 2)
     assert down(NAME) == (4 if mode == "independent" else 10)
@@ -155,14 +153,21 @@ def test_a_bed_has_its_links_and_leaves_nothing(mode: str, clean: None) -> None:
 def test_links_are_cut_restored_and_rerated_while_up(clean: None) -> None:
     bed = Bed(NAME, inter="50mbit")
     bed.up()
-    size_bytes = 128 * 1024
-    before_ms = transfer_ms(bed, 0, 1, size_bytes)
-    assert cluster.main(["--name", NAME, "link", "1", "down"]) == 0
-    code = f"import socket; socket.create_connection(('{bed.places()[1].address}', 5000), 2)"
-    assert re.search("timed out|No route|unreachable", in_namespace(bed.places()[0].namespace, code).stderr)
-    assert cluster.main(["--name", NAME, "link", "1", "up"]) == 0
+    (mine, other), _ = links_of(bed)
+    with connected(bed, 0, 1) as connection:
+        connection.send(1000)
+        assert connection.receive() == 1000
+        assert cluster.main(["--name", NAME, "link", "1", "down"]) == 0
+        before = bucket(*mine)
+        connection.send(1000)
+        # It has left its place, and comes nowhere until the link is there again.
+        until(lambda: bucket(*mine).passed_bytes >= before.passed_bytes + 1000)
+        assert connection.arrived() == 1000
+        assert cluster.main(["--name", NAME, "link", "1", "up"]) == 0
+        assert connection.receive() == 2000
     assert cluster.main(["--name", NAME, "link", "0", "rate", "10mbit"]) == 0
-    assert transfer_ms(bed, 0, 1, size_bytes) > 3 * before_ms
+    assert [bucket(*each).rate_mbit for each in (mine, other)] == [10, 50]
+    assert passes(bed, 0, 1, 128 * 1024, [mine]) == [True]
     for arguments in (["7", "down"], ["0", "sideways"], ["0", "rate"], ["0", "rate", "0mbit"]):
         assert cluster.main(["--name", NAME, "link", *arguments]) == 2
 
@@ -174,9 +179,10 @@ def test_two_beds_do_not_disturb_each_other(clean: None) -> None:
     two.up()
     # The same addresses in both, and a message arrives in its own.
     assert one.places()[1].address == two.places()[1].address
-    assert transfer_ms(one, 0, 1, 65536) > 0
+    ports = [(bed.places()[0].namespace, "eth0") for bed in (one, two)]
+    assert passes(one, 0, 1, 65536, ports) == [True, False]
     down(two.name)
-    assert transfer_ms(one, 0, 1, 65536) > 0
+    assert passes(one, 0, 1, 65536, ports[:1]) == [True]
     assert len(namespaces(NAME)) == 3
 
 
@@ -189,15 +195,10 @@ def test_nothing_is_left_of_a_build_that_was_killed(number: int, clean: None) ->
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 30
-    while len(namespaces(NAME)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: len(namespaces(NAME)) >= 4)
     building.send_signal(number)
-    building.wait(timeout=60)
-    while namespaces(NAME) and time.monotonic() < deadline + 30:
-        time.sleep(0.1)
-    assert namespaces(NAME) == []
-    assert not (beds.STATE / f"{NAME}.json").exists()
+    assert building.wait(timeout=LIMIT_S) != 0, "it was built before it was killed"
+    until(lambda: not namespaces(NAME) and not (beds.STATE / f"{NAME}.json").exists())
 
 
 @needs_bed
@@ -205,7 +206,7 @@ def test_a_job_runs_on_every_rank_with_its_nodes_name(clean: None, tmp_path: Pat
     script = tmp_path / "job.py"
     script.write_text(
         "import datetime, socket, sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=60))\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=600))\n"
         "x = torch.full((3,), float(dist.get_rank())); dist.all_reduce(x)\n"
         "print(socket.gethostname(), x.tolist(), sys.argv[-1], torch.get_num_threads(), flush=True)\n"
         "dist.barrier()\n"
@@ -213,7 +214,7 @@ def test_a_job_runs_on_every_rank_with_its_nodes_name(clean: None, tmp_path: Pat
     bed = Bed(NAME)
     bed.up()
     lines: list[str] = []
-    assert run_job(bed, [str(script), "live"], 120, lines.append) == 0
+    assert run_job(bed, [str(script), "live"], LIMIT_S, lines.append) == 0
     said = sorted(line for line in lines if "live" in line and "rank" in line.split("]")[0])
     assert said == [f"[node{rank // 2} rank{rank}] node{rank // 2} [6.0, 6.0, 6.0] live 1" for rank in range(4)]
 
@@ -222,17 +223,15 @@ def test_a_job_runs_on_every_rank_with_its_nodes_name(clean: None, tmp_path: Pat
 def test_a_dead_rank_ends_its_job(clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The others do not notice by themselves.
     script = tmp_path / "job.py"
-    script.write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(7)\ntime.sleep(300)\n")
+    script.write_text("import os, signal\nif os.environ['RANK'] == '1': os._exit(7)\nsignal.pause()\n")
     monkeypatch.setattr(bed_job, "GRACE_S", 1.0)
     bed = Bed(NAME)
     bed.up()
     lines: list[str] = []
-    start = time.monotonic()
-    assert run_job(bed, [str(script)], 120, lines.append) == 7
-    assert time.monotonic() - start < 100
+    assert run_job(bed, [str(script)], LIMIT_S, lines.append) == 7
     assert any(re.search(r"\[bed\] node0 failed with status \d+; ending the others", line) for line in lines)
     assert any("rank 1 ended with status 7" in line for line in lines)
-    assert all(row[3] == 0 for row in bed.status()), "processes are left"
+    until(lambda: has_no_processes(bed))
 
 
 def test_ranks_that_their_launcher_ended_do_not_hide_the_one_that_failed(tmp_path: Path) -> None:
@@ -247,29 +246,24 @@ def test_ranks_that_their_launcher_ended_do_not_hide_the_one_that_failed(tmp_pat
 def test_a_killed_run_takes_its_ranks_along(clean: None, tmp_path: Path) -> None:
     started = tmp_path / "started"
     script = tmp_path / "sleep.py"
-    script.write_text(f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(300)")
+    script.write_text(f"import pathlib, signal; pathlib.Path({str(started)!r}).touch(); signal.pause()")
     bed = Bed(NAME, nodes=1, ranks_per_node=1)
     bed.up()
     command = [sys.executable, str(ROOT / "benchmarks" / "cluster.py"), "--name", NAME, "run", "--", str(script)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        deadline = time.monotonic() + 60
-        while not started.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert started.exists()
+        until(started.exists)
         running.kill()
-    while bed.status()[0][3] and time.monotonic() < deadline + 10:
-        time.sleep(0.1)
-    assert bed.status()[0][3] == 0
+    until(lambda: has_no_processes(bed))
 
 
 @needs_bed
 def test_a_run_over_its_time_ends(clean: None, tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
-    script.write_text("import time; time.sleep(300)")
+    script.write_text("import signal; signal.pause()")
     bed = Bed(NAME, nodes=1, ranks_per_node=1)
     bed.up()
-    assert run_job(bed, [str(script)], 3, lambda _line: None) == 124
-    assert bed.status()[0][3] == 0
+    assert run_job(bed, [str(script)], 1, lambda _line: None) == 124
+    until(lambda: has_no_processes(bed))
 
 
 @needs_bed
@@ -284,18 +278,32 @@ def test_what_cannot_be_run_is_named(clean: None, capsys) -> None:
 
 
 @needs_bed
-def test_a_benchmark_measures_on_the_bed_and_both_links_work_at_once(clean: None, tmp_path: Path) -> None:
+def test_a_benchmark_measures_on_the_bed(clean: None, tmp_path: Path) -> None:
     Bed(NAME, inter="50mbit", intra="200mbit").up()
     script = str(ROOT / "benchmarks" / "bench_bed.py")
     lines: list[str] = []
-    status = run_job(found_bed(NAME), [script, "--blocks", "2", "--results", str(tmp_path)], 180, lines.append)
+    status = run_job(found_bed(NAME), [script, "--blocks", "2", "--results", str(tmp_path)], LIMIT_S, lines.append)
     assert status == 0, "\n".join(lines[-30:])
     with (tmp_path / "bed.csv").open(newline="") as file:
         rows = {(row["case"], row["variant"]): row for row in csv.DictReader(file)}
     assert len(rows) == 9
     assert all(row["ranks"] == "4" and float(row["cpu_share"]) > 0 for row in rows.values())
-    # About 45 ms on each link, one after another 90: far enough from 1 for two blocks to see.
-    assert float(rows["links alone", "side by side"]["ratio"]) > 1.15
+
+
+@needs_bed
+def test_the_links_inside_a_node_and_between_nodes_work_at_once(clean: None) -> None:
+    bed = Bed(NAME, inter="50mbit", intra="200mbit")
+    bed.up()
+    with connected(bed, 0, 1) as between:
+        bed.link(1, "down")
+        between.send(1000)
+        # A message is under way between the nodes all the time that another one takes inside one of them.
+        with connected(bed, 0, 0) as inside:
+            inside.send(256 * 1024)
+            assert inside.receive() == 256 * 1024
+        assert between.arrived() == 0
+        bed.link(1, "up")
+        assert between.receive() == 1000
 
 
 @needs_bed

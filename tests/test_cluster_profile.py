@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import kind_costs
 from ds_fsmoe.runtime import cluster_profile, cluster_work, stopwatch
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.cluster_profile import profile_cluster
 from ds_fsmoe.runtime.cluster_work import COMPUTING, ProfileNames, Shape, groups_of
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
@@ -25,6 +25,7 @@ from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.one_fate import MeasuringError
 from ds_fsmoe.runtime.stopwatch import Stopwatch
 from ds_fsmoe.runtime.topology import Topology, topology_of_hosts
+from tests.fake_clock import FakeClock
 from tests.ranks import COLLECTIVE_TIMEOUT_S, run_on_ranks
 
 CPU = torch.device("cpu")
@@ -51,9 +52,11 @@ def in_haste() -> None:
     cluster_profile.COMPUTING_AIM_MS = 1.0
 
 
-def profiled(topology: Topology, lanes: Lanes, known: Measurements, said: Said, **options: Any) -> tuple[Cluster, int]:
+def profiled(
+    topology: Topology, lanes: Lanes, known: Measurements, said: Said, host: Clock = HOST, **options: Any
+) -> tuple[Cluster, int]:
     """The cluster, and how many operations were timed."""
-    watch = Stopwatch(CPU)
+    watch = Stopwatch(CPU, host=host)
     measuring = Measuring(watch, known, said.measured.append)
     options = {"max_bytes": MAX_BYTES} | options
     return profile_cluster(measuring, topology, lanes, torch.float32, **options), watch.num_timed
@@ -102,7 +105,7 @@ def test_every_operation_is_measured_alike_on_all_ranks_and_can_be_planned_with(
     assert tuple(cluster.operations) == tuple(UNITS)
     assert {name for name, each in cluster.operations.items() if each.ranks == 2} == set(LINKED)
     assert all(each.source.startswith("measured: ") for each in cluster.operations.values())
-    assert 0 < cluster.host_ms < 100
+    assert cluster.host_ms > 0
     costs = kind_costs(cluster, Groups(4, 2, mp=2, esp=2, ep=2), "2dh")
     assert costs["A2A_IN"] == cluster.operations["inter.all_to_all"].cost
 
@@ -171,26 +174,27 @@ MBIT_50 = 50e6 / 8 / 1e3  # bytes in a millisecond
 def meet_odd_links(rank: int, world_size: int) -> dict[str, Any]:
     in_haste()
     topology, send = topology_of_hosts("ab"), dist.all_to_all_single
+    # All that is not slowed takes a tick, whatever its size.
+    clock = FakeClock(tick_ns=10**6)
     found: dict[str, Any] = {}
 
     def after(delay_ms: Any) -> Said:
         def slow(y: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
-            time.sleep(delay_ms(x.numel() * 4) / 1e3)
+            clock.sleep(delay_ms(x.numel() * 4) / 1e3)
             send(y, x, **options)
 
         dist.all_to_all_single = slow
         return Said()
 
     known = Measurements()
-    cluster, _ = profiled(
-        topology, SerialLanes(), known, after(lambda num_bytes: num_bytes / MBIT_50), max_bytes=1 << 26
-    )
+    said = after(lambda num_bytes: num_bytes / MBIT_50)
+    cluster, _ = profiled(topology, SerialLanes(), known, said, clock, max_bytes=1 << 26)
     name = ProfileNames(topology, SerialLanes(), torch.float32, 1 << 26).of("inter.all_to_all")
     found["slow"] = known.timings[name]
     found["contention"] = cluster.contention, [each for each in known.numbers if "contention" in each]
 
     known, said = Measurements(), after(lambda num_bytes: 20 if num_bytes < MAX_BYTES / 3 else 1)
-    cluster, _ = profiled(topology, SerialLanes(), known, said)
+    cluster, _ = profiled(topology, SerialLanes(), known, said, clock)
     found["bad"] = [*said.measured], [*said.lines], cluster.operations["inter.all_to_all"].source
     dist.all_to_all_single = send
 
@@ -217,7 +221,7 @@ def test_on_a_slow_link_the_largest_message_is_over_soon(odd: list[dict[str, Any
     timing = odd[0]["slow"]
     assert timing == odd[1]["slow"]
     assert 20 < timing.sizes[-1] / MBIT_50 < 200, "milliseconds at 50 Mbit/s"
-    assert timing.times_ms[-1] >= timing.sizes[-1] / MBIT_50
+    assert timing.times_ms[-1] == pytest.approx(timing.sizes[-1] / MBIT_50, abs=1.5)
 
 
 def test_lanes_that_do_one_task_after_another_do_not_slow_each_other(odd: list[dict[str, Any]]) -> None:

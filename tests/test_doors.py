@@ -325,7 +325,7 @@ def test_run_says_what_is_missing(arguments: list[str], sentence: str) -> None:
         env=os.environ | {"PYTHONPATH": str(Path(ds_fsmoe.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 1
     assert sentence in done.stderr

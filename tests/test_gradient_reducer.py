@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Supply, WindowBytes, plan_by_bytes, plan_by_rule
 from ds_fsmoe.runtime.gradients import GradientReducer
 from tests.ranks import run_on_ranks
+from tests.waiting import pause
 
 SIZES = (13, 7, 1, 29, 11, 3)
 MODES = ("adaptive", "fixed_chunk", "dense_only")
@@ -54,7 +54,7 @@ class Wiretap:
         group = kwargs.get("group") or dist.group.WORLD
         self.messages[tuple(dist.get_process_group_ranks(group))].append((str(tensor.dtype), tensor.numel()))
         if self._rng is not None:
-            time.sleep(self._rng.choice((0, 0, 0.001, 0.004)))
+            pause(self._rng, 0, 0, 0.001, 0.004)
         return self._all_reduce(tensor, *args, **kwargs)
 
 

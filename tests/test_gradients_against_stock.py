@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from tests.gradient_cases import LOOPS, STEPS, Run, Seen, compare, in_modes, train, training
 from tests.ranks import run_on_ranks
 from tests.test_gradient_reducer import Wiretap
+from tests.waiting import pause
 
 # Of the largest number of its kind, in fp32 after some steps on four ranks.
 TOLERANCE = 2e-5
@@ -81,7 +81,7 @@ def problems(run: Run, other: Run, theirs: Seen, rank: int, tolerance: float) ->
 
 
 def check(pairs: list[Pair], world_size: int, folder: Path, tolerance: float = 0.0) -> None:
-    outcomes = run_on_ranks(run_pairs, world_size, folder, pairs, tolerance, limit_s=60 + 20 * len(pairs))
+    outcomes = run_on_ranks(run_pairs, world_size, folder, pairs, tolerance)
     for rank, found in enumerate(outcomes):
         assert not found, f"rank {rank}: not what it is held against: {found}"
 
@@ -302,7 +302,7 @@ def taps(rank: int, world_size: int, runs: list[Run], delays: bool) -> list[dict
             rng = random.Random(rank + 5)
             for parameter in script.model.parameters():
                 if delays and parameter.requires_grad:
-                    parameter.register_hook(lambda gradient, rng=rng: time.sleep(rng.choice((0, 0, 0.002))))
+                    parameter.register_hook(lambda gradient, rng=rng: pause(rng, 0, 0, 0.002))
             for _ in range(run.steps):
                 LOOPS[run.loop](script)
         seen.append(dict(tap.messages))

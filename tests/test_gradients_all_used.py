@@ -13,6 +13,7 @@ from torch import nn
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 from tests.test_stock_parity import differences, train
+from tests.waiting import LIMIT_S
 
 BLOCK = {"enabled": True, "deterministic": True, "gradient_partition": {"mode": "adaptive", "all_used": True}}
 CASES = [Case(1, 0, "fp32", 1, 2), Case(2, 1, "fp32", 2, 1), Case(2, 2, "bf16", 1, 2), Case(1, 2, "fp32", 2, 2)]
@@ -83,5 +84,5 @@ def come_twice(rank: int, world_size: int) -> None:
 
 def test_a_gradient_that_comes_late_after_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"\[\(5,\)\] came after their slices had left") as caught:
-        run_on_ranks(come_twice, 2, tmp_path)
+        run_on_ranks(come_twice, 2, tmp_path, grace_s=LIMIT_S)
     assert str(caught.value).count("all_used = true says that this does not happen") == 2

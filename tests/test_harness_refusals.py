@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import AA, Effort, Goal, RunError, Variant, run_grid
+from tests.fake_clock import FakeClock
 from tests.harness_cases import GRID, QUICK, Settings, sleeper
 
 
@@ -31,7 +32,7 @@ def test_a_run_that_could_say_nothing_is_refused(
     tmp_path: Path, names: list[str], baseline: str, goals: list[Goal], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        run_grid(GRID, [sleeper(name, 1) for name in names], baseline, QUICK, goals, tmp_path)
+        run_grid(GRID, [sleeper(FakeClock(), name, 1) for name in names], baseline, QUICK, goals, tmp_path)
 
 
 @pytest.mark.parametrize(("arguments", "said"), [({"blocks": 1}, "1 block"), ({"steps": 0}, "at least 1 step")])
@@ -55,7 +56,7 @@ def fails_at(call: int) -> Callable[[Settings], Callable[[], None]]:
 
 def test_a_failure_says_case_variant_and_step(tmp_path: Path) -> None:
     effort = Effort(blocks=2, steps=2, warmup=1)
-    stock = sleeper("stock", 1)
+    stock = sleeper(FakeClock(), "stock", 1)
     with pytest.raises(RunError, match=r"case 'only', variant 'ours', step 1 of block 1, rank 0: KeyError: 'lost'"):
         run_grid(GRID, [stock, Variant("ours", fails_at(4))], "stock", effort, results=tmp_path)
     with pytest.raises(RunError, match=r"variant 'ours', warm-up step 0"):

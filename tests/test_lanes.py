@@ -7,7 +7,6 @@ import gc
 import itertools
 import random
 import threading
-import time
 from contextlib import closing
 
 import pytest
@@ -24,7 +23,6 @@ from tests.lane_cases import (
     INTER,
     INTRA,
     KINDS,
-    LIMIT_S,
     Arithmetic,
     Log,
     device_for,
@@ -36,6 +34,7 @@ from tests.lane_cases import (
     serial_outcome,
     threads,
 )
+from tests.waiting import LIMIT_S, linger
 
 FIXTURES = (lanes, overlapping, threads)  # which pytest finds by their names here
 
@@ -110,7 +109,7 @@ def test_a_hold_keeps_its_lane_waiting_and_needs_no_body(threads: ThreadLanes) -
     draft.add("GATHER", INTRA)
     schedule = draft.finish()
     assert [task.kind for task in schedule.tasks] == ["A2A_IN", HOLD, "GATHER"]
-    threads.run(schedule, {"A2A_IN": lambda task: time.sleep(0.05), "GATHER": lambda task: None}, observer=log)
+    threads.run(schedule, {"A2A_IN": lambda task: linger(), "GATHER": lambda task: None}, observer=log)
     assert log.events == [(what, index) for index in range(3) for what in ("begin", "end")]
 
 
@@ -146,14 +145,9 @@ def test_threads_are_made_for_the_links_that_have_tasks_and_when_they_first_do(t
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(Lane, 2)), ids=lambda pair: "+".join(pair))
 def test_two_lanes_overlap(threads: ThreadLanes, pair: tuple[Lane, Lane]) -> None:
+    meeting = threading.Barrier(2, timeout=LIMIT_S)
     schedule = schedule_of(*(("EXPERT", lane, ()) for lane in pair))
-    took_ms: list[float] = []
-    # Until it has been seen, within reason: another process may have had the processor.
-    while not took_ms or (min(took_ms) >= 80 and len(took_ms) < 20):
-        start_s = time.perf_counter()
-        threads.run(schedule, {"EXPERT": lambda task: time.sleep(0.05)})
-        took_ms.append((time.perf_counter() - start_s) * 1e3)
-    assert 50 <= min(took_ms) < 80
+    in_time(lambda: threads.run(schedule, {"EXPERT": lambda task: meeting.wait() and None}))
 
 
 def test_all_three_lanes_are_at_work_at_once(threads: ThreadLanes) -> None:

@@ -6,19 +6,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ds_fsmoe.planning.schedule import HOLD, Lane, Task
+from ds_fsmoe.runtime import thread_lanes
 from ds_fsmoe.runtime.lanes import Lanes, Observer
 from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from tests.lane_cases import (
     COMPUTE,
     EVERY_LANE,
     INTER,
-    LIMIT_S,
     Arithmetic,
     BodyError,
     Log,
@@ -31,6 +31,7 @@ from tests.lane_cases import (
     serial_outcome,
     threads,
 )
+from tests.waiting import LIMIT_S, linger
 
 FIXTURES = (lanes, threads)  # which pytest finds by their names here
 
@@ -64,10 +65,25 @@ def test_the_error_of_a_body_comes_out_and_the_lanes_run_again(
         assert again.outcome() == serial_outcome(schedule)
 
 
+def when_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set once the lanes have taken note of the first error."""
+    failed, fail = threading.Event(), thread_lanes._Run.fail
+
+    def noted(run: Any, error: BaseException) -> None:
+        fail(run, error)
+        failed.set()
+
+    monkeypatch.setattr(thread_lanes._Run, "fail", noted)
+    return failed
+
+
 @EVERY_LANE
-def test_after_an_error_nothing_begins_and_what_runs_ends_first(threads: ThreadLanes, lane: Lane) -> None:
+def test_after_an_error_nothing_begins_and_what_runs_ends_first(
+    threads: ThreadLanes, lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One lane fails while the others are in a body; each has a second task, which never begins."""
     others = [each for each in Lane if each is not lane]
+    failed = when_a_run_fails(monkeypatch)
     schedule = schedule_of(*(("EXPERT", each, ()) for each in (lane, *others, lane, *others)))
     running = threading.Barrier(3, timeout=LIMIT_S)
     begun, ended = [], []
@@ -77,7 +93,8 @@ def test_after_an_error_nothing_begins_and_what_runs_ends_first(threads: ThreadL
         running.wait()
         if task.lane is lane:
             raise BodyError
-        time.sleep(0.1)
+        failed.wait(LIMIT_S)
+        linger()  # were anything to begin after the error, or the run to end before its tasks
         ended.append(task.chunk)
 
     with pytest.raises(BodyError):
@@ -85,13 +102,15 @@ def test_after_an_error_nothing_begins_and_what_runs_ends_first(threads: ThreadL
     assert (sorted(begun), sorted(ended)) == ([0, 1, 2], [1, 2])
 
 
-def test_of_two_errors_the_first_comes_out_and_tells_of_the_other(threads: ThreadLanes) -> None:
-    running = threading.Barrier(2, timeout=LIMIT_S)
+def test_of_two_errors_the_first_comes_out_and_tells_of_the_other(
+    threads: ThreadLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, failed = threading.Barrier(2, timeout=LIMIT_S), when_a_run_fails(monkeypatch)
 
     def body(task: Task) -> None:
         running.wait()
         if task.lane is COMPUTE:
-            time.sleep(0.1)
+            failed.wait(LIMIT_S)
         raise BodyError(task.lane)
 
     schedule = schedule_of(("EXPERT", COMPUTE, ()), ("EXPERT", INTER, ()))
@@ -129,7 +148,7 @@ def python(script: str, *arguments: str) -> str:
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -137,13 +156,21 @@ def python(script: str, *arguments: str) -> str:
 
 
 INTERRUPTED_WAIT = """
-import signal, threading, time
+import signal, threading
 from tests.lane_cases import COMPUTE, INTER, ThreadLanes, schedule_of
+from tests.waiting import linger, until
+interrupts = []
+def interrupt(*_):
+    interrupts.append(True)
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupt)
 lanes, ended = ThreadLanes(), []
 schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, (0,)), ("A2A_OUT", INTER, (1,)))
 def slow(task):
+    linger()
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    time.sleep(0.3)
+    until(lambda: interrupts)
+    linger()
     ended.append(task.kind)
 try:
     lanes.run(schedule, {"A2A_IN": slow, "EXPERT": ended.append, "A2A_OUT": ended.append})
@@ -160,23 +187,35 @@ def test_ctrl_c_while_the_caller_waits_ends_the_run_and_leaves_the_lanes_usable(
 
 
 INTERRUPTED_TWICE = """
-import signal, sys, threading, time
-from tests.lane_cases import COMPUTE, INTER, ThreadLanes, schedule_of
+import signal, sys, threading
+from tests.lane_cases import COMPUTE, INTER, LIMIT_S, ThreadLanes, schedule_of
+from tests.waiting import linger, until
+interrupts = []
+def interrupt(*_):
+    interrupts.append(True)
+    raise KeyboardInterrupt
+signal.signal(signal.SIGINT, interrupt)
 lanes, ended, main = ThreadLanes(), [], threading.main_thread().ident
 schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, ()), ("A2A_OUT", INTER, ()))
+computing, computed, is_out = threading.Event(), threading.Event(), threading.Event()
 def stuck(task):
-    for _ in range(2):
-        time.sleep(0.3)
+    (computing if sys.argv[1] == "while it computes" else computed).wait(LIMIT_S)
+    for count in (1, 2):
+        linger()  # the caller is about to wait, and should be at it
         signal.pthread_kill(main, signal.SIGINT)
-    time.sleep(0.7)
+        until(lambda: len(interrupts) == count)
+    is_out.wait(LIMIT_S)
     ended.append("stuck")
 def compute(task):
+    computing.set()
     if sys.argv[1] == "while it computes":
-        time.sleep(0.5)
+        until(lambda: False)
+    computed.set()
 try:
     lanes.run(schedule, {"A2A_IN": stuck, "EXPERT": compute, "A2A_OUT": stuck})
 except KeyboardInterrupt:
     print("interrupted", ended)
+    is_out.set()
 lanes.run(schedule, dict.fromkeys(("A2A_IN", "EXPERT", "A2A_OUT"), lambda task: ended.append(task.kind)))
 print([kind for kind in ended if kind != "EXPERT"])
 """
@@ -196,8 +235,8 @@ def interrupt(*_):
 signal.signal(signal.SIGALRM, interrupt)
 rng, lanes, count = random.Random(1), ThreadLanes(), 0
 cases = [(random_schedule(seed), serial_outcome(random_schedule(seed))) for seed in range(10)]
-for turn in range(400):
-    schedule, expected = cases[turn % 10]
+while count < 100:
+    schedule, expected = cases[rng.randrange(10)]
     case = Arithmetic(schedule)
     try:
         try:
@@ -215,4 +254,4 @@ print(count)
 
 
 def test_ctrl_c_at_any_moment_leaves_the_lanes_usable() -> None:
-    assert 40 <= int(python(INTERRUPTED_ANYWHERE)) <= 400
+    assert python(INTERRUPTED_ANYWHERE) == "100\n"

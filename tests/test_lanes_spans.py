@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import pytest
 
@@ -12,6 +12,7 @@ from ds_fsmoe.runtime.lanes import Lanes, SerialLanes
 from ds_fsmoe.runtime.spans import Recorder
 from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from ds_fsmoe.runtime.thread_lanes import ThreadLanes
+from tests.fake_clock import FakeClock
 from tests.lane_cases import (
     COMPUTE,
     INTER,
@@ -27,6 +28,7 @@ from tests.lane_cases import (
     schedule_of,
     threads,
 )
+from tests.waiting import LIMIT_S
 
 FIXTURES = (lanes, threads)  # which pytest finds by their names here
 
@@ -64,13 +66,21 @@ def test_spans_have_no_overlap_within_a_lane_and_respect_after(lanes: Lanes) -> 
 
 def test_spans_measure_the_bodies_and_show_their_overlap(threads: ThreadLanes) -> None:
     schedule = schedule_of(("EXPERT", COMPUTE, ()), ("A2A_IN", INTER, ()), ("A2A_OUT", INTER, (0,)))
-    recorder = Recorder()
-    threads.run(schedule, dict.fromkeys(KINDS, lambda task: time.sleep(0.04)), observer=recorder)
-    expert, a2a_in, a2a_out = recorder.timeline(schedule).spans
-    assert all(span.end_ms - span.start_ms >= 40 for span in (expert, a2a_in, a2a_out))
-    assert a2a_in.start_ms < expert.end_ms
-    assert expert.start_ms < a2a_in.end_ms
-    assert a2a_out.start_ms >= max(expert.end_ms, a2a_in.end_ms)
+    clock = FakeClock()
+    recorder, both = Recorder(host=clock), threading.Barrier(2, timeout=LIMIT_S)
+
+    def body(task: Task) -> None:
+        if task.kind == "A2A_OUT":
+            clock.sleep(0.01)
+            return
+        both.wait()
+        if task.kind == "EXPERT":
+            clock.sleep(0.04)
+        both.wait()
+
+    threads.run(schedule, dict.fromkeys(KINDS, body), observer=recorder)
+    spans = [(span.start_ms, span.end_ms) for span in recorder.timeline(schedule).spans]
+    assert spans == [(0, 40), (0, 40), (40, 50)]
 
 
 def test_a_recorder_has_the_last_run_only_and_all_of_it() -> None:

@@ -17,7 +17,7 @@ from ds_fsmoe.runtime.lanes import make_lanes
 from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.lane_cases import COMPUTE, INTER, INTRA, NEEDS_GPU, BodyError, in_time, pause, random_schedule, schedule_of
 from tests.pretended_device import Device, pretended, run_pretended
-from tests.watchdog_cases import FAST_S, TIMEOUT_S, Hangs, file, lane_rows, nobody_looks_after_sigterm, wait_for
+from tests.watchdog_cases import LOOKS_FOR_A_HANG, Hangs, file, lane_rows, nobody_looks_after_sigterm
 
 FIXTURES = (pretended, file, nobody_looks_after_sigterm)  # which pytest finds by their names here
 ONE_OF_EACH = schedule_of(("A2A_IN", INTER, ()), ("GATHER", INTRA, (0,)), ("EXPERT", COMPUTE, (1,)))
@@ -129,23 +129,23 @@ def test_a_device_that_stands_still_after_the_run_is_a_hang_and_one_that_goes_on
 ) -> None:
     lanes, device = pretended
     device.now = 0
-    with Hangs(lanes, file, TIMEOUT_S) as hangs:
+    with Hangs(lanes, file) as hangs:
         run_pretended(pretended, ONE_OF_EACH, "L00/forward")
         for now in range(device.streams[0].time):
             device.now = now
             # Longer than the timeout in all, and the host in no run.
-            threading.Event().wait(TIMEOUT_S / 2)
+            hangs.look(LOOKS_FOR_A_HANG // 2)
         assert hangs.files == []
-        wait_for(lambda: hangs.files)
+        hangs.hang()
         assert "run:    issued, not done" in file.read_text()
         assert lane_rows(file.read_text())["intra"] == ["L00/forward/L00/GATHER/chunk1"] * 2
         device.now = device.streams[0].time
-        threading.Event().wait(FAST_S)
+        hangs.look(1)
     # Once all is done, an idle host is no hang.
     with Hangs(lanes, file.with_name("later.txt")) as hangs:
         run_pretended(pretended, ONE_OF_EACH, "L00/forward")
         device.now = device.streams[0].time
-        threading.Event().wait(4 * FAST_S)
+        hangs.look(3 * LOOKS_FOR_A_HANG)
         assert hangs.files == []
 
 

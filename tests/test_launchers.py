@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe.launchers import launcher_warnings
+from tests.built_ops import build_ops
 from tests.scripts import ROOT, free_port
+from tests.waiting import LIMIT_S
 
 SCRIPT = str(ROOT / "tests" / "launched.py")
 EXAMPLES = ROOT / "examples" / "launchers"
 BIN = Path(sys.executable).parent
-LIMIT_S = 120
 ROOT_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 NEEDS_MPI = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: apt-get install openmpi-bin")
 
 
 def start(folder: Path, *command: str, **variables: str) -> None:
     """Two ranks, as a user would start them, and what they found."""
+    build_ops()
     # None of the variables by which launchers tell ranks apart may come from outside.
     known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in known}

@@ -39,7 +39,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folders = [f"-I{REPOSITORY / folder}" for folder in ("tests/emulated_cuda", "csrc/cuda")]
     command = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC", *folders]
     source = REPOSITORY / "tests/emulated_cuda/library.cpp"
-    done = subprocess.run([*command, str(source), "-o", str(output)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, str(source), "-o", str(output)], capture_output=True, text=True, timeout=600)
     if "_Float16" in done.stderr:
         pytest.skip(f"{compiler} has no _Float16, which stands for CUDA's half here")
     assert done.returncode == 0, done.stderr

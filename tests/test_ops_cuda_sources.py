@@ -32,7 +32,7 @@ def test_every_kernel_file_compiles(kernel: Path, architecture: str, tmp_path: P
         f"-I{FOLDER}",
     ]
     output = tmp_path / "kernel.o"
-    done = subprocess.run([*command, "-c", str(kernel), "-o", str(output)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "-c", str(kernel), "-o", str(output)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert output.stat().st_size > 0
 

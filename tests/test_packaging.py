@@ -61,7 +61,7 @@ def build_wheel(source: Path, target: Path, **environment: str) -> Path:
         env=os.environ | {"DS_BUILD_FSMOE": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -77,7 +77,7 @@ def run_python(script: str, path: list[Path | str], folder: Path, **environment:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -175,7 +175,7 @@ def test_every_editable_form_finds_its_builders(mode: str, tmp_path: Path) -> No
         env=os.environ | {"DS_BUILD_FSMOE": "0"},
         capture_output=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     (editable,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(editable).extractall(tmp_path / "site")
@@ -223,7 +223,7 @@ def test_building_ops_into_a_wheel_without_torch_says_what_to_install(tmp_path: 
         cwd=source,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert result.returncode != 0

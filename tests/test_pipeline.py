@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import time
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests.reference import LayerSettings, moe_layer
 from tests.samples import sampled
 from tests.test_layer_against_loop import AUX_FACTOR, EXPERTS, Problem, make_problem
 from tests.test_layer_against_loop import Case as LoopCase
+from tests.waiting import pause
 
 FORWARD, BACKWARD = (1, 2, 3, 4, 7), (1, 2, 3, 5)
 DROP = LayerSettings(k=2, capacity_factor=1.1, min_capacity=2)
@@ -219,7 +219,7 @@ def compare(rank: int, world_size: int, cases: list[Case], ep: int, esp: int) ->
 
 
 def assert_equal_to_the_loop(world_size: int, ep: int, esp: int, cases: list[Case], folder: Path) -> None:
-    for rank, found in enumerate(run_on_ranks(compare, world_size, folder, cases, ep, esp, limit_s=1500)):
+    for rank, found in enumerate(run_on_ranks(compare, world_size, folder, cases, ep, esp)):
         assert not found, f"rank {rank}: {len(found)} of {len(cases)} cases: {found[:5]}"
 
 
@@ -253,7 +253,7 @@ class Delays(Observer):
         self.random = random.Random(seed)
 
     def begin(self, index: int, task: Any) -> None:
-        time.sleep(self.random.choice((0, 0, 0.001, 0.004)))
+        pause(self.random, 0, 0, 0.001, 0.004)
 
 
 def delayed(rank: int, world_size: int) -> int:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import csv
+import functools
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,24 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ds_fsmoe import running
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, EXPERT_GRAD, GRAD, Schedule
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.predicted import CallSizes, sized
 from ds_fsmoe.runtime.pipeline import PhasePlan
+from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.step_comparison import StepComparison
+from tests.fake_clock import FakeClock
 from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, Case, SmallModel, batch
 
 PHASES = [f"L0{layer}/{direction}" for layer in range(2) for direction in ("forward", "backward")]
 COSTS = {A2A_IN: 2.0, EXPERT: 1.0, A2A_OUT: 3.0, GRAD: 0.5, EXPERT_GRAD: 0.5}
 WAIT_S = 0.05
-"""What the dense part takes at the least, so that a pause of the machine is no drift."""
+"""What the dense part takes. All else takes some ticks of the clock, however busy the machine is."""
+CLOCK = FakeClock(tick_ns=10_000)
+"""Of this rank."""
 
 
 class Fixed:
@@ -67,7 +72,7 @@ class Slow(torch.nn.Module):
         self.inner, self.wait_s = inner, WAIT_S
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.wait_s)
+        CLOCK.sleep(self.wait_s)
         return self.inner(x)
 
 
@@ -86,6 +91,7 @@ def engine_of(rank: int, case: Case, blocks: dict[str, Any] | None = None, **aut
     """A training whose stage is taken to have run."""
     import ds_fsmoe
 
+    running.StepClock = functools.partial(StepClock, host=CLOCK)
     model = SmallModel(case, rank)
     model.first = Slow(model.first)
     block = {"enabled": True, "metrics": "detailed"}

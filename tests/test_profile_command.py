@@ -26,7 +26,7 @@ def typed(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(launcher if ranks else []), "-m", "ds_fsmoe", *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_two_ranks_write_a_file_that_a_plan_is_made_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

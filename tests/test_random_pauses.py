@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from ds_fsmoe.planning.schedule import Task
 from ds_fsmoe.runtime.lanes import Observer
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
+from tests.waiting import pause
 
 
 class Pauses(Observer):
@@ -27,7 +27,7 @@ class Pauses(Observer):
     def begin(self, index: int, task: Task) -> None:
         if self._random.random() < 0.1:
             self.count += 1
-            time.sleep(self._random.random() * 0.002)
+            pause(self._random, 0.0002, 0.001, 0.0018)
 
 
 def train(rank: int, steps: int, overlap: bool) -> tuple[list[torch.Tensor], int]:

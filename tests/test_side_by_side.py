@@ -212,7 +212,7 @@ def compare_with_stock(rank: int, world_size: int) -> list[tuple[int, str, bool,
 
 
 def test_at_stages_1_and_2_experts_lie_side_by_side_and_train_as_in_stock_bit_for_bit(tmp_path: Path) -> None:
-    for found in run_on_ranks(compare_with_stock, 2, tmp_path, limit_s=400):
+    for found in run_on_ranks(compare_with_stock, 2, tmp_path):
         assert found == [
             (0, "torch.float32", True, 0),
             (1, "torch.float32", True, 4),

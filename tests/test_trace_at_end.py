@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -21,12 +20,13 @@ import torch.distributed as dist
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.planning.schedule import Task
 from ds_fsmoe.running import Running
+from ds_fsmoe.runtime import process_ends
 from ds_fsmoe.runtime import trace as trace_module
-from ds_fsmoe.runtime import watchdog as watchdog_module
 from ds_fsmoe.runtime.lanes import Body, Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.trace_files import read_trace
 from ds_fsmoe.runtime.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
+from tests.fake_clock import SteppedClock
 from tests.lane_cases import CPU, BodyError
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
@@ -41,15 +41,15 @@ from tests.trace_cases import (
     two_chunks,
     written,
 )
+from tests.waiting import LIMIT_S, linger, stand_still, until
 from tests.watchdog_cases import (
-    FAST_S,
-    LIMIT_S,
+    TIMEOUT_S,
     TWO_CHUNKS,
     Hangs,
+    end_in_the_last_exchange,
     file,
     nobody_looks_after_sigterm,
     run_once,
-    wait_for,
 )
 
 FIXTURES = (lanes, make_tracer, file, nobody_looks_after_sigterm)  # which pytest finds by their names here
@@ -61,7 +61,10 @@ FIXTURES = (lanes, make_tracer, file, nobody_looks_after_sigterm)  # which pytes
 def be_traced_until_one_is_missing(rank: int, world_size: int, folder: str, overlap: bool, is_hang: bool) -> NoReturn:
     """All ranks run a forward; then rank 1 stays away from chunk 1 of the backward."""
     lanes = make_lanes(torch.device("cpu"), overlap)
-    watchdog = Watchdog(lanes, 2 if is_hang else 300, Path(folder, f"rank{rank}.txt"))
+    clock, missing = SteppedClock(), Path(folder, "missing")
+    watchdog = Watchdog(lanes, TIMEOUT_S, Path(folder, f"rank{rank}.txt"), host=clock)
+    # So long the main thread may take to end the process by the signal; in a collective it cannot.
+    process_ends._MAIN_LIMIT_S = LIMIT_S if overlap else 0.2
     tracer = Tracer(Path(folder, "trace"), rank, 5, 2, CPU)
     watchdog.at_end.append(tracer.save)
     num_exchanged = 0
@@ -76,20 +79,15 @@ def be_traced_until_one_is_missing(rank: int, world_size: int, folder: str, over
     bodies: dict[str, Body] = {"A2A_IN": exchange, "EXPERT": lambda task: None}
     tracer.step(5)
     lanes.run(TWO_CHUNKS, bodies, "L03/forward", tracer)
-    time.sleep(1.0 if is_hang else 0.0)  # so that the watchdog sees the end of the first use
-    if rank == 0 and not is_hang:
-
-        def terminate() -> None:
-            wait_for(Path(folder, "missing").exists)
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        threading.Thread(target=terminate, daemon=True).start()
+    clock.look(1)  # so that the watchdog sees the end of the first use
+    if rank == 0:
+        ending = lanes, missing, clock, not is_hang
+        threading.Thread(target=end_in_the_last_exchange, args=ending, daemon=True).start()
     with suppress(TimeoutError):
         lanes.run(TWO_CHUNKS, bodies, "L03/backward", tracer)
     assert rank == 1, "rank 1 came after all"
-    Path(folder, "missing").touch()
-    time.sleep(4 * LIMIT_S)
+    missing.touch()
+    stand_still()
     raise AssertionError("nobody has ended this rank")
 
 
@@ -108,7 +106,7 @@ def test_a_rank_that_ends_in_a_collective_leaves_its_trace(
     tmp_path: Path, overlap: bool, is_hang: bool, code: int, reason: str
 ) -> None:
     with pytest.raises(RuntimeError, match=r"exit codes \[") as caught:
-        run_on_ranks(be_traced_until_one_is_missing, 2, tmp_path, str(tmp_path), overlap, is_hang, limit_s=60)
+        run_on_ranks(be_traced_until_one_is_missing, 2, tmp_path, str(tmp_path), overlap, is_hang, grace_s=0)
     assert re.search(rf"exit codes \[{code}, -9\]", str(caught.value)), caught.value
     trace = read_trace(tmp_path / "trace" / "rank0.json")
     assert_valid(trace)
@@ -150,7 +148,7 @@ def train_until_told_to_end(rank: int, world_size: int, folder: str) -> NoReturn
 
 def test_a_job_that_is_told_to_end_leaves_the_trace_of_its_engine(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=rf"exit codes \[-{signal.SIGTERM:d}\]"):
-        run_on_ranks(train_until_told_to_end, 1, tmp_path, str(tmp_path), limit_s=120)
+        run_on_ranks(train_until_told_to_end, 1, tmp_path, str(tmp_path))
     trace = read_trace(tmp_path / "trace" / "rank0.json")
     assert trace["otherData"]["ended"] == "SIGTERM"
     assert trace["otherData"]["steps"] == [1, 2, 3]
@@ -191,14 +189,13 @@ def test_what_is_called_at_the_end_hears_why_once_the_report_is_written(file: Pa
     heard: list[tuple[str, str]] = []
     with closing(SerialLanes()) as lanes, Hangs(lanes, file) as hangs:
         hangs.watchdog.at_end.append(lambda reason: heard.append((reason, file.read_text())))
-        run_once(lanes, lambda task: wait_for(lambda: hangs.files))
+        run_once(lanes, lambda task: hangs.hang())
     ((reason, report),) = heard
     assert reason.startswith("hang: ")
     assert f"reason: {reason}\n" in report
 
 
-def test_what_hangs_or_fails_at_the_end_keeps_no_process(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_module, "_AT_END_LIMIT_S", 2 * FAST_S)
+def test_what_hangs_or_fails_at_the_end_keeps_no_process(file: Path) -> None:
     called: list[str] = []
     goes_on = threading.Event()
 
@@ -212,20 +209,19 @@ def test_what_hangs_or_fails_at_the_end_keeps_no_process(file: Path, monkeypatch
 
     with closing(SerialLanes()) as lanes, Hangs(lanes, file) as hangs:
         hangs.watchdog.at_end += [fail, hang, called.append]
-        begun_s = time.monotonic()
-        run_once(lanes, lambda task: wait_for(lambda: hangs.files))
-        assert time.monotonic() - begun_s < LIMIT_S / 2
+        hangs.clock.gives_up = lambda thread: thread.name == "fsmoe-at-end" and "hangs" in called
+        run_once(lanes, lambda task: hangs.hang())
         assert hangs.files == [file]
         assert called == ["fails", "hangs"]
         goes_on.set()
-        wait_for(lambda: len(called) == 3)
+        until(lambda: len(called) == 3)
 
 
 def test_sigterm_waits_for_what_is_saved_before_it_goes_on(file: Path) -> None:
     called: list[str] = []
 
     def save(reason: str) -> None:
-        time.sleep(3 * FAST_S)
+        linger()
         called.append(reason)
 
     before = signal.signal(signal.SIGTERM, lambda number, frame: called.append("the handler that was there"))

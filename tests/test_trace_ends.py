@@ -7,7 +7,6 @@ import atexit
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +22,7 @@ from ds_fsmoe.runtime.trace_files import (
     read_trace,
     summary,
 )
+from tests.fake_clock import FakeClock
 from tests.lane_cases import COMPUTE, BodyError, random_schedule
 from tests.trace_cases import (
     assert_holds_nothing,
@@ -37,6 +37,7 @@ from tests.trace_cases import (
     two_chunks,
     written,
 )
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,13 +98,14 @@ def test_a_run_inside_a_body_may_fail_without_taking_the_outer_one_along(
 
 @pytest.mark.parametrize("has_same_schedule", [False, True])
 def test_a_run_inside_a_body_has_rows_of_its_own(make_tracer: Callable[..., Tracer], has_same_schedule: bool) -> None:
-    tracer, lanes, outer = make_tracer(), SerialLanes(), two_chunks()
+    clock, lanes, outer = FakeClock(), SerialLanes(), two_chunks()
+    tracer = make_tracer(host=clock)
     inner = outer if has_same_schedule else random_schedule(4)
     depth = 0
 
     def body(task: Task) -> None:
         nonlocal depth
-        time.sleep(0.001)
+        clock.sleep(0.001)
         if depth == 0 and task.kind == "EXPERT":
             depth += 1
             run(lanes, tracer, inner, "L01/forward", body)
@@ -192,17 +194,17 @@ def test_closing_while_a_run_hangs_names_the_tasks_that_are_under_way(make_trace
     def body(task: Task) -> None:
         if task.kind == "A2A_IN" and task.chunk == 1:
             hangs.set()
-            assert goes_on.wait(30)
+            assert goes_on.wait(LIMIT_S)
 
     tracer.step(0)
     with closing(ThreadLanes()) as lanes:
         thread = threading.Thread(target=run, args=(lanes, tracer, schedule, "L03/backward", body), daemon=True)
         thread.start()
-        assert hangs.wait(30)
+        assert hangs.wait(LIMIT_S)
         # The watchdog is a thread of its own, and the others are stuck.
         tracer.close()
         goes_on.set()
-        thread.join(30)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
         run(lanes, tracer, schedule, "L04/backward")
     (unfinished,) = written(tracer)["otherData"]["unfinished"]
@@ -246,7 +248,7 @@ def test_a_job_that_dies_of_an_error_leaves_its_trace(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert "ZeroDivisionError" in done.stderr

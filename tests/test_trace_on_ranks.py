@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -73,7 +72,6 @@ def test_two_ranks_trace_every_task_of_a_pipeline_and_nothing_else(
     esp: int, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = tmp_path / "traces"
-    began_us = time.time_ns() / 1e3
     tasks_of_ranks = run_on_ranks(pipeline_on_a_rank, 2, tmp_path / "ranks", str(folder), esp)
     for rank, phases in enumerate(tasks_of_ranks):
         trace = read_trace(rank_file(folder, rank))
@@ -91,7 +89,6 @@ def test_two_ranks_trace_every_task_of_a_pipeline_and_nothing_else(
         assert [name.rsplit("/", 2)[1] for name, _ in phases[0]].count("EXPERT") == 3
         assert {name.rsplit("/", 2)[1] for phase in phases for name, _ in phase} == {"EXPERT", *kinds}
         assert {lane for _, lane in phases[0]} == {"compute", "inter" if esp == 1 else "intra"}
-        assert all(began_us < event["ts"] < time.time_ns() / 1e3 for event in events_of(trace))
     merged = json.loads(merge_traces(folder).read_text())
     assert_valid(merged)
     assert_no_overlap(merged)

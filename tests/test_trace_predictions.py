@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import random
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
+
+import pytest
 
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import Schedule, Task
@@ -21,6 +22,7 @@ from ds_fsmoe.runtime.trace_files import (
     summary,
     trace_of,
 )
+from tests.fake_clock import FakeClock
 from tests.lane_cases import COMPUTE, INTER, INTRA
 from tests.trace_cases import (
     assert_no_overlap,
@@ -33,6 +35,7 @@ from tests.trace_cases import (
     two_chunks,
     written,
 )
+from tests.waiting import LIMIT_S
 
 FIXTURES = (lanes, make_tracer)  # which pytest finds by their names here
 
@@ -46,12 +49,13 @@ def test_what_was_predicted_stands_beside_each_run_from_where_it_began(
     schedule = two_chunks()
     a2a_in, expert = LinearCost(2.0, 0.0), LinearCost(3.0, 0.0)
     timeline = simulate(schedule, {"A2A_IN": a2a_in, "EXPERT": expert})
-    tracer = make_tracer(predicted={"L03/backward": timeline, "L09/forward": timeline})
+    clock = FakeClock()
+    tracer = make_tracer(predicted={"L03/backward": timeline, "L09/forward": timeline}, host=clock)
     tracer.step(0)
     began_us = []
     for label in ("L03/forward", "L03/backward", "L03/backward"):
-        began_us.append(time.time_ns() // 1000)
-        run(lanes, tracer, schedule, label, lambda task: time.sleep(0.004))
+        began_us.append(clock.time_ns() // 1000)
+        run(lanes, tracer, schedule, label, lambda task: clock.sleep(0.004))
     tracer.step(1)
     trace = written(tracer)
     assert_valid(trace)
@@ -63,7 +67,7 @@ def test_what_was_predicted_stands_beside_each_run_from_where_it_began(
         measured = [event for event in events_of(trace) if event["args"]["run"] == number]
         assert {event["name"] for event in predicted} == {event["name"] for event in measured}
         start_us = predicted[0]["ts"]
-        assert began_us[number] - 2000 <= start_us <= min(event["ts"] for event in measured)
+        assert began_us[number] == start_us == min(event["ts"] for event in measured)
         spans = {event["name"]: (event["ts"] - start_us, event["dur"]) for event in predicted}
         expected = {
             "fsmoe/L03/bwd/A2A_IN/chunk0": (0, 2000),
@@ -153,18 +157,21 @@ def test_the_summary_has_the_means_of_each_label() -> None:
 
 def test_the_share_hidden_is_that_of_the_lanes(make_tracer: Callable[..., Tracer]) -> None:
     schedule = Schedule((Task("A2A_IN", INTER), Task("GATHER", INTRA), Task("EXPERT", COMPUTE)))
-    tracer, all_three = make_tracer(), threading.Barrier(3)
+    clock, all_three = FakeClock(), threading.Barrier(3, timeout=LIMIT_S)
+    tracer = make_tracer(host=clock)
 
     def together(task: Task) -> None:
-        all_three.wait(30)
-        time.sleep(0.1)
+        all_three.wait()
+        if task.kind == "EXPERT":
+            clock.sleep(0.1)
+        all_three.wait()
 
     tracer.step(0)
     with closing(ThreadLanes()) as threads:
         run(threads, tracer, schedule, "L00/forward", together)
-    run(SerialLanes(), tracer, schedule, "L01/forward", lambda task: time.sleep(0.02))
+    run(SerialLanes(), tracer, schedule, "L01/forward", lambda task: clock.sleep(0.02))
     tracer.step(1)
     at_once, one_by_one = summary(written(tracer))
-    assert at_once["hidden"] > 0.4  # 2/3 if nothing disturbs
-    assert -0.5 < one_by_one["hidden"] <= 0
-    assert min(one_by_one["busy_ms"].values()) >= 19
+    assert at_once["hidden"] == pytest.approx(2 / 3, abs=1e-3)
+    assert one_by_one["hidden"] == pytest.approx(0, abs=1e-3)
+    assert list(one_by_one["busy_ms"].values()) == pytest.approx([20.0] * 3)

@@ -127,7 +127,7 @@ def assert_equal_to_the_loop(layout: tuple[int, int], of_axes: Sequence[Sequence
         Case(ep_size, stage, "fp32", accumulation, k, drop_tokens, use_residual, options)
         for stage, accumulation, k, drop_tokens, use_residual in of_axes
     ]
-    ranks = run_on_ranks(train_with_deepspeed, world_size, folder, cases, limit_s=1200)
+    ranks = run_on_ranks(train_with_deepspeed, world_size, folder, cases)
     for number, case in enumerate(cases):
         losses, parameters = train_loop(case, world_size)
         for rank in range(world_size):

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.runtime import watchdog as watchdog_module
+from ds_fsmoe.planning.schedule import Lane, Task
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.watchdog import Watchdog
+from tests.fake_clock import SteppedClock
+from tests.waiting import until
 from tests.watchdog_cases import (
     COMPUTE,
-    FAST_S,
-    LIMIT_S,
+    LOOKS_FOR_A_HANG,
     TIMEOUT_S,
     Hangs,
     file,
@@ -31,7 +30,6 @@ from tests.watchdog_cases import (
     lanes,
     nobody_looks_after_sigterm,
     run_once,
-    wait_for,
 )
 
 FIXTURES = (file, lanes, nobody_looks_after_sigterm)  # which pytest finds by their names here
@@ -39,27 +37,27 @@ FIXTURES = (file, lanes, nobody_looks_after_sigterm)  # which pytest finds by th
 
 def test_time_between_runs_is_no_hang(file: Path) -> None:
     with closing(make_lanes(torch.device("cpu"))) as lanes, Hangs(lanes, file) as hangs:
-        time.sleep(3 * FAST_S)
+        hangs.look(3 * LOOKS_FOR_A_HANG)
         run_once(lanes)
-        time.sleep(3 * FAST_S)
+        hangs.look(3 * LOOKS_FOR_A_HANG)
         assert hangs.files == []
     assert not file.parent.exists()
 
 
 def test_a_run_that_is_slow_but_goes_on_is_no_hang(lanes: Lanes, file: Path) -> None:
     # Longer than the timeout, all the time in a task, in runs that look the same each time.
-    with Hangs(lanes, file, TIMEOUT_S) as hangs:
+    with Hangs(lanes, file) as hangs:
         for _ in range(6):
-            run_once(lanes, lambda task: time.sleep(TIMEOUT_S / 4))
+            run_once(lanes, lambda task: hangs.look(LOOKS_FOR_A_HANG - 1))
         assert hangs.files == []
     assert not file.parent.exists()
 
 
 def test_each_hang_is_reported_once_and_what_comes_after_it_too(lanes: Lanes, file: Path) -> None:
     with Hangs(lanes, file) as hangs:
-        run_once(lanes, lambda task: wait_for(lambda: hangs.files))
+        run_once(lanes, lambda task: hangs.hang())
         run_once(lanes)
-        run_once(lanes, lambda task: (wait_for(lambda: hangs.files[1:]), time.sleep(3 * FAST_S)), "L01/forward")
+        run_once(lanes, lambda task: (hangs.hang(), hangs.look(3 * LOOKS_FOR_A_HANG)), "L01/forward")
         assert hangs.files == [file] * 2
     assert file.read_text().count("reason: hang") == 2
     assert lane_rows(file.read_text())["compute"] == ["L01/forward/L00/EXPERT/chunk0", "L00/forward/L00/EXPERT/chunk0"]
@@ -67,57 +65,49 @@ def test_each_hang_is_reported_once_and_what_comes_after_it_too(lanes: Lanes, fi
 
 def test_the_first_run_may_take_longer(file: Path) -> None:
     with closing(SerialLanes()) as lanes:
-        with Hangs(lanes, file, first_use_s=LIMIT_S) as hangs:
-            run_once(lanes, lambda task: time.sleep(4 * FAST_S))
+        with Hangs(lanes, file, first_use_s=100) as hangs:
+            run_once(lanes, lambda task: hangs.look(99))
             assert hangs.files == []
-            time.sleep(FAST_S)
-            run_once(lanes, lambda task: wait_for(lambda: hangs.files))
+            hangs.look(1)
+            run_once(lanes, lambda task: hangs.hang() == LOOKS_FOR_A_HANG or pytest.fail("it took longer"))
         # Told apart by the label alone, where no time lies between the runs.
-        with Hangs(lanes, file, first_use_s=LIMIT_S) as hangs:
+        with Hangs(lanes, file, first_use_s=100) as hangs:
             run_once(lanes, label="L00/backward")
-            run_once(lanes, lambda task: wait_for(lambda: hangs.files), "L01/backward")
+            run_once(lanes, lambda task: hangs.hang() == LOOKS_FOR_A_HANG or pytest.fail("too long"), "L01/backward")
 
 
 def test_a_hang_in_the_first_run_is_found_too(file: Path) -> None:
-    with closing(SerialLanes()) as lanes, Hangs(lanes, file, first_use_s=4 * FAST_S) as hangs:
-        begun_s = time.monotonic()
-        run_once(lanes, lambda task: wait_for(lambda: hangs.files))
-        assert time.monotonic() - begun_s > 3 * FAST_S
+    with closing(SerialLanes()) as lanes, Hangs(lanes, file, first_use_s=100) as hangs:
+        run_once(lanes, lambda task: hangs.hang() == 2 + 100 or pytest.fail("not when the first use is over"))
+        assert hangs.files == [file]
 
 
 def test_a_watchdog_may_be_closed_by_what_it_calls(file: Path) -> None:
     with closing(SerialLanes()) as lanes:
         closed: list[Watchdog] = []
+        clock = SteppedClock()
 
         def close(file: Path | None) -> None:
             watchdog.close()
             closed.append(watchdog)
 
-        watchdog = Watchdog(lanes, FAST_S, file, close, 0)
-        run_once(lanes, lambda task: wait_for(lambda: closed))
-        wait_for(lambda: not watchdog._thread.is_alive())
+        watchdog = Watchdog(lanes, TIMEOUT_S, file, close, 0, clock)
+        run_once(lanes, lambda task: clock.look(LOOKS_FOR_A_HANG))
+        assert closed == [watchdog]
+        until(lambda: not watchdog._thread.is_alive())
         watchdog.close()
 
 
-def test_a_process_that_was_stopped_does_not_hang(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jumps = iter((0.0, 0.0, 0.0, 300.0))
-    passed_s = 0.0
+def test_a_process_that_was_stopped_does_not_hang(file: Path) -> None:
+    def stop(task: Task) -> None:
+        hangs.look(3)
+        hangs.clock.pass_time(300)
+        # It counts as two looks, as the process may have had no time for its tasks.
+        assert hangs.hang() == LOOKS_FOR_A_HANG - 3 - 1
 
-    class Clock:
-        sleep = staticmethod(time.sleep)
-
-        @staticmethod
-        def monotonic() -> float:
-            nonlocal passed_s
-            passed_s += next(jumps, 0.0)
-            return time.monotonic() + passed_s
-
-    monkeypatch.setattr(watchdog_module, "time", Clock)
-    with closing(SerialLanes()) as lanes, Hangs(lanes, file, timeout_s=2) as hangs:
-        # The watchdog looks every half second. Between its second and its third look, 300 s seem to pass.
-        run_once(lanes, lambda task: time.sleep(1.7))
-        assert passed_s == 300
-        assert hangs.files == []
+    with closing(SerialLanes()) as lanes, Hangs(lanes, file) as hangs:
+        run_once(lanes, stop)
+        assert hangs.files == [file]
 
 
 class LanesOfADevice(SerialLanes):
@@ -139,17 +129,17 @@ class LanesOfADevice(SerialLanes):
 
 
 def test_a_device_that_hangs_after_the_run_is_found(file: Path) -> None:
-    with closing(LanesOfADevice()) as lanes, Hangs(lanes, file, TIMEOUT_S) as hangs:
+    with closing(LanesOfADevice()) as lanes, Hangs(lanes, file) as hangs:
         run_once(lanes)
         for number in range(6):
             lanes.done = f"chunk{number}"
-            time.sleep(TIMEOUT_S / 4)
+            hangs.look(3)
         assert hangs.files == []
-        wait_for(lambda: hangs.files)
+        hangs.hang()
         assert lane_rows(file.read_text())["compute"] == ["L00/forward/L00/EXPERT/chunk0", "chunk5"]
         assert "run:    issued, not done" in file.read_text()
         lanes.done = "all"
-        time.sleep(TIMEOUT_S / 2)
+        hangs.look(3 * LOOKS_FOR_A_HANG)
         assert len(hangs.files) == 1
 
 
@@ -157,10 +147,11 @@ def test_a_driver_that_does_not_answer_is_a_hang_with_a_report_of_what_is_known(
     with closing(LanesOfADevice()) as lanes, Hangs(lanes, file) as hangs:
         lanes.done = "all"
         run_once(lanes)
-        time.sleep(TIMEOUT_S / 2)
+        hangs.look(3 * LOOKS_FOR_A_HANG)
         assert hangs.files == []
         lanes.driver.clear()
-        wait_for(lambda: hangs.files)
+        hangs.clock.gives_up = lambda thread: thread.name == "fsmoe-progress"
+        hangs.hang()
         report = file.read_text()
         assert lane_rows(report)["compute"] == ["L00/forward/L00/EXPERT/chunk0", "all"]
         assert "the device's driver does not answer" in report
@@ -187,7 +178,7 @@ def test_the_log_says_where_the_report_is_or_what_it_would_say(tmp_path: Path, f
     with closing(SerialLanes()) as lanes, logged() as lines:
         for each in (file, tmp_path / "taken" / "rank0.txt"):
             with Hangs(lanes, each) as hangs:
-                run_once(lanes, lambda task: wait_for(lambda: hangs.files))
+                run_once(lanes, lambda task: hangs.hang())
             assert hangs.files == [each if each is file else None]
     assert re.fullmatch(rf"rank 0: hang: .*; what it was doing: {file}", lines[0])
     assert "compute  L00/forward/L00/EXPERT/chunk0" in lines[1]
@@ -201,16 +192,16 @@ def test_what_was_printed_is_not_lost_with_the_process(
         monkeypatch.setattr(sys, "stdout", out)
         print("step 7")
         assert (tmp_path / "printed").read_text() == ""
-        run_once(lanes, lambda task: wait_for(lambda: hangs.files))
+        run_once(lanes, lambda task: hangs.hang())
         assert (tmp_path / "printed").read_text() == "step 7\n"
 
 
-def test_a_disk_that_does_not_answer_does_not_keep_the_process(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog_module, "_REPORT_LIMIT_S", 0.3)
+def test_a_disk_that_does_not_answer_does_not_keep_the_process(file: Path) -> None:
     file.parent.mkdir()
     fifo = file.with_name(f".{file.name}.{os.getpid()}")
     os.mkfifo(fifo)  # opening it waits for a reader
     with closing(SerialLanes()) as lanes, Hangs(lanes, file) as hangs:
-        run_once(lanes, lambda task: wait_for(lambda: hangs.files))
+        hangs.clock.gives_up = lambda thread: thread.name == "fsmoe-report"
+        run_once(lanes, lambda task: hangs.hang())
         assert hangs.files == [None]
     fifo.open("rb").close()

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,7 +18,18 @@ import pytest
 from ds_fsmoe.planning.schedule import Task
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes
 from ds_fsmoe.runtime.watchdog import Watchdog, report_file
-from tests.watchdog_cases import FAST_S, Hangs, file, lane_rows, lanes, nobody_looks_after_sigterm, run_once, wait_for
+from tests.fake_clock import SteppedClock
+from tests.waiting import until
+from tests.watchdog_cases import (
+    LOOKS_FOR_A_HANG,
+    TIMEOUT_S,
+    Hangs,
+    file,
+    lane_rows,
+    lanes,
+    nobody_looks_after_sigterm,
+    run_once,
+)
 
 FIXTURES = (file, lanes, nobody_looks_after_sigterm)  # which pytest finds by their names here
 
@@ -115,7 +125,7 @@ def test_close_ends_the_threads_and_puts_the_hooks_back() -> None:
         assert sys.excepthook != before[1]
         watchdog.close()
         watchdog.close()
-    wait_for(lambda: our_threads() == [])
+    until(lambda: our_threads() == [])
     assert (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -134,7 +144,7 @@ def test_a_handler_that_was_there_is_called_once_the_report_is_written(file: Pat
         assert lane_rows(found[0])["compute"] == ["L02/forward/L00/EXPERT/chunk0", "-"]
         assert found[1] == found[0]
     # The first has come by the interpreter's pipe and by the handler, but is one.
-    wait_for(lambda: our_threads() == [])
+    until(lambda: our_threads() == [])
     assert file.read_text() == found[0]
 
 
@@ -198,14 +208,16 @@ def test_hooks_that_someone_else_has_taken_over_pass_on_after_close(file: Path) 
 def test_a_watchdog_that_is_not_made_in_the_main_thread_leaves_signals_alone(file: Path) -> None:
     before = sys.excepthook
     hangs: list[Path | None] = []
+    clock = SteppedClock()
     with closing(SerialLanes()) as lanes:
         made: list[Watchdog] = []
-        making = threading.Thread(target=lambda: made.append(Watchdog(lanes, FAST_S, file, hangs.append, 0)))
+        making = threading.Thread(target=lambda: made.append(Watchdog(lanes, TIMEOUT_S, file, hangs.append, 0, clock)))
         making.start()
         making.join()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        run_once(lanes, lambda task: wait_for(lambda: hangs))
+        run_once(lanes, lambda task: clock.look(LOOKS_FOR_A_HANG))
         made[0].close()
+        assert hangs == [file]
     assert sys.excepthook is before
 
 
@@ -214,13 +226,14 @@ def test_lanes_that_are_forgotten_end_their_watchdog(file: Path) -> None:
     lanes = SerialLanes()
     with Hangs(lanes, file) as hangs:
         run_once(lanes)
-        time.sleep(FAST_S)  # so that the watchdog has looked at them
+        hangs.look(2)
         del lanes
         gc.collect()
-        wait_for(lambda: not hangs.watchdog._thread.is_alive())
+        hangs.clock.allow()
+        until(lambda: not hangs.watchdog._thread.is_alive())
     # The thread could not give SIGTERM back; the next watchdog has it.
     with closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, file)):
         assert our_threads() == ["fsmoe-sigterm", "fsmoe-watchdog"]
-    wait_for(lambda: our_threads() == [])
+    until(lambda: our_threads() == [])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert sys.excepthook is before

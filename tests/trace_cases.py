@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,6 +18,7 @@ from ds_fsmoe.runtime.lanes import Lanes, make_lanes
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.trace_files import read_trace
 from tests.lane_cases import COMPUTE, CPU, INTER, KINDS
+from tests.waiting import pause
 
 Event = dict[str, Any]
 
@@ -57,7 +57,7 @@ def nothing(task: Task) -> None:
 
 def pausing(seed: int) -> Callable[[Task], None]:
     rng = random.Random(seed)
-    return lambda task: time.sleep(rng.choice((0, 0, 0.0003, 0.001)))
+    return lambda task: pause(rng, 0, 0, 0.0003, 0.001)
 
 
 def run(

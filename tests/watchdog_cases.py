@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -14,14 +15,16 @@ import torch
 
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
 from ds_fsmoe.runtime.lanes import Body, Lanes, make_lanes
+from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from ds_fsmoe.runtime.watchdog import Watchdog
+from tests.fake_clock import SteppedClock
+from tests.waiting import until, until_blocked
 
 COMPUTE, INTRA, INTER = Lane
-LIMIT_S = 30
-# Where none may be found: long beside what a busy machine does to a thread.
-TIMEOUT_S = 0.8
-# Where one is to be found.
-FAST_S = 0.2
+# By the clock of the test: as many looks.
+TIMEOUT_S = 4.0
+# In the first two it sees that nothing has moved since the one before, by the host and by the device.
+LOOKS_FOR_A_HANG = 2 + int(TIMEOUT_S)
 TWO_CHUNKS = Schedule(
     (
         Task("A2A_IN", INTER, 0),
@@ -33,11 +36,17 @@ TWO_CHUNKS = Schedule(
 ONE_TASK = Schedule((Task("EXPERT", COMPUTE),))
 
 
-def wait_for(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"not so after {LIMIT_S} s"
-        time.sleep(0.01)
+def end_in_the_last_exchange(lanes: Lanes, missing: Path, clock: SteppedClock, by_signal: bool) -> None:
+    """Once this rank waits for another in chunk 1, and the other one is known to be missing: time passes until the
+    watchdog ends the process; or the process is told to end."""
+    until(missing.exists)
+    until(lambda: [name[-6:] for name in lanes.progress()[INTER]] == ["chunk1", "chunk0"])
+    if not by_signal:
+        clock.allow(1000)
+        return
+    if not isinstance(lanes, ThreadLanes):  # then it sits in the collective itself
+        until_blocked(threading.main_thread())
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def lane_rows(report: str) -> dict[str, list[str]]:
@@ -46,11 +55,24 @@ def lane_rows(report: str) -> dict[str, list[str]]:
 
 
 class Hangs:
-    """A watchdog that tells what it takes for a hang instead of ending the tests."""
+    """A watchdog that looks when the test says so, and tells what it takes for a hang instead of ending the tests."""
 
-    def __init__(self, lanes: Lanes, file: Path, timeout_s: float = FAST_S, first_use_s: float = 0.0) -> None:
+    def __init__(self, lanes: Lanes, file: Path, first_use_s: float = 0.0) -> None:
         self.files: list[Path | None] = []
-        self.watchdog = Watchdog(lanes, timeout_s, file, self.files.append, first_use_s)
+        self.clock = SteppedClock()
+        self.watchdog = Watchdog(lanes, TIMEOUT_S, file, self.files.append, first_use_s, self.clock)
+
+    def look(self, times: int) -> None:
+        self.clock.look(times)
+
+    def hang(self) -> int:
+        """Let time pass until one more hang is reported; returns how often it has looked."""
+        before, looks = len(self.files), 0
+        while len(self.files) == before:
+            assert looks < 1000, "nothing is taken for a hang"
+            self.look(1)
+            looks += 1
+        return looks
 
     def __enter__(self) -> Hangs:
         return self

@@ -70,7 +70,7 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
     bodies: dict[Lane, Callable[[], object]] = {}
     with watch.fate.of(f"making ready to measure {what}"):
         bodies = {lane: prepare() for lane, prepare in work.items()}
-    recorder = Recorder(watch.device)
+    recorder = Recorder(watch.device, watch.host)
 
     def busy_ms(counts: Mapping[Lane, int]) -> list[float]:
         """Lane -> when it was through; of the slowest rank, the median over repeats."""

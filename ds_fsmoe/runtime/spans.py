@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from ds_fsmoe.planning.schedule import Schedule, Task
 from ds_fsmoe.planning.timeline import Span, Timeline
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.lanes import Observer
 
 
@@ -20,12 +20,13 @@ class Recorder(Observer):
     It holds one run: the next one it observes takes its place.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, host: Clock = HOST) -> None:
         """
         Args:
             device: that of the lanes; the CPU if left out.
+            host: the clock of the CPU.
         """
-        self._stamp, self._elapsed_ms = clock_of(device)
+        self._stamp, self._elapsed_ms = clock_of(device, host)
         self._schedule: Schedule | None = None
         self._start: Any = None
         self._begins: list[Any] = []
@@ -92,9 +93,11 @@ class Together(Observer):
             each.end(index, task)
 
 
-def clock_of(device: torch.device | None) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+def clock_of(device: torch.device | None, host: Clock = HOST) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
     """What takes a stamp, on the current stream, and what gives the milliseconds from one stamp to another."""
-    return _CLOCKS["cuda" if device is not None and device.type == "cuda" else "cpu"]
+    if device is not None and device.type == "cuda":
+        return _event_now, _event_elapsed_ms
+    return host.perf_counter_ns, _host_elapsed_ms
 
 
 def _host_elapsed_ms(start_ns: int, end_ns: int) -> float:
@@ -110,9 +113,3 @@ def _event_now() -> torch.cuda.Event:
 def _event_elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     end.synchronize()
     return start.elapsed_time(end)
-
-
-_CLOCKS: dict[str, tuple[Any, Any]] = {
-    "cpu": (time.perf_counter_ns, _host_elapsed_ms),
-    "cuda": (_event_now, _event_elapsed_ms),
-}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.planning.schedule import Schedule
 from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.spans import Recorder, clock_of
 from ds_fsmoe.runtime.topology import world_size_now
 
@@ -93,11 +94,13 @@ class StepClock:
 
     Args:
         device: on which steps run.
+        host: the clock of the CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, host: Clock = HOST) -> None:
         self.device = device
-        self._stamp, self._elapsed_ms = clock_of(device)
+        self._host = host
+        self._stamp, self._elapsed_ms = clock_of(device, host)
         self._num_forwards = 0
         """Up to the first ones."""
         self._is_asked = False
@@ -165,7 +168,7 @@ class StepClock:
             # The layer was called in a forward that was timed, so this is a backward of which nobody has told.
             self._is_whole = self._is_whole and not self._is_on
             return None
-        recorder = Recorder(self.device)
+        recorder = Recorder(self.device, self._host)
         recorder.start(schedule, label)
         self._runs.append((label, self._stretches[-1].in_backward, schedule, recorder, about))
         return recorder

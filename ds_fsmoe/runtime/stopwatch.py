@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.planning.cost import Cost, Fit, fit, fit_switched
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.one_fate import OneFate
 from ds_fsmoe.runtime.topology import world_size_now
 
@@ -61,11 +61,13 @@ class Stopwatch:
     Args:
         device: on which they run.
         group: the ranks that take part; ``None``: all of the job.
+        host: the clock of this rank.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, host: Clock = HOST) -> None:
         self.device = device
         self.group = group
+        self.host = host
         self.fate = OneFate(device, group)
         self.num_timed = 0
         """Operations, so far."""
@@ -90,10 +92,10 @@ class Stopwatch:
             MeasuringError: on every rank, if one has failed.
         """
         self.num_timed += 1
-        start_s = time.perf_counter()
+        start_s = self.host.perf_counter()
         self._round(what, sizes, prepare, group)
         # The same on every rank.
-        round_s = self._over_ranks([[time.perf_counter() - start_s]], None).item()
+        round_s = self._over_ranks([[self.host.perf_counter() - start_s]], None).item()
         repeats = min(MOST, max(FEWEST, int(BUDGET_S / max(1e-6, round_s))))
         rounds = [self._round(what, sizes, prepare, group) for _ in range(repeats)]
         return self._over_ranks(rounds, group).median(dim=0).values.tolist()
@@ -117,17 +119,17 @@ class Stopwatch:
                 work = prepare(size)
             with self.fate.of(doing):
                 if group is not None:
-                    time.sleep(SETTLE_S)
+                    self.host.sleep(SETTLE_S)
                 times_ms.append(self._time_ms(work))
             del work
         return times_ms
 
     def _time_ms(self, work: Callable[[], object]) -> float:
         self._wait()
-        start_ns = time.perf_counter_ns()
+        start_ns = self.host.perf_counter_ns()
         work()
         self._wait()
-        return (time.perf_counter_ns() - start_ns) / 1e6
+        return (self.host.perf_counter_ns() - start_ns) / 1e6
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -11,7 +11,6 @@ import atexit
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.profiler import record_function
 
 from ds_fsmoe.planning.schedule import Schedule, Task
 from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.lanes import Observer
 from ds_fsmoe.runtime.topology import world_size_now
 from ds_fsmoe.runtime.trace_clocks import clock_of, set_clock
@@ -57,6 +57,7 @@ class Tracer(Observer):
         num_steps: int,
         device: torch.device,
         predicted: Mapping[str, Timeline] | None = None,
+        host: Clock = HOST,
     ) -> None:
         """
         Args:
@@ -66,6 +67,7 @@ class Tracer(Observer):
             num_steps: how many.
             device: that of the lanes.
             predicted: label of a run, such as "L03/backward", -> what is expected of it, unless :meth:`expect` says.
+            host: the clock of the CPU.
 
         Raises:
             OSError: the folder cannot be made or written to.
@@ -79,7 +81,8 @@ class Tracer(Observer):
         self._wanted = range(start_step, start_step + num_steps)
         self._device = device
         self._predicted = dict(predicted or {})
-        self._clock = clock_of(device)
+        self._host = host
+        self._clock = clock_of(device, host)
         self._now = self._clock.now
         self._reference: tuple[Any, int] | None = None
         self._step: int | None = None
@@ -110,7 +113,7 @@ class Tracer(Observer):
             self._write("after the last step", _PATIENCE_S, is_early=False)
         elif number in self._wanted:
             if self._reference is None:
-                self._reference = set_clock(self._clock)
+                self._reference = set_clock(self._clock, self._host)
             self._seen.append(number)
         self._is_on = number in self._wanted
 
@@ -255,11 +258,11 @@ class Tracer(Observer):
 
     def _wait(self, runs: Sequence[_Run], patience_s: float) -> None:
         """Until the device has done what was recorded, but not for ever."""
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = self._host.monotonic() + patience_s
         with suppress(RuntimeError):  # a device that has failed
             for stamp in (each for run in runs for each in (run.start, *run.ends) if each is not None):
-                while not self._clock.has_come(stamp) and time.monotonic() < deadline_s:
-                    time.sleep(0.001)
+                while not self._clock.has_come(stamp) and self._host.monotonic() < deadline_s:
+                    self._host.sleep(0.001)
 
     def _read(self, runs: Sequence[_Run], reference: Any, unix_ns: int) -> list[TracedRun]:
         """Runs, in nanoseconds since 1970.

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-import time
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from ds_fsmoe.runtime.clock import HOST, Clock
+
 
 class HostClock:
     """Stamps are nanoseconds."""
 
-    now = staticmethod(time.perf_counter_ns)
+    def __init__(self, host: Clock = HOST) -> None:
+        self.now = host.perf_counter_ns
 
     @staticmethod
     def wait_for(stamp: int) -> None:
@@ -50,19 +52,19 @@ class StreamClock:
         return round(one.elapsed_time(other) * 1e6)
 
 
-def clock_of(device: torch.device) -> HostClock | StreamClock:
+def clock_of(device: torch.device, host: Clock = HOST) -> HostClock | StreamClock:
     """That of the lanes of a device."""
-    return StreamClock() if device.type == "cuda" else HostClock()
+    return StreamClock() if device.type == "cuda" else HostClock(host)
 
 
-def set_clock(clock: HostClock | StreamClock) -> tuple[Any, int]:
+def set_clock(clock: HostClock | StreamClock, host: Clock = HOST) -> tuple[Any, int]:
     """(a stamp, the nanoseconds since 1970 at which it was made), the closest pair of a few."""
     clock.wait_for(clock.now())  # what the device was given before
     pairs = []
     for _ in range(5):
-        before_ns = time.time_ns()
+        before_ns = host.time_ns()
         stamp = clock.now()
         clock.wait_for(stamp)
-        took_ns = time.time_ns() - before_ns
+        took_ns = host.time_ns() - before_ns
         pairs.append((took_ns, stamp, before_ns + took_ns // 2))
     return min(pairs, key=itemgetter(0))[1:]

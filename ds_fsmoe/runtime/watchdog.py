@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.runtime import process_ends
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.lanes import Lanes
 from ds_fsmoe.runtime.process_ends import TERMINATED_STATUS
 
@@ -91,6 +91,7 @@ class Watchdog:
         file: Path | None = None,
         on_hang: Callable[[Path | None], None] = end_process,
         first_use_s: float = 900.0,
+        host: Clock = HOST,
     ) -> None:
         """
         Args:
@@ -101,10 +102,12 @@ class Watchdog:
             on_hang: is called, from the watchdog's thread, with the file, or ``None`` if it could not be written. If it
                 returns, the next hang is reported once a task has begun or finished.
             first_use_s: it takes at least so long in the first run, which makes communicators and compiles kernels.
+            host: by which it looks and waits.
         """
         self.file = _own_file((report_file() if file is None else Path(file)).absolute())
         self.at_end: list[Callable[[str], None]] = []
         self._lanes = weakref.ref(lanes)
+        self._host = host
         self._hang_timeout_s = hang_timeout_s
         self._first_use_s = first_use_s
         self._on_hang = on_hang
@@ -151,13 +154,13 @@ class Watchdog:
     # ---- the clock
 
     def _watch(self) -> None:
-        still_s, last_s = 0.0, time.monotonic()
-        while not self._closed.wait(self._poll_s):
+        still_s, last_s = 0.0, self._host.monotonic()
+        while not self._host.wait(self._closed, self._poll_s):
             lanes = self._lanes()
             if lanes is None:
                 process_ends.leave(self)
                 return
-            now_s = time.monotonic()
+            now_s = self._host.monotonic()
             # More has passed only if this process was stopped, or got no time, and then its tasks have waited for that.
             passed_s, last_s = min(now_s - last_s, 2 * self._poll_s), now_s
             still_s = still_s + passed_s if self._stands_still(lanes) else 0.0
@@ -200,7 +203,7 @@ class Watchdog:
 
             self._asking = threading.Thread(target=ask, name="fsmoe-progress", daemon=True)
             self._asking.start()
-        self._asking.join(self._poll_s)
+        self._host.join(self._asking, self._poll_s)
         return (True, self._answer[1]) if self._asking.is_alive() else self._answer
 
     # ---- the report
@@ -212,7 +215,7 @@ class Watchdog:
             thread = threading.Thread(target=self._save, args=(reason,), name="fsmoe-at-end", daemon=True)
             with suppress(RuntimeError):  # no more threads: then the process ends without
                 thread.start()
-                thread.join(_AT_END_LIMIT_S)
+                self._host.join(thread, _AT_END_LIMIT_S)
         return file
 
     def _save(self, reason: str) -> None:
@@ -239,7 +242,7 @@ class Watchdog:
 
         thread = threading.Thread(target=write, name="fsmoe-report", daemon=True)
         thread.start()
-        thread.join(_REPORT_LIMIT_S)
+        self._host.join(thread, _REPORT_LIMIT_S)
         return written[0] if written else None
 
     def _write(self, reason: str, details: str) -> None:
