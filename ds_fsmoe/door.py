@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from ds_fsmoe import compat
+from ds_fsmoe import accelerate_config, compat
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.engine import FSMoEEngine, FSMoEPipelineEngine
@@ -172,8 +172,10 @@ def install() -> None:
                 "install() first, or use ds_fsmoe.initialize"
             )
     deepspeed.initialize = initialize
+    accelerate_config.leave_block_alone()
 
 
 def uninstall() -> None:
     """Undo :func:`install`."""
     deepspeed.initialize = _stock_initialize
+    accelerate_config.look_at_block_again()
