@@ -139,7 +139,7 @@ def parse_as_command(arguments: list[str]) -> None:
 
 # ---- what it says of errors
 
-NOT_OURS = ("Connection closed by peer", "NCCL error", "fsmoe_reports/rank")
+NOT_OURS = ("Connection closed by peer", "NCCL error", "fsmoe_reports/rank", "not found in kwargs", "fsmoe")
 SOURCES = "\n".join(file.read_text() for file in (ROOT / "ds_fsmoe").rglob("*.py"))
 
 

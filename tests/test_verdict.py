@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_fsmoe.reporting.comparison import StepTimes
 from ds_fsmoe.reporting.run_files import Run
-from ds_fsmoe.reporting.verdict import ratio_interval, reasons
+from ds_fsmoe.reporting.verdict import disturbance, ratio_interval, reasons
 
 
 def noisy(mean_ms: float, num_steps: int, share: float, seed: int) -> list[float]:
@@ -61,3 +61,16 @@ def test_without_a_trace_or_with_one_that_cannot_be_read_nothing_is_made_up(tmp_
     for text in ("{", "[]", '{"traceEvents": 3}', '{"traceEvents": [], "otherData": {}}'):
         (tmp_path / "rank0.json").write_text(text)
         assert reasons(Run(tmp_path), ours, StepTimes(10, 10.0, {})) == []
+
+
+def test_a_part_that_is_the_same_in_both_tells_whether_the_machine_was() -> None:
+    def times(step_ms: float, optimizer_ms: float) -> StepTimes:
+        return StepTimes(20, step_ms, {"optimizer": optimizer_ms})
+
+    assert "took 12.4 and 4.79 ms: the machine was not equally busy" in disturbance(
+        times(42.6, 12.4), times(18.0, 4.79)
+    )
+    assert disturbance(times(42.6, 4.9), times(18.0, 4.79)) is None
+    # Too small to say anything.
+    assert disturbance(times(42.6, 0.4), times(18.0, 0.1)) is None
+    assert disturbance(StepTimes(20, 10.0, {}), StepTimes(20, 10.0, {})) is None

@@ -252,7 +252,7 @@ def tell(out: Path) -> int:
 
 def _print_verdict(stock: Run, ours: Run, after: int, of_stock: StepTimes, of_ours: StepTimes) -> None:
     """How much faster, how sure that is, and what to look at where it is not faster."""
-    from ds_fsmoe.reporting.verdict import ratio_interval, reasons
+    from ds_fsmoe.reporting.verdict import disturbance, ratio_interval, reasons
 
     print(f"\nours is {of_stock.step_ms / of_ours.step_ms:.2f} times as fast as stock DeepSpeed here")
     interval = ratio_interval(*(step_times_ms(run, after) for run in (stock, ours)))
@@ -264,6 +264,8 @@ def _print_verdict(stock: Run, ours: Run, after: int, of_stock: StepTimes, of_ou
         "  the two ran one after the other: whatever else the machine did during one of them is in this number too, so "
         "compare on an idle machine, and more than once"
     )
+    if disturbed := disturbance(of_stock, of_ours):
+        print(f"  {disturbed}")
     if interval is None or interval.low <= 1:
         for reason in reasons(stock, ours, of_stock):
             print(f"  a possible cause: {reason}")

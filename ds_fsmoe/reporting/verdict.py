@@ -24,6 +24,9 @@ SHORT_MS = 1.0
 LITTLE = 0.1
 """A share of the step below which there is little traffic to hide."""
 
+SAME_PART, APART = 0.05, 1.5
+"""The optimizer counts from this share of a step on, and is said to differ from this ratio on."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -57,6 +60,17 @@ def _blocks(times_ms: Sequence[float]) -> list[Sequence[float]]:
 
 def _drawn_median(blocks: list[Sequence[float]], draw: random.Random) -> float:
     return statistics.median(each for block in draw.choices(blocks, k=len(blocks)) for each in block)
+
+
+def disturbance(stock: StepTimes, ours: StepTimes) -> str | None:
+    """A sentence where the part of a step that is the same in both runs was not: something else was running."""
+    parts = [each.parts_ms.get("optimizer", 0.0) for each in (stock, ours)]
+    if min(parts) < SAME_PART * min(stock.step_ms, ours.step_ms) or max(parts) < APART * min(parts):
+        return None
+    return (
+        f"the optimizer, which does the same in both, took {parts[0]:.3g} and {parts[1]:.3g} ms: the machine was not "
+        "equally busy in the two runs, and this comparison is worth little"
+    )
 
 
 def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
