@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ds_fsmoe.planning.workload import Shape
 
 HELP = "what would it give: a model planned on a cluster, from numbers alone"
+DRAWN_LAYERS = 3
+"""Of a stage; with more, tasks are too small to be seen."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -74,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("results")
     out.add_argument("--gantt", action="store_true", help="one layer of the plan as text")
     out.add_argument("--trace", type=Path, metavar="FILE", help="the step, for Perfetto and chrome://tracing")
-    out.add_argument("--png", type=Path, metavar="FILE", help="one layer of every preset, as a picture")
+    out.add_argument(
+        "--png", type=Path, metavar="FILE", help="a step of up to three layers by every preset, as a picture"
+    )
     out.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
 
 
@@ -97,11 +101,11 @@ def run(args: argparse.Namespace) -> int:
     if args.png is not None:
         from ds_fsmoe.planning.draw import save_png
 
-        save_png(
-            [(f"{name}, {phase}", line) for name in result.plans for phase, line in result.block_timelines(name)],
-            args.png,
-        )
-        print(f"\npicture of one layer: {args.png}")
+        stages = job["groups"].pp
+        num_layers = min(job["num_layers"], DRAWN_LAYERS * stages)
+        drawn = report(**(job | {"num_layers": num_layers}), preset_name=args.preset)
+        save_png(drawn.step_timelines(), args.png)
+        print(f"\npicture of a step of {num_layers // stages} layer(s) by every preset: {args.png}")
     if args.json is not None:
         args.json.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
         print(f"\neverything: {args.json}")

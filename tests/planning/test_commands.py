@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.plan import Settings
 from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.report import report
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, HOLD
+from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.planning.workload import Shape
 
 SMALL = ["--width", "64", "--hidden", "192", "--length", "60", "--layers", "3", "--heads", "8"]
 PLAN = ["plan", "--cluster", "testbed_b", *SMALL]
@@ -67,6 +74,33 @@ def test_a_plan_shows_every_preset_the_bound_and_the_reasons(capsys, tmp_path) -
     assert ends_ms == pytest.approx([found["presets"]["fsmoe"][f"{phase}_ms"] for phase in ("forward", "backward")])
     assert files["png"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert files["png"].stat().st_size > 20_000
+
+
+def test_a_picture_compares_equal_work_and_equal_gradients() -> None:
+    cluster = load_cluster("testbed_b")
+    groups = Groups(32, 4, mp=4, esp=4, ep=4)
+    shape = Shape(B=1, L=256, M=512, H=1024, E=8)
+    made = report(cluster, groups, shape, 3, Settings(cluster.contention, max_degree=3), "best")
+    drawn = made.step_timelines()
+    lengths_ms = [line.makespan_ms for _, line in drawn]
+    assert lengths_ms == pytest.approx(sorted((sum(each) for each in made.times_ms.values()), reverse=True))
+    for title, line in drawn:
+        name = title.split(",")[0]
+        gain = sum(made.times_ms["deepspeed"]) / line.makespan_ms
+        assert title == f"{name}, {gain:.2f}x over deepspeed"
+    sizes = [work_of(line) for _, line in drawn]
+    assert {GRAD, EXPERT_GRAD, EXPERT} <= set(sizes[0])
+    assert all(each == pytest.approx(sizes[0]) for each in sizes[1:])
+
+
+def work_of(line: Timeline) -> dict[str, float]:
+    """Kind -> how much of it there is."""
+    found: dict[str, float] = {}
+    for span in line.spans:
+        kind = EXPERT if span.task.kind in (EXPERT_DX, EXPERT_DW) else span.task.kind
+        if kind != HOLD:
+            found[kind] = found.get(kind, 0.0) + span.task.size
+    return found
 
 
 def test_a_known_model_takes_what_is_given_instead(capsys) -> None:
