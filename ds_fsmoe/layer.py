@@ -50,6 +50,11 @@ class FSMoEGate(StockTopKGate):
     says_entropy: bool = False
     """Likewise."""
 
+    @property
+    def takes_width(self) -> int | None:
+        """Likewise."""
+        return getattr(self.wg, "in_features", None)
+
     def forward(
         self,
         x_SM: torch.Tensor,
@@ -142,6 +147,7 @@ class FSMoELayer(StockMOELayer):
                 group=self.ep_group if self.running is None else self.capacity_group,
                 callbacks=self.parts.callbacks,
                 duplicates=self.duplicates,
+                width=getattr(self.gate, "takes_width", None),
             )
         if recorder is not None:
             spans = recorder.timeline(pipeline.forward.schedule).spans
