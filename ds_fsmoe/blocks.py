@@ -25,7 +25,10 @@ class _NullIsAuto:
         return {"anyOf": [handler(of), {"type": "null"}]}
 
 
-Degree = Annotated[Annotated[int, Field(ge=1)] | Auto, _NullIsAuto()]
+MOST_CHUNKS = 256
+"""As many as the planner plans with."""
+Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _NullIsAuto()]
+Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _NullIsAuto()]
 Part = Annotated[str, _NullIsAuto()]
 
 
@@ -60,7 +63,7 @@ class PipelineDegreeBlock(_Block):
 
     forward: Degree = Field("auto", description="chunks in the forward phase")
     backward: Degree = Field("auto", description="chunks in the backward phase")
-    max: int = Field(16, ge=1, description="the largest degree that auto may choose")
+    max: int = Field(16, ge=1, le=MOST_CHUNKS, description="the largest degree that auto may choose")
 
 
 class GradientPartitionBlock(_Block):
@@ -90,7 +93,7 @@ class AutotuneBlock(_Block):
 class TopologyBlock(_Block):
     """``fsmoe.topology``."""
 
-    ranks_per_node: Degree = Field("auto", description="ranks that share a host")
+    ranks_per_node: Count = Field("auto", description="ranks that share a host")
 
 
 class TraceBlock(_Block):
