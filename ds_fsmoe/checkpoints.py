@@ -110,6 +110,8 @@ class Checkpoints:
             CheckpointError: on every rank, with what is wrong with which file.
         """
         with_optimizer = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+        if tag is None:
+            self._together(f"looking for {folder}", lambda: tags.check_there(folder))
         found = self.check(folder, tag)
         if found is None:
             return read(str(folder), None, **asked)
