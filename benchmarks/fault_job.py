@@ -194,7 +194,9 @@ def train(
     if fault.what.startswith("other") and rank == fault.rank and not was:
         wrong.stamp()
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    engine.load_checkpoint(str(folder / "checkpoints"))
+    # All ranks have met in initialize, and none has saved since.
+    if (folder / "checkpoints").is_dir():
+        engine.load_checkpoint(str(folder / "checkpoints"))
     wrong.prepare(engine)
     losses = folder / "losses" / f"rank{rank}.txt"
     losses.parent.mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.experts.gpt import GPTFeedForward
     from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
     from ds_fsmoe.components.gate import GateBase, update_gates
+    from ds_fsmoe.components.gate_settings import OptionError
     from ds_fsmoe.components.gates.deepseek import DeepSeekGate
     from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
     from ds_fsmoe.components.gates.gshard import GShardGate
@@ -75,6 +76,7 @@ _MODULE_OF_NAME = {
     "MixtralGate": "components.gates.mixtral",
     "MoE": "takeover",
     "MoEOutput": "moe_layer",
+    "OptionError": "components.gate_settings",
     "OrderBase": "components.order",
     "QwenGate": "components.gates.qwen",
     "Routing": "components.routing",
@@ -124,6 +126,7 @@ __all__ = [
     "MixtralGate",
     "MoE",
     "MoEOutput",
+    "OptionError",
     "OrderBase",
     "QwenGate",
     "Routing",

@@ -293,8 +293,10 @@ def predict(
     layers, gradients_ms = [], 0.0
     for kind, choice in zip(kinds, choices, strict=True):
         measured, planned = found.profiles[kind.subject.kind, choice.alltoall], kind.pipeline.backward
-        plan = replace(planned, block=choice.phases[1].block)
-        room_ms = idle_ms(machine, plan, kind.sizes, measured)
+        way = found.ways[kind.subject.kind][choice.alltoall]
+        plan = replace(planned, block=choice.phases[1].block, alltoall=way.planned)
+        same_cuts = choice.phases[0].block.shares == choice.phases[1].block.shares
+        room_ms = idle_ms(machine, plan, kind.sizes, measured, same_cuts)
         uncut_ms = found.flat_ms(kind, machine)
         layers.append(layer_times(choice.phases, len(kind.labels), uncut_ms, room_ms, found.bounds(kind, machine)))
     if kinds and reduction is not None:

@@ -8,9 +8,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
 
 Auto = Literal["auto"]
+
+
+class _NullIsAuto:
+    """Marks a field that takes ``null`` for "auto". In a DeepSpeed config "auto" is a word of Accelerate's too, which
+    gives it another meaning, so it can be avoided."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(lambda value: "auto" if value is None else value, handler(source))
+
+    def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(of), {"type": "null"}]}
+
+
+MOST_CHUNKS = 256
+"""As many as the planner plans with."""
+Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _NullIsAuto()]
+Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _NullIsAuto()]
+Part = Annotated[str, _NullIsAuto()]
 
 
 class _Block(BaseModel):
@@ -42,15 +61,15 @@ class GateBlock(_Block):
 class PipelineDegreeBlock(_Block):
     """``fsmoe.pipeline_degree``: into how many chunks the tokens of a layer are cut."""
 
-    forward: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="chunks in the forward phase")
-    backward: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="chunks in the backward phase")
-    max: int = Field(16, ge=1, description="the largest degree that auto may choose")
+    forward: Degree = Field("auto", description="chunks in the forward phase")
+    backward: Degree = Field("auto", description="chunks in the backward phase")
+    max: int = Field(16, ge=1, le=MOST_CHUNKS, description="the largest degree that auto may choose")
 
 
 class GradientPartitionBlock(_Block):
     """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
 
-    mode: Literal["auto", "adaptive", "fixed_chunk", "dense_only", "off"] = Field(
+    mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "dense_only", "off"], _NullIsAuto()] = Field(
         "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
     )
     solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
@@ -74,7 +93,7 @@ class AutotuneBlock(_Block):
 class TopologyBlock(_Block):
     """``fsmoe.topology``."""
 
-    ranks_per_node: Annotated[int, Field(ge=1)] | Auto = Field("auto", description="ranks that share a host")
+    ranks_per_node: Count = Field("auto", description="ranks that share a host")
 
 
 class TraceBlock(_Block):
@@ -116,8 +135,8 @@ class FSMoEBlock(_Block):
     enabled: bool = Field(False, description="false is exactly stock DeepSpeed")
     schedule: Literal["deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best"] = "best"
     gate: GateBlock | None = Field(None, description="left out: each layer keeps its own gate")
-    order: str = Field("auto", description="name of an order on the shelf")
-    alltoall: str = Field("auto", description="name of an all-to-all on the shelf")
+    order: Part = Field("auto", description="name of an order on the shelf")
+    alltoall: Part = Field("auto", description="name of an all-to-all on the shelf")
     esp_size: int = Field(1, ge=1, description="ranks that share one expert's hidden width")
     pipeline_degree: PipelineDegreeBlock = PipelineDegreeBlock()
     gradient_partition: GradientPartitionBlock = GradientPartitionBlock()
@@ -129,7 +148,9 @@ class FSMoEBlock(_Block):
     deterministic: bool = Field(
         False, description="decide nothing by a clock: slices of gradients by rule, so sums round alike in every run"
     )
-    ops: Literal["auto", "reference", "required"] = Field("auto", description="compiled ops or plain torch")
+    ops: Annotated[Literal["auto", "reference", "required"], _NullIsAuto()] = Field(
+        "auto", description="compiled ops or plain torch"
+    )
     hooks: list[str] = Field([], description="callbacks by dotted name")
     plugins: list[str] = Field([], description="modules with parts of your own, imported before parts are looked up")
     metrics: Literal["off", "brief", "detailed"] = Field(

@@ -22,7 +22,7 @@ from ds_fsmoe.checkpoint_reading import Reading, caught_writes
 from ds_fsmoe.components.shards import cuts_of
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.optimizer_pieces import index_of, refresh_masters
-from ds_fsmoe.plan_state import ReadPlans, go_on_with, is_settled, plans_of, read_plans
+from ds_fsmoe.plan_state import STATE_FORMAT, RankState, go_on_with, is_settled, plans_of, read_rank_state
 from ds_fsmoe.progress import shown
 from ds_fsmoe.runtime.agreement import facts_of_versions
 from ds_fsmoe.saving import manifest as manifests
@@ -32,8 +32,6 @@ from ds_fsmoe.saving.numbering import Numbering
 from ds_fsmoe.saving.pieces import Index, merged, read_index
 from ds_fsmoe.saving.random_states import random_states, set_random_states
 from ds_fsmoe.saving.tags import CheckpointError
-
-_STATE_FORMAT = 1
 
 
 def state_file(rank: int) -> str:
@@ -110,6 +108,8 @@ class Checkpoints:
             CheckpointError: on every rank, with what is wrong with which file.
         """
         with_optimizer = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+        if tag is None:
+            self._together(f"looking for {folder}", lambda: tags.check_there(folder))
         found = self.check(folder, tag)
         if found is None:
             return read(str(folder), None, **asked)
@@ -132,6 +132,7 @@ class Checkpoints:
         elif recut:
             self._together(f"reading {place}", lambda: self._check_one_stage(place, differences))
         sharper = moved and manifest is not None and manifest.sizes.dtype != sizes.dtype == "float32"
+        own = None if asked.get("load_module_only", False) else self._read_state(place, manifest)
         results: list[Any] = []
         with reading.in_use(recut, sharper, asked.get("load_module_strict", True)):
             self._together(f"reading {place}", lambda: results.append(read(str(folder), found, **asked)))
@@ -143,8 +144,8 @@ class Checkpoints:
             log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
             if result[1] is not None:
                 result[1].pop("optimizer", None)
-        if result[0] is not None and not asked.get("load_module_only", False):
-            self.go_on(folder, found)
+        if result[0] is not None and own is not None:
+            self._go_on(own)
         return result
 
     def check(self, folder: Path, tag: str | None) -> str | None:
@@ -178,47 +179,41 @@ class Checkpoints:
         self._together(f"checking {place}", lambda: self._check_files(place, manifest))
         return tag
 
-    def go_on(self, folder: Path, tag: str) -> None:
-        """After a tag has been read: draw and plan as when it was saved.
+    def _read_state(self, place: Path, manifest: Manifest | None) -> RankState | None:
+        """What this rank goes on with, once the tag has been read: looked at before, as an error should find the engine
+        as it was.
+
+        Returns:
+            ``None`` where there is nothing of that kind.
 
         Raises:
             CheckpointError: on every rank, if the state of one is damaged.
         """
-        own = folder / tag / state_file(dist.get_rank())
-        manifest = manifests.read_manifest(folder / tag)
+        own = place / state_file(dist.get_rank())
         if manifest is None or manifest.sizes.world != dist.get_world_size():
             log_on_rank_0(
-                f"{folder / tag} was saved by stock DeepSpeed or by another number of ranks: random generators and "
-                "plans are not taken from it"
+                f"{place} was saved by stock DeepSpeed or by another number of ranks: random generators and plans are "
+                "not taken from it"
             )
-            return
-        loaded: dict[str, Any] = {}
+            return None
+        found: list[RankState] = []
+        fits = not self._differences(manifest)
+        self._together(f"reading {own}", lambda: found.append(read_rank_state(own, self._engine.fsmoe, fits)))
+        return found[0]
 
-        def read() -> None:
-            loaded.update(torch.load(own, map_location="cpu", weights_only=True))
-            if loaded["format"] != _STATE_FORMAT:
-                raise CheckpointError(f"{own} is of format {loaded['format']!r}: this version reads {_STATE_FORMAT}")
-            set_random_states(loaded["random"])
-
-        self._together(f"reading {own}", read)
-        settled: list[ReadPlans | None] = [None]
-
-        def read_settled() -> None:
-            plans = json.loads(loaded["plans"])
-            if plans is not None and not self._differences(manifest):
-                settled[0] = read_plans(self._engine.fsmoe, plans)
-
-        self._together(f"reading the plans of {own}", read_settled)
+    def _go_on(self, own: RankState) -> None:
+        """Draw and plan as when the tag was saved. Collective."""
+        set_random_states(own.random)
         # Ranks of one stage have the same plans; all make communicators together or none does.
-        every = [settled[0] is not None] * dist.get_world_size()
+        every = [own.plans is not None] * dist.get_world_size()
         dist.all_gather_object(every, every[0])
-        if all(every) and settled[0] is not None:
-            go_on_with(self._engine.fsmoe, settled[0])
+        if all(every) and own.plans is not None:
+            go_on_with(self._engine.fsmoe, own.plans)
 
     def _state(self) -> dict[str, Any]:
         state = self._engine.fsmoe
         plans = plans_of(state) if is_settled(state) else None
-        return {"format": _STATE_FORMAT, "random": random_states(), "plans": json.dumps(plans)}
+        return {"format": STATE_FORMAT, "random": random_states(), "plans": json.dumps(plans)}
 
     def _describe(self, place: Path) -> None:
         """Sum up every file, each rank some of those it sees, and write the manifest."""

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -91,12 +91,15 @@ def _refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
 def _sentences(errors: Iterable[Mapping[str, Any]]) -> list[str]:
     """Pydantic's errors in this project's form, one per path: ``path = value: must be ...``."""
     musts: dict[str, list[str]] = {}
+    listed: set[str] = set()
     for error in errors:
         # A field of two types has an error per type, with the type as the last part of the location.
         location = [part for part in error["loc"] if part not in ("int", "constrained-int", "literal['auto']")]
         path = ".".join([BLOCK, *map(str, location)])
         if error["type"] == "extra_forbidden":
-            musts[_unknown_key(path, _fields_at(location[:-1]))] = []
+            parent = path.rpartition(".")[0]
+            musts[_unknown_key(path, _fields_at(location[:-1]), is_listed=parent not in listed)] = []
+            listed.add(parent)
             continue
         must = "must be an object" if error["type"] == "model_type" else error["msg"]
         must = re.sub(r"^[Ii]nput should be |^must be ", "", must).replace("a valid ", "a ").replace("a int", "an int")
@@ -104,10 +107,54 @@ def _sentences(errors: Iterable[Mapping[str, Any]]) -> list[str]:
     return [start + " or ".join(ends) for start, ends in musts.items()]
 
 
-def _unknown_key(path: str, choices: list[str]) -> str:
-    near = difflib.get_close_matches(path.rpartition(".")[2], choices, n=1)
-    hint = f"did you mean {near[0]!r}? The keys are" if near else "the keys are"
-    return f"{path}: unknown key; {hint} {', '.join(choices)}"
+# What other projects, or DeepSpeed's layer, call things that are not here under that name.
+_OF_THE_MODEL = "it is an argument of MoE(...), where the model is built"
+_ELSEWHERE = {
+    "ep_size": f"{_OF_THE_MODEL}; {BLOCK}.esp_size is another thing: how many ranks share one expert",
+    "num_experts": _OF_THE_MODEL,
+    "hidden_size": _OF_THE_MODEL,
+    "use_residual": _OF_THE_MODEL,
+    "top_k": f"write it as {BLOCK}.gate.k",
+    "topk": f"write it as {BLOCK}.gate.k",
+    "moe_router_topk": f"write it as {BLOCK}.gate.k",
+    "num_chunks": f"write it as {BLOCK}.pipeline_degree.forward and .backward",
+    "expert_tensor_parallel_size": f"write it as {BLOCK}.esp_size",
+    "autotuning": f"write it as {BLOCK}.autotune; DeepSpeed's own autotuning stands beside {BLOCK}, not in it",
+}
+
+
+def _unknown_key(path: str, choices: list[str], is_listed: bool = True) -> str:
+    """A sentence with the nearest key there is, and, where they were not ``is_listed`` before, all of them."""
+    name = path.rpartition(".")[2]
+    if hint := elsewhere(path):
+        return f"{path}: unknown key; {hint}"
+    near = difflib.get_close_matches(name, choices, n=1)
+    keys = f"the keys are {', '.join(choices)}" if is_listed else ""
+    hint = f"did you mean {near[0]!r}?{' ' if keys else ''}{keys[:1].upper()}{keys[1:]}" if near else keys
+    return f"{path}: unknown key" + (f"; {hint}" if hint else "")
+
+
+def elsewhere(path: str) -> str | None:
+    """Where to write what a key with a well-known name stands for, if it has its place somewhere else."""
+    name = path.rpartition(".")[2]
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    # A field of another part of the block, written where it does not belong.
+    owners = [each for each in _FIELDS_OF_BLOCKS.get(name, ()) if f"{each}.{name}" != path]
+    return f"write it as {owners[0]}.{name}" if len(owners) == 1 else None
+
+
+def _fields_of_blocks(block: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
+    for name, field in block.model_fields.items():
+        yield name, path
+        for each in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(each, type) and issubclass(each, BaseModel):
+                yield from _fields_of_blocks(each, f"{path}.{name}")
+
+
+_FIELDS_OF_BLOCKS: dict[str, list[str]] = {}
+for _name, _path in _fields_of_blocks(FSMoEBlock, BLOCK):
+    _FIELDS_OF_BLOCKS.setdefault(_name, []).append(_path)
 
 
 def shown(value: Any) -> str:
@@ -280,9 +327,10 @@ def _unknown_gate_options(block: FSMoEBlock) -> list[str]:
         if name in names:
             continue
         near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}? Its options are" if near else "its options are"
+        listed = f"its options are {', '.join(names) or 'none'}"
+        hint = f"did you mean {near[0]!r}? I{listed[1:]}" if near else listed
         problems.append(
-            f"{BLOCK}.gate.{name} = {shown(value)}: the gate {shown(block.gate.type)} has no such option; {hint} "
-            f"{', '.join(names) or 'none'}"
+            f"{BLOCK}.gate.{name} = {shown(value)}: the gate {shown(block.gate.type)} has no such option; "
+            f"{elsewhere(f'{BLOCK}.gate.{name}') or hint}"
         )
     return problems

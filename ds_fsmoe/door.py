@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from ds_fsmoe import compat
+from ds_fsmoe import accelerate_config, compat
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.config import BLOCK, ConfigError, read_block
 from ds_fsmoe.container import check_containers
@@ -293,6 +293,7 @@ def install(block: Mapping[str, Any] | None = None) -> None:
         deepspeed.initialize = initialize
     else:
         _refuse_to_be_gone_past(_beneath)
+    accelerate_config.leave_block_alone()
     if block is not None:
         _given = Given(dict(block))
 
@@ -319,6 +320,7 @@ def _module_of(function: Callable[..., Any]) -> str:
 def uninstall() -> None:
     """Undo :func:`install`, the block given to it included; what others have laid over ours since then goes as well."""
     global _given, _replaced
+    accelerate_config.look_at_block_again()
     if _replaced is not None:
         deepspeed.initialize = _replaced
     del _beneath[1:]

@@ -31,7 +31,7 @@ from ds_fsmoe.gradient_norm import clip_by_norm, put_right
 from ds_fsmoe.launchers import launcher_warnings
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.parts import choose_parts
-from ds_fsmoe.preflight import check_experts, check_nodes, check_tensor_parallel
+from ds_fsmoe.preflight import check_experts, check_nodes, check_tensor_parallel, untested
 from ds_fsmoe.reduction import Reduction, wanted_mode, why_not
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.agreement import (
@@ -296,7 +296,8 @@ class FSMoEEngine(DeepSpeedEngine):
         device = torch.device(get_accelerator().device_name())
         expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
         sentences = check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu))
-        sentences += [*launcher_warnings(), *speed_warnings(self.config, block, device.type)]
+        sentences += [*launcher_warnings(), *untested(self.config, device.type)]
+        sentences += speed_warnings(self.config, block, device.type)
         for sentence in sentences:
             log_on_rank_0(sentence, logging.WARNING)
         running = Running(block, device, expert_before_data, self.mpu)

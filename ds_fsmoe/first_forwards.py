@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +43,8 @@ class FirstForwards:
         self._seen: set[str] = set()
         self._kept: dict[bool, list[SavedBytes]] = {False: [], True: []}
         """By whether all but the rows is computed again."""
+        self._many: list[tuple[str, int, tuple[int, int]]] = []
+        """(label, slots of an expert, chunks forward and backward) of layers with more chunks than slots."""
         self._recompute = False
         self._is_told = False
 
@@ -59,7 +62,11 @@ class FirstForwards:
         self._seen.add(label)
         self._recompute = pipeline.recompute
 
+        degrees = pipeline.forward.block.degree, pipeline.backward.block.degree
+
         def note(sizes: CallSizes) -> None:
+            if max(degrees) > max(1, sizes.capacity):
+                self._many.append((label, sizes.capacity, degrees))
             for recompute, kept in self._kept.items() if not self._is_told else ():
                 kept.append(saved_bytes(experts, sizes, x.device, recompute))
             if self._keeps_calls:
@@ -81,3 +88,16 @@ class FirstForwards:
         self._is_told = True
         kept, otherwise = self._kept[self._recompute], self._kept[not self._recompute]
         log_on_rank_0(describe(kept, otherwise, self._recompute))
+        if self._many:
+            log_on_rank_0(_too_many_chunks(self._many), logging.WARNING)
+
+
+def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
+    """A sentence on layers of which some chunks are empty."""
+    label, num_slots, degrees = min(layers, key=lambda each: each[1])
+    others = f" and {len(layers) - 1} other layer(s)" if len(layers) > 1 else ""
+    return (
+        f"{label}{others}: cut into {degrees[0]} chunks forward and {degrees[1]} backward, but an expert has "
+        f"{num_slots} slot(s) in a forward like this one: the chunks beyond them are empty, and each still costs its "
+        "collectives; use a smaller fsmoe.pipeline_degree"
+    )

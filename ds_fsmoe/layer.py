@@ -62,6 +62,11 @@ class FSMoEGate(StockTopKGate):
     """Likewise."""
     _entropy: torch.Tensor | None = None
 
+    @property
+    def takes_width(self) -> int | None:
+        """Likewise."""
+        return getattr(self.wg, "in_features", None)
+
     def forward(
         self,
         input: torch.Tensor,
@@ -174,6 +179,7 @@ class FSMoELayer(StockMOELayer):
                 group=self.ep_group if self.running is None else self.capacity_group,
                 callbacks=self.parts.callbacks,
                 duplicates=self.duplicates,
+                width=getattr(self.gate, "takes_width", None),
             )
         if recorder is not None:
             spans = recorder.timeline(pipeline.forward.schedule).spans

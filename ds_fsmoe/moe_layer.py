@@ -35,6 +35,7 @@ from ds_fsmoe.runtime.lanes import make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
 from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.runtime.wires import Wires
+from ds_fsmoe.widths import check_width, naming_widths
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def token_path(
     group: dist.ProcessGroup | None,
     callbacks: Sequence[CallbackBase] = (),
     duplicates: Duplicates | None = None,
+    width: int | None = None,
 ) -> MoEOutput:
     """Gate, order, to the experts and back chunk by chunk, i-order.
 
@@ -73,7 +75,12 @@ def token_path(
         group: the ranks that have to agree on the capacity; ``None`` for one.
         callbacks: called in turn at each of the six points.
         duplicates: the ranks that have the same tokens and send a part of the slots each; ``None``: this one sends all.
+        width: M, that the layer was made for; ``None`` where it is not known.
+
+    Raises:
+        LayerError: an input or an expert of another width.
     """
+    name = experts.path or pipeline.label
     routing: RoutingBase | None = None
 
     def hooked(
@@ -86,6 +93,7 @@ def token_path(
         return tensor
 
     x = hooked("before_moe_start_hook", x)
+    check_width(name, x, width)
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
     num_experts, capacity = routing.num_experts, routing.capacity
@@ -102,7 +110,8 @@ def token_path(
     x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
     if duplicates is not None:
         x_RM = duplicates.drop(x_RM)
-    y_RM = pipeline(x_RM, num_experts, capacity, experts, hooked if callbacks else None)
+    with naming_widths(name, experts, x_RM):
+        y_RM = pipeline(x_RM, num_experts, capacity, experts, hooked if callbacks else None)
     if duplicates is not None:
         y_RM = duplicates.gather(y_RM)
     y_ECM = y_RM.view(num_experts, chunked.capacity, y_RM.shape[-1])
@@ -198,7 +207,7 @@ class MOELayer(nn.Module):
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
         """[..., M] to [..., M]; with ``return_stats`` a :class:`MoEOutput`."""
         if self._running is None:
-            self._running = self._make_pipeline(x.device), expert_set(list(self.experts.experts))
+            self._running = self._make_pipeline(x.device), expert_set(list(self.experts.experts), path="MOELayer")
         if self.training not in self._looked:
             self._looked.add(self.training)
             self._leave_whole_if_need_be(x)
@@ -212,6 +221,7 @@ class MOELayer(nn.Module):
             experts=experts,
             group=self.group,
             callbacks=self.callbacks,
+            width=self.gate.takes_width,
         )
         return result if self.return_stats else result.output
 

@@ -7,9 +7,13 @@ with other last bits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from ds_fsmoe import registry
 from ds_fsmoe.engine_state import FSMoEState
@@ -17,6 +21,11 @@ from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Parcel
 from ds_fsmoe.runtime.pipeline import PhasePlan, uncut
+from ds_fsmoe.saving.random_states import check_random_states
+from ds_fsmoe.saving.tags import CheckpointError
+
+STATE_FORMAT = 1
+"""Of the file of a rank."""
 
 
 def is_settled(state: FSMoEState) -> bool:
@@ -78,6 +87,35 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
         {label: each["alltoall"] for label, each in layers.items()},
         read,
     )
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank draws and plans by."""
+
+    random: dict[str, Any]
+    plans: ReadPlans | None
+    """``None``: not settled on then, or not for this layout."""
+
+
+def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState:
+    """What a rank has left in its file, looked through before anything is changed by it.
+
+    Args:
+        file: of this rank.
+        state: of the engine that is to go on with it.
+        plans_fit: whether the layout is the one that the plans are for.
+
+    Raises:
+        CheckpointError: a file of another version.
+        Exception: whatever is wrong with it otherwise.
+    """
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    if loaded["format"] != STATE_FORMAT:
+        raise CheckpointError(f"{file} is of format {loaded['format']!r}: this version reads {STATE_FORMAT}")
+    check_random_states(loaded["random"])
+    plans = json.loads(loaded["plans"])
+    return RankState(loaded["random"], read_plans(state, plans) if plans is not None and plans_fit else None)
 
 
 def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:

@@ -252,3 +252,21 @@ def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
     problems = [sentence for clashes, sentence in _CLASHES if clashes(ds_config)]
     if problems:
         raise ConfigError(join_problems(f"with {BLOCK}.enabled = true: {problem}" for problem in problems))
+
+
+def untested(ds_config: Mapping[str, Any], device_type: str) -> list[str]:
+    """A sentence for each thing that runs and that nobody has tested.
+
+    Args:
+        ds_config: the whole DeepSpeed config.
+        device_type: "cpu" or "cuda".
+    """
+    autocast = ds_config.get("torch_autocast")
+    is_half = isinstance(autocast, Mapping) and autocast.get("enabled") and autocast.get("dtype") == "float16"
+    if device_type != "cpu" or not (_on(ds_config, "fp16", "enabled") or is_half):
+        return []
+    name = "torch_autocast.dtype = float16" if is_half else "fp16.enabled = true"
+    return [
+        f"{name} on a CPU: training with half precision is untested there, slow, and its range is small; use bf16, or "
+        "fp32, unless this is to try a config that is meant for GPUs"
+    ]

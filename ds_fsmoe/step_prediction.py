@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ds_fsmoe.measured_costs import Machine
 from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.cost import Cost, least_ms
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, HOLD, Lane
 from ds_fsmoe.planning.timeline import IDEAL
@@ -29,7 +29,8 @@ class Bounds:
     """Of one layer, in milliseconds."""
 
     bound_ms: float
-    """What the busiest lane has to do in each phase, uncut and undisturbed: no schedule takes less."""
+    """What the busiest lane has to do in each phase, undisturbed and cut as suits each task best: no schedule takes
+    less."""
     sent_ms: float
     """The same of the forward, and of the backward what the lane of gradients has to do."""
 
@@ -118,18 +119,30 @@ def layer_times(
 
 def bounds_of(machine: Machine, plans: Sequence[PhasePlan], sizes: CallSizes, profile: LayerProfile) -> Bounds:
     """Of a layer whose phases, uncut, are these."""
-    # Were lanes in each other's way, the undisturbed time would still be the least.
-    ideal = replace(machine, contention=IDEAL)
     bound_ms = sent_ms = 0.0
     for plan in plans:
         # In one stream, a lane would be charged with the traffic of both links.
         plan = replace(plan, block=replace(plan.block, links="paper"))
-        timeline = ideal.timeline(plan.schedule, plan, sizes, profile)
-        busiest_ms = max(timeline.busy_ms(lane) for lane in Lane)
+        busy_ms = _least_busy_ms(machine, plan, sizes, profile)
+        busiest_ms = max(busy_ms.values())
         bound_ms += busiest_ms
         lanes = plan.groups.placements["dp"].lanes
-        sent_ms += timeline.busy_ms(lanes[0]) if plan.backward and lanes else busiest_ms
+        sent_ms += busy_ms[lanes[0]] if plan.backward and lanes else busiest_ms
     return Bounds(bound_ms, sent_ms)
+
+
+def _least_busy_ms(machine: Machine, plan: PhasePlan, sizes: CallSizes, profile: LayerProfile) -> dict[Lane, float]:
+    """Lane -> the least that its tasks take, were lanes not in each other's way."""
+    timeline = replace(machine, contention=IDEAL).timeline(plan.schedule, plan, sizes, profile)
+    costs = profile.costs(plan.backward)
+    busy_ms = dict.fromkeys(Lane, 0.0)
+    for span in timeline.spans:
+        cost, task = costs.get(span.task.kind), span.task
+        whole_ms = span.end_ms - span.start_ms
+        # What cutting saves of the task itself; its own cost, besides, comes once more with every cut.
+        saved_ms = 0.0 if cost is None else cost.ms(task.size) - least_ms(cost, task.size)
+        busy_ms[task.lane] += whole_ms - saved_ms
+    return busy_ms
 
 
 @dataclass(frozen=True)
@@ -204,9 +217,11 @@ def sharded_ms(
     return sum(each.time_ms for each in pair)
 
 
-def idle_ms(machine: Machine, plan: PhasePlan, sizes: CallSizes, profile: LayerProfile) -> float:
+def idle_ms(
+    machine: Machine, plan: PhasePlan, sizes: CallSizes, profile: LayerProfile, same_cuts: bool = True
+) -> float:
     """How long the lane of gradients has nothing to do in a backward."""
     lanes = plan.groups.placements["dp"].lanes
     if not lanes or machine.is_serial:
         return 0.0
-    return machine.timeline(plan.schedule, plan, sizes, profile).idle_ms(lanes[0])
+    return machine.timeline(plan.schedule, plan, sizes, profile, same_cuts).idle_ms(lanes[0])

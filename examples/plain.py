@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--local_rank", type=int)
     args = deepspeed.add_config_arguments(parser).parse_args()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of compiling on a CPU, for inference only

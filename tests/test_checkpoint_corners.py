@@ -60,9 +60,16 @@ def train(engine: Any, rank: int, first: int, steps: int = 2) -> list[float]:
 def fail_alone(rank: int, world_size: int, folder: str) -> list[str]:
     hurry()
     engine = make(rank, Case(ep_size=2, stage=1, k=2))
+    said = []
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder)
+    missing = str(caught.value)
+    torch.distributed.barrier()
+    # A folder in which nobody has saved yet is where a job begins that goes on by itself.
+    Path(folder).mkdir(exist_ok=True)
+    assert engine.load_checkpoint(folder) == (None, None)
     train(engine, rank, 0)
     engine.save_checkpoint(folder, "good")
-    said = []
     with pytest.raises(CheckpointError) as caught:
         engine.save_checkpoint(folder, "bad", client_state={"mine": lambda: None})  # rank 0 writes it
     said.append(str(caught.value))
@@ -101,7 +108,7 @@ def fail_alone(rank: int, world_size: int, folder: str) -> list[str]:
     assert own.exists()
     assert engine.load_checkpoint(folder)[0] is not None
     engine.destroy()
-    return said
+    return [*said, missing]
 
 
 def test_what_fails_on_one_rank_is_an_error_on_all_and_the_good_tag_stays(tmp_path: Path) -> None:
@@ -110,6 +117,7 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_the_good_tag_stays(tmp_pa
     assert "lambda" in first[0]
     assert "No space left" in first[1]
     assert "Input/output error" in first[2]
+    assert first[3].startswith(f"{tmp_path / 'saved'}: there is no such folder, so no checkpoint to go on from")
     assert (tmp_path / "saved" / "latest").read_text() == "good"
 
 

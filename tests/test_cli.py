@@ -43,11 +43,22 @@ def test_what_is_missing_is_no_failure_on_a_laptop_that_plans(capsys, monkeypatc
     assert rows_of(capsys.readouterr().out)["torch"][:3] == ["not", "installed", "[NO]"]
 
 
-def test_env_begins_with_deepspeeds_own_report_and_has_no_colours_in_a_file(capsys, monkeypatch) -> None:
+def test_env_says_what_it_knows_before_it_waits_for_deepspeeds_own_report(capsys, monkeypatch) -> None:
+    before = []
+
+    def report() -> str:
+        before.append(capsys.readouterr().out)
+        return own_report()
+
+    own_report = env.deepspeed_report
+    monkeypatch.setattr(env, "deepspeed_report", report)
     assert cli.main(["env"]) == 0
+    assert rows_of(before[0])["ds_fsmoe"][0] == VERSION
+    assert "on the shelf" in before[0]
+    assert before[0].splitlines()[-1].startswith("DeepSpeed's own report follows; it takes up to a minute")
     text = capsys.readouterr().out
-    assert 0 < text.index("extension op report") < text.index("deepspeed info") < text.index("on the shelf")
-    assert "\033" not in text
+    assert text.index("extension op report") < text.index("deepspeed info")
+    assert "\033" not in before[0] + text
 
 
 def test_env_says_whether_ops_can_be_had_and_why_not(capsys, monkeypatch, tmp_path: Path) -> None:

@@ -16,6 +16,21 @@ from tests.built_ops import build_ops
 from tests.scripts import ROOT, free_port
 
 TRAIN = "import sys; print('trained'); sys.exit({status})"
+# Writes the record of a run of 30 steps at most, without training: steps of 10 ms, and of `ours_ms` with our layers.
+RECORD = """
+import json, pathlib, sys
+
+block = json.loads(pathlib.Path(sys.argv[2]).read_text())["fsmoe"]
+folder = pathlib.Path(block["record"]["dir"])
+with (folder.parent / "runs.jsonl").open("a") as file:
+    file.write(json.dumps(block) + "\\n")
+step_ms = float(sys.argv[1]) if block["enabled"] else 10.0
+steps = range(1, min(block["record"]["stop_after"], 30) + 1)
+rows = [{"step": step, "step_ms": step_ms + step % 7 / 10, "loss": 1.0} for step in steps]
+(folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+schedule = "best" if block["enabled"] else "stock"
+(folder / "run.json").write_text(json.dumps({"format": 1, "schedule": schedule, "block": block, "ended": "now"}))
+"""
 
 
 @pytest.fixture
@@ -125,3 +140,56 @@ def test_a_script_that_records_nothing_is_named(
     assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 2
     said = capsys.readouterr().err
     assert "recorded nothing: does the script go through one of the doors?" in said
+
+
+def compare_recorded(config: Path, out: Path, ours_ms: float, *options: str) -> list[dict]:
+    """The blocks of the runs that ``compare`` starts."""
+    command = [sys.executable, "-c", RECORD, str(ours_ms), str(config)]
+    assert main(["compare", "--out", str(out), *options, "--", *command]) == 0
+    return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+
+
+def test_a_script_that_ends_early_is_compared_over_the_steps_it_has_with_both_timelines(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = compare_recorded(config, tmp_path, 8.0)
+    assert [(each["enabled"], each["record"]["stop_after"]) for each in blocks] == [
+        (False, 50),
+        (False, 30),
+        (True, 30),
+    ]
+    assert [each["trace"]["start_step"] for each in blocks] == [47, 27, 27]
+    said = capsys.readouterr().out
+    assert "the script ended by itself after 30 of 50 steps" in said
+    assert "over 30 steps" in said
+    without = compare_recorded(config, tmp_path / "without", 8.0, "--no-trace")
+    assert [(each["enabled"], each["record"]["stop_after"]) for each in without] == [(False, 50), (True, 30)]
+    assert "\nplans and loads: ds_fsmoe report" in capsys.readouterr().out
+
+
+def test_a_script_that_ends_before_anything_counts_is_refused(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RECORD.replace("30", "5")
+    assert main(["compare", "--out", str(tmp_path), "--", sys.executable, "-c", record, "8", str(config)]) == 2
+    assert "the script ends after 5 steps: it must train at least 8" in capsys.readouterr().err
+
+
+def test_how_sure_the_ratio_is_is_said_with_it_and_causes_where_ours_is_not_faster(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare_recorded(config, tmp_path / "faster", 5.0, "--steps", "30")
+    said = capsys.readouterr().out
+    assert "1.94 times as fast" in said
+    assert "95% interval" in said
+    assert "the two ran one after the other" in said
+    assert "a possible cause" not in said
+    compare_recorded(config, tmp_path / "slower", 20.0, "--steps", "30")
+    said = capsys.readouterr().out
+    assert "a possible cause: the layers are not cut" in said
+    cut = config.with_name("cut.json")
+    cut.write_text('{"fsmoe": {"enabled": true, "pipeline_degree": {"forward": 2}}}')
+    compare_recorded(cut, tmp_path / "cut", 20.0, "--steps", "10")
+    said = capsys.readouterr().out
+    assert "too few steps for an interval" in said
+    assert "a possible cause: the layers are cut by hand (2 forward)" in said

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ds_fsmoe import registry
 from ds_fsmoe.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.config import ConfigError, read_block
-from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts
+from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts, untested
 
 # The whole block as the documentation shows it, in values that this version can do.
 WHOLE_BLOCK = {
@@ -85,6 +86,18 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"gat": {}}, "fsmoe.gat: unknown key; did you mean 'gate'? The keys are enabled, schedule, gate, order"),
         ({"gate": {"kk": 1}}, "fsmoe.gate.kk: unknown key; did you mean 'k'? The keys are type, k, capacity_factor"),
         ({"debug": {"zzz": 1}}, "fsmoe.debug.zzz: unknown key; the keys are check_every, hang_timeout_s"),
+        ({"ep_size": 2}, "fsmoe.ep_size: unknown key; it is an argument of MoE(...), where the model is built"),
+        ({"num_experts": 2}, "fsmoe.num_experts: unknown key; it is an argument of MoE(...)"),
+        ({"top_k": 2}, "fsmoe.top_k: unknown key; write it as fsmoe.gate.k"),
+        ({"gate": {"top_k": 2}}, "fsmoe.gate.top_k: unknown key; write it as fsmoe.gate.k"),
+        (
+            {"gate": {"type": "deepseek", "top_k": 2}},
+            'fsmoe.gate.top_k = 2: the gate "deepseek" has no such option; write it as fsmoe.gate.k',
+        ),
+        ({"k": 2}, "fsmoe.k: unknown key; write it as fsmoe.gate.k"),
+        ({"gate": {"esp_size": 2}}, "fsmoe.gate.esp_size: unknown key; write it as fsmoe.esp_size"),
+        ({"cache_dir": "x"}, "fsmoe.cache_dir: unknown key; write it as fsmoe.autotune.cache_dir"),
+        ({"gate": {"enabled": True}}, "fsmoe.gate.enabled: unknown key; the keys are type, k, capacity_factor"),
         ({"enabled": "yes"}, 'fsmoe.enabled = "yes": must be a boolean'),
         ({"enabled": 1}, "fsmoe.enabled = 1: must be a boolean"),
         ({"schedule": "fsmoo"}, "fsmoe.schedule = \"fsmoo\": must be 'deepspeed', 'tutel', 'tutel_improved'"),
@@ -101,6 +114,14 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
         ({"gate": "topk"}, 'fsmoe.gate = "topk": must be an object'),
         ({"pipeline_degree": {"forward": 0}}, "fsmoe.pipeline_degree.forward = 0: must be greater than or equal to 1"),
+        (
+            {"pipeline_degree": {"forward": 1000}},
+            "fsmoe.pipeline_degree.forward = 1000: must be less than or equal to 256",
+        ),
+        (
+            {"pipeline_degree": {"max": 1000}},
+            "fsmoe.pipeline_degree.max = 1000: must be less than or equal to 256",
+        ),
         (
             {"pipeline_degree": {"backward": "x"}},
             "fsmoe.pipeline_degree.backward = \"x\": must be an integer or 'auto'",
@@ -215,6 +236,49 @@ def test_all_problems_are_told_at_once() -> None:
     assert lines[0] == "4 problems:"
     degrees = ["fsmoe.pipeline_degree.forward", "fsmoe.pipeline_degree.backward"]
     assert [line.split(" = ")[0] for line in lines[1:]] == ["fsmoe.solver", "fsmoe.order", *degrees]
+
+
+def test_several_unknown_keys_list_the_known_ones_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True, "zzz": 1, "yyy": 2, "ep_size": 3, "debug": {"xxx": 1}}})
+    assert str(caught.value).count("schedule, gate, order") == 1
+    assert str(caught.value).count("check_every, hang_timeout_s") == 1
+    assert "\nfsmoe.yyy: unknown key\n" in str(caught.value)
+
+
+def test_no_hint_names_a_field_that_is_not_there() -> None:
+    from ds_fsmoe.config import _ELSEWHERE
+
+    for name, hint in _ELSEWHERE.items():
+        for path in re.findall(r"fsmoe\.[\w.]+", hint):
+            block: Any = FSMoEBlock(gate=GateBlock())
+            for part in path.split(".")[1:]:
+                block = getattr(block, part)
+        with pytest.raises(ConfigError, match=f"fsmoe.{name}: unknown key; "):
+            read_block({"fsmoe": {"enabled": True, name: 1}})
+
+
+def test_the_largest_degree_is_the_planners() -> None:
+    from ds_fsmoe.blocks import MOST_CHUNKS
+    from ds_fsmoe.planning.plan import MAX_DEGREE
+
+    assert MOST_CHUNKS == MAX_DEGREE
+
+
+@pytest.mark.parametrize(
+    ("blocks", "device_type", "words"),
+    [
+        ({"fp16": {"enabled": True}}, "cpu", "fp16.enabled = true on a CPU"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "cpu", "torch_autocast.dtype = float16 on a CPU"),
+        ({"fp16": {"enabled": True}}, "cuda", ""),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "cpu", ""),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "cpu", ""),
+        ({}, "cpu", ""),
+    ],
+)
+def test_half_precision_on_a_cpu_is_said_to_be_untested(blocks: dict, device_type: str, words: str) -> None:
+    said = untested(blocks, device_type)
+    assert [each.startswith(words) for each in said] == [True] * bool(words)
 
 
 @pytest.mark.parametrize("key", ["fs_moe", "fsMoE", "FSMOE", "fs-moe", "fsmo", "fmoe", "ds_fsmoe", "fsmoe_config"])

@@ -66,7 +66,9 @@ def say(engine):
     print(f"rank {rank}: {type(engine).__name__}, {type(engine.module.moe.deepspeed_moe).__name__}")
 
 
-config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 1, "fsmoe": {"enabled": True}}
+config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 1}
+# Their word, in our block.
+config["fsmoe"] = {"enabled": True, "order": "auto", "alltoall": "auto", "pipeline_degree": {"forward": "auto"}}
 """
 TRAIN_WITH = {
     "accelerate": """

@@ -139,7 +139,14 @@ def parse_as_command(arguments: list[str]) -> None:
 
 # ---- what it says of errors
 
-NOT_OURS = ("Connection closed by peer", "NCCL error", "fsmoe_reports/rank")
+NOT_OURS = (
+    "Connection closed by peer",
+    "NCCL error",
+    "fsmoe_reports/rank",
+    "not found in kwargs",
+    "fsmoe",
+    "_CanRecordRegistry.get() takes 2 positional arguments",
+)
 SOURCES = "\n".join(file.read_text() for file in (ROOT / "ds_fsmoe").rglob("*.py"))
 
 

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_fsmoe.saving.manifest import sum_of
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
@@ -129,6 +131,16 @@ def test_plans_are_taken_from_the_checkpoint_and_not_measured_again(tmp_path: Pa
         assert found["early"] > 0
 
 
+DAMAGES: dict[str, Any] = {
+    "generator of torch": lambda state: state["random"].update(torch=torch.zeros(3, dtype=torch.uint8)),
+    # Of the three, torch's are set last: those before must not be either.
+    "generator of numpy": lambda state: state["random"]["numpy"].update(keys=torch.zeros(3, dtype=torch.int64)),
+    "generator of Python": lambda state: state["random"].pop("python"),
+    "format": lambda state: state.update(format=99),
+    "plans": lambda state: state.update(plans='{"layers": {}}'),
+}
+
+
 def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     from ds_fsmoe.saving.tags import CheckpointError
 
@@ -166,6 +178,27 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     attempt("restored", lambda: expert.write_bytes(whole))
     attempt("layout", lambda: rewrite(mp=2, world=8))
     attempt("esp", lambda: rewrite(mp=1, world=2, esp=2))
+    rewrite_back = partial(rewrite, mp=1, world=2, esp=1)
+    attempt("layout restored", rewrite_back)
+    # With checksums that fit, so that only what is in it can tell.
+    own, kept = place / "fsmoe_rank_00001.pt", (place / "fsmoe_rank_00001.pt").read_bytes()
+    with torch.no_grad():
+        engine.module.middle.weight.fill_(0.5)
+    drawn = torch.get_rng_state()
+    for name, change in DAMAGES.items():
+
+        def damage(change: Any = change) -> None:
+            own.write_bytes(kept)
+            state = torch.load(own, weights_only=True)
+            change(state)
+            torch.save(state, own)
+            found = json.loads((place / "fsmoe.json").read_text())
+            found["files"][own.name] = asdict(sum_of(own))
+            (place / "fsmoe.json").write_text(json.dumps(found))
+
+        attempt(name, damage)
+        assert bool((engine.module.middle.weight == 0.5).all()), f"{name}: weights were changed"
+        assert torch.equal(torch.get_rng_state(), drawn), f"{name}: a generator was changed"
     attempt("manifest", lambda: (place / "fsmoe.json").write_text("{"))
     attempt("latest", lambda: (Path(folder) / "latest").write_text("gone"))
     assert engine.load_checkpoint(folder, "good")[0] is not None
@@ -177,7 +210,7 @@ def test_what_cannot_be_trusted_is_named_on_every_rank_and_the_good_tag_can_be_r
     first, second = run_on_ranks(refused, 2, tmp_path, str(tmp_path / "saved"))
     assert first == second
     assert first["whole"] == first["restored"] == "nothing"
-    for name, words in {
+    told = dict.fromkeys(DAMAGES, "fsmoe_rank_00001.pt") | {
         "changed": "is not what was saved: its checksum differs",
         "short": "has 100 bytes and should have",
         "missing": "is missing",
@@ -185,8 +218,13 @@ def test_what_cannot_be_trusted_is_named_on_every_rank_and_the_good_tag_can_be_r
         "esp": "has 4 files of experts of moes.0, and should have 8",
         "manifest": "fsmoe.json cannot be read",
         "latest": "gone: no such checkpoint; there are: bad, good",
-    }.items():
+        "layout restored": "nothing",
+        "format": "is of format 99",
+    }
+    for name, words in told.items():
         assert words in first[name], (name, first[name])
+        if name.startswith(("generator", "plans")):
+            assert "fsmoe_rank_00001.pt failed: " in first[name], (name, first[name])
         if name in ("changed", "short", "missing"):
             assert "layer_0_expert_0" in first[name]
 

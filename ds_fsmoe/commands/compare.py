@@ -27,7 +27,8 @@ from typing import Any
 from ds_fsmoe.commands.tables import print_table
 from ds_fsmoe.given import HELP as HELP_ON_BLOCK
 from ds_fsmoe.given import OPTION, read_given, take_option
-from ds_fsmoe.reporting.run_files import RUN, STEPS
+from ds_fsmoe.reporting.comparison import StepTimes, step_times_ms
+from ds_fsmoe.reporting.run_files import RUN, STEPS, Run
 
 HELP = "your training command with and without the block: speed, losses, where the time went"
 STOCK, OURS = "stock", "ours"
@@ -65,21 +66,54 @@ def run(args: argparse.Namespace) -> int:
         )
     subject = find_given(command, args.fsmoe) or find_config(command)
     out = args.out.resolve()
+    steps = args.steps
     for kind in (STOCK, OURS):
-        folder = out / kind
-        folder.mkdir(parents=True, exist_ok=True)
-        config = config_of(subject.config, kind, folder, args.steps, not args.no_trace)
-        file = folder / "ds_config.json"
-        file.write_text(json.dumps(config, indent=2))
-        print(f"compare: {kind}, {args.steps} steps; its log is {folder / 'log.txt'}", flush=True)
-        status = _train(subject.command_with(file), folder, args.steps, args.timeout)
+        status, trained = _train_as(kind, subject, out, steps, args)
+        if kind == STOCK and not status and trained < steps:
+            print(f"compare: {kind}: the script ended by itself after {trained} of {steps} steps", flush=True)
+            if trained < _FEWEST:
+                raise ValueError(
+                    f"the script ends after {trained} steps: it must train at least {_FEWEST}, as the first ones are "
+                    "slow and do not count"
+                )
+            steps = trained
+            if not args.no_trace:
+                # What is traced are the last steps but one, so its timeline was never begun.
+                print(f"compare: {kind}: once more with --steps {steps}, for its timeline", flush=True)
+                status, _ = _train_as(kind, subject, out, steps, args)
         if status:
-            print(f"compare: {kind}: the training ended with exit status {status}; its last lines:", file=sys.stderr)
-            print("\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
             return 1
-        if not (folder / RUN).exists():
-            raise ValueError(f"the training has ended and recorded nothing: {_NO_DOOR}")
     return tell(out)
+
+
+def _train_as(
+    kind: str,
+    subject: Subject,
+    out: Path,
+    steps: int,
+    args: argparse.Namespace,
+) -> tuple[int, int]:
+    """(exit status, optimizer steps that are recorded) of one of the two runs.
+
+    Raises:
+        ValueError: it cannot be started, or has recorded nothing.
+    """
+    from ds_fsmoe.reporting.run_files import read_run
+
+    folder = out / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "ds_config.json"
+    file.write_text(json.dumps(config_of(subject.config, kind, folder, steps, not args.no_trace), indent=2))
+    print(f"compare: {kind}, {steps} steps; its log is {folder / 'log.txt'}", flush=True)
+    status = _train(subject.command_with(file), folder, steps, args.timeout)
+    if status:
+        print(f"compare: {kind}: the training ended with exit status {status}; its last lines:", file=sys.stderr)
+        print("\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+        return status, 0
+    if not (folder / RUN).exists():
+        raise ValueError(f"the training has ended and recorded nothing: {_NO_DOOR}")
+    recorded = read_run(folder).steps
+    return status, recorded[-1]["step"] if recorded else 0
 
 
 @dataclass(frozen=True)
@@ -210,7 +244,7 @@ def tell(out: Path) -> int:
         0, or 1 where one of them has recorded nothing that can be compared.
     """
     from ds_fsmoe.reporting.comparison import losses_of, settled_after, times_of
-    from ds_fsmoe.reporting.run_files import read_run
+    from ds_fsmoe.reporting.run_files import has_trace, read_run
 
     stock, ours = (read_run(out / kind) for kind in (STOCK, OURS))
     for each in (stock, ours):
@@ -242,7 +276,7 @@ def tell(out: Path) -> int:
     rows.append(("ratio", *(f"{a / b:.2f}x" if b > 0 and a > 0 else "-" for a, b in ratios)))
     print()
     print_table((f"medians of {times[0].num_steps} steps, ms", "step", *names), rows)
-    print(f"\nours is {times[0].step_ms / times[1].step_ms:.2f} times as fast as stock DeepSpeed here")
+    _print_verdict(stock, ours, after, times[0], times[1])
     losses = losses_of(stock, ours)
     if losses is None:
         print("losses: none were recorded (the script does not give one to engine.backward)")
@@ -254,5 +288,27 @@ def tell(out: Path) -> int:
         for run, step in zip((stock, ours), losses.not_finite_from, strict=True):
             if step is not None:
                 print(f"losses of {run.name} are not finite from step {step} on")
-    print(f"timelines, plans and loads: ds_fsmoe report {out}")
+    what = "timelines, plans and loads" if all(has_trace(run.folder) for run in (stock, ours)) else "plans and loads"
+    print(f"{what}: ds_fsmoe report {out}")
     return 0
+
+
+def _print_verdict(stock: Run, ours: Run, after: int, of_stock: StepTimes, of_ours: StepTimes) -> None:
+    """How much faster, how sure that is, and what to look at where it is not faster."""
+    from ds_fsmoe.reporting.verdict import disturbance, ratio_interval, reasons
+
+    print(f"\nours is {of_stock.step_ms / of_ours.step_ms:.2f} times as fast as stock DeepSpeed here")
+    interval = ratio_interval(*(step_times_ms(run, after) for run in (stock, ours)))
+    if interval is None:
+        print("  too few steps for an interval: use more --steps")
+    else:
+        print(f"  95% interval, by how much the steps of each run vary: {interval.low:.2f} to {interval.high:.2f}")
+    print(
+        "  the two ran one after the other: whatever else the machine did during one of them is in this number too, so "
+        "compare on an idle machine, and more than once"
+    )
+    if disturbed := disturbance(of_stock, of_ours):
+        print(f"  {disturbed}")
+    if interval is None or interval.low <= 1:
+        for reason in reasons(stock, ours, of_stock):
+            print(f"  a possible cause: {reason}")

@@ -40,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print it. Returns 1 if something installed is not supported, or something is in the way of a run."""
     check_folders(args.json)
-    if not args.brief and _installed("deepspeed") is not None:
-        print(_coloured(deepspeed_report()))
     rows = package_rows()
     _show(("package", "version", "", ""), rows)
     parts: list[tuple[str, str]] = []
@@ -66,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
         packages = [dict(zip(("package", "version", "state", "note"), row, strict=True)) for row in rows]
         found = {head: [dict(zip(names, row, strict=True)) for row in each] for head, each in sections.items()}
         args.json.write_text(json.dumps({"packages": packages, "parts": dict(parts), **found}, indent=1) + "\n")
+    if not args.brief and _installed("deepspeed") is not None:
+        # After ours, as it builds and imports much before it prints anything.
+        print("DeepSpeed's own report follows; it takes up to a minute, and --brief leaves it out", flush=True)
+        print(_coloured(deepspeed_report()))
     # What is not there may not be wanted: planning needs neither torch nor deepspeed.
     all_rows = [*rows, *(row for each in sections.values() for row in each)]
     return 1 if any(row[2] == "[FAIL]" for row in all_rows) else 0
@@ -104,7 +106,7 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     text = io.StringIO()
     with redirect_stdout(text):
         print_table(heads, rows)
-    print(_coloured(text.getvalue()))
+    print(_coloured(text.getvalue()), flush=True)
 
 
 def _coloured(text: str) -> str:

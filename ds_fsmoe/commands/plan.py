@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.commands.tables import check_folders, print_table
 
 if TYPE_CHECKING:
+    from ds_fsmoe.planning.cluster import Cluster
+    from ds_fsmoe.planning.groups import Groups
+    from ds_fsmoe.planning.plan import Settings
     from ds_fsmoe.planning.report import Report
+    from ds_fsmoe.planning.workload import Shape
 
 HELP = "what would it give: a model planned on a cluster, from numbers alone"
+DRAWN_LAYERS = 3
+"""Of a stage; with more, tasks are too small to be seen."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -23,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is planned, on what, how, and where the result goes."""
     where = parser.add_argument_group("the cluster")
     where.add_argument("--cluster", required=True, help="testbed_a, testbed_b, ..., or a JSON file like those")
-    where.add_argument("--nodes", type=int, help="so many nodes of it (all)")
+    where.add_argument("--nodes", type=int, help="so many nodes (as many as were measured)")
     model = parser.add_argument_group("the model (all of it, or a known one and what is different)")
-    model.add_argument("--model", help="gpt2-xl, mixtral-7b or mixtral-22b")
+    model.add_argument("--model", help="gpt2-xl, mixtral-7b (or mixtral-8x7b) or mixtral-22b (or mixtral-8x22b)")
     model.add_argument("--layers", type=int, help="number of layers")
     model.add_argument("--samples", type=int, metavar="B", help="samples per model-parallel group")
     model.add_argument("--length", type=int, metavar="L", help="positions of a sample")
     model.add_argument("--width", type=int, metavar="M", help="width of the model")
     model.add_argument("--hidden", type=int, metavar="H", help="width inside an expert")
-    model.add_argument("--experts", type=int, metavar="E", help="number of experts (one per EP rank)")
+    model.add_argument("--experts", type=int, metavar="E", help="number of experts (the model's, or 8)")
     model.add_argument("--top-k", type=int, metavar="K", help="experts per token")
     model.add_argument("--capacity-factor", metavar="F", help="a number, or none where no token is dropped")
     model.add_argument("--ffn", help="gpt (two products) or mixtral (three)")
@@ -43,7 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="fp32",
         help="of what is sent; computing costs what the cluster's file says",
     )
-    groups = parser.add_argument_group("group sizes (as in the paper: mp = esp = GPUs of a node, ep = nodes)")
+    groups = parser.add_argument_group(
+        "group sizes (as in the paper, as far as they fit: mp = esp = GPUs of a node, ep = nodes; on one node mp = esp "
+        "= 1, ep = GPUs)"
+    )
     for name, what in (
         ("mp", "model parallel"),
         ("esp", "expert sharding"),
@@ -67,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("results")
     out.add_argument("--gantt", action="store_true", help="one layer of the plan as text")
     out.add_argument("--trace", type=Path, metavar="FILE", help="the step, for Perfetto and chrome://tracing")
-    out.add_argument("--png", type=Path, metavar="FILE", help="one layer of every preset, as a picture")
+    out.add_argument(
+        "--png", type=Path, metavar="FILE", help="a step of up to three layers by every preset, as a picture"
+    )
     out.add_argument("--json", type=Path, metavar="FILE", help="everything, for programs")
 
 
@@ -78,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     check_folders(args.trace, args.png, args.json)
     job = _job(args)
     result = report(**job, preset_name=args.preset)
-    _print_head(result)
+    _print_head(result, args)
     _print_presets(result)
     _print_plan(result)
     if args.gantt:
@@ -90,11 +101,11 @@ def run(args: argparse.Namespace) -> int:
     if args.png is not None:
         from ds_fsmoe.planning.draw import save_png
 
-        save_png(
-            [(f"{name}, {phase}", line) for name in result.plans for phase, line in result.block_timelines(name)],
-            args.png,
-        )
-        print(f"\npicture of one layer: {args.png}")
+        stages = job["groups"].pp
+        num_layers = min(job["num_layers"], DRAWN_LAYERS * stages)
+        drawn = report(**(job | {"num_layers": num_layers}), preset_name=args.preset)
+        save_png(drawn.step_timelines(), args.png)
+        print(f"\npicture of a step of {num_layers // stages} layer(s) by every preset: {args.png}")
     if args.json is not None:
         args.json.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
         print(f"\neverything: {args.json}")
@@ -104,29 +115,37 @@ def run(args: argparse.Namespace) -> int:
 def _job(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments as what the planner works with."""
     from ds_fsmoe.planning.cluster import load_cluster
-    from ds_fsmoe.planning.gradients import CHUNK_BYTES, SOLVERS
-    from ds_fsmoe.planning.grid import MODELS, model
-    from ds_fsmoe.planning.groups import Groups
-    from ds_fsmoe.planning.plan import Settings
-    from ds_fsmoe.planning.timeline import IDEAL, Contention
-    from ds_fsmoe.planning.workload import Shape
 
     cluster = load_cluster(args.cluster)
     nodes = cluster.num_nodes if args.nodes is None else args.nodes
     if nodes < 1:
         raise ValueError(f"--nodes = {nodes}: must be at least 1")
-    gpus = cluster.gpus_per_node
-    pp = args.pp or 1
-    mp, esp = (gpus if each is None else each for each in (args.mp, args.esp))
-    # Of the ranks of a pipeline stage; where the sizes do not fit, Groups says so.
-    ep = args.ep if args.ep is not None else max(1, nodes * gpus // max(1, pp * esp))
-    groups = Groups(nodes * gpus, gpus, mp, esp, ep, args.dp, pp)
+    shape, layers = _model(args)
+    groups = _groups(args, nodes, cluster.gpus_per_node, shape.E)
+    if layers < 1 or layers % groups.pp:
+        raise ValueError(f"--layers = {layers}: must be at least 1 and divisible by --pp = {groups.pp}")
+    return {
+        "cluster": cluster,
+        "groups": groups,
+        "shape": shape,
+        "num_layers": layers,
+        "settings": _settings(args, cluster),
+        "alltoall": args.alltoall,
+        "recompute": args.recompute,
+    }
+
+
+def _model(args: argparse.Namespace) -> tuple[Shape, int]:
+    """One layer, and how many of them there are."""
+    from ds_fsmoe.planning.grid import DEFAULT_EXPERTS, MODELS, model
+    from ds_fsmoe.planning.workload import Shape
 
     given = {
         "B": args.samples,
         "L": args.length,
         "M": args.width,
         "H": args.hidden,
+        "E": args.experts,
         "K": args.top_k,
         "ffn": args.ffn,
         "heads": args.heads,
@@ -135,19 +154,52 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if args.capacity_factor is not None:
         given["capacity_factor"] = _capacity_factor(args.capacity_factor)
-    given |= {"E": ep if args.experts is None else args.experts, "dtype_bytes": DTYPE_BYTES[args.dtype]}
-    if args.model is not None:
-        known = model(args.model).with_(**given)
-        shape, layers = known.shape, args.layers or known.num_layers
-    else:
-        missing = [flag for flag, name in (("--width", "M"), ("--hidden", "H"), ("--length", "L")) if name not in given]
-        if args.layers is None:
-            missing.append("--layers")
-        if missing:
-            raise ValueError(f"without --model ({', '.join(MODELS)}) also needed: {', '.join(missing)}")
-        shape, layers = Shape(**({"B": 1} | given)), args.layers
-    if layers < 1 or layers % pp:
-        raise ValueError(f"--layers = {layers}: must be at least 1 and divisible by --pp = {pp}")
+    given["dtype_bytes"] = DTYPE_BYTES[args.dtype]
+    known = None if args.model is None else model(args.model)
+    num_experts = given.get("E", DEFAULT_EXPERTS if known is None else known.shape.E)
+    if args.top_k is not None and args.top_k > num_experts:
+        raise ValueError(
+            f"--top-k = {args.top_k}: must be at most the number of experts, {num_experts}; --experts sets it"
+        )
+    if known is not None:
+        changed = known.with_(**given)
+        return changed.shape, known.num_layers if args.layers is None else args.layers
+    missing = [flag for flag, name in (("--width", "M"), ("--hidden", "H"), ("--length", "L")) if name not in given]
+    if args.layers is None:
+        missing.append("--layers")
+    if missing:
+        raise ValueError(f"without --model ({', '.join(MODELS)}) also needed: {', '.join(missing)}")
+    return Shape(**({"B": 1, "E": num_experts} | given)), args.layers
+
+
+def _groups(args: argparse.Namespace, nodes: int, gpus: int, num_experts: int) -> Groups:
+    """Sizes as they are given, and the paper's for the others: attention and experts split inside a node, experts
+    spread over nodes as far as there are experts. On a single node experts are spread over its ranks instead.
+
+    Where no size fits those that are given, ``Groups`` says so.
+    """
+    from ds_fsmoe.planning.groups import Groups
+
+    pp = args.pp or 1
+    stage = nodes * gpus // max(1, pp)
+    inside = gpus if nodes > 1 else 1
+    mp, esp, ep = args.mp, args.esp, args.ep
+    if mp is None:
+        mp = inside if args.dp is None or args.dp < 1 or stage % args.dp else stage // args.dp
+    if esp is None:
+        fitting = [size for size in range(1, inside + 1) if inside % size == 0 and stage % (size * (ep or 1)) == 0]
+        esp = max(fitting, default=inside)
+    if ep is None:
+        left = max(1, stage // max(1, esp))
+        ep = max(size for size in range(1, left + 1) if left % size == 0 and num_experts % size == 0)
+    return Groups(nodes * gpus, gpus, mp, esp, ep, args.dp, pp)
+
+
+def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
+    from ds_fsmoe.planning.gradients import CHUNK_BYTES, SOLVERS
+    from ds_fsmoe.planning.plan import Settings
+    from ds_fsmoe.planning.timeline import IDEAL, Contention
+
     if args.gradient_solver not in SOLVERS:
         raise ValueError(f"--gradient-solver = {args.gradient_solver!r}: the choices are {', '.join(SOLVERS)}")
     if args.host_us is not None and not 0 <= args.host_us < float("inf"):
@@ -160,7 +212,7 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(
                 f"--contention = {args.contention!r}: the choices are measured, ideal, or a number of at least 0"
             ) from error
-    settings = Settings(
+    return Settings(
         contention,
         cluster.host_ms if args.host_us is None else args.host_us / 1e3,
         args.max_degree,
@@ -168,15 +220,6 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         args.gradient_solver,
         CHUNK_BYTES if args.chunk_bytes is None else args.chunk_bytes,
     )
-    return {
-        "cluster": cluster,
-        "groups": groups,
-        "shape": shape,
-        "num_layers": layers,
-        "settings": settings,
-        "alltoall": args.alltoall,
-        "recompute": args.recompute,
-    }
 
 
 def _capacity_factor(text: str) -> float | None:
@@ -188,10 +231,20 @@ def _capacity_factor(text: str) -> float | None:
         raise ValueError(f"--capacity-factor = {text!r}: must be a number, or none") from error
 
 
-def _print_head(result: Report) -> None:
+def _print_head(result: Report, args: argparse.Namespace) -> None:
     print(f"cluster  {result.cluster.name}: {result.cluster.source}")
+    nodes = result.groups.world // result.groups.gpus_per_node
+    if nodes > result.cluster.num_nodes:
+        print(
+            f"         its numbers are of {result.cluster.num_nodes} node(s): what collectives among {nodes} take is "
+            "extrapolated from them, not measured"
+        )
     for name, text in result.head():
         print(f"{name:8s} {text}")
+    taken = {"experts": result.shape.E, **{name: getattr(result.groups, name) for name in ("mp", "esp", "ep")}}
+    not_given = [f"--{name} {size}" for name, size in taken.items() if getattr(args, name) is None]
+    if not_given:
+        print(f"default  {' '.join(not_given)}")
 
 
 def _print_presets(result: Report) -> None:

@@ -31,6 +31,8 @@ class GateBase(nn.Module):
     """The operators to use, where there are any for what it does; whoever takes the gate in says which."""
     says_entropy: bool = False
     """Whether somebody wants to know the entropy of its decisions; whoever does says so."""
+    takes_width: int | None = None
+    """M of the tokens it is for; ``None`` before it is built."""
     _is_built = False
 
     def __init__(self) -> None:
@@ -48,6 +50,7 @@ class GateBase(nn.Module):
         if model_dim < 1 or num_experts < 1:
             raise ValueError(f"model_dim = {model_dim}, num_experts = {num_experts}: both must be at least 1")
         self.build(model_dim, num_experts)
+        self.takes_width = model_dim
         self._is_built = True
 
     def build(self, model_dim: int, num_experts: int) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from ds_fsmoe.planning.workload import Shape
 
 NUM_LAYERS_OF_TABLE_4 = 1458
+DEFAULT_EXPERTS = 8
+"""Of a model that does not say how many it has."""
 
 
 def table_4(testbed: str, num_experts: int) -> Iterator[Shape]:
@@ -33,12 +35,16 @@ class Model:
         return Model(self.num_layers, replace(self.shape, **changes))
 
 
-# Samples, length and experts are the paper's for its testbed A (its section 6.4); they are meant to be replaced.
+# Samples and length are the paper's for its testbed A (its section 6.4); they are meant to be replaced. So are the
+# experts of GPT2-XL, which has none of its own; the paper has as many as nodes.
 MODELS: dict[str, Model] = {
-    "gpt2-xl": Model(48, Shape(1, 1024, 1600, 6400, 6, 2, 1.2, "gpt", 25)),
-    "mixtral-7b": Model(32, Shape(1, 1024, 4096, 14336, 6, 2, 1.2, "mixtral", 32, 8)),
-    "mixtral-22b": Model(56, Shape(1, 1024, 6144, 16384, 6, 2, 1.2, "mixtral", 48, 8)),
+    "gpt2-xl": Model(48, Shape(1, 1024, 1600, 6400, DEFAULT_EXPERTS, 2, 1.2, "gpt", 25)),
+    "mixtral-7b": Model(32, Shape(1, 1024, 4096, 14336, 8, 2, 1.2, "mixtral", 32, 8)),
+    "mixtral-22b": Model(56, Shape(1, 1024, 6144, 16384, 8, 2, 1.2, "mixtral", 48, 8)),
 }
+
+ALIASES = {"mixtral-8x7b": "mixtral-7b", "mixtral-8x22b": "mixtral-22b"}
+"""The names under which they are published -> the paper's."""
 
 
 def model(name: str) -> Model:
@@ -47,6 +53,7 @@ def model(name: str) -> Model:
     Raises:
         ValueError: no such name, with those there are.
     """
-    if name not in MODELS:
-        raise ValueError(f"no model is called {name!r}: the choices are {', '.join(MODELS)}")
-    return MODELS[name]
+    known = ALIASES.get(name, name)
+    if known not in MODELS:
+        raise ValueError(f"no model is called {name!r}: the choices are {', '.join([*MODELS, *ALIASES])}")
+    return MODELS[known]

@@ -19,7 +19,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings
 from ds_fsmoe.planning.presets import NAMES
-from ds_fsmoe.planning.timeline import Timeline, simulate
+from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
 
 _LINKS = {"shared": "one stream", "paper": "two links", "reduce_first": "two links, reduces first"}
@@ -85,6 +85,18 @@ class Report:
     def _simulate(self, work: Any, block: BlockPlan) -> Timeline:
         schedule = block_schedule(work, block.without_ages())
         return simulate(schedule, self.costs, self.settings.contention, self.settings.host_ms)
+
+    def step_timelines(self) -> list[tuple[str, Timeline]]:
+        """The whole step of every preset, forward and backward one after the other, the slowest first. All of them do
+        the same work and send the same gradients, so their lengths can be compared."""
+        drawn = []
+        for name in sorted(self.plans, key=lambda each: -sum(self.times_ms[each])):
+            forward, backward = self.plans[name].timelines(self.costs, self.settings.contention, self.settings.host_ms)
+            shift_ms = forward.makespan_ms
+            later = (Span(each.task, each.start_ms + shift_ms, each.end_ms + shift_ms, None) for each in backward.spans)
+            gain = sum(self.times_ms["deepspeed"]) / sum(self.times_ms[name])
+            drawn.append((f"{name}, {gain:.2f}x over deepspeed", Timeline((*forward.spans, *later))))
+        return drawn
 
     def trace(self) -> str:
         """The step for Perfetto: a process per phase."""

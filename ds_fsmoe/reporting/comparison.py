@@ -31,6 +31,11 @@ def settled_after(run: Run) -> int:
     return max(first + WARM_UP - 1, int(run.plans.get("settled_at", 0)))
 
 
+def step_times_ms(run: Run, after: int) -> list[float]:
+    """Of the steps after some, in their order."""
+    return [row["step_ms"] for row in run.steps if row["step"] > after and "step_ms" in row]
+
+
 def times_of(run: Run, after: int | None = None) -> StepTimes | None:
     """Of the steps after some; ``None`` if there are none.
 

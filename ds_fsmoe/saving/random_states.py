@@ -41,3 +41,16 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if states["cuda"] and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Try :func:`set_random_states`, and leave every generator as it is.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: the generators do not take them.
+    """
+    before = random_states()
+    try:
+        set_random_states(states)
+    finally:
+        set_random_states(before)

@@ -110,3 +110,17 @@ def _to_disk(path: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def check_there(folder: Path) -> None:
+    """Refuse to load from a folder that is not there, as nobody can have saved in it. One without ``latest`` is left to
+    DeepSpeed, which warns: a job that goes on by itself may be started for the first time.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: there is no such folder, so no checkpoint to go on from; to begin a run, call load_checkpoint "
+            "only where the folder is there, or make it first"
+        )

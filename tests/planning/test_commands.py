@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.plan import Settings
 from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.report import report
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, HOLD
+from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.planning.workload import Shape
 
 SMALL = ["--width", "64", "--hidden", "192", "--length", "60", "--layers", "3", "--heads", "8"]
 PLAN = ["plan", "--cluster", "testbed_b", *SMALL]
@@ -69,15 +76,114 @@ def test_a_plan_shows_every_preset_the_bound_and_the_reasons(capsys, tmp_path) -
     assert files["png"].stat().st_size > 20_000
 
 
+def test_a_picture_compares_equal_work_and_equal_gradients() -> None:
+    cluster = load_cluster("testbed_b")
+    groups = Groups(32, 4, mp=4, esp=4, ep=4)
+    shape = Shape(B=1, L=256, M=512, H=1024, E=8)
+    made = report(cluster, groups, shape, 3, Settings(cluster.contention, max_degree=3), "best")
+    drawn = made.step_timelines()
+    lengths_ms = [line.makespan_ms for _, line in drawn]
+    assert lengths_ms == pytest.approx(sorted((sum(each) for each in made.times_ms.values()), reverse=True))
+    for title, line in drawn:
+        name = title.split(",")[0]
+        gain = sum(made.times_ms["deepspeed"]) / line.makespan_ms
+        assert title == f"{name}, {gain:.2f}x over deepspeed"
+    sizes = [work_of(line) for _, line in drawn]
+    assert {GRAD, EXPERT_GRAD, EXPERT} <= set(sizes[0])
+    assert all(each == pytest.approx(sizes[0]) for each in sizes[1:])
+
+
+def work_of(line: Timeline) -> dict[str, float]:
+    """Kind -> how much of it there is."""
+    found: dict[str, float] = {}
+    for span in line.spans:
+        kind = EXPERT if span.task.kind in (EXPERT_DX, EXPERT_DW) else span.task.kind
+        if kind != HOLD:
+            found[kind] = found.get(kind, 0.0) + span.task.size
+    return found
+
+
 def test_a_known_model_takes_what_is_given_instead(capsys) -> None:
     arguments = ["plan", "--cluster", "testbed_a", "--model", "mixtral-7b", "--layers", "2", "--length", "128"]
-    groups = ["--mp", "1", "--esp", "2", "--ep", "12", "--capacity-factor", "none", "--dtype", "bf16"]
+    groups = [
+        "--experts",
+        "12",
+        "--mp",
+        "1",
+        "--esp",
+        "2",
+        "--ep",
+        "12",
+        "--capacity-factor",
+        "none",
+        "--dtype",
+        "bf16",
+    ]
     assert cli.main([*arguments, *groups, "--contention", "ideal", "--host-us", "30", "--preset", "tutel"]) == 0
     text = capsys.readouterr().out
     assert "2 layers, B = 1, L = 128, M = 4096, H = 14336, E = 12, k = 2, nothing dropped, mixtral" in text
     assert "esp = 2 (intra), ep = 12 (both links), edp = 2 (inter)" in text
     assert "kappa = 0 while both are busy" in text
     assert "30 us to launch a task" in text
+
+
+FEW = ["--layers", "2", "--length", "128", "--max-degree", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "groups", "experts"),
+    [
+        (["testbed_a"], "mp = 8 (intra), dp = 6 (inter), esp = 8 (intra), ep = 2 (inter), edp = 3 (inter)", 8),
+        (["testbed_b"], "mp = 4 (intra), dp = 8 (inter), esp = 4 (intra), ep = 8 (inter)", 8),
+        (["testbed_b", "--nodes", "4"], "esp = 4 (intra), ep = 4 (inter)", 8),
+        (["testbed_b", "--nodes", "1"], "dp = 4 (intra), ep = 4 (intra)", 8),
+        (["testbed_b", "--nodes", "3", "--experts", "6"], "esp = 4 (intra), ep = 3 (inter)", 6),
+        (["testbed_b", "--ep", "16"], "esp = 2 (intra), ep = 16 (both links)", 16),
+        (["testbed_b", "--dp", "16"], "mp = 2 (intra), dp = 16", 8),
+    ],
+)
+def test_experts_are_the_models_and_groups_fit_them_on_any_number_of_nodes(
+    arguments: list[str], groups: str, experts: int, capsys
+) -> None:
+    of_model = [] if "--experts" in arguments or experts == 8 else ["--experts", str(experts)]
+    assert cli.main(["plan", "--cluster", *arguments, "--model", "mixtral-8x7b", *FEW, *of_model]) == 0
+    said = capsys.readouterr().out
+    assert groups in said
+    assert f"E = {experts}, k = 2" in said
+
+
+def test_what_was_not_given_is_shown_as_it_would_be_given(capsys) -> None:
+    assert cli.main(["plan", "--cluster", "testbed_a", "--model", "gpt2-xl", *FEW, "--esp", "1"]) == 0
+    assert "\ndefault  --experts 8 --mp 8 --ep 8\n" in capsys.readouterr().out
+    given = ["--experts", "8", "--mp", "8", "--esp", "1", "--ep", "8"]
+    assert cli.main(["plan", "--cluster", "testbed_a", "--model", "gpt2-xl", *FEW, *given]) == 0
+    assert "default" not in capsys.readouterr().out
+
+
+def test_more_nodes_than_were_measured_are_said_to_be_extrapolated(capsys) -> None:
+    sentence = "its numbers are of 8 node(s): what collectives among 99 take is extrapolated"
+    for nodes in ("99", "8"):
+        assert cli.main(["plan", "--cluster", "testbed_b", "--model", "gpt2-xl", *FEW, "--nodes", nodes]) == 0
+        assert (sentence in capsys.readouterr().out) is (nodes == "99")
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_cluster_of_one_node_is_planned_without_further_arguments(gpus: int, capsys, tmp_path) -> None:
+    shipped = Path(cli.__file__).parent / "planning" / "clusters" / "testbed_b.json"
+    data = json.loads(shipped.read_text()) | {"num_nodes": 1, "gpus_per_node": gpus}
+    # As `profile` leaves it: one node has no links to others, and one rank has none at all.
+    data["operations"] = {
+        name: cost
+        for name, cost in data["operations"].items()
+        if not name.startswith("inter.") and (gpus > 1 or "." not in name)
+    }
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(data))
+    assert cli.main(["plan", "--cluster", str(path), "--model", "gpt2-xl", *FEW]) == 0
+    assert f"--mp 1 --esp 1 --ep {gpus}" in capsys.readouterr().out
+    # The sizes of groups are independent of one another, so one of them alone is taken as well.
+    for option in ("--ep", "--mp", "--esp") if gpus > 1 else ():
+        assert cli.main(["plan", "--cluster", str(path), "--model", "gpt2-xl", *FEW, option, str(gpus)]) == 0
 
 
 def test_the_papers_solvers_can_be_asked_for(capsys) -> None:
@@ -117,15 +223,15 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
         ),
         (
             ["--model", "mixtral-8b"],
-            "no model is called 'mixtral-8b': the choices are gpt2-xl, mixtral-7b, mixtral-22b",
+            "no model is called 'mixtral-8b': the choices are gpt2-xl, mixtral-7b, mixtral-22b, mixtral-8x7b, ",
         ),
         (["--preset", "fastmoe"], "no preset is called 'fastmoe': the choices are deepspeed, tutel, tutel_improved,"),
         (["--ep", "5"], "ep = 5 times esp = 4 = 20: must divide the 32 ranks of the world"),
         (["--dp", "3"], "mp = 4 and dp = 3 do not multiply to the 32 ranks of the world"),
         (["--pp", "5"], "pp = 5: must divide the world size 32"),
         (["--mp", "0"], "mp = 0: must be a whole number of at least 1"),
-        (["--experts", "9"], "E = 9: must be divisible by ep = 8"),
-        (["--top-k", "9"], "K = 9: must be at most the number of experts, E = 8"),
+        (["--experts", "9", "--ep", "8"], "E = 9: must be divisible by ep = 8"),
+        (["--top-k", "9"], "--top-k = 9: must be at most the number of experts, 8; --experts sets it"),
         (["--capacity-factor", "much"], "--capacity-factor = 'much': must be a number, or none"),
         (["--capacity-factor", "-1"], "capacity_factor = -1.0: must be above 0, or none where nothing drops"),
         (["--ffn", "wide"], "ffn = 'wide': the choices are gpt, mixtral"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_fsmoe.planning.cost import LinearCost, SwitchedCost, fit, fit_switched
+from ds_fsmoe.planning.cost import LinearCost, SwitchedCost, fit, fit_switched, least_ms
 
 
 def test_a_cost_is_a_start_up_per_launch_and_a_slope_per_unit() -> None:
@@ -108,3 +108,24 @@ def test_noise_is_no_protocol_switch(seed: int) -> None:
 
 def test_fewer_than_six_measurements_are_one_line() -> None:
     assert isinstance(fit_switched([1, 2, 4, 8, 16], [1, 1, 1, 50, 60]).cost, LinearCost)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_way_to_cut_takes_less_than_the_least(seed: int) -> None:
+    chance = random.Random(seed)
+    below, above = (LinearCost(chance.uniform(0, 3), chance.uniform(0.01, 0.1)) for _ in range(2))
+    cost = SwitchedCost(below, above, 100.0)
+    for size in (0.0, 50.0, 99.9, 100.0, 250.0, 1000.0):
+        least = least_ms(cost, size)
+        assert least <= cost.ms(size)
+        for pieces in range(1, 17):
+            weights = [chance.random() for _ in range(pieces)]
+            taken = sum(cost.ms(size * each / sum(weights)) for each in weights)
+            assert taken >= least - 1e-9
+
+
+def test_the_least_is_reached_by_pieces_that_just_stay_below_the_switch() -> None:
+    cost = SwitchedCost(LinearCost(0.1, 0.01), LinearCost(5.0, 0.05), 100.0)
+    assert least_ms(cost, 300.0) == pytest.approx(3 * 0.1 + 3.0)
+    assert sum(cost.ms(99.999) for _ in range(3)) == pytest.approx(least_ms(cost, 300.0), rel=1e-3)
+    assert least_ms(LinearCost(0.1, 0.01), 300.0) == LinearCost(0.1, 0.01).ms(300.0)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How sure the ratio of two runs is, and what may be behind it where ours is not clearly the faster one."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.reporting.comparison import StepTimes
+from ds_fsmoe.reporting.critical_path import tasks_of
+from ds_fsmoe.reporting.run_files import Run, trace_folder
+from ds_fsmoe.runtime.trace_files import read_trace
+
+BLOCK = 5
+"""Neighbouring steps that are drawn together, as what disturbs one of them disturbs the next."""
+FEWEST_BLOCKS = 3
+_DRAWS = 1000
+_CONFIDENCE = 0.95
+SHORT_MS = 1.0
+"""Tasks that take less than this on average gain little from being cut."""
+LITTLE = 0.1
+"""A share of the step below which there is little traffic to hide."""
+
+SAME_PART, APART = 0.05, 1.5
+"""The optimizer counts from this share of a step on, and is said to differ from this ratio on."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Ends of a 95% interval; no unit."""
+
+    low: float
+    high: float
+
+
+def ratio_interval(baseline_ms: Sequence[float], variant_ms: Sequence[float]) -> Interval | None:
+    """How many times as fast the variant is, by a bootstrap over blocks of neighbouring steps of each run.
+
+    It knows what varied from step to step. It does not know what the machine was doing during one run and not during
+    the other.
+
+    Returns:
+        ``None`` where there are too few steps.
+    """
+    runs = [_blocks(times_ms) for times_ms in (baseline_ms, variant_ms)]
+    if any(len(blocks) < FEWEST_BLOCKS for blocks in runs):
+        return None
+    draw = random.Random(0)
+    ratios = sorted(_drawn_median(runs[0], draw) / max(_drawn_median(runs[1], draw), 1e-9) for _ in range(_DRAWS))
+    left_out = round(_DRAWS * (1 - _CONFIDENCE) / 2)
+    return Interval(ratios[left_out], ratios[-1 - left_out])
+
+
+def _blocks(times_ms: Sequence[float]) -> list[Sequence[float]]:
+    return [times_ms[i : i + BLOCK] for i in range(0, len(times_ms) - BLOCK + 1, BLOCK)]
+
+
+def _drawn_median(blocks: list[Sequence[float]], draw: random.Random) -> float:
+    return statistics.median(each for block in draw.choices(blocks, k=len(blocks)) for each in block)
+
+
+def disturbance(stock: StepTimes, ours: StepTimes) -> str | None:
+    """A sentence where the part of a step that is the same in both runs was not: something else was running."""
+    parts = [each.parts_ms.get("optimizer", 0.0) for each in (stock, ours)]
+    if min(parts) < SAME_PART * min(stock.step_ms, ours.step_ms) or max(parts) < APART * min(parts):
+        return None
+    return (
+        f"the optimizer, which does the same in both, took {parts[0]:.3g} and {parts[1]:.3g} ms: the machine was not "
+        "equally busy in the two runs, and this comparison is worth little"
+    )
+
+
+def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
+    """What may keep ours from being faster, a sentence each, with what to try.
+
+    Args:
+        stock, ours: the two runs.
+        times: of stock's steps.
+    """
+    block = ours.facts.get("block", {})
+    found = []
+    if not block.get("autotune", {}).get("enabled"):
+        asked = block.get("pipeline_degree", {})
+        cut = {phase: asked[phase] for phase in ("forward", "backward") if _is_cut(asked.get(phase))}
+        if cut:
+            degrees = " and ".join(f"{degree} {phase}" for phase, degree in cut.items())
+            found.append(
+                f"the layers are cut by hand ({degrees}), whether or not that pays here: leave fsmoe.pipeline_degree "
+                'out, or have degrees measured by "autotune": {"enabled": true}'
+            )
+        else:
+            found.append(
+                'the layers are not cut, so nothing of them overlaps: "autotune": {"enabled": true} measures whether '
+                "cutting them pays here"
+            )
+    found += _by_trace(stock, times)
+    return found
+
+
+def _is_cut(degree: object) -> bool:
+    return isinstance(degree, int) and degree > 1
+
+
+def _by_trace(stock: Run, times: StepTimes) -> list[str]:
+    """What the tasks of stock's layers say, if they were traced."""
+    try:
+        files = sorted(trace_folder(stock.folder).glob("rank*.json"))
+        traces = {rank: read_trace(file) for rank, file in enumerate(files)}
+        tasks = [task for of_rank in tasks_of(traces).values() for phase in of_rank for task in phase.values()]
+        steps = sum(len(trace["otherData"].get("steps", [])) for trace in traces.values())
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if not tasks or not steps:
+        return []
+    found = []
+    mean_ms = statistics.fmean(task.end_us - task.begin_us for task in tasks) / 1e3
+    if mean_ms < SHORT_MS:
+        found.append(
+            f"a task of stock's MoE layers takes {mean_ms:.2f} ms on average; below {SHORT_MS:g} ms, starting more and "
+            "smaller ones costs about what overlap gains: try larger layers or batches"
+        )
+    traffic_ms = sum(task.end_us - task.begin_us for task in tasks if task.lane != Lane.COMPUTE) / 1e3 / steps
+    share = traffic_ms / times.step_ms if times.step_ms else 0.0
+    if share < LITTLE:
+        found.append(
+            f"traffic of the MoE layers is {share:.0%} of a step of stock, so hiding all of it would make a step "
+            f"{1 / (1 - share):.2f} times as fast at most"
+        )
+    return found

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The word "auto" in our block, which Accelerate and the Trainer of Hugging Face take for theirs.
+
+The package here is a stand-in that looks at a config as theirs does, so neither has to be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ds_fsmoe
+from ds_fsmoe.accelerate_config import _finder, leave_block_alone, look_at_block_again
+from ds_fsmoe.config import read_block
+
+NAME = "accelerate.utils.dataclasses"
+STAND_IN = """
+class DeepSpeedPlugin:
+    def __init__(self, config):
+        self.config = config
+
+    def fill_match(self, ds_key_long, mismatches=None, must_match=True, **kwargs):
+        *nodes, key = ds_key_long.split(".")
+        block = self.config
+        for node in nodes:
+            block = block[node]
+        if block.get(key) == "auto":
+            if ds_key_long not in kwargs:
+                raise ValueError(f"`{ds_key_long}` not found in kwargs")
+            block[key] = kwargs[ds_key_long]
+
+    def deepspeed_config_process(self, prefix="", config=None, **kwargs):
+        for key, value in (self.config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(prefix + key + ".", value, **kwargs)
+            else:
+                self.fill_match(prefix + key, **kwargs)
+"""
+EVERY_AUTO = {
+    "enabled": True,
+    "order": "auto",
+    "alltoall": "auto",
+    "ops": "auto",
+    "pipeline_degree": {"forward": "auto", "backward": "auto"},
+    "gradient_partition": {"mode": "auto"},
+    "topology": {"ranks_per_node": "auto"},
+}
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch) -> Iterator[None]:
+    (tmp_path / "accelerate" / "utils").mkdir(parents=True)
+    for folder in ("accelerate", "accelerate/utils"):
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "accelerate" / "utils" / "dataclasses.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "accelerate"}
+    for name in kept:
+        del sys.modules[name]
+    yield
+    look_at_block_again()
+    for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+
+
+def look_at(module: ModuleType, config: dict, **kwargs: object) -> dict:
+    module.DeepSpeedPlugin(config).deepspeed_config_process(**kwargs)
+    return config
+
+
+@pytest.mark.parametrize("is_imported_first", [True, False])
+def test_every_auto_of_our_block_goes_past_accelerate(stand_in, is_imported_first: bool) -> None:
+    theirs = importlib.import_module(NAME) if is_imported_first else None
+    leave_block_alone()
+    leave_block_alone()
+    theirs = theirs or importlib.import_module(NAME)
+    config = look_at(theirs, {"train_batch_size": "auto", "fsmoe": EVERY_AUTO}, train_batch_size=8)
+    assert config == {"train_batch_size": 8, "fsmoe": EVERY_AUTO}
+
+
+def test_an_auto_elsewhere_is_still_accelerates(stand_in) -> None:
+    leave_block_alone()
+    theirs = importlib.import_module(NAME)
+    with pytest.raises(ValueError, match=r"`zero_optimization\.stage` not found"):
+        look_at(theirs, {"zero_optimization": {"stage": "auto"}})
+    with pytest.raises(ValueError, match="`fsmoe_like` not found"):
+        look_at(theirs, {"fsmoe_like": "auto"})
+
+
+def test_uninstall_gives_accelerate_its_own_check_back(stand_in) -> None:
+    theirs = importlib.import_module(NAME)
+    own = theirs.DeepSpeedPlugin.fill_match
+    ds_fsmoe.install()
+    assert theirs.DeepSpeedPlugin.fill_match is not own
+    ds_fsmoe.uninstall()
+    assert theirs.DeepSpeedPlugin.fill_match is own
+    assert _finder not in sys.meta_path
+    with pytest.raises(ValueError, match=r"`fsmoe\.order` not found"):
+        look_at(theirs, {"fsmoe": EVERY_AUTO})
+
+
+@pytest.mark.parametrize("source", ["", "class DeepSpeedPlugin: pass", "DeepSpeedPlugin = None"])
+def test_an_accelerate_that_does_it_another_way_is_left_as_it_is(stand_in, tmp_path: Path, source: str) -> None:
+    (tmp_path / "accelerate" / "utils" / "dataclasses.py").write_text(source)
+    leave_block_alone()
+    importlib.import_module(NAME)
+    look_at_block_again()
+
+
+def test_without_accelerate_nothing_is_found(monkeypatch) -> None:
+    leave_block_alone()
+    for name in [name for name in sys.modules if name.split(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    try:
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(NAME)
+    finally:
+        look_at_block_again()
+
+
+def test_null_is_auto_wherever_auto_may_stand() -> None:
+    nulls = {key: dict.fromkeys(value) if isinstance(value, dict) else None for key, value in EVERY_AUTO.items()} | {
+        "enabled": True
+    }
+    assert read_block({"fsmoe": nulls}) == read_block({"fsmoe": EVERY_AUTO})

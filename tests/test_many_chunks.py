@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More chunks than slots are said to be empty, once, when the sizes are known."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from ds_fsmoe import LinearGate, MOELayer, SimpleOrder, first_forwards
+from ds_fsmoe.first_forwards import FirstForwards
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num_tokens", "words"),
+    [
+        (
+            (200, 3),
+            16,
+            "L00 and 1 other layer(s): cut into 200 chunks forward and 3 backward, but an expert has 4 slot",
+        ),
+        ((1, 5), 16, "L00 and 1 other layer(s): cut into 1 chunks forward and 5 backward"),
+        ((4, 4), 16, ""),
+        ((5, 5), 32, ""),
+    ],
+)
+def test_chunks_beyond_the_slots_are_said_to_be_empty(
+    degrees: tuple[int, int], num_tokens: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[str, int]] = []
+    monkeypatch.setattr(first_forwards, "log_on_rank_0", lambda text, level=logging.INFO: said.append((text, level)))
+    watching = FirstForwards(check_experts=False)
+    x = torch.randn(num_tokens, 8)
+    for label in ("L00", "L01"):
+        layer = MOELayer(
+            LinearGate(k=1), SimpleOrder(), model_dim=8, num_experts=4, expert_dim=8, pipeline_degree=degrees
+        )
+        layer(x)
+        pipeline, experts = layer._running
+        layer._running = watching.watch(label, f"h.{label}", experts, pipeline, x), experts
+        layer(x)
+    watching.tell()
+    watching.tell()
+    warned = [text for text, level in said if level == logging.WARNING]
+    assert [text.startswith(words) for text in warned] == [True] * bool(words)
