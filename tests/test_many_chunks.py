@@ -30,7 +30,7 @@ def test_chunks_beyond_the_slots_are_said_to_be_empty(
 ) -> None:
     said: list[tuple[str, int]] = []
     monkeypatch.setattr(first_forwards, "log_on_rank_0", lambda text, level=logging.INFO: said.append((text, level)))
-    watching = FirstForwards(check_experts=False)
+    watching = FirstForwards()
     x = torch.randn(num_tokens, 8)
     for label in ("L00", "L01"):
         layer = MOELayer(
@@ -38,7 +38,7 @@ def test_chunks_beyond_the_slots_are_said_to_be_empty(
         )
         layer(x)
         pipeline, experts = layer._running
-        layer._running = watching.watch(label, f"h.{label}", experts, pipeline, x), experts
+        layer._running = watching.watch(label, experts, pipeline, x), experts
         layer(x)
     watching.tell()
     watching.tell()
