@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
