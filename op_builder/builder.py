@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from setuptools import Extension
 
 _LOCK_POLL_S = 0.5
+_LOG = logging.getLogger("ds_fsmoe")
 
 # "2.13.0+cpu" -> "2_13_0_cpu": fit for a macro and for a module name.
 TORCH_TAG = re.sub(r"\W", "_", torch.__version__)
@@ -128,11 +130,18 @@ class FSMoEBuilder(OpBuilder):
         return super().jit_load(verbose)
 
     def _wait_for_lock(self) -> None:
-        # torch waits for this file without a limit and without a word, so we do the waiting.
+        # torch waits for this file without a limit and without a word, so we do the waiting. Two clocks bound it: the
+        # date of the file, and how long it has been watched here, in case the date is of a clock that is ahead.
+        start_s = time.monotonic()
+        watched_s = None
         while (lock := locks.find_lock(self.lock_path())) is not None:
-            if lock.is_stale:
+            if watched_s is None:
+                _LOG.info("the build lock %s is %s: waiting for the process that builds there", lock.path, lock.age)
+            watched_s = time.monotonic() - start_s
+            if lock.is_stale or watched_s > locks.STALE_LOCK_S:
+                waited = "" if lock.is_stale else f", and it was there for the {watched_s:.0f} s that were waited"
                 raise RuntimeError(
-                    f"the build lock {lock.path} is {lock.age_s:.0f} s old; a build that was killed leaves such a "
+                    f"the build lock {lock.path} is {lock.age}{waited}; a build that was killed leaves such a "
                     f"file. If no other process is building {self.name} now, delete it and start again"
                 )
             time.sleep(_LOCK_POLL_S)

@@ -25,11 +25,17 @@ class Lock:
 
     path: Path
     age_s: float
+    """Below 0 if it is dated in the future: the clock of the machine that made it is ahead, or was then."""
 
     @property
     def is_stale(self) -> bool:
-        """Whether it is older than ``STALE_LOCK_S``."""
-        return self.age_s > STALE_LOCK_S
+        """Whether its date is further from now than ``STALE_LOCK_S``, in either direction."""
+        return abs(self.age_s) > STALE_LOCK_S
+
+    @property
+    def age(self) -> str:
+        """In words."""
+        return f"{self.age_s:.0f} s old" if self.age_s >= 0 else f"dated {-self.age_s:.0f} s in the future"
 
 
 def extensions_folder() -> Path:
@@ -49,7 +55,7 @@ def extensions_folder() -> Path:
 def find_lock(path: Path) -> Lock | None:
     """The lock at a path, if it is held."""
     try:
-        return Lock(path, max(0.0, time.time() - os.stat(path).st_mtime))
+        return Lock(path, time.time() - os.stat(path).st_mtime)
     except FileNotFoundError:
         return None
 

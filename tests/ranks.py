@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +19,33 @@ from typing import Any
 
 # A collective that waits longer than this fails its rank, and with it the test.
 COLLECTIVE_TIMEOUT_S = 60
+
+ROOT = Path(__file__).resolve().parents[1]
+_ENVIRONMENT = dict(os.environ)  # before any test changes it
+
+
+@functools.cache
+def build_ops() -> None:
+    """Compile the ops unless that has been done, before there are ranks that would run into their limits meanwhile.
+
+    What goes wrong is for the ranks to say, or to do without.
+    """
+    if not _ops_are_built():
+        print("compiling the ops, about a minute, once", file=sys.stderr, flush=True)
+        command = [sys.executable, "-c", "from ds_fsmoe.ops import load_ops; load_ops('auto', 'cpu')"]
+        environment = _ENVIRONMENT | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+        subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=900, check=False)
+
+
+def _ops_are_built() -> bool:
+    """As the build itself decides it: by dates of files. Imports no DeepSpeed, which takes seconds."""
+    from ds_fsmoe.ops.loading import LIBRARIES, import_op_builder
+
+    builders, name = import_op_builder(), LIBRARIES["cpu"]
+    folder = importlib.import_module(f"{builders.__name__}.locks").extensions_folder()
+    library = folder / name / f"{name}.so"
+    sources = [each for each in (builders.SOURCE_ROOT / "csrc").rglob("*") if each.is_file()]
+    return library.is_file() and library.stat().st_mtime >= max(each.stat().st_mtime for each in sources)
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any, limit_s: float = 240) -> list:
@@ -30,6 +61,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, folder: Path, *a
     Raises:
         RuntimeError: with the traceback of every rank that failed.
     """
+    build_ops()
     context = multiprocessing.get_context("forkserver")
     # The fork server imports the slow modules once; every rank after that starts as a copy of it. The last two are
     # what torch and DeepSpeed import when the first optimizer is made: seconds for each rank.

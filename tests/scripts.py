@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import run_on_ranks
+from tests.ranks import build_ops, run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 2
@@ -24,6 +24,7 @@ Start = Callable[..., str]
 
 def launch(folder: Path, *arguments: str, **variables: str) -> str:
     """What a job of two ranks printed, started in a folder by DeepSpeed's launcher."""
+    build_ops()
     launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(NUM_RANKS)]
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     command = [*launcher, "--master_port", str(free_port()), *arguments]

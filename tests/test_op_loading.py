@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 from ds_fsmoe.ops import load_ops, loading  # noqa: E402
+from tests import ranks  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -57,14 +60,112 @@ def test_a_stale_lock_is_named_with_its_age_and_the_cure(fresh_extensions: Path)
     assert "'auto' or 'reference'" in str(caught.value)
 
 
-def test_a_fresh_lock_is_waited_for_until_it_is_stale(fresh_extensions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loading.import_op_builder().builders("cpu")  # imports the module that the next line changes
-    monkeypatch.setattr(sys.modules["ds_fsmoe.ops.op_builder.locks"], "STALE_LOCK_S", 2.0)
-    leave_lock(fresh_extensions, age_s=0)
-    start_s = time.monotonic()
-    with pytest.raises(RuntimeError, match="delete it"):
+class PretendedClock:
+    """In the place of the module ``time``: only who sleeps gets older."""
+
+    def __init__(self) -> None:
+        self.slept_s = 0.0
+        self._start_s = time.time()
+
+    def time(self) -> float:
+        return self._start_s + self.slept_s
+
+    def monotonic(self) -> float:
+        return self.slept_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> PretendedClock:
+    """That of the builders and of their locks."""
+    loading.import_op_builder().builders("cpu")  # imports the modules that the next lines change
+    pretended = PretendedClock()
+    for module in ("builder", "locks"):
+        monkeypatch.setattr(sys.modules[f"ds_fsmoe.ops.op_builder.{module}"], "time", pretended)
+    return pretended
+
+
+@pytest.mark.parametrize(
+    ("age_s", "waited_s", "said"),
+    [
+        (0, 600, "is 60[01] s old"),
+        (500, 100, "is 60[01] s old"),
+        (-60, 600, "is 5[34]. s old, and it was there for the 60. s that were waited"),
+        (-599, 600, "is . s old, and it was there for the 60. s that were waited"),
+        (-3600, 0, "is dated 3600 s in the future"),
+        (-3e9, 0, "is dated 30........ s in the future"),
+    ],
+)
+def test_a_lock_is_waited_for_until_it_is_stale_whatever_its_date(
+    age_s: float, waited_s: float, said: str, fresh_extensions: Path, clock: PretendedClock, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("ds_fsmoe"), "propagate", True)
+    caplog.set_level(logging.INFO, "ds_fsmoe")
+    lock = leave_lock(fresh_extensions, age_s=age_s)
+    with pytest.raises(RuntimeError, match=f"{said}.*delete it"):
         load_ops("required", "cpu")
-    assert time.monotonic() - start_s > 1.0
+    assert abs(clock.slept_s - waited_s) <= 1.0
+    assert f"the build lock {lock} is" in caplog.text
+    assert "waiting for the process that builds there" in caplog.text
+
+
+def load_slowly(rank: int, world_size: int) -> tuple[str, int]:
+    """What came of it, and how often this rank had spoken to the others before the build was over."""
+    builder = type(loading.import_op_builder().builders("cpu")["fsmoe_cpu"])
+    loading._TELL_EVERY_S = 0.01
+    spoken, has_spoken_often = 0, threading.Event()
+
+    def gathered(own: str | None, plain=loading._gathered) -> list[str | None]:
+        nonlocal spoken
+        told = plain(own)
+        spoken += loading._AT_WORK in told
+        if spoken == 5:
+            has_spoken_often.set()
+        return told
+
+    def build(self, verbose: bool = False) -> None:
+        if rank == 0:
+            assert has_spoken_often.wait(30), "the others sit in one collective until the build is over"
+        raise RuntimeError(f"built by rank {rank}")
+
+    loading._gathered = gathered
+    builder.load, builder.will_compile = build, lambda self: False
+    with pytest.raises(RuntimeError) as caught:
+        load_ops("required", "cpu")
+    return str(caught.value), spoken
+
+
+def test_ranks_that_wait_for_a_build_sit_in_no_collective_that_lasts_as_long(tmp_path: Path) -> None:
+    (first, spoken), *others = run_on_ranks(load_slowly, 3, tmp_path)
+    assert "on rank 0, RuntimeError: built by rank 0" in first
+    assert spoken >= 5
+    assert others == [(first, spoken)] * 2
+
+
+def test_ops_are_compiled_before_ranks_of_a_test_begin_and_once(tmp_path: Path, monkeypatch) -> None:
+    events: list[str] = []
+
+    def start_ranks(kind: str) -> None:
+        events.append("ranks")
+        raise InterruptedError
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(ranks.subprocess, "run", lambda *_, **__: events.append("compiled"))
+    monkeypatch.setattr(ranks.multiprocessing, "get_context", start_ranks)
+    library = tmp_path / "fsmoe_cpu" / "fsmoe_cpu.so"
+    for date_s, expected in ((None, ["compiled", "ranks"]), (0, ["compiled", "ranks"]), (time.time(), ["ranks"])):
+        if date_s is not None:
+            library.parent.mkdir(exist_ok=True)
+            library.touch()
+            os.utime(library, (date_s, date_s))
+        ranks.build_ops.cache_clear()
+        for found in (expected, ["ranks"]):
+            events.clear()
+            with pytest.raises(InterruptedError):
+                run_on_ranks(print, 2, tmp_path / "ranks")
+            assert events == found
 
 
 def test_importing_builds_and_loads_nothing(tmp_path: Path) -> None:
