@@ -127,6 +127,9 @@ class FSMoELayer(StockMOELayer):
         if self.training and self.expert_results is not None:
             experts = self.expert_results.around(experts, self.path)
         gate = self.route
+        if self.running is not None:
+            comparing = self.running.first_forwards.comparing
+            gate = comparing(gate, self.label, self.path, self.training, self.capacity_group)
         if self.training and self.router_check is not None:
             gate = self.router_check.before(gate, self.path)
         if self.training and self.router_metrics is not None:
