@@ -52,7 +52,7 @@ def new_file(path: Path, mode: str = "w", errors: str = "strict") -> Iterator[IO
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        unfinished.replace(path)
     except BaseException:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
