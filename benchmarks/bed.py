@@ -12,6 +12,7 @@ the most: each costs the processors time that the ranks then do not have.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -24,6 +25,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from ds_fsmoe.shapes import fits, is_text, is_whole
+from ds_fsmoe.whole_files import read_regular, write_whole
 
 STATE = Path("/run/ds_fsmoe_bed")
 PACKET_S = 1e-3
@@ -70,8 +74,7 @@ class Bed:
     mode: Literal["independent", "shared"] = "independent"
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise BedError(f"name {self.name!r}: must be 1 to 12 small letters and digits")
+        check_name(self.name)
         if not 1 <= self.nodes <= MAX_NODES or not 1 <= self.ranks_per_node <= MAX_RANKS_PER_NODE:
             raise BedError(
                 f"{self.nodes} nodes of {self.ranks_per_node} ranks: "
@@ -115,7 +118,7 @@ class Bed:
     @property
     def state_file(self) -> Path:
         """Says that it is up, and how."""
-        return STATE / f"{self.name}.json"
+        return _state_file(self.name)
 
     # ---- up and down
 
@@ -123,19 +126,20 @@ class Bed:
         """Build it. If that fails, or is interrupted, nothing is left behind.
 
         Raises:
-            BedError: no rights, no tools, up already, or a command of the system that failed.
+            BedError: no rights, no tools, up already or about to be, or a command of the system that failed.
         """
         check_machine()
-        if self.state_file.exists() or namespaces(self.name):
-            known = f" ({found_bed(self.name)})" if self.state_file.exists() else ""
-            raise BedError(
-                f"bed {self.name!r} is already up{known}: `benchmarks/cluster.py --name {self.name} down` first"
-            )
-        with cleared_if_killed(self.name) as keep:
-            STATE.mkdir(parents=True, exist_ok=True)
-            self.state_file.write_text(json.dumps(asdict(self)))
-            self._build()
-            keep()
+        with _being_built(self.name):
+            if os.path.lexists(self.state_file) or namespaces(self.name):
+                known = f" ({found_bed(self.name)})" if os.path.lexists(self.state_file) else ""
+                raise BedError(
+                    f"bed {self.name!r} is already up{known}: `benchmarks/cluster.py --name {self.name} down` first"
+                )
+            # Only who is to build it clears it away again.
+            with cleared_if_killed(self.name) as keep:
+                write_whole(self.state_file, json.dumps(asdict(self)))
+                self._build()
+                keep()
 
     def _build(self) -> None:
         _new_bridge(self.switch)
@@ -245,18 +249,70 @@ def found_bed(name: str) -> Bed:
     """The bed that is up under this name.
 
     Raises:
-        BedError: none is.
+        BedError: none is, or what is kept about it is damaged.
     """
+    file = _state_file(name)
     try:
-        return Bed(**json.loads((STATE / f"{name}.json").read_text()))
-    except FileNotFoundError as error:
+        found = json.loads(read_regular(file, follow_links=False))
+        if not fits(found, _SHAPE):
+            raise ValueError("it is not what is kept about a bed")
+        return Bed(**found)
+    except (OSError, ValueError, TypeError, RecursionError, BedError) as error:
+        if not isinstance(error, FileNotFoundError):
+            raise BedError(
+                f"{file} is damaged: {error}; `benchmarks/cluster.py --name {name} down` removes it and the bed"
+            ) from error
+
         others = sorted(path.stem for path in STATE.glob("*.json")) if STATE.is_dir() else []
         known = f"there are {', '.join(others)}" if others else "none is up"
         raise BedError(f"no bed is up under the name {name!r}: {known}") from error
 
 
+_SHAPE = dict.fromkeys(("name", "inter", "intra", "mode"), is_text) | dict.fromkeys(
+    ("nodes", "ranks_per_node"), is_whole
+)
+
+
+def check_name(name: str) -> None:
+    """It becomes part of the names of files and namespaces.
+
+    Raises:
+        BedError: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise BedError(f"name {name!r}: must be 1 to 12 small letters and digits")
+
+
+def _state_file(name: str) -> Path:
+    check_name(name)
+    return STATE / f"{name}.json"
+
+
+@contextmanager
+def _being_built(name: str) -> Iterator[None]:
+    """One process at a time builds a bed of a name; that is given back however it ends.
+
+    Raises:
+        BedError: another one is about to.
+    """
+    STATE.mkdir(parents=True, exist_ok=True)
+    lock = os.open(_state_file(name).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise BedError(f"bed {name!r} is being built by another process") from error
+    finally:
+        os.close(lock)
+
+
 def namespaces(name: str) -> list[str]:
-    """Those of a bed, whole or not."""
+    """Those of a bed, whole or not.
+
+    Raises:
+        BedError: no bed can have this name.
+    """
+    check_name(name)
     listed = _run("ip", "netns", "list").stdout.splitlines()
     return [line.split()[0] for line in listed if line.startswith(f"fsmoe-{name}-")]
 
@@ -268,8 +324,9 @@ def down(name: str) -> int:
         How many namespaces there were.
 
     Raises:
-        BedError: no rights or no tools.
+        BedError: no rights, no tools, or a name that no bed can have.
     """
+    check_name(name)
     check_machine()
     found = namespaces(name)
     for signal in ("-TERM", "-KILL"):
@@ -280,7 +337,7 @@ def down(name: str) -> int:
     for namespace in found:
         _run("ip", "netns", "del", namespace)
         shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
-    (STATE / f"{name}.json").unlink(missing_ok=True)
+    _state_file(name).unlink(missing_ok=True)
     return len(found)
 
 

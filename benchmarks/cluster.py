@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bed import MODES, Bed, BedError, down, found_bed, namespaces
+from benchmarks.bed import MODES, Bed, BedError, check_name, down, found_bed, namespaces
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     # An end by request runs the same cleaning as an error does.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        check_name(args.name)
         return _command(args)
     except BedError as error:
         print(f"cluster.py: error: {error}", file=sys.stderr)

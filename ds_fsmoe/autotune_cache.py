@@ -6,14 +6,11 @@ A file that cannot be read, or is of something else, is never trusted: it is nam
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import logging
-import os
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +20,7 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json
 from ds_fsmoe.runtime.measurements import Measurements
 from ds_fsmoe.runtime.stopwatch import Timing
+from ds_fsmoe.whole_files import read_regular, write_whole
 
 _FORMAT = 2
 """Of what a cluster file has in ``measured``: with another number it is of another version."""
@@ -118,25 +116,6 @@ def _on_one_line(found: re.Match[str]) -> str:
     return "[" + re.sub(r"\n\s*", " ", found[0][1:-1]).strip() + "]"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that nobody ever sees a part of it: neither a reader, nor whoever comes after a crash.
-
-    Raises:
-        OSError: it cannot be written; what was there is there still.
-    """
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-
-
 def read_measurements(path: Path, fingerprint: Fingerprint) -> Measurements:
     """What was measured on this cluster.
 
@@ -145,7 +124,7 @@ def read_measurements(path: Path, fingerprint: Fingerprint) -> Measurements:
         UselessFileError: there is, and it is not to be trusted.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path, follow_links=False))
         return _measurements(data["measured"], fingerprint)
     except (FileNotFoundError, NotADirectoryError):
         raise

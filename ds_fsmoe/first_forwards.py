@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.replay import AutocastState
 from ds_fsmoe.components.written import WrittenExpert
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.runtime.agreement import DisagreementError, check_agreement
 from ds_fsmoe.runtime.pipeline import CallSizes, Pipeline
 from ds_fsmoe.saved_bytes import SavedBytes, describe, saved_bytes
 
@@ -41,6 +46,7 @@ class FirstForwards:
         self.calls: dict[str, FirstCall] = {}
         """By label of the layer."""
         self._seen: set[str] = set()
+        self._compared: set[tuple[str, bool]] = set()
         self._kept: dict[bool, list[SavedBytes]] = {False: [], True: []}
         """By whether all but the rows is computed again."""
         self._many: list[tuple[str, int, tuple[int, int]]] = []
@@ -76,6 +82,29 @@ class FirstForwards:
 
         return replace(pipeline, on_call=note)
 
+    def comparing(
+        self, gate: Callable[..., Any], label: str, path: str, is_training: bool, group: dist.ProcessGroup | None
+    ) -> Callable[..., Any]:
+        """The gate of a layer. In the first forward in training, and in the first in evaluation, what its ranks are
+        about to exchange is compared: of different sizes it would end the process, or never come.
+
+        Args:
+            gate: ``(x_SM, ...) -> routing``.
+            label, path: of the layer.
+            is_training: which of the two it is.
+            group: the ranks that have to have as many slots as this one; ``None`` for one.
+        """
+        if group is None or (label, is_training) in self._compared or in_backward():
+            return gate
+
+        def compared(x_SM: torch.Tensor, *args: Any) -> Any:
+            routing = gate(x_SM, *args)
+            _compare(routing.capacity, x_SM, path, group)
+            self._compared.add((label, is_training))
+            return routing
+
+        return compared
+
     def watch_again(self) -> None:
         """Keep the next call of each layer as if it were its first."""
         self._seen.clear()
@@ -101,3 +130,19 @@ def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
         f"{num_slots} slot(s) in a forward like this one: the chunks beyond them are empty, and each still costs its "
         "collectives; use a smaller fsmoe.pipeline_degree"
     )
+
+
+def _compare(capacity: int, x_SM: torch.Tensor, path: str, group: dist.ProcessGroup) -> None:
+    """Collective over the group.
+
+    Raises:
+        DisagreementError: on every rank of it, if they have different numbers of slots, or tokens of different types.
+    """
+    exchanged = {"slots of each expert": str(capacity), "dtype": str(x_SM.dtype).removeprefix("torch.")}
+    what = f"the size of a batch in {path} (each rank brings as many tokens, or the gate has drop_tokens = False)"
+    try:
+        check_agreement(exchanged, group, what)
+    except DisagreementError:
+        # All of these ranks are here. Where nothing is dropped they may have different numbers of tokens, so these are
+        # not compared, and only named.
+        check_agreement(exchanged | {"tokens": str(len(x_SM))}, group, what)

@@ -164,6 +164,9 @@ class FSMoELayer(StockMOELayer):
             pipeline = self.running.first_forwards.watch(self.label, experts, pipeline, hidden_states)
         experts = self._called(experts, pipeline)
         gate = self.route
+        if self.running is not None:
+            comparing = self.running.first_forwards.comparing
+            gate = comparing(gate, self.label, self.path, self.training, self.capacity_group)
         if self.training and self.router_check is not None:
             gate = self.router_check.before(gate, self.path)
         if self.training and self.router_metrics is not None:

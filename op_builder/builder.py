@@ -126,10 +126,10 @@ class FSMoEBuilder(OpBuilder):
         return super().jit_load(verbose)
 
     def _wait_for_lock(self) -> None:
-        if (stale := locks.wait_for(self.lock_path())) is not None:
+        if (lock := locks.wait_for(self.lock_path())) is not None:
             raise RuntimeError(
-                f"the build lock {stale.path} is {stale.age_s:.0f} s old; a build that was killed leaves such a "
-                f"file. If no other process is building {self.name} now, delete it and start again"
+                f"the build lock {lock.path} is {lock.age}; a build that was killed leaves such a file. If no other "
+                f"process is building {self.name} now, delete it and start again"
             )
 
 

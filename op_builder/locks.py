@@ -7,18 +7,20 @@ and everyone who wants that op waits for it: for ever, and without a word.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 STALE_LOCK_S = 600.0
 """A lock that is older is taken for a left-over: no op takes that long to build."""
 _POLL_S = 0.5
+_LOG = logging.getLogger("ds_fsmoe")
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,22 @@ class Lock:
 
     path: Path
     age_s: float
+    """Below 0 if it is dated in the future: the clock of the machine that made it is ahead, or was then."""
+    watched_s: float = 0.0
+    """For how long it has been waited for here. It bounds the wait where the date is of a clock that is ahead."""
 
     @property
     def is_stale(self) -> bool:
-        """Whether it is older than ``STALE_LOCK_S``."""
-        return self.age_s > STALE_LOCK_S
+        """Whether its date is further from now than ``STALE_LOCK_S`` in either direction, or it was watched so long."""
+        return max(abs(self.age_s), self.watched_s) > STALE_LOCK_S
+
+    @property
+    def age(self) -> str:
+        """In words."""
+        words = f"{self.age_s:.0f} s old" if self.age_s >= 0 else f"dated {-self.age_s:.0f} s in the future"
+        if self.watched_s > STALE_LOCK_S >= abs(self.age_s):
+            words += f", and it was there for the {self.watched_s:.0f} s that were waited"
+        return words
 
 
 def extensions_folder() -> Path:
@@ -48,22 +61,33 @@ def extensions_folder() -> Path:
     return Path(get_default_build_root()) / f"{python}_{built_for}"
 
 
-def find_lock(path: Path) -> Lock | None:
+def find_lock(path: Path, clock: Any = time) -> Lock | None:
     """The lock at a path, if it is held."""
     try:
-        return Lock(path, max(0.0, time.time() - os.stat(path).st_mtime))
+        return Lock(path, clock.time() - os.stat(path).st_mtime)
     except FileNotFoundError:
         return None
 
 
-def wait_for(path: Path, sleep: Callable[[float], object] = time.sleep) -> Lock | None:
+def wait_for(path: Path, clock: Any = time) -> Lock | None:
     """Wait until nobody holds the lock at a path: ``None``; or until it is stale: that lock.
 
     torch waits for it without a limit and without a word.
+
+    Args:
+        path: the lock.
+        clock: what tells the time and sleeps, with the functions of the module ``time``.
     """
-    while (lock := find_lock(path)) is not None and not lock.is_stale:
-        sleep(_POLL_S)
-    return lock
+    start_s, is_told = clock.monotonic(), False
+    while (found := find_lock(path, clock)) is not None:
+        lock = Lock(path, found.age_s, clock.monotonic() - start_s)
+        if lock.is_stale:
+            return lock
+        if not is_told:
+            _LOG.info("the build lock %s is %s: waiting for the process that builds there", path, lock.age)
+            is_told = True
+        clock.sleep(_POLL_S)
+    return None
 
 
 def held_locks(folder: Path) -> list[Lock]:

@@ -4,15 +4,35 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_ENVIRONMENT = dict(os.environ)  # before any test changes it
 
 
 @functools.cache
 def build_ops() -> None:
-    """Compile the ops, unless that has been done or cannot be.
+    """Compile the ops unless that has been done, before there are ranks that would run into their limits meanwhile.
 
-    Otherwise the first rank of a job would, and the others would wait for it in a collective, whose time is limited: on
-    a busy machine a minute of compiling is several.
+    What goes wrong is for the ranks to say, or to do without.
     """
-    from ds_fsmoe.ops import load_ops
+    if not _ops_are_built():
+        print("compiling the ops, about a minute, once", file=sys.stderr, flush=True)
+        command = [sys.executable, "-c", "from ds_fsmoe.ops import load_ops; load_ops('auto', 'cpu')"]
+        environment = _ENVIRONMENT | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+        subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=900, check=False)
 
-    load_ops("auto", "cpu")
+
+def _ops_are_built() -> bool:
+    """As the build itself decides it: by dates of files. Imports no DeepSpeed, which takes seconds."""
+    from ds_fsmoe.ops.loading import LIBRARIES, import_op_builder
+
+    builders, name = import_op_builder(), LIBRARIES["cpu"]
+    folder = importlib.import_module(f"{builders.__name__}.locks").extensions_folder()
+    library = folder / name / f"{name}.so"
+    sources = [each for each in (builders.SOURCE_ROOT / "csrc").rglob("*") if each.is_file()]
+    return library.is_file() and library.stat().st_mtime >= max(each.stat().st_mtime for each in sources)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.autotune_cache import MeasurementCache, write_whole
+from ds_fsmoe.autotune_cache import MeasurementCache
 from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.runtime.measurements import Measurements
@@ -208,10 +208,3 @@ def test_a_disk_that_is_full_leaves_what_was_there_and_no_litter(
     assert [each.name for each in tmp_path.iterdir()] == [cache.file_of(FINGERPRINT).name]
     assert len(said) == 1
     assert "No space left on device" in said[0]
-
-
-def test_a_file_is_written_whole_over_another(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.json"
-    for text in ("a longer text", "short"):
-        write_whole(path, text)
-        assert path.read_text() == text

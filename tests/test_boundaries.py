@@ -30,10 +30,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "ds_fsmoe.compat",
         "ds_fsmoe.given",
         "ds_fsmoe.versions",
+        "ds_fsmoe.whole_files",
     ),
     "ops": ("torch",),
     "components": ("torch", "ds_fsmoe.ops", "ds_fsmoe.registry"),
-    "runtime": ("torch", "numpy", "ds_fsmoe.planning", "ds_fsmoe.ops"),
+    "runtime": ("torch", "numpy", "ds_fsmoe.planning", "ds_fsmoe.ops", "ds_fsmoe.shapes", "ds_fsmoe.whole_files"),
     "telemetry": (
         "torch",
         "ds_fsmoe.components",
@@ -42,8 +43,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "ds_fsmoe.runtime",
         "ds_fsmoe.versions",
     ),
-    "reporting": ("ds_fsmoe.planning", "ds_fsmoe.runtime.trace_files"),
-    "saving": ("torch", "numpy", "safetensors", "ds_fsmoe.versions"),
+    "reporting": ("ds_fsmoe.planning", "ds_fsmoe.runtime.trace_files", "ds_fsmoe.shapes", "ds_fsmoe.whole_files"),
+    "saving": ("torch", "numpy", "safetensors", "ds_fsmoe.versions", "ds_fsmoe.whole_files"),
 }
 # The files that may import DeepSpeed, each with its reason.
 DEEPSPEED: dict[str, str] = {
@@ -84,6 +85,8 @@ WITHOUT_TORCH = (
     "registry.py",
     "run.py",
     "versions.py",
+    "shapes.py",
+    "whole_files.py",
 )
 
 # In code as a string.

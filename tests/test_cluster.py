@@ -86,6 +86,91 @@ def test_a_bed_that_cannot_be_is_refused(change: dict, sentence: str) -> None:
         Bed(**change)
 
 
+@pytest.mark.parametrize("name", ["../x", "..", "/etc/x", "a b", "", "x" * 13, "A", "x\n"])
+@pytest.mark.parametrize(
+    "command", [["up"], ["run", "--", "x.py"], ["link", "0", "down"], ["self-test"], ["status"], ["down"], ["watch"]]
+)
+def test_a_name_that_could_lie_elsewhere_is_refused_by_every_command(
+    command: list[str], name: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(beds, "STATE", tmp_path / "state")
+    monkeypatch.setattr(beds, "_run", None)  # nothing is run
+    (tmp_path / "x.json").write_text("mine")
+    assert cluster.main(["--name", name, *command]) == 2
+    assert "must be 1 to 12 small letters and digits" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine on which beds are files alone."""
+    monkeypatch.setattr(beds, "STATE", tmp_path)
+    monkeypatch.setattr(beds, "check_machine", lambda: None)
+    monkeypatch.setattr(beds, "_run", lambda *_: subprocess.CompletedProcess([], 0, "", ""))
+    monkeypatch.setattr(Bed, "_build", lambda self: None)
+    return tmp_path
+
+
+def test_of_two_that_build_one_bed_at_once_the_second_changes_nothing(pretended: Path, monkeypatch) -> None:
+    said = []
+
+    def build(self: Bed) -> None:
+        with pytest.raises(BedError) as caught:
+            Bed("one", nodes=5).up()
+        said.append(str(caught.value))
+        Bed("other", nodes=4).up() if self.name == "one" else None
+
+    monkeypatch.setattr(Bed, "_build", lambda self: build(self) if self.name == "one" else None)
+    Bed("one", nodes=3).up()
+    assert said == ["bed 'one' is being built by another process"]
+    assert (found_bed("one").nodes, found_bed("other").nodes) == (3, 4)
+    with pytest.raises(BedError, match=r"bed 'one' is already up \(3 nodes"):
+        Bed("one").up()
+    assert (down("one"), down("other")) == (0, 0)
+    Bed("one", nodes=2).up()
+    assert found_bed("one").nodes == 2
+
+
+def test_a_build_that_fails_is_cleared_and_can_be_tried_again(pretended: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Bed, "_build", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Bed("one").up()
+    assert not (pretended / "one.json").exists()
+    Bed("one").up()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "[1]",
+        "[" * 100_000,
+        '{"name": "one"}',
+        '{"name": "one", "nodes": "2", "ranks_per_node": 2, "inter": "1mbit", "intra": "1mbit", "mode": "shared"}',
+        '{"name": "one", "nodes": 99, "ranks_per_node": 2, "inter": "1mbit", "intra": "1mbit", "mode": "shared"}',
+        '{"name": "one", "nodes": 2, "ranks_per_node": 2, "inter": "x", "intra": "1mbit", "mode": "shared", "a": 1}',
+        "\udcff",
+        None,
+    ],
+)
+def test_a_damaged_file_of_a_bed_is_named_and_down_removes_it(text: str | None, pretended: Path, capsys) -> None:
+    file = pretended / "one.json"
+    if text is None:
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_text(text, errors="surrogateescape")
+    for command in (["status"], ["up"], ["link", "0", "down"], ["run", "--", "x.py"], ["self-test"]):
+        assert cluster.main(["--name", "one", *command]) == 2
+        said = capsys.readouterr().err
+        assert f"{file} is damaged" in said
+        assert "--name one down` removes it" in said
+    assert cluster.main(["--name", "one", "down"]) == 0
+    assert not os.path.lexists(file)
+
+
 def test_without_root_or_tools_it_refuses_politely(monkeypatch, capsys) -> None:
     monkeypatch.setattr(beds.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(beds.shutil, "which", lambda tool: f"/sbin/{tool}")

@@ -249,6 +249,73 @@ def test_what_is_wrong_is_one_sentence_and_nothing_is_left_behind(
         assert not Path(target).exists()
 
 
+def test_a_checkpoint_is_converted_from_within_its_own_folder(
+    saved: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(saved[0] / "plain" / "step2")
+    assert main(["convert", ".", str(tmp_path / "one"), "--to", "stock"]) == 0
+    (tmp_path / "two" / "three").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "two" / "three")
+    assert main(["convert", str(saved[0] / "plain"), ".", "--to", "stock"]) == 0
+    for folder in (tmp_path / "one", tmp_path / "two" / "three"):
+        assert (folder / "latest").read_text() == "step2"
+        assert (folder / "step2" / "mp_rank_00_model_states.pt").is_file()
+    assert [each.name for each in (tmp_path / "two").iterdir()] == ["three"]
+
+
+@pytest.mark.parametrize(
+    "tag", ["../esc", "/esc", "a/../../esc", ".", "latest", "latest.saving", "x.saving", "x.before", "x ", "\n", "x\0"]
+)
+def test_a_tag_that_is_no_name_of_a_folder_is_refused(
+    tag: str, saved: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "their.safetensors", tmp_path / "target" / "inside"
+    save_file({"a.experts.0.w1.weight": torch.ones(2)}, source)
+    assert "--tag" in refusal([str(source), str(target), "--to", "deepspeed", "--tag", tag], capsys)
+    assert "--tag" in refusal([str(saved[0] / "plain"), str(target), "--to", "stock", "--tag", tag], capsys)
+    assert [each.name for each in tmp_path.iterdir()] == [source.name]
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        *(("layers", "ep", value) for value in (0, -2, 3, 8, True)),
+        *(("layers", "num_experts", value) for value in (0, -4)),
+        *(("sizes", field, 0) for field in ("world", "mp", "pp", "esp")),
+        ("sizes", "zero_stage", -1),
+    ],
+)
+def test_sizes_that_cannot_be_are_named_with_their_file(
+    part: str, field: str, value: int, saved: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved[0] / "plain", tmp_path / "ck")
+    file = tmp_path / "ck" / "step2" / "fsmoe.json"
+    found = json.loads(file.read_text())
+    (found["layers"][0] if part == "layers" else found["sizes"])[field] = value
+    file.write_text(json.dumps(found))
+    said = refusal([str(tmp_path / "ck"), str(tmp_path / "out"), "--to", "stock"], capsys)
+    assert f"{file} is damaged, or not of a checkpoint" in said
+
+
+def test_numbers_of_any_length_and_script_are_names_or_said_to_be_none(tmp_path: Path, capsys) -> None:
+    target = str(tmp_path / "target")
+    names = ["layers.1²2", "layers.10", "layers.2", "layers.007", f"layers.{'7' * 5000}", "layers.\u0661"]
+    source = tmp_path / "their.safetensors"
+    save_file({f"{name}.experts.0.w1.weight": torch.ones(2) for name in names}, source)
+    assert main(["convert", str(source), target, "--to", "deepspeed"]) == 0
+    found = list(Whole(tmp_path / "target" / "converted").numbering)
+    assert [each for each in found if each in ("layers.2", "layers.007", "layers.10")] == [
+        "layers.2",
+        "layers.007",
+        "layers.10",
+    ]
+    assert found[-1] == names[4] or len(found) == len(names)
+    for number in ("7" * 5000, "1²"):
+        save_file({f"layers.0.experts.{number}.w1.weight": torch.ones(2)}, source)
+        said = refusal([str(source), str(tmp_path / "other"), "--to", "deepspeed"], capsys)
+        assert "has no experts: no name like" in said
+
+
 def test_a_file_that_names_a_function_is_not_run(saved: tuple[Path, Any], tmp_path: Path) -> None:
     from ds_fsmoe.saving.reading import read_file
     from ds_fsmoe.saving.tags import CheckpointError

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 from ds_fsmoe.ops import load_ops, loading  # noqa: E402
+from tests import built_ops, ranks  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
-from tests.waiting import make_older  # noqa: E402
+from tests.waiting import LIMIT_S, make_older  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -57,20 +60,114 @@ def test_a_stale_lock_is_named_with_its_age_and_the_cure(fresh_extensions: Path)
     assert "'auto' or 'reference'" in str(caught.value)
 
 
-def test_a_fresh_lock_is_waited_for_until_it_is_let_go_or_stale(fresh_extensions: Path) -> None:
+class LockClock:
+    """The functions of the module ``time``; only who sleeps gets older, from the moment that a lock was made."""
+
+    def __init__(self, lock: Path, age_s: float) -> None:
+        self.slept_s = 0.0
+        self._start_s = lock.stat().st_mtime + age_s
+
+    def time(self) -> float:
+        return self._start_s + self.slept_s
+
+    def monotonic(self) -> float:
+        return self.slept_s
+
+    def sleep(self, time_s: float) -> None:
+        self.slept_s += time_s
+
+
+@pytest.mark.parametrize(
+    ("age_s", "waited_s", "said"),
+    [
+        (0, 600, r"60[01] s old"),
+        (500, 100, r"60[01] s old"),
+        (-60, 600, r"5[34]. s old, and it was there for the 60. s that were waited"),
+        (-599, 600, r". s old, and it was there for the 60. s that were waited"),
+        (-3600, 0, r"dated 3600 s in the future"),
+        (-3e9, 0, r"dated 3000000000 s in the future"),
+    ],
+)
+def test_a_lock_is_waited_for_until_it_is_stale_whatever_its_date(
+    age_s: float, waited_s: float, said: str, fresh_extensions: Path, caplog, monkeypatch
+) -> None:
     loading.import_op_builder().builders("cpu")
     locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
-    lock, ages_s = leave_lock(fresh_extensions, age_s=0), []
-
-    def grow_older(_: float) -> None:
-        make_older(lock, locks.STALE_LOCK_S / 3.5)
-        ages_s.append(locks.find_lock(lock).age_s)
-
-    found = locks.wait_for(lock, sleep=grow_older)
+    monkeypatch.setattr(logging.getLogger("ds_fsmoe"), "propagate", True)
+    caplog.set_level(logging.INFO, "ds_fsmoe")
+    lock = leave_lock(fresh_extensions, age_s=0)
+    clock = LockClock(lock, age_s)
+    found = locks.wait_for(lock, clock)
     assert found.is_stale
-    assert len(ages_s) == 4
-    lock.touch()
-    assert locks.wait_for(lock, sleep=lambda _: lock.unlink()) is None
+    assert re.fullmatch(said, found.age)
+    assert abs(clock.slept_s - waited_s) <= 1.0
+    assert caplog.text.count("waiting for the process that builds there") == bool(waited_s)
+
+
+def test_a_lock_that_is_let_go_is_waited_for_no_longer(fresh_extensions: Path) -> None:
+    loading.import_op_builder().builders("cpu")
+    locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
+    lock = leave_lock(fresh_extensions, age_s=0)
+    clock = LockClock(lock, 0)
+    clock.sleep = lambda _: lock.unlink()
+    assert locks.wait_for(lock, clock) is None
+
+
+def load_slowly(rank: int, world_size: int) -> tuple[str, int]:
+    """What came of it, and how often this rank had spoken to the others before the build was over."""
+    builder = type(loading.import_op_builder().builders("cpu")["fsmoe_cpu"])
+    loading._TELL_EVERY_S = 0.01
+    spoken, has_spoken_often = 0, threading.Event()
+
+    def gathered(own: str | None, plain=loading._gathered) -> list[str | None]:
+        nonlocal spoken
+        told = plain(own)
+        spoken += loading._AT_WORK in told
+        if spoken == 5:
+            has_spoken_often.set()
+        return told
+
+    def build(self, verbose: bool = False) -> None:
+        if rank == 0:
+            assert has_spoken_often.wait(LIMIT_S), "the others sit in one collective until the build is over"
+        raise RuntimeError(f"built by rank {rank}")
+
+    loading._gathered = gathered
+    builder.load, builder.will_compile = build, lambda self: False
+    with pytest.raises(RuntimeError) as caught:
+        load_ops("required", "cpu")
+    return str(caught.value), spoken
+
+
+def test_ranks_that_wait_for_a_build_sit_in_no_collective_that_lasts_as_long(tmp_path: Path) -> None:
+    (first, spoken), *others = run_on_ranks(load_slowly, 3, tmp_path)
+    assert "on rank 0, RuntimeError: built by rank 0" in first
+    assert spoken >= 5
+    assert others == [(first, spoken)] * 2
+
+
+def test_ops_are_compiled_before_ranks_of_a_test_begin_and_once(tmp_path: Path, monkeypatch) -> None:
+    events: list[str] = []
+
+    def start_ranks(kind: str) -> None:
+        events.append("ranks")
+        raise InterruptedError
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(built_ops.subprocess, "run", lambda *_, **__: events.append("compiled"))
+    monkeypatch.setattr(ranks.multiprocessing, "get_context", start_ranks)
+    library = tmp_path / "fsmoe_cpu" / "fsmoe_cpu.so"
+    for date_s, expected in ((None, ["compiled", "ranks"]), (0, ["compiled", "ranks"]), (4e9, ["ranks"])):
+        if date_s is not None:
+            library.parent.mkdir(exist_ok=True)
+            library.touch()
+            os.utime(library, (date_s, date_s))
+        built_ops.build_ops.cache_clear()
+        for found in (expected, ["ranks"]):
+            events.clear()
+            with pytest.raises(InterruptedError):
+                run_on_ranks(print, 2, tmp_path / "ranks")
+            assert events == found
 
 
 def test_importing_builds_and_loads_nothing(tmp_path: Path) -> None:

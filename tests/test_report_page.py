@@ -169,6 +169,88 @@ def test_a_folder_without_data_is_a_sentence(tmp_path: Path, capsys: pytest.Capt
     assert "there is no folder" in capsys.readouterr().err
 
 
+# ---- damage
+
+
+DAMAGES = (None, "x", -1, 10**400, 1e400, [], {}, [None], {"a": "b"}, True)
+
+
+def places_in(value: Any, place: tuple = ()) -> Iterator[tuple]:
+    """Every place in a JSON value, as keys one after another."""
+    yield place
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield from places_in(each, (*place, key))
+
+
+def put(value: Any, place: tuple, new: Any) -> Any:
+    """A copy with something else at a place."""
+    if not place:
+        return new
+    copy = list(value) if isinstance(value, list) else dict(value)
+    copy[place[0]] = put(value[place[0]], place[1:], new)
+    return copy
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are composed, and not drawn, which takes most of the time."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda self, out, **_: out.write(b"a picture"))
+
+
+def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Files of a run with one value in each replaced."""
+    ours = folder / "ours"
+    names = (run_files.RUN, run_files.PLANS, run_files.STEPS, run_files.ROUTERS, run_files.COMPARED)
+    for path in (*(ours / name for name in names), rank_file(ours / run_files.TRACE, 0)):
+        whole = path.read_text()
+        first, *others = [whole] if path.suffix == ".json" else whole.splitlines(keepends=True)
+        for number, place in enumerate(places_in(json.loads(first))):
+            for new in (DAMAGES[number % len(DAMAGES)], DAMAGES[(3 * number + 1) % len(DAMAGES)]):
+                text = json.dumps(put(json.loads(first), place, new))
+                yield path, "\n".join([text, *others])
+        path.write_text(whole)
+
+
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_record_with_any_value_damaged_is_shown_as_far_as_it_goes(
+    every: int, both: Path, undrawn: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, (path, text) in enumerate(damaged(both)):
+        if number % every == 0:
+            path.write_text(text)
+            assert main(["report", str(both)]) == 0, text[:500]
+            assert "stock DeepSpeed" in (both / "report.html").read_text()
+            assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"half', "7" * 5000, "null", "[[1]]", "\x00", '{"step": NaN}'])
+def test_a_file_of_a_record_that_is_no_more_what_it_was_is_named(text: str, both: Path, undrawn: None, capsys) -> None:
+    names = (run_files.PLANS, run_files.STEPS, run_files.ROUTERS, run_files.COMPARED, "trace/rank0.json")
+    for name in names:
+        (both / "ours" / name).write_text(text)
+    assert main(["report", str(both)]) == 0
+    page, said = (both / "report.html").read_text(), capsys.readouterr().out
+    for name in names:
+        place = name.removeprefix("trace/")
+        assert (place in page) or (not text and "jsonl" in name), name
+    assert text[:20] not in said or len(text) < 20
+
+
+def test_numbers_that_contradict_each_other_are_said_to(both: Path, undrawn: None) -> None:
+    path = both / "ours" / run_files.ROUTERS
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["layers"]["L00"]["tokens_E"] = [1.0]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["report", str(both)]) == 0
+    page = (both / "report.html").read_text()
+    assert "ds_fsmoe, best: what was recorded cannot be shown (loads): ValueError" in page
+    assert "Load of experts" not in page
+    assert "<b>1.50x</b>" in page
+
+
 # ---- in a browser
 
 

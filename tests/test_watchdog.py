@@ -196,12 +196,11 @@ def test_what_was_printed_is_not_lost_with_the_process(
         assert (tmp_path / "printed").read_text() == "step 7\n"
 
 
-def test_a_disk_that_does_not_answer_does_not_keep_the_process(file: Path) -> None:
-    file.parent.mkdir()
-    fifo = file.with_name(f".{file.name}.{os.getpid()}")
-    os.mkfifo(fifo)  # opening it waits for a reader
+def test_a_disk_that_does_not_answer_does_not_keep_the_process(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: answers.wait())
     with closing(SerialLanes()) as lanes, Hangs(lanes, file) as hangs:
         hangs.clock.gives_up = lambda thread: thread.name == "fsmoe-report"
         run_once(lanes, lambda task: hangs.hang())
         assert hangs.files == [None]
-    fifo.open("rb").close()
+    answers.set()

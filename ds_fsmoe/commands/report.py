@@ -22,6 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the page, and its pictures beside it."""
     from ds_fsmoe.reporting.page import make_page
     from ds_fsmoe.reporting.run_files import NoRunError, read_run
+    from ds_fsmoe.whole_files import write_whole
 
     folder: Path = args.run_dir
     try:
@@ -46,7 +47,11 @@ def run(args: argparse.Namespace) -> int:
             each.title = f"{each.name} ({each.folder.name})"
     pictures = out.with_suffix("") if out.suffix else out.with_name(f"{out.name}_pictures")
     try:
-        out.write_text(make_page(runs, pictures).html())
+        page = make_page(runs, pictures).html()
+        if args.out is None:
+            write_whole(out, page)
+        else:  # named by whoever called: /dev/stdout, or a link of theirs
+            out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from error
     for each in runs:

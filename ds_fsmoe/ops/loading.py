@@ -8,8 +8,11 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +32,9 @@ _OP_BUILDER = "ds_fsmoe.ops.op_builder"
 # exception it is raised from has all of them.
 _REASON_CHARACTERS = (300, 1700)
 _LOG = logging.getLogger("ds_fsmoe")
+# What a rank says whose build is under way, and how often.
+_AT_WORK = "at work"
+_TELL_EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,7 @@ def _load_on_every_rank(device_type: str) -> RuntimeError | None:
     for my_turn in (builds, not builds):
         # Every rank takes part in both agreements, whatever happened to it; the first one is also the barrier that
         # keeps the other ranks of a node from building.
-        failure = _agree(_try_to_load(device_type) if my_turn else None)
+        failure = _agree_after(partial(_try_to_load, device_type) if my_turn else None)
         if failure is not None:
             return failure
     schemas.define()
@@ -202,18 +208,71 @@ def _try_to_load(device_type: str) -> Exception | None:
     return None
 
 
-def _agree(failure: Exception | None) -> RuntimeError | None:
-    reason = None if failure is None else _shortened(f"{type(failure).__name__}: {failure}")
+def _agree_after(work: Callable[[], Exception | None] | None) -> RuntimeError | None:
+    """Some ranks work, the others wait for them; then all agree on what has come of it. Collective.
+
+    A build may take longer than a collective waits. So ranks tell one another again and again whether they are still
+    at work: no message is late by more than ``_TELL_EVERY_S``, however long the work takes, and a rank that has died
+    is found out as in any other collective.
+
+    Args:
+        work: of this rank; what it returns is what has gone wrong. ``None`` for a rank that waits.
+    """
+    failure = None
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        reasons: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reasons, reason)
-        rank = next((rank for rank, text in enumerate(reasons) if text is not None), None)
-        reason = None if rank is None else f"on rank {rank}, {reasons[rank]}"
+        if work is not None:
+            with _telling_that_it_works():
+                failure = work()
+        while _AT_WORK in (told := _gathered(_reason_of(failure))):
+            pass
+        rank = next((rank for rank, text in enumerate(told) if text is not None), None)
+        reason = None if rank is None else f"on rank {rank}, {told[rank]}"
+    else:
+        failure = None if work is None else work()
+        reason = _reason_of(failure)
     if reason is None:
         return None
     agreed = RuntimeError(reason)
     agreed.__cause__ = failure
     return agreed
+
+
+@contextmanager
+def _telling_that_it_works() -> Iterator[None]:
+    """While this lasts, a thread of its own answers the ranks that wait. Nothing else may communicate meanwhile."""
+    is_over = threading.Event()
+    errors: list[BaseException] = []
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def tell() -> None:
+        try:
+            if device is not None:  # threads have one of their own each
+                torch.cuda.set_device(device)
+            while not is_over.wait(_TELL_EVERY_S):
+                _gathered(_AT_WORK)
+        except BaseException as error:
+            errors.append(error)
+
+    teller = threading.Thread(target=tell, name="fsmoe-building", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+    if errors:
+        raise errors[0]
+
+
+def _gathered(own: str | None) -> list[str | None]:
+    """What each rank says. Collective."""
+    told: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return told
+
+
+def _reason_of(failure: Exception | None) -> str | None:
+    return None if failure is None else _shortened(f"{type(failure).__name__}: {failure}")
 
 
 def _shortened(text: str) -> str:

@@ -70,11 +70,10 @@ def lock_rows() -> list[Row]:
     folder = locks.extensions_folder()
     rows = []
     for lock in locks.held_locks(folder):
-        age = f"{lock.age_s:.0f} s old"
         if lock.is_stale:
-            rows.append((lock.path.parent.name, age, FAIL, f"nobody builds for so long: delete {lock.path}"))
+            rows.append((lock.path.parent.name, lock.age, FAIL, f"nobody builds for so long: delete {lock.path}"))
         else:
-            rows.append((lock.path.parent.name, age, OKAY, "being built"))
+            rows.append((lock.path.parent.name, lock.age, OKAY, "being built"))
     return rows or [("locks", "none", OKAY, str(folder))]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -67,7 +68,7 @@ def drawing() -> ModuleType:
     return pyplot
 
 
-def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path) -> None:
+def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path | IO[bytes]) -> None:
     """Draw timelines one above the other, to one scale, and write them to a file.
 
     Args:

@@ -45,6 +45,19 @@ class Page:
         folder.mkdir(parents=True, exist_ok=True)
         self._parts: list[str] = [f"<h1>{_text(title)}</h1>"]
 
+    def section(self, write: Callable[[Page, Any], None], about: Run | Sequence[Run]) -> None:
+        """Let a function write a section. Of one whose numbers contradict themselves only that is said."""
+        before = len(self._parts)
+        try:
+            write(self, about)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
+            del self._parts[before:]
+            names = about.name if isinstance(about, Run) else " and ".join(each.name for each in about)
+            what = write.__name__.strip("_")
+            self.paragraph(
+                f"{names}: what was recorded cannot be shown ({what}): {type(error).__name__}: {error}", "warn"
+            )
+
     def heading(self, words: str) -> None:
         """Of a section."""
         self._parts.append(f"<h2>{_text(words)}</h2>")
@@ -94,19 +107,18 @@ def make_page(runs: Sequence[Run], folder: Path) -> Page:
     """
     page = Page(" and ".join(run.name for run in runs), folder)
     for run in runs:
-        _about(page, run)
+        page.section(_about, run)
         for problem in run.problems:
             page.paragraph(f"{run.name}: {problem}", "warn")
-    _result(page, runs)
-    _losses(page, runs)
-    _steps(page, runs)
+    for section in (_result, _losses, _steps):
+        page.section(section, runs)
     for run in runs:
-        _decided(page, run)
-        _compared(page, run)
-    _timelines(page, runs)
+        page.section(_decided, run)
+        page.section(_compared, run)
+    page.section(_timelines, runs)
     for run in runs:
-        _loads(page, run)
-        _fits(page, run)
+        page.section(_loads, run)
+        page.section(_fits, run)
     return page
 
 

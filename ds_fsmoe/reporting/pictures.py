@@ -14,6 +14,7 @@ from ds_fsmoe.planning.schedule import Lane, Task
 from ds_fsmoe.planning.timeline import Span, Timeline
 from ds_fsmoe.reporting.run_files import Run
 from ds_fsmoe.runtime.trace_files import MEASURED
+from ds_fsmoe.whole_files import new_file
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#79706e")
 
@@ -23,9 +24,12 @@ def _picture(file: Path, size: tuple[float, float], **options: Any) -> Iterator[
     """Axes to draw in; written at the end."""
     pyplot = drawing()
     figure, axes = pyplot.subplots(figsize=size, layout="constrained", **options)
-    yield axes
-    figure.savefig(file, dpi=130)
-    pyplot.close(figure)
+    try:
+        yield axes
+        with new_file(file, "wb") as out:
+            figure.savefig(out, dpi=130, format="png")
+    finally:
+        pyplot.close(figure)
 
 
 def draw_lines(lines: Mapping[str, Sequence[tuple[float, float]]], y_label: str, file: Path, from_zero: bool) -> None:
@@ -158,7 +162,8 @@ def timeline_of(trace: Mapping[str, Any], step: int) -> Timeline:
 
 def draw_timelines(timelines: Sequence[tuple[str, Timeline]], file: Path) -> None:
     """One above the other, on one scale."""
-    save_png(timelines, file)
+    with new_file(file, "wb") as out:
+        save_png(timelines, out)
 
 
 def loss_lines(runs: Sequence[Run]) -> dict[str, list[tuple[float, float]]]:

@@ -9,11 +9,14 @@ measured and decided; ``trace/`` has what each rank traced.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ds_fsmoe.reporting import run_shapes
+from ds_fsmoe.shapes import Shape, fits
+from ds_fsmoe.whole_files import append_to, read_regular, write_whole
 
 RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl", "compared.jsonl", "plans.json"
 TRACE = "trace"
@@ -33,9 +36,7 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(value, indent=1, default=_plain))
-    unfinished.replace(path)
+    write_whole(path, json.dumps(value, indent=1, default=_plain))
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -44,8 +45,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with path.open("a") as file:
-        file.write("".join(json.dumps(row, default=_plain) + "\n" for row in rows))
+    append_to(path, "".join(json.dumps(row, default=_plain) + "\n" for row in rows))
 
 
 @dataclass
@@ -89,9 +89,11 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise NoRunError(f"{folder}: there is no such folder")
     run = Run(folder)
-    run.facts = _object(run, RUN)
-    run.plans = _object(run, PLANS)
-    run.steps, run.routers, run.compared = (_lines(run, name) for name in (STEPS, ROUTERS, COMPARED))
+    run.facts = _object(run, RUN, run_shapes.FACTS)
+    run.plans = _object(run, PLANS, run_shapes.PLANS)
+    run.steps = _lines(run, STEPS, run_shapes.STEP)
+    run.routers = _lines(run, ROUTERS, run_shapes.ROUTER)
+    run.compared = _lines(run, COMPARED, run_shapes.COMPARED)
     if not (run.facts or run.steps or has_trace(folder)):
         names = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
         raise NoRunError(
@@ -121,24 +123,30 @@ def trace_folder(folder: Path) -> Path:
     return folder / TRACE if (folder / TRACE).is_dir() else folder
 
 
-def _object(run: Run, name: str) -> dict[str, Any]:
+def _object(run: Run, name: str, fields: Mapping[str, Shape]) -> dict[str, Any]:
+    """What is in a file, without the fields that are not what a run writes."""
     path = run.folder / name
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(read_regular(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         run.problems.append(f"{name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):
         run.problems.append(f"{name} is not what a run writes")
         return {}
-    return value
+    damaged = [field for field, shape in fields.items() if field in value and not fits(value[field], shape)]
+    if damaged:
+        run.problems.append(f"{name}: not what a run writes, and left out: {', '.join(damaged)}")
+    return {field: each for field, each in value.items() if field not in damaged}
 
 
-def _lines(run: Run, name: str) -> list[dict[str, Any]]:
+def _lines(run: Run, name: str, shape: Shape) -> list[dict[str, Any]]:
+    """The lines of a file that are what a run writes."""
     try:
-        lines = (run.folder / name).read_text().splitlines()
+        # Not splitlines: inside of a text there may be characters that it takes for line breaks.
+        lines = [each for each in read_regular(run.folder / name).split("\n") if each]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -148,9 +156,9 @@ def _lines(run: Run, name: str) -> list[dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
-        if isinstance(row, dict):
+        if fits(row, shape):
             rows.append(row)
         else:
             bad += 1

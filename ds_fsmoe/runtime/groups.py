@@ -289,9 +289,10 @@ def stock_names(ep_size: int, esp_size: int) -> StockNames:
 
 
 def communicator_like(found: Layout, kind: str) -> dist.ProcessGroup | None:
-    """A new communicator with the ranks of this rank's group of a kind, for traffic that must not come between that of
-    another: gradients on a lane. Collective; ``None`` for a group of one rank."""
-    return _communicator(getattr(found, kind), kind, dist.get_rank(), _timeout_of(dist.group.WORLD))
+    """A communicator with the ranks of this rank's group of a kind, for traffic that must not come between that of
+    another: gradients on a lane. Collective; ``None`` for a group of one rank. Made once, as :func:`make_parts` does:
+    each engine of a process is given the same one."""
+    return make_parts(f"{kind}_gradients", getattr(found, kind))
 
 
 @contextmanager

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +20,8 @@ from typing import Any
 
 from ds_fsmoe.planning.schedule import HOLD, Lane, Task
 from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.shapes import Map, Shape, fits, is_number, is_text, is_whole
+from ds_fsmoe.whole_files import read_regular, write_whole
 
 logger = logging.getLogger("ds_fsmoe")
 
@@ -187,15 +187,7 @@ def write_trace(trace: Mapping[str, Any], path: Path) -> None:
         OSError: it cannot be written.
     """
     # Two threads may write the same one: that of a job that ends, and that of the watchdog that sees it end.
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        with unfinished.open("w") as file:
-            file.write(json.dumps(trace))  # several times as fast as json.dump
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, json.dumps(trace))  # several times as fast as json.dump
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -206,13 +198,47 @@ def read_trace(path: Path) -> dict[str, Any]:
         ValueError: it is not one, or not all of it.
     """
     try:
-        trace = json.loads(path.read_text())
-    except ValueError as error:
+        trace = json.loads(read_regular(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a whole trace: {error}") from error
     parts = trace if isinstance(trace, dict) else {}
-    if not isinstance(parts.get("traceEvents"), list) or not isinstance(parts.get("otherData"), dict):
+    if not isinstance(parts.get("traceEvents"), list) or not fits(parts.get("otherData"), _ABOUT):
         raise ValueError(f"{path}: not a trace of ds_fsmoe")
+    for number, event in enumerate(trace["traceEvents"]):
+        if not _is_event(event):
+            raise ValueError(f"{path}: event {number} is not one of a trace of ds_fsmoe")
     return trace
+
+
+_MOST_RANKS = 1_000_000
+_ABOUT: Shape = {
+    "world_size?": lambda value: is_whole(value) and 0 < value <= _MOST_RANKS,
+    "written_ns?": is_number,
+    "steps?": [is_whole],
+    "peers?": Map(Map([is_whole])),
+    "ended?": is_text,
+}
+_SPAN: Shape = {"name": is_text, "ts": is_number, "dur": is_number, "pid": is_whole, "args": Map(lambda value: True)}
+_TASK: Shape = {
+    **dict.fromkeys(("kind", "layer", "phase"), is_text),
+    **dict.fromkeys(("chunk", "step", "run"), is_whole),
+    "lane": lambda value: value in list(Lane),
+    "index?": is_whole,
+    "waits_for?": [is_whole],
+}
+
+
+def _is_event(event: Any) -> bool:
+    """Whether it has what is read of it here; other programs may have put others beside ours."""
+    if not isinstance(event, dict) or event.get("ph") != "X":
+        return isinstance(event, dict)
+    if not fits(event, _SPAN):
+        return False
+    if event.get("cat") not in (MEASURED, PREDICTED):
+        return True
+    args = event["args"]
+    # A task waits for earlier ones only: whoever follows them comes to an end.
+    return fits(args, _TASK) and all(each < args.get("index", 0) for each in args.get("waits_for", ()))
 
 
 # ---- all ranks

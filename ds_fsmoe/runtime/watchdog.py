@@ -30,6 +30,7 @@ from ds_fsmoe.runtime import process_ends
 from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.lanes import Lanes
 from ds_fsmoe.runtime.process_ends import TERMINATED_STATUS
+from ds_fsmoe.whole_files import new_file, read_regular
 
 __all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "report_file"]
 
@@ -43,8 +44,6 @@ _REPORT_LIMIT_S = 10.0
 _AT_END_LIMIT_S = 5.0
 # A job that goes on after errors does not fill the disk: this many reports in a file, then it begins anew.
 _MAX_REPORTS = 8
-# Whatever an error's message holds.
-_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 _Progress = dict[Lane, tuple[str, str]]
 
@@ -247,11 +246,10 @@ class Watchdog:
 
     def _write(self, reason: str, details: str) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        # A launcher may kill this process at any time: the file is there as a whole, or as it was.
-        unfinished = self.file.with_name(f".{self.file.name}.{os.getpid()}")
         goes_on = self._num_reports % _MAX_REPORTS and self.file.exists()
-        earlier = self.file.read_text(**_TEXT) if goes_on else ""
-        with unfinished.open("w", **_TEXT) as out:
+        earlier = read_regular(self.file, follow_links=False) if goes_on else ""
+        # A launcher may kill this process at any time: the file is there as a whole, or as it was.
+        with new_file(self.file, errors="backslashreplace") as out:
             out.write(f"{earlier}{self._head(reason)}\n")
             if details:
                 out.write(f"error:\n{details}\n")
@@ -260,7 +258,6 @@ class Watchdog:
             out.flush()
             faulthandler.dump_traceback(out, all_threads=True)
             out.write(f"{'=' * 120}\n")
-        unfinished.replace(self.file)
         self._num_reports += 1
 
     def _head(self, reason: str) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections import defaultdict
@@ -34,8 +35,11 @@ def find_tag(source: Path, tag: str | None) -> Path:
     """The folder of a tag: named, or the one that ``latest`` names, or ``source`` itself.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it could lie elsewhere.
     """
+    source = Path(os.path.abspath(source))  # "." has no name, and what is made of a tag has that of its folder
+    if tag is not None:
+        check_tag(tag)
     if tag is None and (source / DENSE_FILE).is_file():
         return source
     tag = tags.latest(source) if tag is None else tag
@@ -45,6 +49,19 @@ def find_tag(source: Path, tag: str | None) -> Path:
     if not (source / tag).is_dir():
         raise CheckpointError(f"{source / tag}: no such checkpoint")
     return source / tag
+
+
+def check_tag(tag: str) -> None:
+    """Whether a tag that a user names is that of a folder beside the others.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    parts = Path(tag).parts
+    if not parts or Path(tag).is_absolute() or ".." in parts or "\0" in tag or tag != tag.strip():
+        raise CheckpointError(f"--tag {tag!r}: must be the name of a folder, without .. and without blanks around it")
+    if tag in (tags.LATEST, f"{tags.LATEST}{tags.SAVING}") or tag.endswith((tags.SAVING, tags.BEFORE)):
+        raise CheckpointError(f"--tag {tag!r}: names of this kind are kept for what is written beside a checkpoint")
 
 
 def open_checked(place: Path) -> Whole:
@@ -155,9 +172,11 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
         renames: done to the names before they are made DeepSpeed's.
 
     Raises:
-        CheckpointError: no experts, not the same number of each parameter's, or two parameters of one name.
+        CheckpointError: no experts, not the same number of each parameter's, or two parameters of one name; a tag that
+            is none.
         FileExistsError: the folder is there and not empty.
     """
+    check_tag(tag)
     found: dict[str, Source] = {}
     for name, each in read_tensors(source).items():
         new = renamed(name, renames)
@@ -222,11 +241,14 @@ def _dense_state(dense: dict[str, torch.Tensor], num_experts: Sequence[int]) -> 
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    return [(int(each), "") if each.isdigit() else (-1, each) for each in re.split(r"(\d+)", name)]
+    """Of two numbers that with more digits is the larger one."""
+    texts = re.split(r"([0-9]+)", name)
+    return [(len(each.lstrip("0")), each.lstrip("0")) if i % 2 else (-1, each) for i, each in enumerate(texts)]
 
 
 def _into(target: Path, write: Callable[[Path], Told]) -> Told:
     """A folder that is there whole or not at all."""
+    target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} is there already, and not empty")
     unfinished = target.parent / tags.unfinished_name(target.name)

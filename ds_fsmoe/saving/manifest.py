@@ -20,6 +20,8 @@ from ds_fsmoe.versions import VERSION
 NAME = "fsmoe.json"
 FORMAT = 1
 _PIECE_BYTES = 1 << 22
+_FROM_0 = ("zero_stage", "size_bytes")
+"""The numbers that may be 0."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ def _check_types(manifest: Manifest) -> None:
                     raise TypeError(f"{name} = {value!r}")
             elif type(value) is not (str if name in texts else int):
                 raise TypeError(f"{name} = {value!r}")
+            elif name not in texts and value < (0 if name in _FROM_0 else 1):
+                raise ValueError(f"{name} = {value!r}")
+    for each in manifest.layers:
+        if each.num_experts % each.ep:
+            raise ValueError(f"{each.num_experts} experts on {each.ep} ranks of {each.path}")
     for name in manifest.files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"a file outside the folder: {name!r}")

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from ds_fsmoe.saving.numbering import ExpertName, expert_name
 
 _GATE = re.compile(r"^(?P<layer>.*)\.deepspeed_moe\.gate\.(?P<rest>.+)$")
-_THEIR_EXPERT = re.compile(r"^(?P<layer>.*)\.experts\.(?P<number>\d+)\.(?P<parameter>.+)$")
+_THEIR_EXPERT = re.compile(r"^(?P<layer>.*)\.experts\.(?P<number>[0-9]{1,9})\.(?P<parameter>.+)$")
 _ROUTER = "wg.weight"
 
 Rename = tuple[re.Pattern[str], str]

@@ -20,8 +20,10 @@ Cut = Literal[0, 1, "first", "whole"]
 CUTS: tuple[Cut, ...] = (0, 1, "first", "whole")
 
 EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
-_NAME = re.compile(rf"^(?P<layer>.*){re.escape(EXPERTS)}(?P<number>\d+)\.(?P<parameter>.+)$")
-_FILE = re.compile(r"^layer_(?P<layer>\d+)_expert_(?P<number>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt$")
+_NAME = re.compile(rf"^(?P<layer>.*){re.escape(EXPERTS)}(?P<number>[0-9]{{1,9}})\.(?P<parameter>.+)$")
+_FILE = re.compile(
+    r"^layer_(?P<layer>[0-9]{1,9})_expert_(?P<number>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{1,9})_model_states\.pt$"
+)
 
 
 @dataclass(frozen=True)

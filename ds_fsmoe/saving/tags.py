@@ -19,6 +19,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from ds_fsmoe.whole_files import write_whole
+
 SAVING, BEFORE = ".saving", ".before"
 LATEST = "latest"
 
@@ -79,10 +81,7 @@ def recover(folder: Path, tag: str) -> bool:
 
 def point(folder: Path, tag: str) -> None:
     """Let ``latest`` name a tag, in one step."""
-    unfinished = folder / f"{LATEST}{SAVING}"
-    unfinished.write_text(tag)
-    _to_disk(unfinished)
-    unfinished.replace(folder / LATEST)
+    write_whole(folder / LATEST, tag)
     _to_disk(folder)
 
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files whose names others can guess, in folders where others may write: no link is followed and no pipe waited at.
+
+A file appears whole or not at all, under a name that nobody could have put a link at; one that is read is a regular
+file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that nobody ever sees a part of it: neither a reader, nor whoever comes after a crash.
+
+    Raises:
+        OSError: it cannot be written, or something that is no file is in its place; what was there is there still.
+    """
+    with new_file(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def new_file(path: Path, mode: str = "w", errors: str = "strict") -> Iterator[IO]:
+    """A file to write to, that takes its place when the block has ended well. A link that is there gives way to it.
+
+    Args:
+        path: its place.
+        mode: ``"w"`` for text, in UTF-8, or ``"wb"``.
+        errors: what is done about text that has no form in UTF-8.
+
+    Raises:
+        OSError: it cannot be written, or something that is no file is in its place; what was there is there still.
+    """
+    _check_place(path)
+    # A name of its own each time: of another host, process and thread, too.
+    unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.part")
+    text = {} if "b" in mode else {"encoding": "utf-8", "errors": errors}
+    try:
+        with open(unfinished, mode, opener=_opener(_NEW), **text) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
+def append_to(path: Path, text: str) -> None:
+    """Write at the end of a text file, which is made where there is none.
+
+    Raises:
+        OSError: it cannot be written, or is no regular file.
+    """
+    with open(path, "a", encoding="utf-8", opener=_opener(_APPENDING)) as file:
+        _check_opened(path, file.fileno())
+        file.write(text)
+
+
+def read_regular(path: Path, *, follow_links: bool = True) -> str:
+    """The text of a regular file, in UTF-8; of anything else, such as a pipe or a device, nothing is read.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        UnicodeDecodeError: it is no text.
+    """
+    flags = _READING | (0 if follow_links else os.O_NOFOLLOW)
+    with open(path, encoding="utf-8", opener=_opener(flags)) as file:
+        _check_opened(path, file.fileno())
+        return file.read()
+
+
+def _opener(flags: int):
+    def opened(path: str, _: int) -> int:
+        try:
+            return os.open(path, flags, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(errno.ELOOP, "is a link, and is not followed", str(path)) from None
+            raise
+
+    return opened
+
+
+def _check_place(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        kind = path.lstat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISLNK(kind)):
+            raise _no_file(path)
+
+
+def _check_opened(path: Path, number: int) -> None:
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        raise _no_file(path)
+
+
+def _no_file(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "is not a regular file", str(path))

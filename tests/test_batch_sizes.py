@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that are not equally large on all ranks: named in words where they cannot be exchanged, else no matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+SIZES = {"fewer": 2, "none": 0}
+"""Samples of rank 1, where rank 0 has three."""
+
+
+def make(rank: int, case: Case) -> Any:
+    import ds_fsmoe
+
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe={"enabled": True, "ops": "reference", "pipeline_degree": {"forward": 2}})
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def outcome(engine: Any, rank: int, size: int, is_training: bool = True) -> str:
+    """Of a forward, and a step where that is trained."""
+    engine.train(is_training)
+    inputs = [each[: size if rank % 2 else None] for each in batch(0, rank, torch.float32)]
+    try:
+        loss = engine(*inputs)[0]
+        if is_training:
+            engine.backward(loss)
+            engine.step()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "goes on"
+
+
+def unequal(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for name, size in SIZES.items():
+        for is_training in (True, False):
+            engine = make(rank, Case(2, k=2))
+            found[f"{name}, {is_training}"] = outcome(engine, rank, size, is_training)
+            found[f"{name}, {is_training}, then equal"] = outcome(engine, rank, 3)
+            engine.destroy()
+    for name, case in (("nothing dropped", Case(2, drop_tokens=False)), ("nothing exchanged", Case(1))):
+        engine = make(rank, case)
+        found[name] = outcome(engine, rank, 2)
+        engine.destroy()
+    return found
+
+
+def test_batches_of_different_sizes_are_named_before_anything_is_exchanged(tmp_path: Path) -> None:
+    for found in run_on_ranks(unequal, 2, tmp_path):
+        for name, size in SIZES.items():
+            for is_training in (True, False):
+                said = found[f"{name}, {is_training}"]
+                assert said.startswith("DisagreementError: the ranks disagree about the size of a batch in moes.0")
+                assert f"tokens: rank 0: '21'; rank 1: '{7 * size}'" in said
+                assert "slots of each expert: rank 0: '" in said
+                assert "drop_tokens = False" in said
+                # Whoever has caught it goes on with batches that are equally large.
+                assert found[f"{name}, {is_training}, then equal"] == "goes on"
+        assert found["nothing dropped"] == found["nothing exchanged"] == "goes on"
+
+
+def two_blocks(rank: int, world_size: int) -> str:
+    engine = make(rank, Case(2, k=2))
+    inputs = [each[: 2 if rank > 1 else None] for each in batch(0, rank, torch.float32)]
+    engine.backward(engine(*inputs)[0])
+    engine.step()
+    engine.destroy()
+    return "goes on"
+
+
+def test_ranks_that_exchange_nothing_may_have_batches_of_their_own_sizes(tmp_path: Path) -> None:
+    assert run_on_ranks(two_blocks, 4, tmp_path) == ["goes on"] * 4

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files under names that others can guess: links are not followed, pipes are not waited at, and each is there whole."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.autotune_cache import MeasurementCache
+from ds_fsmoe.cli import main
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.reporting import run_files
+from ds_fsmoe.runtime.lanes import SerialLanes
+from ds_fsmoe.runtime.measurements import Measurements
+from ds_fsmoe.runtime.trace_files import rank_file, trace_of, write_trace
+from ds_fsmoe.runtime.watchdog import Watchdog
+from ds_fsmoe.saving import tags
+from ds_fsmoe.whole_files import append_to, new_file, read_regular, write_whole
+
+FINGERPRINT = {"host": "here"}
+
+
+def keep(folder: Path) -> Path:
+    """Measurements, in the cache."""
+    cache = MeasurementCache(folder)
+    cluster = Cluster("here", 1, 1, {}, Contention(0.0, 0.0, 0.0), 0.0, "")
+    cache.write(FINGERPRINT, Measurements({}, {"some": 1.0}), cluster)
+    return cache.file_of(FINGERPRINT)
+
+
+def report_error(folder: Path) -> Path:
+    with closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, folder / "rank0.txt")) as watchdog:
+        watchdog.failed(RuntimeError("seen"))
+    return folder / "rank0.txt"
+
+
+def record_run(folder: Path) -> Path:
+    run_files.write_json(folder / run_files.RUN, {"format": 1, "schedule": "best"})
+    return folder / run_files.RUN
+
+
+def save_trace(folder: Path) -> Path:
+    write_trace(trace_of(0, "here", [], {"world_size": 1}), rank_file(folder, 0))
+    return rank_file(folder, 0)
+
+
+def point(folder: Path) -> Path:
+    (folder / "step1").mkdir(exist_ok=True)
+    tags.point(folder, "step1")
+    return folder / tags.LATEST
+
+
+def make_page(folder: Path) -> Path:
+    run_files.write_json(folder / run_files.RUN, {"format": 1, "schedule": "best"})
+    assert main(["report", str(folder)]) == 0
+    return folder / "report.html"
+
+
+WRITERS = [keep, report_error, record_run, save_trace, point, make_page]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_link_in_the_place_of_a_file_gives_way_to_it(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("mine")
+    folder.mkdir()
+    place = write(folder)
+    expected = place.read_text()
+    place.unlink()
+    place.symlink_to(victim)
+    for guessed in (f"{place.name}.{os.getpid()}.tmp", f".{place.name}.{os.getpid()}", f"{place.name}.saving"):
+        (folder / guessed).symlink_to(victim)
+    (folder / f".{place.name}.{socket.gethostname()}.{os.getpid()}.part").symlink_to(victim)
+    assert write(folder) == place
+    assert victim.read_text() == "mine"
+    assert not place.is_symlink()
+    if write not in (report_error, save_trace):  # those say when they were written
+        assert place.read_text() == expected
+    assert not [each.name for each in folder.iterdir() if each.name.endswith(".part") and not each.is_symlink()]
+
+
+def test_a_name_that_was_guessed_all_the_same_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    victim, place = tmp_path / "victim", tmp_path / "place"
+    victim.write_text("mine")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
+    (tmp_path / ".place.guessed.part").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_whole(place, "text")
+    assert victim.read_text() == "mine"
+    assert not place.exists()
+
+
+def test_a_file_is_written_whole_over_another_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    for text in ("a longer text", "short"):
+        write_whole(path, text)
+        assert path.read_text() == text
+
+    def fail() -> None:
+        with new_file(path) as file:
+            file.write("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert path.read_text() == "short"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_lines_are_not_added_to_what_a_link_names(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "steps.jsonl").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="is a link, and is not followed"):
+        append_to(tmp_path / "steps.jsonl", "line\n")
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def within_a_minute(do: Callable[[], Any]) -> Any:
+    """What it returns; in a thread, for a pipe keeps whoever waits at it for ever."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(do()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "it waits"
+    return found[0]
+
+
+def error_of(do: Callable[[], Any]) -> str:
+    try:
+        return f"no error, but {do()!r}"
+    except OSError as error:
+        return str(error)
+
+
+def test_pipes_and_devices_are_neither_read_nor_waited_at_nor_replaced(tmp_path: Path, caplog) -> None:
+    pipe, device = tmp_path / "pipe", tmp_path / "device"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    for path in (pipe, device):
+        assert "is not a regular file" in within_a_minute(lambda path=path: error_of(lambda: read_regular(path)))
+    for path in (pipe, Path("/dev/full")):
+        assert "is not a regular file" in within_a_minute(lambda path=path: error_of(lambda: write_whole(path, "x")))
+    # Nobody reads at the other end, so it cannot be opened; were there somebody, it would be refused.
+    assert "No such device" in within_a_minute(lambda: error_of(lambda: append_to(pipe, "x")))
+    folder = tmp_path / "cache"
+    place = keep(folder)
+    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        place.unlink()
+        put(place)
+        cache = MeasurementCache(folder)
+        assert within_a_minute(lambda cache=cache: [cache.read(FINGERPRINT)]) == [None]
+        within_a_minute(lambda: keep(folder))
+        place.unlink()
+        keep(folder)
+        assert cache.read(FINGERPRINT) is not None
+
+
+def test_a_record_with_pipes_in_it_is_shown_without_them(tmp_path: Path, capsys) -> None:
+    record_run(tmp_path)
+    os.mkfifo(tmp_path / run_files.STEPS)
+    os.mkfifo(tmp_path / run_files.PLANS)
+    assert within_a_minute(lambda: [main(["report", str(tmp_path)])]) == [0]
+    assert f"{run_files.STEPS} cannot be read" in capsys.readouterr().out
+
+
+def test_a_host_may_have_any_name(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "../a/b\n<c>")
+    for write in (keep, report_error, record_run, save_trace):
+        assert write(tmp_path).is_file()
