@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,8 +19,11 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
-from ds_fsmoe.runtime.groups import make_groups
-from ds_fsmoe.runtime.lanes import make_lanes
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.runtime import profiler
+from ds_fsmoe.runtime.corun import Slowdowns
+from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
+from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
 from ds_fsmoe.runtime.link_times import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, fastest, time_links
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.one_fate import MeasuringError
@@ -34,6 +38,7 @@ from ds_fsmoe.runtime.profiler import (
     Subject,
     measured_slots,
     profile,
+    slowdowns_of,
 )
 from ds_fsmoe.runtime.stopwatch import Stopwatch, Timing
 from ds_fsmoe.runtime.wires import Wires
@@ -62,14 +67,12 @@ class Counting(nn.Module):
         return self.drop(self.linear(x))
 
 
-def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
-    groups = make_groups(ep, esp)
+def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int) -> Subject:
     found = expert_set(experts)
-    wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
-    subject = Subject(
+    return Subject(
         "L00",
         "/".join(type(each).__name__ for each in experts),
-        wires,
+        Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group),
         found,
         len(experts),
         max(1, sum(each.numel() for each in found.parameters if each.dim() > 1)),
@@ -78,6 +81,11 @@ def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
         CallSizes(ep * esp, CAPACITY, WIDTH, torch.float32, 1, True),
         nullcontext,
     )
+
+
+def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
+    groups = make_groups(ep, esp)
+    subject = subject_of(experts, groups, ep, esp)
     lanes = make_lanes(CPU)
     try:
         schedule = PhasePlan(BlockPlan(equal_shares(3)), groups.planned, backward=False).schedule
@@ -88,6 +96,24 @@ def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
         return replace(measured, operations={**of_links, **measured.operations})
     finally:
         lanes.close()
+
+
+def made_up_slowdowns(*args: Any) -> Slowdowns:
+    """As if every pair of the lanes that were given work had been measured to be slowed otherwise."""
+    _, _, work, _ = args
+    pairs = itertools.permutations(sorted(work), 2)
+    return Slowdowns({pair: 1.1 + number / 10 for number, pair in enumerate(pairs)})
+
+
+def slowed_as_measured(ep: int, esp: int) -> tuple[Slowdowns, Slowdowns, int]:
+    """What is made of what was measured; the same from what is known of it; how often it was measured."""
+    calls: list[str] = []
+    profiler.slowdowns = lambda *args: calls.append(args[-1]) or made_up_slowdowns(*args)
+    subject = subject_of([GPTFeedForward(WIDTH, HIDDEN)], make_groups(ep, esp), ep, esp)
+    lane_of = {ALL_TO_ALL: Lane.INTER, ALL_GATHER: Lane.INTRA, REDUCE_SCATTER: Lane.INTRA}.__getitem__
+    measuring = Measuring(Stopwatch(CPU), Measurements())
+    found, again = (slowdowns_of(measuring, subject, SerialLanes(), lane_of) for _ in range(2))
+    return found, again, len(calls)
 
 
 def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]:
@@ -104,6 +130,7 @@ def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]
         "calls": [each.calls.item() for each in experts],
         "same state": same_state,
         "gradients": [each.grad for expert in experts for each in expert.parameters()],
+        "slowed": slowed_as_measured(ep, esp),
     }
 
 
@@ -158,6 +185,15 @@ def test_measuring_leaves_nothing_behind(results_of: dict) -> None:
         assert each["gradients"] == [None] * 4
         assert each["drawing"]
         assert not each["graphs"].draws
+
+
+@pytest.mark.parametrize("esp", [1, 2])
+def test_how_lanes_slow_each_other_is_kept_pair_by_pair_and_measured_once(results_of: dict, esp: int) -> None:
+    lanes = [Lane.INTER, Lane.INTRA, Lane.COMPUTE] if esp > 1 else [Lane.INTER, Lane.COMPUTE]
+    for each in results_of[esp]:
+        found, again, num_measured = each["slowed"]
+        assert found == again == made_up_slowdowns(None, None, lanes, "")
+        assert num_measured == 1
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3, 16, 97])
