@@ -103,10 +103,11 @@ def test_both_systems_do_the_same_work_in_the_same_layout(compared: list, case: 
     for found in compared:
         stock, ours = found[case, "stock"][0], found[case, "ours"][0]
         assert min(asdict(stock).values()) > 0
-        # Of a node's tokens as many are dropped, but not the same: each of our ranks drops its own.
-        of_both = (replace(each, filled=0) if case == "node" else each for each in (stock, ours))
-        assert len(set(map(str, of_both))) == 1, (stock, ours)
-        assert 0.9 * stock.filled <= ours.filled <= stock.slots
+        assert replace(ours, filled=0) == replace(stock, filled=0)
+        assert ours.filled == stock.filled or case == "node"
+    # About as many tokens are dropped, but not the same ones: of our ranks each drops its own.
+    filled = [sum(found[case, system][0].filled for found in compared) for system in ("stock", "ours")]
+    assert filled[1] == pytest.approx(filled[0], rel=0.1)
 
 
 def test_where_nothing_is_dropped_no_token_is_and_ours_has_at_least_the_slots_of_stock(compared: list) -> None:
