@@ -15,6 +15,7 @@ from benchmarks.report_plots import draw_bars, draw_fits, draw_predictions, draw
 from benchmarks.report_rows import comparison, read
 from benchmarks.report_tables import beside_table_5, gains_in_two, losses, operations, predictions
 from benchmarks.result_files import RESULTS
+from tests.result_laws import broken
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,6 +81,41 @@ def test_what_was_measured_in_few_blocks_is_shown_without_an_interval_though_an_
     both = comparison("wire", [few[0], row("one", "ours", 1.83, steps="20")]).markdown()
     assert "| one | 1.830 (1.73 to 1.93) |" in both
     assert "95% intervals over blocks of steps. Else no interval: 1 blocks, and it takes 10." in both
+
+
+def test_rows_that_were_published_keep_the_laws_of_rows() -> None:
+    found = {file.stem: broken(file.stem, read(file)) for file in RESULTS.glob("*.csv")}
+    assert {name: said for name, said in found.items() if said} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "change"),
+    [
+        ("layer", {"variant": "A/A"}, {"variant": "other"}),
+        ("layer", {"variant": "stock"}, {"ratio": "1.1"}),
+        ("layer", {"variant": "best"}, {"p50": "1e6"}),
+        ("layer", {"variant": "best"}, {"ratio_low": "9.0"}),
+        ("layer", {"variant": "best"}, {"ratio_low": ""}),
+        ("layer", {"variant": "best"}, {"steps": "4"}),
+        ("layer", {"variant": "best"}, {"network_cpu_share": "0.9"}),
+        ("layer_predicted", {"variant": "best"}, {"predicted_ms": "0"}),
+        ("operations", {"operation": "experts"}, {"share": "0.5"}),
+        ("operations", {"operation": "experts"}, {"operation": "other"}),
+        ("timeline", {"kind": "A2A_IN"}, {"end_ms": "1e5"}),
+        ("timeline", {"phase": "bwd", "layer": "L00"}, {"phase": "fwd"}),
+        ("fits", {}, {"r2": "1.2"}),
+        ("interference", {"variant": "alone"}, {"p50": "1.2"}),
+        ("models_loss", {"variant": "best"}, {"loss": "nan"}),
+        ("models_loss", {"variant": "best", "step": "0"}, {"loss": "3.0"}),
+    ],
+)
+def test_rows_that_break_a_law_of_rows_are_noticed(name: str, where: dict[str, str], change: dict[str, str]) -> None:
+    rows = read(RESULTS / f"{name}.csv")
+    fitting = [row for row in rows if where.items() <= row.items()]
+    # All of a variant of the timeline, so that it lacks something; else the last.
+    for row in fitting if name == "timeline" else fitting[-1:]:
+        row |= change
+    assert broken(name, rows)
 
 
 def test_no_row_that_was_published_is_said_to_have_an_interval_unless_it_is_of_ten_blocks() -> None:
