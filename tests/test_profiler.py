@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
-from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.runtime import profiler
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
+from ds_fsmoe.runtime import cluster_profile, profiler
 from ds_fsmoe.runtime.corun import Slowdowns
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
@@ -203,6 +205,44 @@ def test_a_line_can_be_fitted_at_any_capacity(capacity: int) -> None:
     assert slots == sorted(set(slots))
     assert slots[0] >= 1
     assert capacity in slots or capacity == 0
+
+
+def test_a_task_costs_its_share_of_what_runs_of_empty_ones_take() -> None:
+    plan = PhasePlan(BlockPlan(equal_shares(3), "paper"), Groups(4, 2, ep=4), backward=False)
+    kinds = [task.kind for task in plan.schedule.tasks]
+    assert HOLD in kinds
+    runs: list[Schedule] = []
+
+    def times_ms(what: str, sizes: list[int], prepare: Any, group: Any = None) -> list[float]:
+        # Each run takes half a millisecond for each task that is one; holding a lane is nothing.
+        (size,) = sizes
+        runs.clear()
+        prepare(size)()
+        return [sum(0.5 for schedule in runs for task in schedule.tasks if task.kind != HOLD)]
+
+    lanes: Any = SimpleNamespace(run=lambda schedule, *_: runs.append(schedule))
+    watch: Any = SimpleNamespace(times_ms=times_ms)
+    assert profiler._task_ms(watch, "L00", lanes, plan.schedule) == pytest.approx(0.5)
+    assert runs == [plan.schedule] * len(runs)
+    # The same of a whole cluster.
+    of_cluster: Any = SimpleNamespace(_lanes=lanes, _measuring=SimpleNamespace(watch=watch))
+    assert cluster_profile._Profiler._host_ms(of_cluster) == pytest.approx(0.5)
+    assert len(runs) > 1
+
+
+def test_the_doubt_about_a_layer_is_how_far_off_its_lines_it_is_of_all_that_it_takes() -> None:
+    def off_by(whole_ms: float, share: float) -> Timing:
+        # In such turns that no line is nearer.
+        off = [share * whole_ms * sign for sign in (1, -1, -1, 1)]
+        line = [1 + (whole_ms - 1) * size / 4 for size in (1, 2, 3, 4)]
+        return Timing("flop", (1.0, 2.0, 3.0, 4.0), tuple(a + b for a, b in zip(line, off, strict=True)))
+
+    operations = {FORWARD: off_by(10.0, 0.1), BACKWARD: off_by(30.0, 0.0), ALL_TO_ALL: off_by(19.0, 0.0)}
+    profile = LayerProfile(operations, 0.0, False)
+    assert profile.doubt == pytest.approx(1.0 / (11.0 + 30.0 + 19.0))
+    # What is not planned by adds nothing to it.
+    assert replace(profile, operations=operations | {DX: off_by(9.0, 0.3)}).doubt == pytest.approx(profile.doubt)
+    assert LayerProfile({}, 0.0, False).doubt == 0.0
 
 
 # ---- clocks of several ranks
