@@ -42,7 +42,8 @@ class CpuShares:
     machine: float
     """What the machine as a whole was busy; 0 if it does not say."""
     network: float
-    """What it spent in the kernel, nearly all of it for the network; 0 if it does not say."""
+    """What it spent in the kernel, for the network and for memory that it hands out page by page (where a C library
+    gives large buffers back to it, that may be as much); 0 if it does not say."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def table(grid: Grid, results: Sequence[CaseResult], made_with: Mapping[str, str
             ratio = f"{row.speedup.middle:.3f}"
             if has_intervals:
                 ratio += f" ({row.speedup.low:.3f} to {row.speedup.high:.3f})"
-            notes = [f"{row.cpu.machine or row.cpu.ranks:.0%} (network {row.cpu.network:.0%})"]
+            notes = [f"{row.cpu.machine or row.cpu.ranks:.0%} (kernel {row.cpu.network:.0%})"]
             if row.cpu_bound:
                 notes.append("CPU-BOUND")
             if row.name == AA and result.noisy:
