@@ -239,7 +239,9 @@ def measured_rows(
                 p20, p50, p80 = percentiles_ms(times_ms)
                 ratio = speedup(found.of(BASELINE, phase), times_ms)
                 numbers = {"measured": p50, "p20": p20, "p80": p80, "off": p50 / float(row["predicted"]) - 1}
-                numbers |= {"ratio": ratio.middle, "ratio_low": ratio.low, "ratio_high": ratio.high}
+                numbers |= {"ratio": ratio.middle}
+                if ratio.low is not None:
+                    numbers |= {"ratio_low": ratio.low, "ratio_high": ratio.high}
                 phases = of_phase(phase, PHASES)
                 if found.issue_ms:
                     numbers["issue_ms"] = sum(found.issue_ms[name, each] for each in phases)

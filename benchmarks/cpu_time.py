@@ -18,8 +18,8 @@ class CpuTime:
     total_s: float
     busy_s: float
     kernel_s: float
-    """Of the busy ones, those spent in the kernel: system calls and interrupts. Of ranks that compute and send, nearly
-    all of it is the network."""
+    """Of the busy ones, those spent in the kernel: system calls, faults of memory pages and interrupts. Of ranks that
+    compute and send, it is the network and new memory."""
 
     def __sub__(self, earlier: CpuTime) -> CpuTime:
         return CpuTime(self.total_s - earlier.total_s, self.busy_s - earlier.busy_s, self.kernel_s - earlier.kernel_s)

@@ -9,7 +9,8 @@
 
 Every rank calls it with the same arguments, in a process group or without one. The variants take turns step by step in
 blocks, and the baseline is in the table twice: the row "A/A" says how far from 1 a ratio gets by chance. A step takes
-as long as its slowest rank. Rows go to ``benchmarks/results/<grid name>.csv``, good or bad.
+as long as its slowest rank. Rows go to ``benchmarks/results/<grid name>.csv``, good or bad. Ratios have an interval
+from ``MIN_BLOCKS_TO_JUDGE`` blocks on; of fewer there is none.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import Case, Grid
-from benchmarks.intervals import Interval, percentiles_ms, speedup
+from benchmarks.intervals import MIN_BLOCKS_TO_JUDGE, Interval, percentiles_ms, speedup
 
 AA = "A/A"
 # Above this share of the cores' time there is no time left in which anything could overlap.
@@ -42,7 +42,8 @@ class CpuShares:
     machine: float
     """What the machine as a whole was busy; 0 if it does not say."""
     network: float
-    """What it spent in the kernel, nearly all of it for the network; 0 if it does not say."""
+    """What it spent in the kernel, for the network and for memory that it hands out page by page (where a C library
+    gives large buffers back to it, that may be as much); 0 if it does not say."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class VariantResult:
 
     @property
     def passed(self) -> bool | None:
-        """Whether the lower end of the interval reaches the goal; None if there is none."""
-        return None if self.goal is None else self.speedup.low >= self.goal
+        """Whether the lower end of the interval reaches the goal; None if there is no goal, or no interval."""
+        return None if self.goal is None or self.speedup.low is None else self.speedup.low >= self.goal
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,16 @@ class CaseResult:
     case: Case
     variants: tuple[VariantResult, ...]
     steps: int
+    """Of each variant."""
+    blocks: int
+    """That these steps came in."""
 
     @property
-    def noisy(self) -> bool:
-        """True if the interval of A/A does not hold 1. By its nature that happens in 1 of 20 quiet runs, too."""
-        return not self.variants[1].speedup.contains(1.0)
+    def noisy(self) -> bool | None:
+        """True if the interval of A/A does not hold 1. By its nature that happens in 1 of 20 quiet runs, too. ``None``:
+        too few blocks to know."""
+        holds = self.variants[1].speedup.contains(1.0)
+        return None if holds is None else not holds
 
 
 def evaluate(
@@ -101,7 +107,7 @@ def evaluate(
         wanted = [goal.at_least for goal in goals if goal.variant == name and goal.case in (None, case.name)]
         ratio = speedup(times_ms[0], times_ms[i]) if i else Interval(1.0, 1.0, 1.0)
         rows.append(VariantResult(name, *percentiles_ms(times_ms[i]), ratio, shares[i], max(wanted, default=None)))
-    return CaseResult(case, tuple(rows), times_ms[0].size)
+    return CaseResult(case, tuple(rows), times_ms[0].size, times_ms.shape[1])
 
 
 def table(grid: Grid, results: Sequence[CaseResult], made_with: Mapping[str, str], num_ranks: int) -> str:
@@ -111,20 +117,25 @@ def table(grid: Grid, results: Sequence[CaseResult], made_with: Mapping[str, str
     for result in results:
         baseline = result.variants[0].name
         width = max(12, *(len(row.name) for row in result.variants))
-        lines += ["", f"{result.case.name}: {result.steps} steps of each, {json.dumps(result.case.plain())}"]
-        head = f"{'p20 ms':>10} {'p50 ms':>10} {'p80 ms':>10}   times faster than {baseline} (95%)   CPU"
-        lines.append(f"  {'':<{width}} {head}")
+        steps = f"{result.steps} steps of each in {result.blocks} blocks"
+        lines += ["", f"{result.case.name}: {steps}, {json.dumps(result.case.plain())}"]
+        has_intervals = result.blocks >= MIN_BLOCKS_TO_JUDGE
+        ratios = f"times faster than {baseline} ({'95%' if has_intervals else f'no interval: {result.blocks} blocks'})"
+        lines.append(f"  {'':<{width}} {'p20 ms':>10} {'p50 ms':>10} {'p80 ms':>10}   {ratios}   CPU")
         for row in result.variants:
             times = f"{row.p20_ms:>10.4g} {row.p50_ms:>10.4g} {row.p80_ms:>10.4g}"
-            ratio = f"{row.speedup.middle:.3f} ({row.speedup.low:.3f} to {row.speedup.high:.3f})"
-            notes = [f"{row.cpu.machine or row.cpu.ranks:.0%} (network {row.cpu.network:.0%})"]
+            ratio = f"{row.speedup.middle:.3f}"
+            if has_intervals:
+                ratio += f" ({row.speedup.low:.3f} to {row.speedup.high:.3f})"
+            notes = [f"{row.cpu.machine or row.cpu.ranks:.0%} (kernel {row.cpu.network:.0%})"]
             if row.cpu_bound:
                 notes.append("CPU-BOUND")
             if row.name == AA and result.noisy:
                 notes.append("noisy: the interval does not hold 1")
             if row.goal is not None:
-                notes.append(f"goal {row.goal:g}: {'reached' if row.passed else 'NOT reached'}")
-            lines.append(f"  {row.name:<{width}} {times}   {ratio:<{len(baseline) + 24}}   {', '.join(notes)}")
+                reached = {None: "not judged", True: "reached", False: "NOT reached"}[row.passed]
+                notes.append(f"goal {row.goal:g}: {reached}")
+            lines.append(f"  {row.name:<{width}} {times}   {ratio:<{len(ratios)}}   {', '.join(notes)}")
     return "\n".join(lines)
 
 
@@ -139,7 +150,7 @@ def rows(grid: Grid, result: CaseResult, made_with: Mapping[str, str], num_ranks
         "unit": "ms",
         "steps": result.steps,
         # Of the whole case: what its A/A cannot tell from 1, its other rows cannot either.
-        "noisy": result.noisy,
+        "noisy": "" if result.noisy is None else result.noisy,
     }
     return [
         of_case
@@ -149,8 +160,9 @@ def rows(grid: Grid, result: CaseResult, made_with: Mapping[str, str], num_ranks
             "p50": f"{row.p50_ms:.6g}",
             "p80": f"{row.p80_ms:.6g}",
             "ratio": f"{row.speedup.middle:.4f}",
-            "ratio_low": f"{row.speedup.low:.4f}",
-            "ratio_high": f"{row.speedup.high:.4f}",
+            # Empty where there are too few blocks for an interval, but for the baseline's, which is a point by itself.
+            "ratio_low": "" if row.speedup.low is None else f"{row.speedup.low:.4f}",
+            "ratio_high": "" if row.speedup.high is None else f"{row.speedup.high:.4f}",
             "cpu_share": f"{row.cpu.ranks:.3f}",
             "machine_cpu_share": f"{row.cpu.machine:.3f}",
             "network_cpu_share": f"{row.cpu.network:.3f}",

@@ -30,7 +30,7 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
     """What there is to show of one file, by its columns; pictures are written on the way."""
     picture = plots / f"{name}.png"
     columns = rows[0].keys() if rows else ()
-    if "ratio_low" in columns:
+    if {"case", "ratio_low"} <= set(columns):
         found = comparison(name, rows)
         yield found.markdown()
         if found.baseline == "stock" and {"deepspeed", "fsmoe"} <= set(found.variants):

@@ -30,7 +30,7 @@ def _picture(file: Path, size: tuple[float, float], **options: Any) -> Iterator[
 
 
 def draw_bars(found: Comparison, file: Path) -> None:
-    """Speedups as bars with their intervals, one group for each case and one for the mean."""
+    """Speedups as bars, with their intervals where there are such; one group for each case and one for the mean."""
     groups = [*found.cases, "geometric mean"]
     variants = [each for each in found.variants if each != AA]
     width = 0.8 / len(variants)
@@ -40,10 +40,10 @@ def draw_bars(found: Comparison, file: Path) -> None:
     with _picture(file, (max(7.0, 0.1 * len(groups) * len(variants) + 3), 4.5)) as axes:
         for i, variant in enumerate(variants):
             ratios = [found.ratio(case, variant) or 0.0 for case in found.cases]
+            intervals = [found.interval(case, variant) for case in found.cases]
             spans = [
-                (ratio - float(row["ratio_low"]), float(row["ratio_high"]) - ratio) if row else (0.0, 0.0)
-                for case, ratio in zip(found.cases, ratios, strict=True)
-                for row in [found.rows.get((case, variant))]
+                (0.0, 0.0) if interval is None else (ratio - interval[0], interval[1] - ratio)
+                for interval, ratio in zip(intervals, ratios, strict=True)
             ]
             errors = [[max(0.0, each[side]) for each in [*spans, (0.0, 0.0)]] for side in (0, 1)]
             at = [group + (i - (len(variants) - 1) / 2) * width for group in range(len(groups))]

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.intervals import MIN_BLOCKS_TO_JUDGE
+
 Row = dict[str, str]
+
+STEPS_OF_A_BLOCK = {"alltoall": 2, "alltoall_layer": 2, "bed": 2, "experts": 2, "pipeline": 2, "wire": 2}
+STEPS_OF_A_BLOCK |= {"metrics": 10, "unchunked": 8}
+"""Benchmark -> steps of a variant in a block, where there is more than one. Older rows have the ends of an interval
+however few blocks they are of, and say how many steps but not how many blocks."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,17 @@ class Comparison:
     variants: tuple[str, ...]
     rows: dict[tuple[str, str], Row]
 
+    def blocks(self, row: Row) -> int:
+        """How many blocks of steps it is of."""
+        return int(row["steps"]) // STEPS_OF_A_BLOCK.get(self.name, 1)
+
+    def interval(self, case: str, variant: str) -> tuple[float, float] | None:
+        """The ends of the ratio's 95% interval; ``None`` if it was not measured, or in too few blocks to have one."""
+        row = self.rows.get((case, variant))
+        if row is None or not row["ratio_low"] or self.blocks(row) < MIN_BLOCKS_TO_JUDGE:
+            return None
+        return float(row["ratio_low"]), float(row["ratio_high"])
+
     def ratio(self, case: str, variant: str) -> float | None:
         """Times faster than the baseline; ``None`` if it was not measured."""
         row = self.rows.get((case, variant))
@@ -43,7 +61,7 @@ class Comparison:
     def markdown(self) -> str:
         """A table: cases down, variants across."""
         heads = [f"times faster than {self.baseline}", *self.variants]
-        lines = [f"### {self.name}", "", made_with_words(list(self.rows.values())), ""]
+        lines = [f"### {self.name}", "", made_with_words(list(self.rows.values())), "", self._of_intervals(), ""]
         lines += [line(heads), line(["---", *("---:" for _ in self.variants)])]
         for case in self.cases:
             lines.append(line([case, *(self._cell(case, variant) for variant in self.variants)]))
@@ -63,8 +81,22 @@ class Comparison:
         row = self.rows.get((case, variant))
         if row is None:
             return ""
-        marks = (" CPU" if row["cpu_bound"] == "True" else "") + (" noisy" if row["noisy"] == "True" else "")
-        return f"{float(row['ratio']):.3f} ({float(row['ratio_low']):.2f} to {float(row['ratio_high']):.2f}){marks}"
+        interval, mark = self.interval(case, variant), " CPU" if row["cpu_bound"] == "True" else ""
+        if interval is None:
+            return f"{float(row['ratio']):.3f}{mark}"
+        noisy = " noisy" if row["noisy"] == "True" else ""
+        return f"{float(row['ratio']):.3f} ({interval[0]:.2f} to {interval[1]:.2f}){mark}{noisy}"
+
+    def _of_intervals(self) -> str:
+        """What stands in parentheses, and why nothing does."""
+        few = sorted({self.blocks(row) for at, row in self.rows.items() if self.interval(*at) is None})
+        said = []
+        if any(self.interval(*at) for at in self.rows):
+            said.append("In parentheses: 95% intervals over blocks of steps.")
+        if few:
+            count = f"{few[0]} to {few[-1]}" if len(few) > 1 else str(few[0])
+            said.append(f"{'Else no' if said else 'No'} interval: {count} blocks, and it takes {MIN_BLOCKS_TO_JUDGE}.")
+        return " ".join(said)
 
 
 def comparison(name: str, rows: Sequence[Row]) -> Comparison:

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ds_fsmoe import autotune
 from ds_fsmoe.autotune import FORWARDS_BEFORE
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.runtime.corun import Slowdowns
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
@@ -41,6 +46,10 @@ class Run:
     degrees: list[tuple[int, int]] = field(default_factory=list)
     """Of each layer, (forward, backward)."""
     plans: dict[str, str] = field(default_factory=dict)
+    blocks: list[tuple[BlockPlan, BlockPlan]] = field(default_factory=list)
+    """How layers are run, forward and backward."""
+    contention: list[Contention] = field(default_factory=list)
+    """By which the phases of each layer are predicted."""
     num_measured: int | None = None
     said: str = ""
     error: str = ""
@@ -77,6 +86,9 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
         run.error = str(error)
     pipelines = [layer.deepspeed_moe.pipeline for layer in engine.fsmoe.layers.values()]
     run.degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
+    run.blocks = [(each.forward.block, each.backward.block) for each in pipelines]
+    if engine.fsmoe.autotune is not None:
+        run.contention = [each.machine.contention for each in engine.fsmoe.autotune.predictors.values()]
     run.plans = {name: text for name, text in engine.fsmoe.facts().items() if name.startswith("plan ")}
     run.num_measured = None if engine.fsmoe.autotune is None else engine.fsmoe.autotune.num_measured
     run.numbers += [each.detach().clone() for each in model.parameters()]
@@ -90,6 +102,32 @@ def tuned(cache_dir: Path | str | None = None, **others: Any) -> dict[str, Any]:
     # What is predicted is run, and not tried beside others: tests/test_trials.py does that.
     folder = None if cache_dir is None else str(cache_dir)
     return {"autotune": {"enabled": True, "cache_dir": folder, "trials": 0}} | others
+
+
+SLOWED = {(Lane.INTRA, Lane.COMPUTE): 1.5, (Lane.COMPUTE, Lane.INTRA): 1.25}
+CHOSEN = BlockPlan((0.5, 0.3, 0.2), "paper"), BlockPlan(equal_shares(4), "reduce_first", late_dw=3)
+
+
+def train_as_chosen(rank: int, kept: Path) -> tuple[Run, list[Contention]]:
+    """As if lanes had been measured to slow each other so, and these plans had been chosen.
+
+    Returns:
+        What it was like; by which contention plans were chosen.
+    """
+    seen: list[Contention] = []
+    choose, measure = autotune.candidates, autotune.slowdowns_of
+
+    def candidates(*args: Any) -> list[list[Any]]:
+        seen.append(args[2].contention)
+        chosen = choose(*args)[0]
+        blocks = [zip(each.phases, CHOSEN, strict=True) for each in chosen]
+        phases = [tuple(replace(phase, block=block) for phase, block in pairs) for pairs in blocks]
+        return [[replace(each, phases=pair) for each, pair in zip(chosen, phases, strict=True)]]
+
+    autotune.candidates, autotune.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
+    run = train(rank, tuned(kept), steps=1)
+    autotune.candidates, autotune.slowdowns_of = choose, measure
+    return run, seen
 
 
 def rewrite(folder: Path, factors: dict[str, float]) -> None:
@@ -112,7 +150,7 @@ def rewrite(folder: Path, factors: dict[str, float]) -> None:
 FACTORS = {"all-to-all": 8.0, "experts forward": 16.0, "experts backward": 20.0, "experts dX": 7.0, "experts dW": 13.0}
 
 
-def tune_and_keep(rank: int, world_size: int, folder: str) -> dict[str, Run]:
+def tune_and_keep(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     kept = Path(folder) / "kept" / "deeper"
     runs = {"measured": train(rank, tuned(kept)), "known": train(rank, tuned(kept))}
     torch.distributed.barrier()
@@ -125,6 +163,7 @@ def tune_and_keep(rank: int, world_size: int, folder: str) -> dict[str, Run]:
     runs["by hand"] = train(rank, by_hand)
     runs["tutel"] = train(rank, tuned(kept, schedule="tutel"))
     runs["fixed"] = train(rank, tuned(kept, pipeline_degree={"forward": 5, "backward": "auto"}))
+    runs["chosen"] = train_as_chosen(rank, kept)
     return runs
 
 
@@ -168,6 +207,21 @@ def test_training_with_degrees_found_is_training_with_them_given_by_hand_to_the_
 def test_a_schedule_by_name_gets_its_one_degree(runs: list[dict[str, Run]]) -> None:
     for forward, backward in runs[0]["tutel"].degrees:
         assert forward == backward > 1
+
+
+def test_what_was_measured_and_chosen_is_what_layers_are_predicted_by_and_run_by(runs: list[dict[str, Any]]) -> None:
+    slowed = Contention(compute=0.25, traffic=0.5)
+    for rank, each in enumerate(runs):
+        run, chosen_by = each["chosen"]
+        assert run.blocks == [CHOSEN, CHOSEN]
+        assert run.contention == [slowed, slowed]
+        assert chosen_by == [slowed] * (rank == 0)
+    table = runs[0]["chosen"][0].said
+    assert "reduce_first, 3 late dW" in table
+    assert [line.split() for line in table.splitlines() if line.startswith(("compute", "intra"))] == [
+        ["intra", "-", "1.50"],
+        ["compute", "1.25", "-"],
+    ]
 
 
 def test_a_degree_given_by_hand_is_kept_and_the_table_says_what_would_have_been_chosen(

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from benchmarks.report_plots import draw_bars, draw_fits, draw_predictions, draw_timelines
-from benchmarks.report_rows import comparison
+from benchmarks.report_rows import comparison, read
 from benchmarks.report_tables import beside_table_5, gains_in_two, losses, operations, predictions
+from benchmarks.result_files import RESULTS
+from tests.result_laws import broken
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,7 +24,8 @@ def row(case: str, variant: str, ratio: float, spread: float = 0.1, **others: An
     low, high = (ratio, ratio) if variant == "stock" else (ratio - spread, ratio + spread)
     facts = {"hardware": "a machine", "commit": "abc", "date": "2026-01-02 03:04", "torch": "2", "deepspeed": "0.19.8"}
     numbers = {"ratio": f"{ratio:.4f}", "ratio_low": f"{low:.4f}", "ratio_high": f"{high:.4f}"}
-    return facts | {"case": case, "variant": variant, "cpu_bound": "False", "noisy": "False"} | numbers | others
+    facts |= {"case": case, "variant": variant, "cpu_bound": "False", "noisy": "False", "steps": "12"}
+    return facts | numbers | others
 
 
 ROWS = [
@@ -57,6 +60,71 @@ def test_the_table_keeps_what_is_slower_and_marks_what_cannot_be_trusted() -> No
     assert "| two | 0.970 (0.87 to 1.07) noisy | 0.500 (0.40 to 0.60) CPU |  |" in text
     assert "commit abc, def" in text
     assert "hardware a machine" in text
+    assert "In parentheses: 95% intervals over blocks of steps.\n" in text
+
+
+def test_what_was_measured_in_few_blocks_is_shown_without_an_interval_though_an_old_row_has_one() -> None:
+    # The last is as it is written now; the others are of before, when any number of blocks had one.
+    few = [row("one", "stock", 1.0, steps="3"), row("one", "A/A", 1.01, steps="3", noisy="True")]
+    few += [
+        row("one", "ours", 1.83, steps="5"),
+        row("one", "new", 1.5, steps="9", ratio_low="", ratio_high="", noisy=""),
+    ]
+    found = comparison("layer", few)
+    assert found.baseline == "stock"
+    text = found.markdown()
+    assert "| one | 1.010 | 1.830 | 1.500 |" in text
+    assert "No interval: 3 to 9 blocks, and it takes 10.\n" in text
+    assert "95%" not in text
+    # Of a benchmark whose blocks have two steps.
+    assert "| one | 1.830 |" in comparison("wire", [few[0], row("one", "ours", 1.83, steps="18")]).markdown()
+    both = comparison("wire", [few[0], row("one", "ours", 1.83, steps="20")]).markdown()
+    assert "| one | 1.830 (1.73 to 1.93) |" in both
+    assert "95% intervals over blocks of steps. Else no interval: 1 blocks, and it takes 10." in both
+
+
+def test_rows_that_were_published_keep_the_laws_of_rows() -> None:
+    found = {file.stem: broken(file.stem, read(file)) for file in RESULTS.glob("*.csv")}
+    assert {name: said for name, said in found.items() if said} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "change"),
+    [
+        ("layer", {"variant": "A/A"}, {"variant": "other"}),
+        ("layer", {"variant": "stock"}, {"ratio": "1.1"}),
+        ("layer", {"variant": "best"}, {"p50": "1e6"}),
+        ("layer", {"variant": "best"}, {"ratio_low": "9.0"}),
+        ("layer", {"variant": "best"}, {"ratio_low": ""}),
+        ("layer", {"variant": "best"}, {"steps": "4"}),
+        ("layer", {"variant": "best"}, {"network_cpu_share": "0.9"}),
+        ("layer_predicted", {"variant": "best"}, {"predicted_ms": "0"}),
+        ("operations", {"operation": "experts"}, {"share": "0.5"}),
+        ("operations", {"operation": "experts"}, {"operation": "other"}),
+        ("timeline", {"kind": "A2A_IN"}, {"end_ms": "1e5"}),
+        ("timeline", {"phase": "bwd", "layer": "L00"}, {"phase": "fwd"}),
+        ("fits", {}, {"r2": "1.2"}),
+        ("interference", {"variant": "alone"}, {"p50": "1.2"}),
+        ("models_loss", {"variant": "best"}, {"loss": "nan"}),
+        ("models_loss", {"variant": "best", "step": "0"}, {"loss": "3.0"}),
+    ],
+)
+def test_rows_that_break_a_law_of_rows_are_noticed(name: str, where: dict[str, str], change: dict[str, str]) -> None:
+    rows = read(RESULTS / f"{name}.csv")
+    fitting = [row for row in rows if where.items() <= row.items()]
+    # All of a variant of the timeline, so that it lacks something; else the last.
+    for row in fitting if name == "timeline" else fitting[-1:]:
+        row |= change
+    assert broken(name, rows)
+
+
+def test_no_row_that_was_published_is_said_to_have_an_interval_unless_it_is_of_ten_blocks() -> None:
+    with_one = {}
+    for name in ("layer", "models", "layer_skew", "metrics", "unchunked", "wire", "alltoall", "bed", "ops"):
+        found = comparison(name, read(RESULTS / f"{name}.csv"))
+        with_one[name] = any(found.interval(*at) for at in found.rows)
+        assert ("95%" in found.markdown()) == with_one[name]
+    assert [name for name, has_one in with_one.items() if has_one] == ["bed", "ops"]
 
 
 def test_rows_without_a_baseline_are_refused() -> None:
@@ -138,6 +206,12 @@ def test_the_command_prints_tables_and_writes_pictures(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "| **geometric mean** |" in done.stdout
     assert (tmp_path / "plots" / "layer.png").is_file()
+
+
+def test_rows_of_another_kind_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "gpu.csv").write_text("configuration,preset,ratio,ratio_low,ratio_high\nx,y,1.2,,\n")
+    done = run("--results", str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_what_was_not_measured_is_named_with_what_was(tmp_path: Path) -> None:

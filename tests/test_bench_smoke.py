@@ -4,7 +4,6 @@ become tables and pictures. What they measure here means nothing."""
 
 from __future__ import annotations
 
-import csv
 import os
 import subprocess
 import sys
@@ -15,9 +14,21 @@ import pytest
 
 from benchmarks.bed import Bed, BedError, check_machine, down
 from benchmarks.bed_job import run_job
+from benchmarks.outcome import AA
+from benchmarks.report_rows import read
+from tests.result_laws import broken, judged_by_few
 from tests.samples import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
+FEW = {"stock", "deepspeed", "best", "best, best layout"}
+VARIANTS = {
+    "bench_layer.py": {"layer": FEW, "layer_predicted": {"best"}},
+    "bench_models.py": {"models": FEW, "models_loss": FEW},
+    "bench_gates.py": {"gates": {"stock", "ours", "ours, uncut", "stock, best layout", "ours, best layout"}},
+    "bench_interference.py": {"interference": {"alone", "uncoordinated", "on the lane"}},
+    "bench_timeline.py": {"timeline": {"deepspeed", "best"}},
+}
+"""Of each file, where there are some."""
 JOBS = {
     "bench_layer.py": (["--smoke"], ["layer", "layer_predicted"]),
     "bench_models.py": (["--smoke"], ["models", "models_loss"]),
@@ -52,9 +63,21 @@ def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path
     script = str(ROOT / "benchmarks" / job.split()[0])
     status = run_job(bed, [script, *arguments, "--results", str(tmp_path)], 900.0, said.append)
     assert status == 0, "\n".join(said[-60:])
-    for name in files:
-        with (tmp_path / f"{name}.csv").open(newline="") as opened:
-            assert list(csv.DictReader(opened)), name
+    rows = {name: read(tmp_path / f"{name}.csv") for name in files}
+    for name, found in rows.items():
+        assert broken(name, found) == []
+        assert {row["ranks"] for row in found if "ranks" in row} <= {"4"}
+        assert all("2 nodes x 2 ranks" in row["hardware"] for row in found)
+        if "ratio_low" in found[0]:
+            assert judged_by_few(name, found) == []
+        if name in VARIANTS.get(job, {}):
+            assert {row["variant"] for row in found} - {AA, "AutoEP, best layout"} == VARIANTS[job][name]
+    if job == "bench_layer.py":
+        # What was predicted stands beside what was measured of the same.
+        measured_ms = {row["variant"]: float(row["p50"]) for row in rows["layer"]}
+        for row in rows["layer_predicted"]:
+            assert float(row["measured_ms"]) == pytest.approx(measured_ms[row["variant"]], rel=1e-4)
+            assert float(row["uncut_measured_ms"]) == pytest.approx(measured_ms["deepspeed"], rel=1e-4)
     shown = subprocess.run(
         [sys.executable, "-m", "benchmarks.report", "--results", str(tmp_path)],
         cwd=ROOT,

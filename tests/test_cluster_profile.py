@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch.distributed as dist
 
 from ds_fsmoe.planning.cluster import UNITS, Cluster, cluster_as_json, load_cluster
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.timeline import IDEAL
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import kind_costs
 from ds_fsmoe.runtime import cluster_profile, cluster_work, stopwatch
 from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.cluster_profile import profile_cluster
 from ds_fsmoe.runtime.cluster_work import COMPUTING, ProfileNames, Shape, groups_of
+from ds_fsmoe.runtime.corun import Slowdowns, slowdowns
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.one_fate import MeasuringError
@@ -30,6 +33,9 @@ from tests.ranks import COLLECTIVE_TIMEOUT_S, run_on_ranks
 
 CPU = torch.device("cpu")
 MAX_BYTES = 40_009
+INTER, INTRA, COMPUTE = Lane.INTER, Lane.INTRA, Lane.COMPUTE
+SLOWED = {(INTER, INTRA): 1.75, (INTRA, INTER): 1.25, (COMPUTE, INTER): 1.0, (COMPUTE, INTRA): 1.25}
+SLOWED |= {(INTER, COMPUTE): 1.125, (INTRA, COMPUTE): 1.375}
 LINKED = tuple(name for name in UNITS if "." in name)
 
 
@@ -62,8 +68,17 @@ def profiled(
     return profile_cluster(measuring, topology, lanes, torch.float32, **options), watch.num_timed
 
 
+def known_slowdowns(measured: list[set[Lane]], *args: Any) -> Slowdowns:
+    """Measured like any other, and then as if that had been the result."""
+    measured.append(set(args[2]))
+    found = slowdowns(*args)
+    return Slowdowns({pair: SLOWED[pair] for pair in found.factors})
+
+
 def measure(rank: int, world_size: int, hosts: str) -> dict[str, Any]:
     in_haste()
+    measured: list[set[Lane]] = []
+    cluster_profile.slowdowns = functools.partial(known_slowdowns, measured)
     topology, lanes, known, said = topology_of_hosts(hosts), make_lanes(CPU), Measurements(), Said()
     made: list[Any] = []
     make = dist.new_group
@@ -86,6 +101,7 @@ def measure(rank: int, world_size: int, hosts: str) -> dict[str, Any]:
         "left": set(map(id, dist.distributed_c10d._world.pg_map)) - held,
         "made": first,
         "said": said.lines,
+        "slowed": (cluster.contention, measured),
     }
 
 
@@ -132,6 +148,13 @@ def test_what_is_known_is_not_measured_again_and_nothing_is_left_behind(two_by_t
         groups = [sorted(args[0]) for args, _ in each["made"]]
         assert groups == [[0, 1], [2, 3], [0, 2], [1, 3]], "one static order; ranks 0 and 2 share a node"
         assert {timeout_s for _, timeout_s in each["made"]} == {COLLECTIVE_TIMEOUT_S}
+
+
+def test_how_lanes_slow_each_other_is_part_of_the_cluster_and_measured_once(two_by_two: list[dict[str, Any]]) -> None:
+    for each in two_by_two:
+        assert each["slowed"] == (Contention(links=0.5, compute=0.125, traffic=0.25), [set(Lane)])
+    written = json.loads(two_by_two[0]["cluster"])["contention"]
+    assert written == {"links": 0.5, "compute": 0.125, "traffic": 0.25}
 
 
 def test_of_uneven_nodes_what_they_have_in_common_is_measured(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks import intervals
 from benchmarks.harness import AA, CaseResult, Goal
-from benchmarks.intervals import percentiles_ms, speedup
+from benchmarks.intervals import MIN_BLOCKS_TO_JUDGE, Interval, percentiles_ms, speedup
 from benchmarks.outcome import CpuShares, evaluate, rows, table
 from benchmarks.result_files import made_with
 from tests.harness_cases import GRID
@@ -36,14 +37,35 @@ def test_the_ratio_is_the_median_over_pairs_of_the_same_round() -> None:
 
 
 def test_an_interval_over_equal_pairs_is_a_point() -> None:
-    baseline = np.linspace(1.0, 7.0, 12).reshape(6, 2)
+    baseline = np.linspace(1.0, 7.0, 24).reshape(12, 2)
     found = speedup(baseline, baseline / 1.5)
     assert (found.middle, found.low, found.high) == pytest.approx((1.5, 1.5, 1.5))
 
 
-def test_an_interval_over_two_blocks_runs_from_the_one_to_the_other() -> None:
-    found = speedup(np.array([[1.0, 1.0], [3.0, 3.0]]), np.ones((2, 2)))
-    assert (found.low, found.middle, found.high) == (1.0, 2.0, 3.0)
+@pytest.mark.parametrize("blocks", range(2, MIN_BLOCKS_TO_JUDGE))
+def test_of_fewer_than_ten_blocks_there_is_a_ratio_and_no_interval(blocks: int) -> None:
+    found = speedup(np.arange(1.0, 1.0 + blocks).reshape(blocks, 1), np.ones((blocks, 1)))
+    assert found == Interval((blocks + 1) / 2, None, None)
+    assert found.contains(found.middle) is None
+    assert MIN_BLOCKS_TO_JUDGE == 10
+
+
+def test_of_ten_blocks_there_is_an_interval() -> None:
+    found = speedup(np.arange(1.0, 11.0).reshape(10, 1), np.ones((10, 1)))
+    assert found.low is not None
+    assert found.high is not None
+    assert 1.0 <= found.low < found.middle == 5.5 < found.high <= 10.0
+    assert found.contains(5.5)
+    assert not found.contains(0.9)
+
+
+def test_neighbouring_blocks_are_drawn_two_at_a_time() -> None:
+    # In turns 1 and 2: of every two neighbours there is one of each, so all that is drawn has the same median.
+    in_turns = np.tile([[1.0], [2.0]], (10, 1))
+    assert speedup(in_turns, np.ones((20, 1))) == Interval(1.5, 1.5, 1.5)
+    # Three at a time would not, and more than two would here.
+    in_pairs = np.tile([[1.0], [1.0], [2.0], [2.0]], (5, 1))
+    assert speedup(in_pairs, np.ones((20, 1))) == Interval(1.5, 1.0, 2.0)
 
 
 def test_the_same_seed_gives_the_same_interval_and_another_seed_another() -> None:
@@ -54,14 +76,14 @@ def test_the_same_seed_gives_the_same_interval_and_another_seed_another() -> Non
     assert speedup(baseline, variant, draws=20, seed=1) != speedup(baseline, variant, draws=20)
 
 
-def coverage(resample_steps: bool) -> float:
-    """How often the interval holds a true ratio of 1.3 when neighbouring steps are correlated by 0.6."""
+def coverage(resample_steps: bool = False, steps: int = 8, rho: float = 0.6) -> float:
+    """How often the interval holds a true ratio of 1.3 when neighbouring steps are correlated by ``rho``."""
     held, runs = 0, 300
     rng = np.random.default_rng(0)
     for _ in range(runs):
         # Slow drifts that hit both variants cancel; this is what is left in the ratio.
-        variant = np.exp(0.3 * noise(rng, 20, 8, rho=0.95))
-        ratios = 1.3 * np.exp(0.1 * noise(rng, 20, 8, rho=0.6))
+        variant = np.exp(0.3 * noise(rng, 20, steps, rho=0.95))
+        ratios = 1.3 * np.exp(0.1 * noise(rng, 20, steps, rho=rho))
         if resample_steps:
             variant, ratios = variant.reshape(-1, 1), ratios.reshape(-1, 1)
         held += speedup(variant * ratios, variant, draws=300).contains(1.3)
@@ -69,8 +91,17 @@ def coverage(resample_steps: bool) -> float:
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says_and_would_not_if_steps_were_drawn_singly() -> None:
-    assert 0.91 <= coverage(resample_steps=False) <= 0.98
+    assert 0.91 <= coverage() <= 0.98
     assert coverage(resample_steps=True) < 0.87
+
+
+def test_with_few_steps_in_a_block_the_interval_would_be_too_narrow_if_blocks_were_drawn_singly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two_at_a_time = coverage(steps=4, rho=0.8)
+    monkeypatch.setattr(intervals, "RUN_OF_BLOCKS", 1)
+    assert coverage(steps=4, rho=0.8) < two_at_a_time - 0.05
+    assert two_at_a_time > 0.82
 
 
 @pytest.mark.parametrize(
@@ -113,15 +144,51 @@ def test_a_goal_of_one_case_asks_nothing_of_others() -> None:
 
 def test_a_case_whose_aa_differs_from_1_is_marked_noisy() -> None:
     quiet = synthetic({"ours": 1.5}, [])
-    assert not quiet.noisy
-    times_ms = np.full((3, 6, 2), 10.0)
+    assert quiet.noisy is False
+    times_ms = np.full((3, 12, 2), 10.0)
     times_ms[1] = 9.0
     noisy = evaluate(GRID.cases[0], ["stock", AA, "ours"], times_ms, [IDLE] * 3)
-    assert noisy.noisy
+    assert noisy.noisy is True
     made = made_with(("torch", "deepspeed"))
     assert {row["noisy"] for row in rows(GRID, noisy, made, 1)} == {True}
     assert "noisy" in table(GRID, [noisy], made, 1)
     assert "noisy" not in table(GRID, [quiet], made, 1)
+
+
+def test_of_three_blocks_nothing_is_judged_and_no_interval_is_shown_or_written() -> None:
+    times_ms = np.array([[10.0, 12.0, 11.0], [20.0, 9.0, 8.0], [4.0, 5.0, 6.0]]).reshape(3, 3, 1)
+    found = evaluate(GRID.cases[0], ["stock", AA, "ours"], times_ms, [IDLE] * 3, [Goal("ours", 1.2)])
+    assert found.noisy is None
+    assert [row.passed for row in found.variants] == [None, None, None]
+    made = made_with(("torch", "deepspeed"))
+    text = table(GRID, [found], made, 1)
+    assert "3 steps of each in 3 blocks" in text
+    assert "times faster than stock (no interval: 3 blocks)" in text
+    assert "95%" not in text
+    assert " to " not in text
+    assert "noisy" not in text
+    assert "goal 1.2: not judged" in text
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("ours")]
+    assert line.split()[4] == "2.400"
+    columns = ("ratio", "ratio_low", "ratio_high", "noisy", "passed")
+    assert [[row[column] for column in columns] for row in rows(GRID, found, made, 1)] == [
+        ["1.0000", "1.0000", "1.0000", "", ""],
+        ["1.3333", "", "", "", ""],
+        ["2.4000", "", "", "", ""],
+    ]
+
+
+def test_a_table_has_intervals_from_ten_blocks_on() -> None:
+    found = synthetic({"ours": 1.5}, [])
+    made = made_with(("torch", "deepspeed"))
+    text = table(GRID, [found], made, 1)
+    assert "80 steps of each in 20 blocks" in text
+    assert "times faster than stock (95%)" in text
+    ours = found.variants[2].speedup
+    assert f"{ours.middle:.3f} ({ours.low:.3f} to {ours.high:.3f})" in text
+    assert "no interval" not in text
+    (*_, written) = rows(GRID, found, made, 1)
+    assert (written["ratio_low"], written["ratio_high"]) == (f"{ours.low:.4f}", f"{ours.high:.4f}")
 
 
 def test_a_case_that_leaves_no_core_idle_is_marked_cpu_bound() -> None:

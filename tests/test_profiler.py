@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,12 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
-from ds_fsmoe.runtime.groups import make_groups
-from ds_fsmoe.runtime.lanes import make_lanes
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
+from ds_fsmoe.runtime import cluster_profile, profiler
+from ds_fsmoe.runtime.corun import Slowdowns
+from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
+from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
 from ds_fsmoe.runtime.link_times import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, fastest, time_links
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.one_fate import MeasuringError
@@ -33,6 +39,7 @@ from ds_fsmoe.runtime.profiler import (
     Subject,
     measured_slots,
     profile,
+    slowdowns_of,
 )
 from ds_fsmoe.runtime.stopwatch import Stopwatch, Timing
 from ds_fsmoe.runtime.wires import Wires
@@ -62,14 +69,12 @@ class Counting(nn.Module):
         return self.drop(self.linear(x))
 
 
-def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
-    groups = make_groups(ep, esp)
+def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int) -> Subject:
     found = expert_set(experts)
-    wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
-    subject = Subject(
+    return Subject(
         "L00",
         "/".join(type(each).__name__ for each in experts),
-        wires,
+        Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group),
         found,
         len(experts),
         max(1, sum(each.numel() for each in found.parameters if each.dim() > 1)),
@@ -78,6 +83,11 @@ def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
         CallSizes(ep * esp, CAPACITY, WIDTH, torch.float32, 1, True),
         nullcontext,
     )
+
+
+def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
+    groups = make_groups(ep, esp)
+    subject = subject_of(experts, groups, ep, esp)
     lanes = make_lanes(CPU)
     try:
         schedule = PhasePlan(BlockPlan(equal_shares(3)), groups.planned, backward=False).schedule
@@ -88,6 +98,24 @@ def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
         return replace(measured, operations={**of_links, **measured.operations})
     finally:
         lanes.close()
+
+
+def made_up_slowdowns(*args: Any) -> Slowdowns:
+    """As if every pair of the lanes that were given work had been measured to be slowed otherwise."""
+    _, _, work, _ = args
+    pairs = itertools.permutations(sorted(work), 2)
+    return Slowdowns({pair: 1.1 + number / 10 for number, pair in enumerate(pairs)})
+
+
+def slowed_as_measured(ep: int, esp: int) -> tuple[Slowdowns, Slowdowns, int]:
+    """What is made of what was measured; the same from what is known of it; how often it was measured."""
+    calls: list[str] = []
+    profiler.slowdowns = lambda *args: calls.append(args[-1]) or made_up_slowdowns(*args)
+    subject = subject_of([GPTFeedForward(WIDTH, HIDDEN)], make_groups(ep, esp), ep, esp)
+    lane_of = {ALL_TO_ALL: Lane.INTER, ALL_GATHER: Lane.INTRA, REDUCE_SCATTER: Lane.INTRA}.__getitem__
+    measuring = Measuring(Stopwatch(CPU), Measurements())
+    found, again = (slowdowns_of(measuring, subject, SerialLanes(), lane_of) for _ in range(2))
+    return found, again, len(calls)
 
 
 def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]:
@@ -104,6 +132,7 @@ def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]
         "calls": [each.calls.item() for each in experts],
         "same state": same_state,
         "gradients": [each.grad for expert in experts for each in expert.parameters()],
+        "slowed": slowed_as_measured(ep, esp),
     }
 
 
@@ -160,6 +189,15 @@ def test_measuring_leaves_nothing_behind(results_of: dict) -> None:
         assert not each["graphs"].draws
 
 
+@pytest.mark.parametrize("esp", [1, 2])
+def test_how_lanes_slow_each_other_is_kept_pair_by_pair_and_measured_once(results_of: dict, esp: int) -> None:
+    lanes = [Lane.INTER, Lane.INTRA, Lane.COMPUTE] if esp > 1 else [Lane.INTER, Lane.COMPUTE]
+    for each in results_of[esp]:
+        found, again, num_measured = each["slowed"]
+        assert found == again == made_up_slowdowns(None, None, lanes, "")
+        assert num_measured == 1
+
+
 @pytest.mark.parametrize("capacity", [0, 1, 3, 16, 97])
 def test_a_line_can_be_fitted_at_any_capacity(capacity: int) -> None:
     slots = measured_slots(capacity)
@@ -167,6 +205,44 @@ def test_a_line_can_be_fitted_at_any_capacity(capacity: int) -> None:
     assert slots == sorted(set(slots))
     assert slots[0] >= 1
     assert capacity in slots or capacity == 0
+
+
+def test_a_task_costs_its_share_of_what_runs_of_empty_ones_take() -> None:
+    plan = PhasePlan(BlockPlan(equal_shares(3), "paper"), Groups(4, 2, ep=4), backward=False)
+    kinds = [task.kind for task in plan.schedule.tasks]
+    assert HOLD in kinds
+    runs: list[Schedule] = []
+
+    def times_ms(what: str, sizes: list[int], prepare: Any, group: Any = None) -> list[float]:
+        # Each run takes half a millisecond for each task that is one; holding a lane is nothing.
+        (size,) = sizes
+        runs.clear()
+        prepare(size)()
+        return [sum(0.5 for schedule in runs for task in schedule.tasks if task.kind != HOLD)]
+
+    lanes: Any = SimpleNamespace(run=lambda schedule, *_: runs.append(schedule))
+    watch: Any = SimpleNamespace(times_ms=times_ms)
+    assert profiler._task_ms(watch, "L00", lanes, plan.schedule) == pytest.approx(0.5)
+    assert runs == [plan.schedule] * len(runs)
+    # The same of a whole cluster.
+    of_cluster: Any = SimpleNamespace(_lanes=lanes, _measuring=SimpleNamespace(watch=watch))
+    assert cluster_profile._Profiler._host_ms(of_cluster) == pytest.approx(0.5)
+    assert len(runs) > 1
+
+
+def test_the_doubt_about_a_layer_is_how_far_off_its_lines_it_is_of_all_that_it_takes() -> None:
+    def off_by(whole_ms: float, share: float) -> Timing:
+        # In such turns that no line is nearer.
+        off = [share * whole_ms * sign for sign in (1, -1, -1, 1)]
+        line = [1 + (whole_ms - 1) * size / 4 for size in (1, 2, 3, 4)]
+        return Timing("flop", (1.0, 2.0, 3.0, 4.0), tuple(a + b for a, b in zip(line, off, strict=True)))
+
+    operations = {FORWARD: off_by(10.0, 0.1), BACKWARD: off_by(30.0, 0.0), ALL_TO_ALL: off_by(19.0, 0.0)}
+    profile = LayerProfile(operations, 0.0, False)
+    assert profile.doubt == pytest.approx(1.0 / (11.0 + 30.0 + 19.0))
+    # What is not planned by adds nothing to it.
+    assert replace(profile, operations=operations | {DX: off_by(9.0, 0.3)}).doubt == pytest.approx(profile.doubt)
+    assert LayerProfile({}, 0.0, False).doubt == 0.0
 
 
 # ---- clocks of several ranks

@@ -81,22 +81,32 @@ def test_best_searches_every_order_and_late_weight_gradients_too(seed: int) -> N
     assert forward.time_ms == pytest.approx(min(found_ms) if gains else found_ms[0])
 
 
-def test_best_does_not_cut_for_a_gain_within_the_noise() -> None:
-    # Two chunks hide half of the all-gather beside other traffic, and nothing else: some 2%.
-    big = {"all-to-all": 50.0, "all-gather": 1.2, "reduce-scatter": 1.2}
+def free_to_cut(all_gather_ms: float) -> LayerProfile:
+    """Two chunks hide half of the all-gather beside other traffic, and nothing else; a launch costs nothing."""
+    big = {"all-to-all": 50.0, "all-gather": all_gather_ms, "reduce-scatter": all_gather_ms}
     small = {"experts_forward": 0.1, "experts_backward": 0.1, "experts_dX": 0.1, "experts_dW": 0.1}
     base = made_up(0, **big, **small)
     free = {
         name: Timing("byte", each.sizes, tuple(ms - each.fit.cost.alpha_ms for ms in each.times_ms))
         for name, each in base.operations.items()
     }
-    profile = replace(base, operations=free)
-    forward, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("best", MAX_DEGREE))
-    by_name, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("fsmoe", MAX_DEGREE))
-    assert (1 - MARGIN) * by_name.uncut_ms < by_name.time_ms < by_name.uncut_ms
-    assert by_name.block.degree > 1
-    assert forward.block.degree == 1
-    assert forward.block.links == "reduce_first"
+    return replace(base, operations=free)
+
+
+def test_best_cuts_for_a_gain_of_more_than_three_hundredths_and_not_for_one_within_the_noise() -> None:
+    best, gains = Ways.of("best", MAX_DEGREE), []
+    for all_gather_ms in (0.4, 1.2, 1.4, 1.7, 2.4):
+        profile = free_to_cut(all_gather_ms)
+        # What may be gained at all, and what is chosen.
+        any_gain, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), replace(best, margin=0.0))
+        forward, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), best)
+        gains.append(1 - any_gain.time_ms / any_gain.uncut_ms)
+        assert any_gain.block.degree > 1
+        assert (forward.block.degree > 1) == (gains[-1] > 0.03)
+        assert forward.block.degree > 1 or forward.block.links == "reduce_first"
+    assert gains == sorted(gains)
+    assert gains[0] < 0.01
+    assert 0.02 < gains[2] < 0.03 < gains[3] < 0.04
 
 
 @pytest.mark.parametrize("schedule", ["tutel", "tutel_improved", "pipemoe_lina"])

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much lanes slow each other down is measured as it is: on lanes whose slowness is known, and against a clock that
+they set, so that every number is exact."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.schedule import Lane, Schedule
+from ds_fsmoe.planning.timeline import Contention, simulate
+from ds_fsmoe.runtime import corun, spans
+from ds_fsmoe.runtime.corun import MOST_TASKS, SHORTEST_MS, Slowdowns, slowdowns
+from ds_fsmoe.runtime.lanes import SerialLanes
+from ds_fsmoe.runtime.one_fate import MeasuringError
+from ds_fsmoe.runtime.stopwatch import Stopwatch
+from tests.ranks import run_on_ranks
+
+CPU = torch.device("cpu")
+INTER, INTRA, COMPUTE = Lane.INTER, Lane.INTRA, Lane.COMPUTE
+ONCE_MS = {INTER: 3.0, INTRA: 7.0, COMPUTE: 11.0}
+# No two alike, so that none can stand for another.
+KNOWN = {
+    (INTER, INTRA): 1.5,
+    (INTRA, INTER): 1.25,
+    (INTER, COMPUTE): 1.1,
+    (COMPUTE, INTER): 1.4,
+    (INTRA, COMPUTE): 1.75,
+    (COMPUTE, INTRA): 1.05,
+}
+
+
+@dataclass
+class Clock:
+    """Shows what it is set to."""
+
+    now_ms: float = 0.0
+
+    def used(self) -> tuple[Callable[[], float], Callable[[float, float], float]]:
+        return lambda: self.now_ms, lambda start_ms, end_ms: end_ms - start_ms
+
+
+@dataclass
+class Run:
+    """What was asked of the lanes at once."""
+
+    counts: Mapping[Lane, int]
+    done: list[Lane] = field(default_factory=list)
+
+
+class Slowed(SerialLanes):
+    """Lanes that take a known time for a task, and a known number of times as long while another one is at work.
+
+    Args:
+        clock: is set to when tasks begin and end.
+        once_ms: of a task that has the machine to itself.
+        factors: (slowed, by) -> how many times as long.
+        stretched: number of a run -> what all of it is multiplied by, as if the machine had been disturbed.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        once_ms: Mapping[Lane, float],
+        factors: Mapping[tuple[Lane, Lane], float],
+        stretched: Callable[[int], float] = lambda run: 1.0,
+    ) -> None:
+        super().__init__()
+        self.runs: list[Run] = []
+        self._clock = clock
+        self._once_ms = once_ms
+        self._factors = factors
+        self._stretched = stretched
+
+    def run(self, schedule: Schedule, bodies: Any, label: str = "", observer: Any = None) -> None:
+        counts = {lane: len(tasks) for lane, tasks in schedule.lanes.items() if tasks}
+        stretched, began_ms = self._stretched(len(self.runs)), self._clock.now_ms
+        run = Run(counts)
+        self.runs.append(run)
+        slowed = {lane: self._factors.get((lane, *(set(counts) - {lane})), 1.0) for lane in counts}
+        # When the first lane is through: from then on the other has the machine to itself.
+        apart_ms = min(counts[lane] * self._once_ms[lane] * slowed[lane] for lane in counts)
+
+        def after_ms(lane: Lane, tasks: int) -> float:
+            work_ms = tasks * self._once_ms[lane]
+            beside_ms = min(work_ms * slowed[lane], apart_ms)
+            return stretched * (beside_ms + work_ms - beside_ms / slowed[lane])
+
+        observer.start(schedule, label)
+        for lane in counts:
+            for place, index in enumerate(schedule.lanes[lane]):
+                task = schedule.tasks[index]
+                self._clock.now_ms = began_ms + after_ms(lane, place)
+                observer.begin(index, task)
+                bodies[task.kind](task)
+                run.done.append(lane)
+                self._clock.now_ms = began_ms + after_ms(lane, place + 1)
+                observer.end(index, task)
+        self._clock.now_ms = began_ms + 1e3
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setitem(spans._CLOCKS, "cpu", found.used())
+    return found
+
+
+def measured(lanes: Slowed, once_ms: Mapping[Lane, float] = ONCE_MS) -> Slowdowns:
+    return slowdowns(Stopwatch(CPU), lanes, {lane: lambda: lambda: None for lane in once_ms}, "a test")
+
+
+def test_what_two_lanes_slow_each_other_is_found_as_it_is_whichever_is_through_first(clock: Clock) -> None:
+    lanes = Slowed(clock, ONCE_MS, KNOWN)
+    assert measured(lanes).factors == pytest.approx(KNOWN)
+    through_first = set()
+    for a, b in itertools.combinations(ONCE_MS, 2):
+        (counts,) = {tuple(run.counts.items()) for run in lanes.runs if set(run.counts) == {a, b}}
+        took_ms = {lane: count * ONCE_MS[lane] for lane, count in counts}
+        through_first.add(took_ms[a] * KNOWN[a, b] < took_ms[b] * KNOWN[b, a])
+    assert through_first == {True, False}
+
+
+def test_lanes_that_have_the_machine_to_themselves_are_not_slowed(clock: Clock) -> None:
+    found = measured(Slowed(clock, ONCE_MS, {}))
+    assert found.factors == pytest.approx(dict.fromkeys(KNOWN, 1.0))
+    assert found.contention() == Contention()
+    assert found.pays() == pytest.approx(dict.fromkeys(itertools.combinations(Lane, 2), 2.0))
+
+
+def test_a_lane_that_is_faster_beside_another_is_said_not_to_be_slowed(clock: Clock) -> None:
+    found = measured(Slowed(clock, ONCE_MS, KNOWN | {(INTER, INTRA): 0.9, (INTRA, COMPUTE): 0.5}))
+    assert found.factors == pytest.approx(KNOWN | {(INTER, INTRA): 1.0, (INTRA, COMPUTE): 1.0})
+
+
+def test_first_runs_and_a_run_that_was_disturbed_do_not_count(clock: Clock) -> None:
+    # Of the three that count, one is always disturbed, each time by another factor; and the first of a lane are slow.
+    for disturbed in range(corun.REPEATS):
+        lanes = Slowed(clock, ONCE_MS, KNOWN, lambda run, at=disturbed: 2.0 + run if run % corun.REPEATS == at else 1.0)
+        assert measured(lanes).factors == pytest.approx(KNOWN)
+    slow_at_first = Slowed(clock, ONCE_MS, KNOWN, lambda run: 100.0 if run < corun.REPEATS * len(ONCE_MS) else 1.0)
+    assert measured(slow_at_first).factors == pytest.approx(KNOWN)
+
+
+@pytest.mark.parametrize("once_ms", [ONCE_MS, {INTER: 0.01, COMPUTE: 0.9}, {INTRA: 70.0, COMPUTE: 3.0}])
+def test_both_lanes_are_busy_for_as_long_as_it_takes_and_for_about_as_long(
+    clock: Clock, once_ms: dict[Lane, float]
+) -> None:
+    lanes = Slowed(clock, once_ms, KNOWN)
+    measured(lanes, once_ms)
+    of_pairs = [run for run in lanes.runs if len(run.counts) == 2]
+    assert len(of_pairs) == corun.REPEATS * len(list(itertools.combinations(once_ms, 2)))
+    for run in of_pairs:
+        assert sorted(run.done) == sorted(lane for lane, count in run.counts.items() for _ in range(count))
+        for lane, count in run.counts.items():
+            assert count <= MOST_TASKS
+            aim_ms = max(SHORTEST_MS, 2 * max(once_ms.values()))
+            assert count == MOST_TASKS or abs(count * once_ms[lane] - aim_ms) <= once_ms[lane]
+
+
+def test_what_is_done_is_made_ready_once_and_one_lane_alone_is_slowed_by_nobody(clock: Clock) -> None:
+    made: list[Lane] = []
+
+    def prepare(lane: Lane) -> Callable[[], Callable[[], object]]:
+        return lambda: made.append(lane) or (lambda: None)
+
+    lanes = Slowed(clock, ONCE_MS, KNOWN)
+    slowdowns(Stopwatch(CPU), lanes, {lane: prepare(lane) for lane in ONCE_MS}, "a test")
+    assert made == list(ONCE_MS)
+    alone = Slowed(clock, ONCE_MS, KNOWN)
+    assert slowdowns(Stopwatch(CPU), alone, {COMPUTE: prepare(COMPUTE)}, "a test") == Slowdowns({})
+    assert alone.runs == []
+
+
+def test_what_fails_beside_another_lane_is_an_error_that_says_what_was_measured(clock: Clock) -> None:
+    def fails() -> None:
+        raise OSError("the disk is on fire")
+
+    with pytest.raises(MeasuringError, match="failed while measuring a test: OSError: the disk is on fire"):
+        slowdowns(Stopwatch(CPU), Slowed(clock, ONCE_MS, KNOWN), dict.fromkeys(ONCE_MS, lambda: fails), "a test")
+
+
+def slowed_on_one(rank: int, world_size: int) -> Mapping[tuple[Lane, Lane], float]:
+    clock = Clock()
+    spans._CLOCKS["cpu"] = clock.used()
+    return measured(Slowed(clock, ONCE_MS, KNOWN if rank else {})).factors
+
+
+def test_the_rank_that_is_slowed_most_counts_on_all_of_them(tmp_path: Path) -> None:
+    for found in run_on_ranks(slowed_on_one, 2, tmp_path):
+        assert found == pytest.approx(KNOWN)
+
+
+# ---- as the planner knows it
+
+
+def test_the_planner_is_told_how_much_longer_each_kind_of_task_takes() -> None:
+    expected = {"links": (0.5 + 0.25) / 2, "compute": (0.4 + 0.05) / 2, "traffic": (0.1 + 0.75) / 2}
+    assert asdict(Slowdowns(KNOWN).contention()) == pytest.approx(expected)
+    of_one_link = Slowdowns({pair: factor for pair, factor in KNOWN.items() if INTER not in pair})
+    assert asdict(of_one_link.contention()) == pytest.approx({"links": 0.0, "compute": 0.05, "traffic": 0.75})
+    assert Slowdowns({}).contention() == Contention()
+
+
+def test_what_two_lanes_do_at_once_is_the_sum_of_what_each_still_does() -> None:
+    assert Slowdowns({(INTER, INTRA): 2.0, (INTRA, INTER): 2.0}).pays() == {(INTRA, INTER): pytest.approx(1.0)}
+    assert Slowdowns(KNOWN).pays() == {
+        (COMPUTE, INTRA): pytest.approx(1 / 1.05 + 1 / 1.75),
+        (COMPUTE, INTER): pytest.approx(1 / 1.4 + 1 / 1.1),
+        (INTRA, INTER): pytest.approx(1 / 1.25 + 1 / 1.5),
+    }
+
+
+@pytest.mark.parametrize("factors", [{"links": 0.5}, {"compute": 0.3, "traffic": 0.6}])
+def test_lanes_that_run_as_the_planner_simulates_are_measured_as_what_it_simulates(
+    clock: Clock, factors: dict[str, float]
+) -> None:
+    truth = Contention(**factors)
+
+    class Simulated(SerialLanes):
+        def run(self, schedule: Schedule, bodies: Any, label: str = "", observer: Any = None) -> None:
+            costs = {lane.value: LinearCost(ONCE_MS[lane], 0.0) for lane in ONCE_MS}
+            observer.start(schedule, label)
+            began_ms = clock.now_ms
+            for index, span in enumerate(simulate(schedule, costs, truth).spans):
+                clock.now_ms = began_ms + span.start_ms
+                observer.begin(index, span.task)
+                clock.now_ms = began_ms + span.end_ms
+                observer.end(index, span.task)
+
+    assert asdict(measured(Simulated()).contention()) == pytest.approx(asdict(truth))
