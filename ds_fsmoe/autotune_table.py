@@ -70,10 +70,7 @@ def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str
     head = f"autotune{again}: {source}; the stage took {took_s:.2f} s"
     lines = [head, *_costs(rows), "", *_slowed(told), *_plans(rows, told.schedule), "", *_step(told)]
     if told.is_tried:
-        lines.append(
-            "all of this is predicted: the next steps are trained with this plan and with others in turns, and"
-        )
-        lines.append("the fastest of them stays")
+        lines.append("this is predicted: the next steps try this plan and others in turns, and what they take decides")
     return "\n".join(lines)
 
 
