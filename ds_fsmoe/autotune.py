@@ -47,7 +47,7 @@ from ds_fsmoe.runtime.profiler import is_serial, profile, slowdowns_of
 from ds_fsmoe.runtime.stopwatch import Stopwatch
 from ds_fsmoe.runtime.topology import find_topology, world_size_now
 from ds_fsmoe.step_prediction import StepTimes
-from ds_fsmoe.trials import Trials
+from ds_fsmoe.trials import Trials, Tried
 from ds_fsmoe.tuned_degrees import Ways
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class Autotune:
         self.step: StepTimes | None = None
         """Predicted."""
         self.trials: Trials | None = None
+        self.tried: list[list[Tried]] = []
+        """Rounds of trials -> what each plan took: the last word on what is run."""
         """Under way, ahead of which plans are not settled."""
         self._refine: Callable[[int, tuple[int, int]], Trials | None] | None = None
         """The round to come: plan that is kept, and those of the fastest phases -> what is tried beside it."""
@@ -191,7 +193,11 @@ class Autotune:
         # They hold experts, and are of no use any more.
         calls.clear()
         slowed = found.slowed
-        told = Told(self.step, slowed, sharded, self._block.esp_size, self._block.schedule, cluster, self._why_again)
+        told = Told(
+            *(self.step, slowed, sharded, self._block.esp_size, self._block.schedule, cluster, self._why_again),
+            is_tried=self.trials is not None,
+        )
+        self.tried.clear()
         source = source or f"measured {self.num_measured} operations"
         self.took_s = time.perf_counter() - start_s
         log_on_rank_0(describe(self.rows, told, self.took_s, source))
@@ -206,6 +212,7 @@ class Autotune:
         if kept is None:
             return False
         log_on_rank_0(self.trials.describe(kept))
+        self.tried.append(self.trials.results(kept))
         halves, refine = self.trials.fastest_phases(kept), self._refine
         self._refine = None
         self.trials = None if refine is None else refine(kept, halves)

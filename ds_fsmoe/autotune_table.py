@@ -55,6 +55,8 @@ class Told:
     cluster: Cluster
     why_again: str | None = None
     """What it was measured anew for."""
+    is_tried: bool = False
+    """Whether steps with these and other plans follow, which decide."""
 
 
 def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str:
@@ -68,7 +70,10 @@ def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str
     """
     again = f", again because {told.why_again}" if told.why_again else ""
     head = f"autotune{again}: {source}; the stage took {took_s:.2f} s"
-    return "\n".join([head, *_costs(rows), "", *_slowed(told), *_plans(rows, told.schedule), "", *_step(told)])
+    lines = [head, *_costs(rows), "", *_slowed(told), *_plans(rows, told.schedule), "", *_step(told)]
+    if told.is_tried:
+        lines.append("this is predicted: the next steps try this plan and others in turns, and what they take decides")
+    return "\n".join(lines)
 
 
 def bad_fits(rows: Sequence[Row]) -> str:
@@ -165,8 +170,28 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
             elif row.uncut:
                 notes.append(f"{layers} {phase}: not cut: {row.uncut}")
             elif block.degree == 1 and schedule == BEST:
-                notes.append(f"{layers} {phase}: stock's schedule is run, nothing is predicted to gain enough over it")
+                notes.append(f"{layers} {phase}: stock's schedule, as nothing is predicted to gain enough over it")
+            if asked is None and (reason := _why_not_runner_up(choice, max(MARGIN, row.profile.doubt))):
+                notes.append(f"{layers} {phase}: {reason}")
     return [*_aligned(cells), *notes]
+
+
+def _why_not_runner_up(choice: PhaseChoice, margin: float) -> str | None:
+    """Why a degree is not taken with which its phase would be faster; ``None`` if there is none.
+
+    Args:
+        choice: of one phase.
+        margin: what a cut has to gain.
+    """
+    if choice.runner_up_ms is None or choice.runner_up_both_ms is None or choice.runner_up_ms >= choice.time_ms:
+        return None
+    if choice.runner_up_both_ms >= choice.both_ms:
+        return (
+            f"degree {choice.runner_up} would take less here, and {choice.runner_up_both_ms:.3f} ms instead of "
+            f"{choice.both_ms:.3f} in both phases together"
+        )
+    gain = 1 - choice.runner_up_ms / choice.time_ms
+    return f"degree {choice.runner_up} is predicted to take {gain:.1%} less; a cut has to gain more than {margin:.0%}"
 
 
 def _step(told: Told) -> list[str]:

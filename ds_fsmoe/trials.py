@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
@@ -19,6 +20,17 @@ GAIN = 0.01
 """What a plan has to gain over one that stands before it: less is chance."""
 HOPELESS = 0.1
 """A plan whose fastest step takes so much more than that of another is not tried again: no training time is lost."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a plan took."""
+
+    name: str
+    step_ms: float
+    """The median of its steps."""
+    num_steps: int
+    is_kept: bool
 
 
 class Trials:
@@ -110,14 +122,26 @@ class Trials:
         forward, backward = (min(seen, key=lambda each: each[1][phase])[0] for phase in (0, 1))
         return forward, backward
 
+    def results(self, kept: int) -> list[Tried]:
+        """What each took that was seen, the fastest first.
+
+        Args:
+            kept: the plan that stays.
+        """
+        seen = [
+            Tried(self.names[plan], statistics.median(times_ms), len(times_ms), plan == kept)
+            for plan, times_ms in enumerate(self.times_ms)
+            if times_ms
+        ]
+        return sorted(seen, key=lambda each: each.step_ms)
+
     def describe(self, kept: int) -> str:
-        """What each took, a line for each, the fastest first."""
-        took = {plan: statistics.median(times_ms) for plan, times_ms in enumerate(self.times_ms) if times_ms}
-        if not took:
+        """The same, a line for each."""
+        results = self.results(kept)
+        if not results:
             return "autotune: no step of a trial was seen whole, so what was predicted stays"
         lines = ["autotune: trained with each of these in turns, and no longer with those that had no hope"]
         lines += [f"{'ms':>8}  steps  plan"]
-        for plan in sorted(took, key=took.__getitem__):
-            is_kept = "  (kept)" if plan == kept else ""
-            lines.append(f"{took[plan]:8.4g}  {len(self.times_ms[plan]):5}  {self.names[plan]}{is_kept}")
+        for each in results:
+            lines.append(f"{each.step_ms:8.4g}  {each.num_steps:5}  {each.name}{'  (kept)' if each.is_kept else ''}")
         return "\n".join(lines)

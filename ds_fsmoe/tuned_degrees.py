@@ -92,11 +92,17 @@ class PhaseChoice:
     uncut_ms: float
     """The same with degree 1."""
     runner_up: Degree
-    """The best other degree; ``None`` if there was none."""
+    """The best other degree, the other phase being what it is or, where both have to be alike, as this one; ``None`` if
+    there was none."""
     runner_up_ms: float | None
+    """What this phase takes with it: it may be less, where the other phase takes more or a cut does not gain enough."""
     auto_degree: int
     """What would have been chosen, had nothing been asked for."""
     auto_ms: float
+    both_ms: float = 0.0
+    """Predicted, of both phases."""
+    runner_up_both_ms: float | None = None
+    """The same with the runner-up."""
 
 
 class _Phase:
@@ -166,26 +172,53 @@ def choose_degrees(
     auto = _best_pair(open_phases[0], open_phases[1], margin, must_match)
     chosen = _best_pair(phases[0], phases[1], margin, must_match)
     same, auto_same = chosen[0] == chosen[1], auto[0] == auto[1]
+    both_ms = sum(phase.ms(degree, same) for phase, degree in zip(phases, chosen, strict=True))
     choices = []
-    for backward, phase, open_phase, degree, auto_degree in zip(
-        (False, True), phases, open_phases, chosen, auto, strict=True
+    for number, (phase, open_phase, degree, auto_degree) in enumerate(
+        zip(phases, open_phases, chosen, auto, strict=True)
     ):
-        plan = PhasePlan(phase.order(degree, same).plan(), groups, backward, alltoall)
-        others = [each for each in open_phase.degrees if each != degree]
-        runner_up = min(others, key=lambda each: open_phase.ms(each, same), default=None)
+        plan = PhasePlan(phase.order(degree, same).plan(), groups, bool(number), alltoall)
+        others = _others(number, chosen, phases, open_phases, must_match)
+        runner_up = min(others, key=lambda each: sum(others[each]), default=None)
         choices.append(
             PhaseChoice(
                 plan.block,
                 phase.ms(degree, same),
                 alone.predict_ms(plan, sizes, profile, same),
-                open_phase.ms(1, same),
+                open_phase.ms(1, True),
                 runner_up,
-                None if runner_up is None else open_phase.ms(runner_up, same),
+                None if runner_up is None else others[runner_up][0],
                 auto_degree,
                 open_phase.ms(auto_degree, auto_same),
+                both_ms,
+                None if runner_up is None else sum(others[runner_up]),
             )
         )
     return choices[0], choices[1]
+
+
+def _others(
+    number: int, chosen: tuple[int, int], phases: Sequence[_Phase], open_phases: Sequence[_Phase], must_match: bool
+) -> dict[int, tuple[float, float]]:
+    """Every other degree of a phase -> what it takes, and what the other phase takes then.
+
+    Args:
+        number: of the phase.
+        chosen: degrees of both.
+        phases: what is asked for of both.
+        open_phases: all that could be.
+        must_match: whether the other phase has to have the same degree, where that is not asked for.
+    """
+    other = 1 - number
+    moves = must_match and phases[other] is open_phases[other]
+    found = {}
+    for degree in open_phases[number].degrees:
+        of_other = degree if moves else chosen[other]
+        if degree == chosen[number] or (moves and degree not in open_phases[other].degrees):
+            continue
+        same = degree == of_other
+        found[degree] = open_phases[number].ms(degree, same), phases[other].ms(of_other, same)
+    return found
 
 
 def _best_pair(forward: _Phase, backward: _Phase, margin: float, must_match: bool) -> tuple[int, int]:

@@ -71,6 +71,8 @@ def record_details(folder: Path) -> None:
     }
     step = {"chosen_ms": 18.0, "deepspeed_ms": 27.0, "bound_ms": 15.0, "gradients_ms": 2.0, "exposed_ms": 0.5}
     plans = {"layers": [], "choices": [choice], "fits": [fit], "step": step, "num_measured": 8, "took_s": 2.0}
+    tried = {"name": "L00.. 3 paper and 3 paper", "step_ms": 17.0, "num_steps": 4, "is_kept": True}
+    plans["trials"] = [[tried, tried | {"name": "uncut", "step_ms": 19.5, "is_kept": False}], []]
     run_files.write_json(folder / run_files.PLANS, plans)
 
 
@@ -93,6 +95,9 @@ def test_two_runs_are_shown_beside_each_other(both: Path) -> None:
         "No straight line describes all-to-all",
         "critical path, stock DeepSpeed",
         "no schedule takes less than 15 ms",
+        "what they took decided",
+        "plans tried, round 1",
+        "19.5",
     ):
         assert words in page, words
     names = {file.stem for file in (both / "report").glob("*.png")}

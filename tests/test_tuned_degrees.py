@@ -140,6 +140,33 @@ def test_experts_that_draw_random_numbers_are_cut_alike_in_both_phases() -> None
     assert apart > 0
 
 
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("anew", [None, 1.3])
+def test_a_runner_up_is_what_could_be_run_instead_and_both_phases_take_no_less_with_it(
+    draws: bool, anew: float | None
+) -> None:
+    ways = Ways.of("fsmoe", MAX_DEGREE)
+    faster_alone = 0
+    for seed in range(12):
+        profile = made_up(seed, splits=False, draws=draws)
+        if anew:
+            at = profile.operations[BACKWARD]
+            dearer = replace(at, times_ms=tuple(anew * each for each in at.times_ms))
+            profile = replace(profile, operations=dict(profile.operations) | {BACKWARD_ANEW: dearer})
+        forward, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+        assert forward.both_ms == backward.both_ms == pytest.approx(forward.time_ms + backward.time_ms)
+        for choice, other, asked in ((forward, backward, (1, 0)), (backward, forward, (0, 1))):
+            assert choice.runner_up_both_ms >= choice.both_ms * (1 - 1e-9)
+            faster_alone += choice.runner_up_ms < choice.time_ms
+            # Asked for, it takes what was said.
+            degrees = (choice.runner_up,) * 2 if draws else (choice.runner_up, other.block.degree)
+            pair = degrees if asked == (1, 0) else degrees[::-1]
+            found = choose_degrees(GROUPS, SIZES, profile, Machine(), ways, pair, "paper")
+            assert sum(each.time_ms for each in found) == pytest.approx(choice.runner_up_both_ms)
+    # With one degree for both, a phase alone would often go faster with another.
+    assert bool(faster_alone) is draws
+
+
 def test_phases_are_cut_alike_where_cutting_anew_costs_more_than_it_gains() -> None:
     ways = Ways.of("fsmoe", MAX_DEGREE)
     for seed in range(6):

@@ -239,6 +239,20 @@ def _decided(page: Page, run: Run) -> None:
             f"{step['gradients_ms']:.4g} ms, of which {step['exposed_ms']:.4g} have no idle link to travel on. "
             f"{plans['num_measured']} operations were measured in {plans['took_s']:.3g} s."
         )
+    trials = [each for each in plans.get("trials", ()) if each]
+    if trials:
+        page.paragraph(
+            "Predictions only say what is worth a try: training steps were done with these plans in turns, and what "
+            "they took decided, also against a prediction."
+        )
+    for number, of_round in enumerate(trials, start=1):
+        page.table(
+            (f"plans tried, round {number}", "ms per step", "steps", ""),
+            (
+                (each["name"], each["step_ms"], each["num_steps"], "kept" if each["is_kept"] else "")
+                for each in of_round
+            ),
+        )
 
 
 def _span(labels: Sequence[str]) -> str:

@@ -43,6 +43,7 @@ def plans_as_data(pipelines: Mapping[str, Pipeline], autotune: Autotune | None) 
         "took_s": autotune.took_s,
         "num_measured": autotune.num_measured,
         "choices": [each for row in autotune.rows for each in _choices(row)],
+        "trials": [[asdict(each) for each in of_round] for of_round in autotune.tried],
         "fits": _fits(autotune.rows),
     }
 
