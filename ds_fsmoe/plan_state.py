@@ -12,11 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_fsmoe import registry
+from ds_fsmoe.blocks import PipelineDegreeBlock
 from ds_fsmoe.engine_state import FSMoEState
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Parcel
 from ds_fsmoe.runtime.pipeline import PhasePlan
+
+_ANYBODY = 64
+"""So many chunks any job may have, whatever it would choose itself."""
+_MOST_MESSAGES = 100_000
 
 
 def is_settled(state: FSMoEState) -> bool:
@@ -66,6 +71,11 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     if set(plans["layers"]) != labels:
         raise ValueError(f"plans of layers {sorted(plans['layers'])}: there are {sorted(labels)}")
     layers, gradients = plans["layers"], plans["gradients"]
+    most = _most_chunks(state.block.pipeline_degree)
+    for label, each in layers.items():
+        chunks = max(len(each["forward"]["shares"]), len(each["backward"]["shares"]))
+        if chunks > most:
+            raise ValueError(f"a plan of {chunks} chunks for {label}: fsmoe.pipeline_degree allows {most}")
     for each in layers.values():
         if each["alltoall"] is not None and each["alltoall"] not in registry.known("alltoall"):
             raise ValueError(f"an all-to-all {each['alltoall']!r}")
@@ -78,6 +88,12 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
         {label: each["alltoall"] for label, each in layers.items()},
         read,
     )
+
+
+def _most_chunks(allowed: PipelineDegreeBlock) -> int:
+    """More than a job may choose is no plan of such a job; a schedule of very many would take hours to write."""
+    asked = (each for each in (allowed.forward, allowed.backward) if isinstance(each, int))
+    return max(_ANYBODY, allowed.max, *asked)
 
 
 def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
@@ -110,6 +126,9 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
 def _block(facts: Mapping[str, Any]) -> BlockPlan:
     if facts["moe_slices"] or facts["dense_slices"]:
         raise ValueError("slices of gradients in the plan of a layer that is run")
+    for name in ("late_dw", "held_dw", "carried_dw"):
+        if type(facts[name]) is not int or not 0 <= facts[name] <= len(facts["shares"]):
+            raise ValueError(f"{name} = {facts[name]!r}: must be a number of chunks")
     return BlockPlan(
         **(dict(facts) | {"shares": tuple(map(float, facts["shares"])), "moe_slices": (), "dense_slices": ()})
     )
@@ -119,4 +138,8 @@ def _gradient_plan(facts: Mapping[str, Any]) -> GradientPlan:
     def parts(name: str) -> tuple[tuple[Parcel, ...], ...]:
         return tuple(tuple(Parcel(**each) for each in parcels) for parcels in facts[name])
 
-    return GradientPlan(parts("moe"), parts("dense"), tuple(map(int, facts["sizes"])))
+    plan = GradientPlan(parts("moe"), parts("dense"), tuple(map(int, facts["sizes"])))
+    messages = sum(map(len, plan.parts))
+    if messages > _MOST_MESSAGES:
+        raise ValueError(f"gradients in {messages} messages: at most {_MOST_MESSAGES} are read")
+    return plan
