@@ -69,10 +69,10 @@ class Reading:
             return
 
         def load(path: str, map_location: Any = None) -> Any:
-            self._check_named(Path(path))
             expert = expert_file(Path(path).name) if recut or sharper else None
             if expert is not None:
                 return self._expert(*expert, sharper, strict)
+            self._check_named(Path(path))
             found = read_file(Path(path), self._trusted, map_location or "cpu")
             if sharper and Path(path).name == DENSE_FILE:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ds_fsmoe.checkpoint_ranks import Ranks
@@ -30,9 +29,9 @@ from ds_fsmoe.saving import tags
 from ds_fsmoe.saving.manifest import Manifest
 from ds_fsmoe.saving.numbering import Numbering
 from ds_fsmoe.saving.pieces import Index, read_index
-from ds_fsmoe.saving.plain_files import problem_of
 from ds_fsmoe.saving.publishing import recover
 from ds_fsmoe.saving.random_states import set_random_states
+from ds_fsmoe.saving.reading import read_file
 from ds_fsmoe.saving.tags import CheckpointError
 
 
@@ -189,9 +188,7 @@ class Checkpoints:
         loaded: dict[str, Any] = {}
 
         def read() -> None:
-            if (problem := problem_of(own, place)) is not None:
-                raise CheckpointError(problem)
-            loaded.update(torch.load(own, map_location="cpu", weights_only=True))
+            loaded.update(read_file(own))
             if loaded["format"] != STATE_FORMAT:
                 raise CheckpointError(f"{own} is of format {loaded['format']!r}: this version reads {STATE_FORMAT}")
             set_random_states(loaded["random"])

@@ -180,5 +180,7 @@ def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
         numbers = {each[1] for each in map(expert_file, manifest.files) if each is not None and each[0] == at}
         named = sum(number < wanted for number in numbers)
         if named < wanted:
-            found.append(f"{folder / NAME} names {named} files of experts of {layer.path}, and should name {wanted}")
+            found.append(
+                f"{folder} has {named} files of experts of {layer.path}, and should have {wanted} by its {NAME}"
+            )
     return found

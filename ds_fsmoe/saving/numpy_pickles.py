@@ -109,6 +109,9 @@ def _of_cores(reconstruct: Any, scalar: Any) -> list[tuple[Any, str]]:
     ]
 
 
+BYTES: tuple[Any, ...] = ((encode_latin1, "_codecs.encode"), (no_bytes, "builtins.bytes"))
+"""By which names files hold bytes, and what these names stand for."""
+
 STAND_INS: tuple[Any, ...] = (
     (_ArrayType, "numpy.ndarray"),
     (_Kind, "numpy.dtype"),

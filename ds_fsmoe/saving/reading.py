@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import _weights_only_unpickler
 
-from ds_fsmoe.saving.numpy_pickles import NUMPY, STAND_INS, Anything, encode_latin1, no_bytes
+from ds_fsmoe.saving.numpy_pickles import BYTES, NUMPY, STAND_INS, Anything
 from ds_fsmoe.saving.plain_files import problem_of
 from ds_fsmoe.saving.tags import CheckpointError
 
@@ -28,9 +29,7 @@ PLAIN: tuple[Any, ...] = (
     *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.Path),
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     slice,
-    # By which bytes are written.
-    (encode_latin1, "_codecs.encode"),
-    (no_bytes, "builtins.bytes"),
+    *BYTES,
 )
 
 # What DeepSpeed's own files name: a class or two with numbers in it.
@@ -95,9 +94,14 @@ def _allowed(*classes: Any) -> Iterator[None]:
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(list(classes))
+    # torch allows every codec by itself, and what it allows goes before what it is told.
+    by_itself = _weights_only_unpickler._get_allowed_globals()
+    bytes_by = {name: by_itself[name] for _, name in BYTES if name in by_itself}
+    by_itself |= {name: function for function, name in BYTES if name in by_itself}
     try:
         yield
     finally:
+        by_itself |= bytes_by
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
 
