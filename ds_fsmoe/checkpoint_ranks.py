@@ -84,12 +84,8 @@ class Ranks:
     @contextmanager
     def at_barriers(self) -> Iterator[None]:
         """Where DeepSpeed's engine waits for the other ranks, they :meth:`meet` meanwhile."""
-        comm = stock_engine.dist
-        stock_engine.dist = _Meeting(comm, self.meet)
-        try:
+        with replaced(stock_engine, "dist", _Meeting(stock_engine.dist, self.meet)):
             yield
-        finally:
-            stock_engine.dist = comm
 
     def _compare(self, what: str, error: Exception | None) -> None:
         own = None
@@ -107,6 +103,19 @@ class Ranks:
         if told:
             self._told = CheckpointError("; ".join(told))
             raise self._told from error
+
+
+@contextmanager
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """An object or module has another attribute meanwhile, and then what it had itself, if anything."""
+    own = {each: found for each, found in vars(thing).items() if each == name}
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        delattr(thing, name)
+        for found in own.values():
+            setattr(thing, name, found)
 
 
 class _Meeting:

@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe import optimizer_pieces
+from ds_fsmoe.checkpoint_ranks import replaced
 from ds_fsmoe.components.shards import cuts_of
 from ds_fsmoe.optimizer_pieces import missing_and_unexpected, optimizer_name
 from ds_fsmoe.saving.manifest import NAME, Manifest
@@ -78,11 +79,8 @@ class Reading:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
             return found
 
-        files.load = load
-        try:
+        with replaced(files, "load", load):
             yield
-        finally:
-            del files.load
 
     def _check_named(self, path: Path) -> None:
         """A file that the manifest does not name was not held against a checksum."""

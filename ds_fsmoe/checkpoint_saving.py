@@ -7,7 +7,6 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint_ranks import Ranks
+from ds_fsmoe.checkpoint_ranks import Ranks, replaced
 from ds_fsmoe.components.shards import cuts_of
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.optimizer_pieces import index_of
@@ -100,7 +99,8 @@ class Saving:
         try:
             ranks.on_leaders(f"making room for {folder / tag}", publication.begin)
             ranks.together(f"looking for {self._place}", self._look)
-            with ranks.at_barriers(), self._noted_writes():
+            files = self._engine.checkpoint_engine
+            with ranks.at_barriers(), replaced(files, "save", self._noting_writes(files.save)):
                 result = ranks.together(f"writing {self._place}", lambda: write(self._name))
             own = self._place / state_file(dist.get_rank())
             ranks.together(f"writing {own}", lambda: self._write_state(own))
@@ -125,22 +125,15 @@ class Saving:
                 "file system that they share, or set checkpoint.use_node_local_storage"
             )
 
-    @contextmanager
-    def _noted_writes(self) -> Iterator[None]:
-        """What this rank writes meanwhile is its own to sync: another host may not have it in memory."""
-        files = self._engine.checkpoint_engine
-        save = files.save
+    def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """What this rank writes is its own to sync: another host may not have it in memory."""
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
             result = save(state_dict, path, *args, **options)
             self._written.append(Path(path))
             return result
 
-        files.save = noted
-        try:
-            yield
-        finally:
-            del files.save
+        return noted
 
     def _write_state(self, own: Path) -> None:
         state = self._engine.fsmoe
