@@ -98,6 +98,7 @@ class Checkpoints:
         """
         ranks = self._ranks
         with_optimizer = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
+        with_optimizer = with_optimizer and self._engine.optimizer is not None
         found = self.check(folder, tag, asked)
         if found is None:
             return read(str(folder), None, **asked)
@@ -112,23 +113,22 @@ class Checkpoints:
         if manifest is not None:
             differences, recut = self._differences(manifest), self._is_recut(manifest)
             _tell_versions(place, manifest)
-            if with_optimizer and not differences and not self._lies_alike(place, index):
-                differences = ["the order of ranks or of parameters"]
+            if with_optimizer and not differences:
+                ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
+                if not self._lies_alike(place, index):
+                    differences = ["the order of ranks or of parameters"]
         moved = bool(differences) and with_optimizer
         if moved:
             ranks.together(f"moving {place}", lambda: self._check_move(place, differences, reading))
             asked = asked | {"load_optimizer_states": False}
-        else:
-            if with_optimizer:
-                ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
-            if recut:
-                ranks.together(f"reading {place}", lambda: self._check_one_stage(place, differences))
+        elif recut:
+            ranks.together(f"reading {place}", lambda: self._check_one_stage(place, differences))
         sharper = moved and manifest is not None and manifest.sizes.dtype != sizes.dtype == "float32"
         with reading.in_use(recut, sharper, asked.get("load_module_strict", True)):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
         if not with_optimizer or moved:
             ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
-        elif self._engine.optimizer is not None:
+        else:
             ranks.together(f"reading {place}", lambda: self._check_settings(place))
         if moved:
             ranks.together(f"moving {place}", reading.fill_optimizer)
@@ -227,7 +227,7 @@ class Checkpoints:
     def _check_optimizer(self, place: Path, index: Index | None) -> None:
         """Before anything is loaded: whether the states are of this optimizer."""
         now = optimizer_name(self._engine)
-        if index is not None and self._engine.optimizer is not None and index.optimizer != now:
+        if index is not None and index.optimizer != now:
             raise CheckpointError(
                 f"{place} has states of {index.optimizer}, and this job's optimizer is {now}. Load it with "
                 "load_optimizer_states=False, which takes the weights, or with the optimizer of then"
