@@ -66,7 +66,8 @@ class Checkpoints:
                 where ``latest`` itself cannot be written is the new tag there already.
         """
         self.check_tag(folder, tag, save_latest)
-        warn_of_what_is_lost(self._engine, Path(folder) / tag, client_state)
+        place = Path(folder) / tag
+        self._ranks.together(f"saving {place}", lambda: warn_of_what_is_lost(self._engine, place, client_state))
         return Saving(self._engine, self._ranks, Path(folder), tag).save(write, save_latest)
 
     def check_tag(self, folder: str | Path, tag: str, save_latest: bool) -> None:
@@ -128,7 +129,7 @@ class Checkpoints:
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
         if not with_optimizer or moved:
             ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
-        else:
+        elif index is None:
             ranks.together(f"reading {place}", lambda: self._check_settings(place))
         if moved:
             ranks.together(f"moving {place}", reading.fill_optimizer)
@@ -234,7 +235,7 @@ class Checkpoints:
             )
 
     def _check_settings(self, place: Path) -> None:
-        """After stock's states were loaded, of which nothing says whose they are."""
+        """After states were loaded of which nothing says whose they are, as of stock's."""
         missing = settings_missing(self._engine)
         if missing:
             raise CheckpointError(

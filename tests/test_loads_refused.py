@@ -42,12 +42,7 @@ def other_optimizers(rank: int, world_size: int, folder: str) -> dict[str, str]:
     hurry()
     said = {}
     stock, ours = deepspeed.initialize, ds_fsmoe.initialize
-    for saver, stage, kept, other in (
-        ("ours", 0, ADAM, SGD),
-        ("ours", 1, ADAM, SGD),
-        ("ours", 1, SGD, ADAM),
-        ("stock", 1, ADAM, SGD),
-    ):
+    for saver, stage, kept, other in (("ours", 0, ADAM, SGD), ("ours", 1, SGD, ADAM), ("stock", 1, ADAM, SGD)):
         case, name = Case(ep_size=2, stage=stage, k=2), f"{saver} {stage} {kept['type']}"
         ds_fsmoe.initialize = stock if saver == "stock" else ours
         engine = make(rank, case, optimizer=kept)
@@ -74,7 +69,7 @@ def other_optimizers(rank: int, world_size: int, folder: str) -> dict[str, str]:
 def test_another_optimizer_in_the_same_layout_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
     first, second = run_on_ranks(other_optimizers, 2, tmp_path / "ranks", str(tmp_path / "saved"))
     assert first == second
-    assert len(first) == 4
+    assert len(first) == 3
     for name, said in first.items():
         saver, _, kept = name.split()
         kept, now = ("AdamW", "SGD") if kept == "Adam" else ("SGD", "AdamW")
@@ -242,6 +237,11 @@ def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(tmp_path:
     assert "mp_rank_00_model_states.pt" in converted("out")
     assert not (tmp_path / "out" / "tag" / "link.txt").exists()
     assert all((tmp_path / name / "mine").exists() for name in ("out.saving", "out.before"))
+    files = convert.export_stock(convert.open_checked(saved / "tag"), tmp_path / "again")
+    next(files)
+    rewrite(saved / "tag", lambda found: found["versions"].update(torch="another"))
+    with pytest.raises(CheckpointError, match="was saved over while it was read: convert it again"):
+        list(files)
     rewrite(saved / "tag", lambda found: found["files"].update({"link.txt": {"size_bytes": 6, "sha256": "x"}}))
     with pytest.raises(CheckpointError, match=r"link\.txt is a link to"):
         converted("again")

@@ -98,6 +98,19 @@ def fail_everywhere(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             said[name] = said_by(lambda name=name: engine.save_checkpoint(folder, name))
         # Not one collective too many or too few.
         train(engine, rank, 0, 1)
+    describe = manifest.Manifest.write
+
+    def beside_another_job(self: manifest.Manifest, place: Path) -> None:
+        describe(self, place)
+        other = publishing.Publication(Path(folder), "good", "00000000")
+        other.begin()
+        (other.unfinished / "theirs").write_text("x")
+        other.publish()
+
+    with patch.object(manifest.Manifest, "write", beside_another_job):
+        said["two jobs"] = said_by(lambda: engine.save_checkpoint(folder, "good"))
+    assert (Path(folder) / "good" / "theirs").exists()
+    engine.save_checkpoint(folder, "good")
     said["tags"] = said_by(lambda: engine.save_checkpoint(folder, f"of rank {rank}"))
     said["steps"] = said_by(lambda: engine.save_checkpoint(folder, "a", save_latest=rank == 0))
     said["no folder"] = said_by(lambda: engine.save_checkpoint(folder if rank else "", "a"))
@@ -124,6 +137,7 @@ def test_a_save_that_fails_on_one_rank_ends_on_all_with_its_cause_and_nothing_is
         where = "ranks 0-1" if len(ranks) > 1 else f"rank {ranks[0]}"
         assert f"failed on {where}: OSError: [Errno 28] No space left on device" in first[name], (name, first[name])
         assert str(folder) in first[name]
+    assert "another job has saved" in first["two jobs"]
     assert "tag: rank 0: 'of rank 0'; rank 1: 'of rank 1'" in first["tags"]
     assert "save_latest: rank 0: 'True'; rank 1: 'False'" in first["steps"]
     assert "save_dir is given: rank 0: 'False'; rank 1: 'True'" in first["no folder"]

@@ -106,7 +106,7 @@ def export_tensors(
         if new in sources:
             raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
         sources[new] = Source(like.shape, like.numel() * wanted.itemsize, _reader(whole, name, wanted))
-    yield from _into(target, lambda folder: write_tensors(sources, folder, limit_bytes))
+    yield from _into(target, lambda folder: write_tensors(sources, folder, limit_bytes), whole)
 
 
 def _reader(whole: Whole, name: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -141,7 +141,7 @@ def export_stock(whole: Whole, target: Path) -> Told:
             yield from _write_experts(place, _expert_sources(whole), list(whole.numbering))
         (folder / tags.LATEST).write_text(place.name)
 
-    yield from _into(target, write)
+    yield from _into(target, write, whole)
 
 
 def _expert_sources(whole: Whole) -> dict[ExpertName, Callable[[], torch.Tensor]]:
@@ -239,14 +239,16 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(each), "") if each.isdigit() else (-1, each) for each in re.split(r"(\d+)", name)]
 
 
-def _into(target: Path, write: Callable[[Path], Told]) -> Told:
-    """A folder that is there whole or not at all."""
+def _into(target: Path, write: Callable[[Path], Told], source: Whole | None = None) -> Told:
+    """A folder that is there whole or not at all, and of one checkpoint alone."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} is there already, and not empty")
     publication = Publication(target.parent, target.name, secrets.token_hex(4))
     publication.begin()
     try:
         yield from write(publication.unfinished)
+        if source is not None and read_manifest(source.place) != source.manifest:
+            raise CheckpointError(f"{source.place} was saved over while it was read: convert it again")
         publication.sync()
         publication.publish()
     except BaseException:  # whatever it is, nothing half written stays

@@ -70,7 +70,13 @@ class Publication:
         recover(self._folder, self._tag)
         _clear(self._folder, self._tag)
         self._replaces = _state_of(self._place)
-        self.unfinished.mkdir()
+        try:
+            self.unfinished.mkdir()
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"{self.unfinished} was made by another rank of this job: nodes share that file system, so "
+                "checkpoint.use_node_local_storage has to be left out"
+            ) from error
         try:
             self._ownership = Ownership(self.unfinished, self._token)
         except OSError:
