@@ -348,7 +348,13 @@ def test_latest_is_written_through_no_link(tmp_path: Path) -> None:
     (tmp_path / tags.unfinished_name(tags.LATEST, "")).symlink_to(victim)
     with pytest.raises(FileExistsError):
         tags.point(tmp_path, "b", TOKENS[1])
+    # What a killed save left there goes with a later one; what may be of a living one stays.
+    for token in TOKENS[3:5]:
+        (tmp_path / tags.unfinished_name(tags.LATEST, token)).write_text("")
+    os.utime(tmp_path / tags.unfinished_name(tags.LATEST, TOKENS[3]), (0, 0))
     (tmp_path / tags.LATEST).unlink()
     (tmp_path / tags.LATEST).symlink_to(victim)
     tags.point(tmp_path, "b", TOKENS[2])
     assert (victim.read_text(), tags.latest(tmp_path)) == ("mine", "b")
+    left = [(tmp_path / tags.unfinished_name(tags.LATEST, token)).exists() for token in TOKENS[3:5]]
+    assert left == [False, True]

@@ -34,6 +34,7 @@ logger = logging.getLogger("ds_fsmoe")
 
 # How long a tag may have no folder before a save that may be under way is taken for one that was killed.
 _LOOKS, _BETWEEN_LOOKS_S = 40, 0.05
+_TRIES = 3
 
 
 class Publication:
@@ -104,16 +105,10 @@ class Publication:
             raise CheckpointError(f"{self.unfinished} was removed or taken by another job while it was written")
         self._check_place(self._place)
         replaces = os.path.lexists(self._place)
-        if replaces:
-            self._place.rename(self._before)
         try:
-            if replaces:
-                self._check_place(self._before)
-            self.unfinished.rename(self._place)
-        except (OSError, CheckpointError) as error:
-            if replaces and not os.path.lexists(self._place):
-                self._before.rename(self._place)
-            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            self._swap(replaces)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise self._taken() from error
             raise
         to_disk(self._place.parent)
@@ -135,6 +130,19 @@ class Publication:
         """Leave the folder to others."""
         if self._ownership is not None:
             self._ownership.release()
+
+    def _swap(self, replaces: bool) -> None:
+        if replaces:
+            self._place.rename(self._before)
+        try:
+            if replaces:
+                self._check_place(self._before)
+            self.unfinished.rename(self._place)
+        except (OSError, CheckpointError):
+            with suppress(OSError):  # not over what another job has put there
+                if replaces and not os.path.lexists(self._place):
+                    self._before.rename(self._place)
+            raise
 
     def _check_place(self, found_at: Path) -> None:
         if _state_of(found_at) != self._replaces:
@@ -246,11 +254,18 @@ def _finish(before: Path, place: Path) -> None:
     with suppress(CheckpointError):
         manifest = manifests.read_manifest(before)
         known = set() if manifest is None else {manifests.NAME, *manifest.files}
-    try:
-        _move_along(before, place, known, "")
-        before.rmdir()
-    except OSError as error:
-        logger.warning("%s was saved over, and some of what lay in it is still in %s: %s", place, before, error)
+    problem: OSError | None = None
+    for _ in range(_TRIES):
+        try:
+            _move_along(before, place, known, "")
+            before.rmdir()
+        except FileNotFoundError as error:  # another process may be at it, too
+            problem = error
+        except OSError as error:
+            problem = error
+            break
+    if before.exists():
+        logger.warning("%s was saved over, and some of what lay in it is still in %s: %s", place, before, problem)
 
 
 def _move_along(old: Path, new: Path, known: Collection[str], prefix: str) -> None:

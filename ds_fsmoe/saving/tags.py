@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from contextlib import suppress
 from pathlib import Path, PurePath
 
 from ds_fsmoe.saving.plain_files import problem_of, to_disk, write_new
@@ -15,6 +17,8 @@ LATEST = "latest"
 _TAKEN = (LATEST, f"{LATEST}{SAVING}", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _UNFINISHED = re.compile(rf"\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(BEFORE)})$")
 _MOST_BYTES = 4096
+# To write a name takes no time: a file of that age is of a save that was killed.
+_LEFT_BEHIND_S = 3600.0
 
 
 class CheckpointError(RuntimeError):
@@ -69,6 +73,10 @@ def point(folder: Path, tag: str, token: str) -> None:
         OSError: the file system refuses.
     """
     unfinished = folder / unfinished_name(LATEST, token)
+    for each in folder.glob(f"{LATEST}.????????{SAVING}"):
+        with suppress(OSError):
+            if time.time() - each.lstat().st_mtime > _LEFT_BEHIND_S:
+                each.unlink()
     try:
         write_new(unfinished, tag)
         unfinished.replace(folder / LATEST)
