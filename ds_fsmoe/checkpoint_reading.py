@@ -15,8 +15,10 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe import optimizer_pieces
+from ds_fsmoe.checkpoint_ranks import replaced
 from ds_fsmoe.components.shards import cuts_of
 from ds_fsmoe.optimizer_pieces import missing_and_unexpected, optimizer_name
+from ds_fsmoe.saving.manifest import NAME, Manifest
 from ds_fsmoe.saving.numbering import ExpertName, Numbering, cut_out, expert_file, expert_name
 from ds_fsmoe.saving.pieces import MASTER
 from ds_fsmoe.saving.reading import OF_DEEPSPEED, read_file
@@ -30,47 +32,19 @@ def trusted_classes(names: list[str]) -> tuple[Any, ...]:
     return tuple(getattr(importlib.import_module(module), attribute) for module, _, attribute in parts)
 
 
-class FailedWrites:
-    """What went wrong while DeepSpeed wrote: kept, as the other ranks go on and would wait for this one."""
-
-    def __init__(self) -> None:
-        self.errors: list[Exception] = []
-
-    def raise_first(self) -> None:
-        """If there was one."""
-        if self.errors:
-            raise self.errors[0]
-
-
-@contextmanager
-def caught_writes(files: Any) -> Iterator[FailedWrites]:
-    """DeepSpeed writes by these files' ``save`` meanwhile, and no error leaves that."""
-    failed, save = FailedWrites(), files.save
-
-    def caught(*args: Any, **options: Any) -> Any:
-        try:
-            return save(*args, **options)
-        except Exception as error:  # whatever it is, it is told when all ranks are there
-            failed.errors.append(error)
-
-    files.save = caught
-    try:
-        yield failed
-    finally:
-        del files.save
-
-
 class Reading:
     """One tag, as it is to be loaded by an engine.
 
     Args:
         engine: of ours.
         place: folder of the tag.
+        manifest: of it; ``None`` for stock's.
     """
 
-    def __init__(self, engine: Any, place: Path) -> None:
+    def __init__(self, engine: Any, place: Path, manifest: Manifest | None) -> None:
         self._engine = engine
         self._place = place
+        self._manifest = manifest
         self._trusted = trusted_classes(engine.fsmoe.block.checkpoint.trusted)
         self._whole: Whole | None = None
 
@@ -99,16 +73,21 @@ class Reading:
             expert = expert_file(Path(path).name) if recut or sharper else None
             if expert is not None:
                 return self._expert(*expert, sharper, strict)
+            self._check_named(Path(path))
             found = read_file(Path(path), self._trusted, map_location or "cpu")
             if sharper and Path(path).name == DENSE_FILE:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
             return found
 
-        files.load = load
-        try:
+        with replaced(files, "load", load):
             yield
-        finally:
-            del files.load
+
+    def _check_named(self, path: Path) -> None:
+        """A file that the manifest does not name was not held against a checksum."""
+        named = () if self._manifest is None else self._manifest.files
+        is_here = path.is_relative_to(self._place)
+        if self._manifest is not None and is_here and path.relative_to(self._place).as_posix() not in named:
+            raise CheckpointError(f"{path} is not named in {NAME}: it is not of this checkpoint")
 
     def check_states(self) -> None:
         """Before anything is loaded: whether the states of the optimizer can be moved here.

@@ -7,50 +7,30 @@ file for each rank, with its random generators and the plans it runs by: who goe
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint_reading import Reading, caught_writes
-from ds_fsmoe.components.shards import cuts_of
+from ds_fsmoe.checkpoint_ranks import Ranks
+from ds_fsmoe.checkpoint_reading import Reading
+from ds_fsmoe.checkpoint_saving import Saving, sizes_of, state_file, states_file, warn_of_what_is_lost
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.optimizer_pieces import index_of, refresh_masters
-from ds_fsmoe.plan_state import STATE_FORMAT, RankState, go_on_with, is_settled, plans_of, read_rank_state
+from ds_fsmoe.optimizer_pieces import index_of, optimizer_name, refresh_masters, settings_missing
+from ds_fsmoe.plan_state import RankState, go_on_with, read_rank_state
 from ds_fsmoe.progress import shown
 from ds_fsmoe.runtime.agreement import facts_of_versions
 from ds_fsmoe.saving import manifest as manifests
-from ds_fsmoe.saving import pieces, tags
-from ds_fsmoe.saving.manifest import LayerSizes, Manifest, Sizes
+from ds_fsmoe.saving import tags
+from ds_fsmoe.saving.manifest import Manifest
 from ds_fsmoe.saving.numbering import Numbering
-from ds_fsmoe.saving.pieces import Index, merged, read_index
-from ds_fsmoe.saving.random_states import random_states, set_random_states
+from ds_fsmoe.saving.pieces import Index, read_index
+from ds_fsmoe.saving.publishing import recover
+from ds_fsmoe.saving.random_states import set_random_states
 from ds_fsmoe.saving.tags import CheckpointError
-
-
-def state_file(rank: int) -> str:
-    """In the folder of a tag."""
-    return f"fsmoe_rank_{rank:05d}.pt"
-
-
-def sizes_of(engine: Any) -> Sizes:
-    """How an engine's job is laid out."""
-    running = engine.fsmoe.running
-    dtype = next((str(each.dtype) for each in engine.module.parameters()), "none")
-    return Sizes(
-        world=dist.get_world_size(),
-        mp=running.mp_size,
-        pp=running.pp_size,
-        zero_stage=engine.zero_optimization_stage(),
-        esp=engine.fsmoe.block.esp_size,
-        dtype=dtype.removeprefix("torch."),
-    )
 
 
 class Checkpoints:
@@ -62,8 +42,11 @@ class Checkpoints:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._ranks = Ranks(engine)
 
-    def save(self, folder: Path, tag: str, write: Callable[[str], Any], save_latest: bool) -> Any:
+    def save(
+        self, folder: str | Path, tag: str, write: Callable[[str], Any], save_latest: bool, client_state: Any
+    ) -> Any:
         """Write a tag, publish it, and let ``latest`` name it.
 
         Args:
@@ -71,26 +54,31 @@ class Checkpoints:
             tag: a name, or a path in the folder.
             write: writes DeepSpeed's files into the folder under the name it is given.
             save_latest: whether ``latest`` is to name it.
+            client_state: what the user keeps beside it; of what could not be read again, a warning is logged.
 
         Returns:
             What ``write`` has returned.
 
         Raises:
-            CheckpointError: on every rank, if one could not write; ``latest`` and its tag are as they were.
+            CheckpointError: on every rank, if one could not do its part; ``latest`` and its tag are as they were. Only
+                where ``latest`` itself cannot be written is the new tag there already.
         """
-        unfinished = tags.unfinished_name(tag)
-        self._on_leaders(f"making room for {folder / unfinished}", lambda: tags.clear(folder, tag))
-        with caught_writes(self._engine.checkpoint_engine) as failed:
-            result = write(unfinished)
-        self._together(f"writing {folder / unfinished}", failed.raise_first)
-        own = folder / unfinished / state_file(dist.get_rank())
-        self._together(f"writing {own}", lambda: torch.save(self._state(), own))
-        self._write_index(folder / unfinished)
-        self._describe(folder / unfinished)
-        self._on_leaders(f"publishing {folder / tag}", lambda: self._publish(folder, tag))
-        if save_latest:
-            self._on_leaders(f"writing {folder / tags.LATEST}", lambda: tags.point(folder, tag))
-        return result
+        self.check_tag(folder, tag, save_latest)
+        place = Path(folder) / tag
+        self._ranks.together(f"saving {place}", lambda: warn_of_what_is_lost(self._engine, place, client_state))
+        return Saving(self._engine, self._ranks, Path(folder), tag).save(write, save_latest)
+
+    def check_tag(self, folder: str | Path, tag: str, save_latest: bool) -> None:
+        """Check that all ranks are about to save under the same tag, and that it can be found again.
+
+        Raises:
+            CheckpointError: on every rank.
+        """
+        # A folder may be named otherwise on another host.
+        facts = {"tag": tag, "save_dir is given": bool(folder), "save_latest": bool(save_latest)}
+        self._ranks.agree("what to save", facts)
+        if folder:
+            tags.check_new(folder, tag)
 
     def load(self, folder: Path, tag: str | None, read: Callable[..., Any], asked: dict[str, Any]) -> Any:
         """Check a tag, read it, and go on from it.
@@ -107,15 +95,18 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, with what is wrong with which file.
         """
+        ranks = self._ranks
         with_optimizer = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
         if tag is None:
-            self._together(f"looking for {folder}", lambda: tags.check_there(folder))
-        found = self.check(folder, tag)
+            ranks.together(f"looking for {folder}", lambda: tags.check_there(folder))
+        with_optimizer = with_optimizer and self._engine.optimizer is not None
+        found = self.check(folder, tag, asked)
         if found is None:
             return read(str(folder), None, **asked)
-        place = folder / found
-        manifest = manifests.read_manifest(place)
-        reading = Reading(self._engine, place)
+        tag, manifest = found
+        place = folder / tag
+        reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest))
+        index = ranks.together(f"reading {place}", lambda: read_index(place))
         sizes = sizes_of(self._engine)
         # Stock's, and whatever else has no manifest, has whole experts.
         differences = [f"esp_size 1 -> {sizes.esp}"] if manifest is None and sizes.esp > 1 else []
@@ -123,61 +114,65 @@ class Checkpoints:
         if manifest is not None:
             differences, recut = self._differences(manifest), self._is_recut(manifest)
             _tell_versions(place, manifest)
-            if with_optimizer and not differences and not self._lies_alike(place):
-                differences = ["the order of ranks or of parameters"]
+            if with_optimizer and not differences:
+                ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
+                if not self._lies_alike(place, index):
+                    differences = ["the order of ranks or of parameters"]
         moved = bool(differences) and with_optimizer
         if moved:
-            self._together(f"moving {place}", lambda: self._check_move(place, differences, reading))
+            ranks.together(f"moving {place}", lambda: self._check_move(place, differences, reading))
             asked = asked | {"load_optimizer_states": False}
         elif recut:
-            self._together(f"reading {place}", lambda: self._check_one_stage(place, differences))
+            ranks.together(f"reading {place}", lambda: self._check_one_stage(place, differences))
         sharper = moved and manifest is not None and manifest.sizes.dtype != sizes.dtype == "float32"
         own = None if asked.get("load_module_only", False) else self._read_state(place, manifest)
-        results: list[Any] = []
         with reading.in_use(recut, sharper, asked.get("load_module_strict", True)):
-            self._together(f"reading {place}", lambda: results.append(read(str(folder), found, **asked)))
-        result = results[0]
+            result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
         if not with_optimizer or moved:
-            refresh_masters(self._engine)
+            ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
+        elif index is None:
+            ranks.together(f"reading {place}", lambda: self._check_settings(place))
         if moved:
-            self._together(f"moving {place}", reading.fill_optimizer)
+            ranks.together(f"moving {place}", reading.fill_optimizer)
             log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
             if result[1] is not None:
                 result[1].pop("optimizer", None)
         if result[0] is not None and own is not None:
             self._go_on(own)
+        ranks.on_leaders(f"reading {place}", lambda: _check_not_saved_over(place, manifest))
         return result
 
-    def check(self, folder: Path, tag: str | None) -> str | None:
+    def check(self, folder: Path, tag: str | None, asked: dict[str, Any]) -> tuple[str, Manifest | None] | None:
         """Before a tag is read: which one, and whether it is whole.
 
         Args:
             folder: of all tags.
             tag: or ``None`` for what ``latest`` names.
+            asked: what of it is to be read.
 
         Returns:
-            The tag; ``None`` if there is none to be read.
+            The tag and what it is said to be; ``None`` if there is none to be read.
 
         Raises:
             CheckpointError: on every rank, with what is wrong with which file.
         """
-        found: list[str | None] = [tag]
-        if tag is None:
-            self._together(f"reading {folder / tags.LATEST}", lambda: found.__setitem__(0, tags.latest(folder)))
-            tag = found[0]
-            if tag is None:
-                return None
-        wanted = tag
-        self._on_leaders(f"looking for {folder / tag}", lambda: _recover(folder, wanted))
-        place = folder / tag
-        described: list[Manifest | None] = [None]
-        self._together(f"reading {place}", lambda: described.__setitem__(0, manifests.read_manifest(place)))
-        manifest = described[0]
-        if manifest is None:
-            return tag
-        self._together(f"checking {place}", lambda: self._check_layers(place, manifest))
-        self._together(f"checking {place}", lambda: self._check_files(place, manifest))
-        return tag
+        ranks = self._ranks
+        wanted = ranks.together(f"reading {folder / tags.LATEST}", lambda: tags.latest(folder) if tag is None else tag)
+        # A function has no text that is the same on every rank.
+        facts = {name: each if not callable(each) else "a function" for name, each in asked.items()}
+        ranks.agree("what to load", {"tag": wanted} | facts)
+        if wanted is None:
+            return None
+        place = folder / wanted
+        ranks.on_leaders(f"looking for {place}", lambda: _recover(folder, wanted))
+        manifest = ranks.together(f"reading {place}", lambda: manifests.read_manifest(place))
+        # All that follows is decided by it.
+        ranks.agree(f"what {place} is", {manifests.NAME: hashlib.sha256(repr(manifest).encode()).hexdigest()})
+        ranks.on_leaders(f"checking {place}", lambda: _check_all_is_named(place, manifest))
+        if manifest is not None:
+            ranks.together(f"checking {place}", lambda: self._check_layers(place, manifest))
+            ranks.together(f"checking {place}", lambda: self._check_files(place, manifest))
+        return wanted, manifest
 
     def _read_state(self, place: Path, manifest: Manifest | None) -> RankState | None:
         """What this rank goes on with, once the tag has been read: looked at before, as an error should find the engine
@@ -190,16 +185,14 @@ class Checkpoints:
             CheckpointError: on every rank, if the state of one is damaged.
         """
         own = place / state_file(dist.get_rank())
-        if manifest is None or manifest.sizes.world != dist.get_world_size():
+        if manifest is None or manifest.sizes.world != dist.get_world_size() or state_file(0) not in manifest.files:
             log_on_rank_0(
-                f"{place} was saved by stock DeepSpeed or by another number of ranks: random generators and plans are "
-                "not taken from it"
+                f"{place} was saved by stock DeepSpeed or by another number of ranks, or converted: random generators "
+                "and plans are not taken from it"
             )
             return None
-        found: list[RankState] = []
         fits = not self._differences(manifest)
-        self._together(f"reading {own}", lambda: found.append(read_rank_state(own, self._engine.fsmoe, fits)))
-        return found[0]
+        return self._ranks.together(f"reading {own}", lambda: read_rank_state(own, self._engine.fsmoe, fits))
 
     def _go_on(self, own: RankState) -> None:
         """Draw and plan as when the tag was saved. Collective."""
@@ -210,75 +203,39 @@ class Checkpoints:
         if all(every) and own.plans is not None:
             go_on_with(self._engine.fsmoe, own.plans)
 
-    def _state(self) -> dict[str, Any]:
-        state = self._engine.fsmoe
-        plans = plans_of(state) if is_settled(state) else None
-        return {"format": STATE_FORMAT, "random": random_states(), "plans": json.dumps(plans)}
-
-    def _describe(self, place: Path) -> None:
-        """Sum up every file, each rank some of those it sees, and write the manifest."""
-        names = manifests.names_in(place)
-        seen: list[Sequence[str]] = [names] * dist.get_world_size()
-        dist.all_gather_object(seen, names)
-        own = {}
-
-        def sum_up() -> None:
-            names = sorted({each for every in seen for each in every})
-            owners_of = {name: [rank for rank, every in enumerate(seen) if name in every] for name in names}
-            mine = [
-                name
-                for at, (name, owners) in enumerate(owners_of.items())
-                if owners[at % len(owners)] == dist.get_rank()
-            ]
-            own.update({name: manifests.sum_of(place / name) for name in shown(mine, f"summing up {place.name}")})
-
-        self._together(f"summing up {place}", sum_up)
-        of_ranks: list[dict[str, Any]] = [own] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
-        files = {name: each for every in of_ranks for name, each in every.items()}
-        engine = self._engine
-        layers = tuple(
-            LayerSizes(
-                name,
-                layer.num_experts,
-                layer.deepspeed_moe.ep_size,
-                cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0]),
-            )
-            for name, layer in engine.fsmoe.layers.items()
-        )
-        manifest = Manifest(
-            sizes_of(engine), layers, facts_of_versions(("torch", "deepspeed")), dict(sorted(files.items()))
-        )
-        self._on_leaders(f"writing {place / manifests.NAME}", lambda: manifest.write(place))
-
-    def _lies_alike(self, place: Path) -> bool:
+    def _lies_alike(self, place: Path, index: Index | None) -> bool:
         """Whether each rank's states lie where this job would have put them; without an index that is not known."""
-        index, own = read_index(place), None
-        if index is not None:
-            file = self._states_file(place)
+
+        def compare() -> bool | None:
+            if index is None:
+                return None
+            file = states_file(self._engine, place)
             there = [each.pieces for each in index.groups if each.file == file]
             found = index_of(self._engine, file)
-            own = found is None or [each.pieces for each in found.groups] == there
+            return found is None or [each.pieces for each in found.groups] == there
+
+        own = self._ranks.together(f"comparing {place}", compare)
         every = [own] * dist.get_world_size()
         dist.all_gather_object(every, own)
         return all(each is None or each for each in every)
 
-    def _states_file(self, place: Path) -> str:
-        """Where DeepSpeed has the states of this rank."""
-        engine = self._engine
-        if engine.zero_optimization():
-            return Path(engine._get_zero_ckpt_name(str(place.parent), place.name)).name
-        expert_rank = stock_groups._get_expert_parallel_rank(stock_groups._get_max_expert_size_name())
-        return Path(engine._get_optimizer_ckpt_name(str(place.parent), place.name, expert_rank)).name
+    def _check_optimizer(self, place: Path, index: Index | None) -> None:
+        """Before anything is loaded: whether the states are of this optimizer."""
+        now = optimizer_name(self._engine)
+        if index is not None and index.optimizer != now:
+            raise CheckpointError(
+                f"{place} has states of {index.optimizer}, and this job's optimizer is {now}. Load it with "
+                "load_optimizer_states=False, which takes the weights, or with the optimizer of then"
+            )
 
-    def _publish(self, folder: Path, tag: str) -> None:
-        """What a user has put beside the files of a tag stays there when it is saved over."""
-        known: set[str] = set()
-        if (folder / tag).is_dir():
-            with suppress(CheckpointError):
-                before = manifests.read_manifest(folder / tag)
-                known = {manifests.NAME, *before.files} if before is not None else set()
-        tags.publish(folder, tag, known)
+    def _check_settings(self, place: Path) -> None:
+        """After states were loaded of which nothing says whose they are, as of stock's."""
+        missing = settings_missing(self._engine)
+        if missing:
+            raise CheckpointError(
+                f"{place} has states of another optimizer than {optimizer_name(self._engine)}: its groups lack "
+                f"{', '.join(missing)}. Load it with load_optimizer_states=False, which takes the weights"
+            )
 
     def _is_recut(self, manifest: Manifest) -> bool:
         """Whether the files of experts would be other ones, had this job saved them."""
@@ -287,28 +244,6 @@ class Checkpoints:
         layers = self._engine.fsmoe.layers.items()
         now = {name: Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, esp) for name, layer in layers}
         return any(was.get(name) != each and max(was[name].esp, esp) > 1 for name, each in now.items() if name in was)
-
-    def _write_index(self, place: Path) -> None:
-        """Where states of the optimizer lie, gathered from all ranks."""
-        engine, sizes = self._engine, sizes_of(self._engine)
-        if sizes.mp > 1 or sizes.pp > 1 or engine.optimizer is None:
-            return
-        own: list[Index | None] = [None]
-
-        def look() -> None:
-            own[0] = index_of(engine, self._states_file(place))
-
-        self._together(f"describing {place}", look)
-        of_ranks: list[Index | None] = own * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own[0])
-        indices = [each for each in of_ranks if each is not None]
-        if len(indices) == len(of_ranks):
-            self._on_leaders(f"writing {place / pieces.NAME}", lambda: merged(indices).write(place))
-        else:
-            log_on_rank_0(
-                f"{type(engine.optimizer).__name__} keeps states of which nothing is known: {place} can be loaded in "
-                "the layout of this job only"
-            )
 
     def _check_layers(self, place: Path, manifest: Manifest) -> None:
         now = {name: layer.num_experts for name, layer in self._engine.fsmoe.layers.items()}
@@ -351,27 +286,6 @@ class Checkpoints:
         if found:
             raise CheckpointError("; ".join(found))
 
-    def _on_leaders(self, what: str, act: Callable[[], Any]) -> None:
-        """On one rank of each file system."""
-        engine = self._engine
-        leads = engine.local_rank == 0 if engine.use_node_local_storage() else engine.global_rank == 0
-        self._together(what, act if leads else lambda: None)
-
-    def _together(self, what: str, act: Callable[[], Any]) -> None:
-        """All ranks go on, or all raise what the first has met."""
-        problem = ""
-        try:
-            act()
-        except CheckpointError as error:
-            problem = str(error)
-        except Exception as error:  # whatever it is, the others have to hear of it
-            problem = f"{what} failed: {type(error).__name__}: {error}"
-        problems = [problem] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        told = "; ".join(dict.fromkeys(each for each in problems if each))
-        if told:
-            raise CheckpointError(told)
-
 
 def _tell_versions(place: Path, manifest: Manifest) -> None:
     now = facts_of_versions(("torch", "deepspeed"))
@@ -383,8 +297,17 @@ def _tell_versions(place: Path, manifest: Manifest) -> None:
 
 
 def _recover(folder: Path, tag: str) -> None:
-    if tags.recover(folder, tag):
+    if recover(folder, tag):
         log_on_rank_0(f"{folder / tag} was put back: a save over it was killed", logging.WARNING)
     if not (folder / tag).is_dir():
-        known = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir())) if folder.is_dir() else ""
-        raise CheckpointError(f"{folder / tag}: no such checkpoint; there are: {known or 'none'}")
+        raise CheckpointError(f"{folder / tag}: no such checkpoint; there are: {tags.known_tags(folder)}")
+
+
+def _check_all_is_named(place: Path, manifest: Manifest | None) -> None:
+    if omitted := manifests.omissions(place, manifest):
+        raise CheckpointError("; ".join(omitted))
+
+
+def _check_not_saved_over(place: Path, manifest: Manifest | None) -> None:
+    if manifests.read_manifest(place) != manifest:
+        raise CheckpointError(f"{place} was saved over while it was read: load it again")

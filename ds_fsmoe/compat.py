@@ -70,6 +70,9 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
         "load_module_only",
         "custom_load_fn",
     ),
+    "deepspeed.runtime.engine:DeepSpeedEngine._checkpoint_tag_validation": ("self", "tag"),
+    # Its save waits for other ranks by this name, and by no other.
+    "deepspeed.runtime.engine:dist.barrier": None,
     "deepspeed.runtime.engine:DeepSpeedEngine._get_zero_ckpt_name": ("self", "checkpoints_path", "tag"),
     "deepspeed.runtime.engine:DeepSpeedEngine._get_optimizer_ckpt_name": (
         "self",

@@ -70,6 +70,8 @@ class FSMoEEngine(DeepSpeedEngine):
     """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
 
     fsmoe: FSMoEState
+    has_partial_gradients = False
+    """Whether gradients have been summed up that no step has used yet."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -141,6 +143,7 @@ class FSMoEEngine(DeepSpeedEngine):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, timed in steps that are compared with what was predicted."""
         clock = self.fsmoe.running.step_clock
+        self.has_partial_gradients = True
         if clock is None:
             return super().backward(*args, **kwargs)
         clock.begin_backward()
@@ -150,8 +153,9 @@ class FSMoEEngine(DeepSpeedEngine):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; the trace ends with the step, and not with what comes after it."""
-        number = self.global_steps
+        number, ends_step = self.global_steps, self.is_gradient_accumulation_boundary()
         result = super().step(*args, **kwargs)
+        self.has_partial_gradients = not ends_step
         if self.was_step_applied():
             self.fsmoe.after_optimizer_step()
         self.fsmoe.running.at_step(self.global_steps)
@@ -178,16 +182,20 @@ class FSMoEEngine(DeepSpeedEngine):
             CheckpointError: on every rank; the last good tag is still what ``latest`` names.
         """
         tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
-        if save_dir and (not tag or Path(tag).is_absolute() or {".", ".."} & set(Path(tag).parts) or tag == "."):
-            raise CheckpointError(f"save_checkpoint: tag {tag!r}: must be the name of a folder in {save_dir}")
-        save = super().save_checkpoint
+        save, checkpoints = super().save_checkpoint, Checkpoints(self)
         if not save_dir or self.checkpoint_engine.is_decoupled():
+            checkpoints.check_tag(save_dir, tag, save_latest)
             return save(save_dir, tag, client_state or {}, save_latest, *more, **others)
 
         def write(name: str) -> Any:
             return save(save_dir, name, client_state or {}, False, *more, **others)
 
-        return Checkpoints(self).save(Path(save_dir), tag, write, save_latest)
+        return checkpoints.save(save_dir, tag, write, save_latest, client_state)
+
+    def _checkpoint_tag_validation(self, tag: str) -> None:
+        """DeepSpeed's, where it saves by itself. Otherwise ranks have agreed on the tag before anything was written."""
+        if self.checkpoint_engine.is_decoupled():
+            super()._checkpoint_tag_validation(tag)
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
         """DeepSpeed's, of files that have been checked; then random generators and plans go on as they were.

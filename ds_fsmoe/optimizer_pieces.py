@@ -257,8 +257,15 @@ def optimizer_name(engine: Any) -> str:
     return "none" if engine.optimizer is None else type(_base(engine.optimizer)).__name__
 
 
-def _base(outer: Any) -> torch.optim.Optimizer:
-    return outer if isinstance(outer, torch.optim.Optimizer) else outer.optimizer
+def settings_missing(engine: Any) -> list[str]:
+    """What an optimizer asks of its groups and they do not have, because they were loaded of another one."""
+    base = _base(engine.optimizer)
+    groups, wanted = getattr(base, "param_groups", ()), getattr(base, "defaults", {})
+    return sorted({name for group in groups for name in wanted if name not in group})
+
+
+def _base(outer: Any) -> Any:
+    return outer if isinstance(outer, torch.optim.Optimizer) else getattr(outer, "optimizer", outer)
 
 
 def _scaler(outer: Any) -> Any:

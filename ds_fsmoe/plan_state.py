@@ -13,19 +13,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ds_fsmoe import registry
+from ds_fsmoe.blocks import PipelineDegreeBlock
 from ds_fsmoe.engine_state import FSMoEState
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Parcel
 from ds_fsmoe.runtime.pipeline import PhasePlan, uncut
 from ds_fsmoe.saving.random_states import check_random_states
+from ds_fsmoe.saving.reading import read_file
 from ds_fsmoe.saving.tags import CheckpointError
 
 STATE_FORMAT = 1
 """Of the file of a rank."""
+
+_ANYBODY = 64
+"""So many chunks any job may have, whatever it would choose itself."""
+_MOST_MESSAGES = 100_000
 
 
 def is_settled(state: FSMoEState) -> bool:
@@ -75,6 +79,11 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     if set(plans["layers"]) != labels:
         raise ValueError(f"plans of layers {sorted(plans['layers'])}: there are {sorted(labels)}")
     layers, gradients = plans["layers"], plans["gradients"]
+    most = _most_chunks(state.block.pipeline_degree)
+    for label, each in layers.items():
+        chunks = max(len(each["forward"]["shares"]), len(each["backward"]["shares"]))
+        if chunks > most:
+            raise ValueError(f"a plan of {chunks} chunks for {label}: fsmoe.pipeline_degree allows {most}")
     for each in layers.values():
         if each["alltoall"] is not None and each["alltoall"] not in registry.known("alltoall"):
             raise ValueError(f"an all-to-all {each['alltoall']!r}")
@@ -110,12 +119,18 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
         CheckpointError: a file of another version.
         Exception: whatever is wrong with it otherwise.
     """
-    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    loaded = read_file(file)
     if loaded["format"] != STATE_FORMAT:
         raise CheckpointError(f"{file} is of format {loaded['format']!r}: this version reads {STATE_FORMAT}")
     check_random_states(loaded["random"])
     plans = json.loads(loaded["plans"])
     return RankState(loaded["random"], read_plans(state, plans) if plans is not None and plans_fit else None)
+
+
+def _most_chunks(allowed: PipelineDegreeBlock) -> int:
+    """More than a job may choose is no plan of such a job; a schedule of very many would take hours to write."""
+    asked = (each for each in (allowed.forward, allowed.backward) if isinstance(each, int))
+    return max(_ANYBODY, allowed.max, *asked)
 
 
 def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
@@ -148,6 +163,9 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
 def _block(facts: Mapping[str, Any]) -> BlockPlan:
     if facts["moe_slices"] or facts["dense_slices"]:
         raise ValueError("slices of gradients in the plan of a layer that is run")
+    for name in ("late_dw", "held_dw", "carried_dw"):
+        if type(facts[name]) is not int or not 0 <= facts[name] <= len(facts["shares"]):
+            raise ValueError(f"{name} = {facts[name]!r}: must be a number of chunks")
     return BlockPlan(
         **(dict(facts) | {"shares": tuple(map(float, facts["shares"])), "moe_slices": (), "dense_slices": ()})
     )
@@ -157,4 +175,8 @@ def _gradient_plan(facts: Mapping[str, Any]) -> GradientPlan:
     def parts(name: str) -> tuple[tuple[Parcel, ...], ...]:
         return tuple(tuple(Parcel(**each) for each in parcels) for parcels in facts[name])
 
-    return GradientPlan(parts("moe"), parts("dense"), tuple(map(int, facts["sizes"])))
+    plan = GradientPlan(parts("moe"), parts("dense"), tuple(map(int, facts["sizes"])))
+    messages = sum(map(len, plan.parts))
+    if messages > _MOST_MESSAGES:
+        raise ValueError(f"gradients in {messages} messages: at most {_MOST_MESSAGES} are read")
+    return plan

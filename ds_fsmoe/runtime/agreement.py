@@ -102,7 +102,7 @@ def describe(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") 
             holders.setdefault(stated_by[rank].get(name), []).append(rank)
         shown = _shortened([value for value in holders if value is not None])
         parts = [
-            f"{_ranks(ranks)}: {'not stated' if value is None else repr(shown[value])}"
+            f"{in_words(ranks)}: {'not stated' if value is None else repr(shown[value])}"
             for value, ranks in list(holders.items())[:_MAX_VALUES]
         ]
         if len(holders) > _MAX_VALUES:
@@ -127,8 +127,8 @@ def _shortened(values: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """``ranks 0-2, 5``."""
+def in_words(ranks: Sequence[int]) -> str:
+    """Ranks in rising order, like ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

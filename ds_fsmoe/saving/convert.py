@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +15,27 @@ from typing import Literal
 import torch
 
 from ds_fsmoe.saving import tags
-from ds_fsmoe.saving.manifest import NAME, LayerSizes, Manifest, Sizes, faults, names_in, sum_of
+from ds_fsmoe.saving.manifest import (
+    NAME,
+    LayerSizes,
+    Manifest,
+    Sizes,
+    faults,
+    names_in,
+    omissions,
+    read_manifest,
+    sum_of,
+)
 from ds_fsmoe.saving.names import Rename, from_huggingface, renamed, to_huggingface
 from ds_fsmoe.saving.numbering import ExpertName, expert_name
 from ds_fsmoe.saving.pieces import MASTER
+from ds_fsmoe.saving.publishing import Publication, recover
 from ds_fsmoe.saving.tags import CheckpointError
 from ds_fsmoe.saving.tensor_files import Source, read_tensors, write_tensors
 from ds_fsmoe.saving.whole import DENSE_FILE, Whole, layer_file
 
 Form = Literal["fp32", "huggingface", "stock", "deepspeed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_OURS = "fsmoe"
 _LOW = (torch.bfloat16, torch.float16)
 
 Told = Iterator[tuple[str, int]]
@@ -45,7 +56,7 @@ def find_tag(source: Path, tag: str | None) -> Path:
     tag = tags.latest(source) if tag is None else tag
     if tag is None:
         raise CheckpointError(f"{source} has neither a {tags.LATEST} nor a {DENSE_FILE}: name a folder of checkpoints")
-    tags.recover(source, tag)
+    recover(source, tag)
     if not (source / tag).is_dir():
         raise CheckpointError(f"{source / tag}: no such checkpoint")
     return source / tag
@@ -70,10 +81,14 @@ def open_checked(place: Path) -> Whole:
     Raises:
         CheckpointError: what is wrong with which file.
     """
-    whole = Whole(place)
-    if whole.manifest is not None and (wrong := faults(place, whole.manifest.files, whole.manifest.files)):
-        raise CheckpointError("; ".join(wrong))
-    return whole
+    if place.is_dir():
+        manifest = read_manifest(place)
+        wrong = omissions(place, manifest)
+        if manifest is not None:
+            wrong += faults(place, manifest.files, manifest.files)
+        if wrong:
+            raise CheckpointError("; ".join(wrong))
+    return Whole(place)
 
 
 def export_tensors(
@@ -108,7 +123,7 @@ def export_tensors(
         if new in sources:
             raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
         sources[new] = Source(like.shape, like.numel() * wanted.itemsize, _reader(whole, name, wanted))
-    yield from _into(target, lambda folder: write_tensors(sources, folder, limit_bytes))
+    yield from _into(target, lambda folder: write_tensors(sources, folder, limit_bytes), whole)
 
 
 def _reader(whole: Whole, name: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -135,8 +150,7 @@ def export_stock(whole: Whole, target: Path) -> Told:
         place = folder / whole.place.name
         place.mkdir()
         cut = any(each.esp > 1 for each in whole.numbering.values())
-        files = (each for each in whole.place.iterdir() if each.is_file() and not each.name.startswith(_OURS))
-        for file in sorted(files):
+        for file in sorted(each for each in whole.files() if each.parent == whole.place):
             if not cut or file.name == DENSE_FILE:
                 shutil.copy2(file, place / file.name)
                 yield file.name, file.stat().st_size
@@ -144,7 +158,7 @@ def export_stock(whole: Whole, target: Path) -> Told:
             yield from _write_experts(place, _expert_sources(whole), list(whole.numbering))
         (folder / tags.LATEST).write_text(place.name)
 
-    yield from _into(target, write)
+    yield from _into(target, write, whole)
 
 
 def _expert_sources(whole: Whole) -> dict[ExpertName, Callable[[], torch.Tensor]]:
@@ -246,15 +260,19 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(len(each.lstrip("0")), each.lstrip("0")) if i % 2 else (-1, each) for i, each in enumerate(texts)]
 
 
-def _into(target: Path, write: Callable[[Path], Told]) -> Told:
-    """A folder that is there whole or not at all."""
+def _into(target: Path, write: Callable[[Path], Told], source: Whole | None = None) -> Told:
+    """A folder that is there whole or not at all, and of one checkpoint alone."""
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} is there already, and not empty")
-    unfinished = target.parent / tags.unfinished_name(target.name)
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    yield from write(unfinished)
-    if target.exists():
-        target.rmdir()
-    tags.publish(target.parent, target.name)
+    publication = Publication(target.parent, target.name, secrets.token_hex(4))
+    publication.begin()
+    try:
+        yield from write(publication.unfinished)
+        if source is not None and read_manifest(source.place) != source.manifest:
+            raise CheckpointError(f"{source.place} was saved over while it was read: convert it again")
+        publication.sync()
+        publication.publish()
+    except BaseException:  # whatever it is, nothing half written stays
+        publication.abandon()
+        raise

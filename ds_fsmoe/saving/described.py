@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ds_fsmoe.saving.plain_files import problem_of
 from ds_fsmoe.saving.tags import CheckpointError
 from ds_fsmoe.versions import VERSION
 
@@ -25,9 +27,13 @@ def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | 
     Raises:
         CheckpointError: it cannot be read, is of another format, or not what ``make`` takes.
     """
+    if not os.path.lexists(path):
+        return None
+    if (problem := problem_of(path, path.parent)) is not None:
+        raise CheckpointError(problem)
     try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
+        found = json.loads(path.read_text(), object_pairs_hook=_without_doubles)
+    except FileNotFoundError:  # removed since
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -39,3 +45,11 @@ def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | 
         return make(found)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged, or not of a checkpoint: {error!r}") from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found

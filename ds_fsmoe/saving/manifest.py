@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.saving.described import read_described
-from ds_fsmoe.saving.numbering import CUTS, Cut
+from ds_fsmoe.saving.numbering import CUTS, Cut, expert_file
+from ds_fsmoe.saving.owners import OWNER
+from ds_fsmoe.saving.plain_files import problem_of
 from ds_fsmoe.versions import VERSION
 
 NAME = "fsmoe.json"
+OURS = "fsmoe_"
+"""What the names of our other files begin with."""
 FORMAT = 1
+_WEIGHTS = re.compile(r"mp_rank_\d+_model_states\.pt")
 _PIECE_BYTES = 1 << 22
 _FROM_0 = ("zero_stage", "size_bytes")
 """The numbers that may be 0."""
@@ -130,9 +136,11 @@ def sum_of(path: Path) -> FileSum:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Every file of a checkpoint but the manifest, in an order that is the same everywhere."""
+    """Every file of a checkpoint that is being written, but those that describe it, in the same order everywhere."""
     return sorted(
-        each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file() and each.name != NAME
+        each.relative_to(folder).as_posix()
+        for each in folder.rglob("*")
+        if each.is_file() and each.name not in (NAME, OWNER)
     )
 
 
@@ -141,14 +149,45 @@ def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> 
     found = []
     for name in names:
         path, wanted = folder / name, files[name]
+        if (problem := problem_of(path, folder)) is not None:
+            found.append(problem)
+            continue
         try:
             size_bytes = path.stat().st_size
             if size_bytes != wanted.size_bytes:
                 found.append(f"{path} has {size_bytes} bytes and should have {wanted.size_bytes}: it is cut short")
             elif sum_of(path) != wanted:
                 found.append(f"{path} is not what was saved: its checksum differs")
-        except FileNotFoundError:
-            found.append(f"{path} is missing")
         except OSError as error:
             found.append(f"{path} cannot be read: {error.strerror}")
+    return found
+
+
+def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
+    """What a manifest should speak of and does not, a sentence each: without it, changed files would go unnoticed.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: what was read there; ``None`` if there is none, as in stock DeepSpeed's.
+    """
+    ours = sorted(each.name for each in folder.glob(f"{OURS}*") if each.name != OWNER)
+    if manifest is None:
+        return [
+            f"{folder / NAME} is missing, and {each} says that ds_fsmoe has saved this checkpoint: nothing tells "
+            f"whether its files are whole. To load them all the same, as stock DeepSpeed would, remove {OURS}* from it"
+            for each in ours[:1]
+        ]
+    unnamed = [each for each in ours if each not in manifest.files]
+    found = [f"{folder / NAME} does not name {each}, which lies beside it" for each in unnamed]
+    if not any(_WEIGHTS.fullmatch(each) for each in manifest.files):
+        found.append(f"{folder / NAME} names no file of weights (mp_rank_00_model_states.pt)")
+    # In a pipeline of stages each numbers its own layers.
+    for at, layer in enumerate(manifest.layers if manifest.sizes.pp == 1 else ()):
+        wanted = layer.num_experts * manifest.sizes.esp
+        numbers = {each[1] for each in map(expert_file, manifest.files) if each is not None and each[0] == at}
+        named = sum(number < wanted for number in numbers)
+        if named < wanted:
+            found.append(
+                f"{folder} has {named} files of experts of {layer.path}, and should have {wanted} by its {NAME}"
+            )
     return found

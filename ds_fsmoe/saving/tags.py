@@ -1,114 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tag is there whole or not at all, whenever a process is killed: written beside its place, and then put there.
-
-::
-
-    folder/step100          published; ``latest`` names it
-    folder/step200.saving   being written, or left behind by a save that was killed
-    folder/step100.before   what stood at a tag's place, for as long as it takes to put the new one there
-
-Renaming a folder is one step of the file system. Only between two of them is there a moment at which a tag is saved
-over and has no folder; :func:`recover` sets that right.
-"""
+"""Names of checkpoints: which can be saved under, which are kept for unfinished ones, and the one ``latest`` holds."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Collection
+import re
+import time
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from ds_fsmoe.whole_files import write_whole
+from ds_fsmoe.saving.plain_files import problem_of, to_disk, write_new
 
 SAVING, BEFORE = ".saving", ".before"
 LATEST = "latest"
+# A file of such a name lies in the folder of all tags, or will.
+_TAKEN = (LATEST, f"{LATEST}{SAVING}", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+_UNFINISHED = re.compile(rf"\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(BEFORE)})$")
+_MOST_BYTES = 4096
+# To write a name takes no time: a file of that age is of a save that was killed.
+_LEFT_BEHIND_S = 3600.0
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, or cannot be trusted; the message names the file."""
 
 
-def unfinished_name(tag: str) -> str:
-    """Where a tag is written to."""
-    return f"{tag}{SAVING}"
-
-
-def clear(folder: Path, tag: str) -> None:
-    """Before a save: remove what one that was killed has left, and put back what it had taken away."""
-    recover(folder, tag)
-    shutil.rmtree(folder / unfinished_name(tag), ignore_errors=True)
-
-
-def publish(folder: Path, tag: str, known: Collection[str] = ()) -> None:
-    """What was written becomes the tag, in place of one of that name.
+def unfinished_name(tag: str, token: str) -> str:
+    """Where one save writes a tag to.
 
     Args:
-        folder: of all tags.
-        tag: which.
-        known: files of the one in whose place it comes, if that is known: others in its folder are somebody's own, and
-            move along.
+        tag: a name, or a path in the folder.
+        token: eight hexadecimal digits that no other save has.
+    """
+    return f"{tag}.{token}{SAVING}"
+
+
+def before_name(tag: str, token: str) -> str:
+    """Where what stood at a tag's place is kept until the new one is there."""
+    return f"{tag}.{token}{BEFORE}"
+
+
+def is_inside(tag: str) -> bool:
+    """Whether a tag names something in the folder of all tags."""
+    path = PurePath(tag)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in tag
+
+
+def check_new(folder: str | Path, tag: str) -> None:
+    """Check that a checkpoint can be saved under a tag, and found again.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    problem = None
+    parts = PurePath(tag).parts
+    if not is_inside(tag):
+        problem = f"must be the name of a folder in {folder}"
+    elif tag != tag.strip() or len(tag.splitlines()) > 1:
+        problem = f"must be one line without blanks at its ends, or {LATEST} could not name it"
+    elif tag.encode(errors="ignore").decode() != tag:
+        problem = "must be a name that UTF-8 can write"
+    elif parts[0] in _TAKEN or any(map(_UNFINISHED.search, parts)):
+        problem = f"that name is kept for other files in {folder}; choose another"
+    if problem is not None:
+        raise CheckpointError(f"save_checkpoint: tag {tag!r}: {problem}")
+
+
+def point(folder: Path, tag: str, token: str) -> None:
+    """Let ``latest`` name a tag, in one step.
 
     Raises:
         OSError: the file system refuses.
     """
-    place, new, old = folder / tag, folder / unfinished_name(tag), folder / f"{tag}{BEFORE}"
-    for each in (*new.rglob("*"), new):
-        _to_disk(each)
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        place.rename(old)
-    new.rename(place)
-    _to_disk(folder)
-    for each in old.iterdir() if known and old.is_dir() else ():
-        if each.name not in known and not (place / each.name).exists():
-            each.rename(place / each.name)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def recover(folder: Path, tag: str) -> bool:
-    """Put a tag back that a killed save had taken away.
-
-    Returns:
-        Whether that was needed.
-    """
-    place, old = folder / tag, folder / f"{tag}{BEFORE}"
-    if place.exists() or not old.exists():
-        return False
-    old.rename(place)
-    return True
-
-
-def point(folder: Path, tag: str) -> None:
-    """Let ``latest`` name a tag, in one step."""
-    write_whole(folder / LATEST, tag)
-    _to_disk(folder)
+    unfinished = folder / unfinished_name(LATEST, token)
+    for each in folder.glob(f"{LATEST}.????????{SAVING}"):
+        with suppress(OSError):
+            if time.time() - each.lstat().st_mtime > _LEFT_BEHIND_S:
+                each.unlink()
+    try:
+        write_new(unfinished, tag)
+        unfinished.replace(folder / LATEST)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+    to_disk(folder)
 
 
 def latest(folder: Path) -> str | None:
     """What ``latest`` names; ``None`` if there is no such file.
 
     Raises:
-        CheckpointError: the file is empty.
+        CheckpointError: it cannot be read, is empty, or names something outside of the folder.
     """
-    try:
-        tag = (folder / LATEST).read_text().strip()
-    except FileNotFoundError:
+    path = folder / LATEST
+    if not os.path.lexists(path):
         return None
+    if (problem := problem_of(path, folder)) is not None:
+        raise CheckpointError(problem)
+    try:
+        with path.open("rb") as opened:
+            text = opened.read(_MOST_BYTES + 1)
+        tag = text.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if len(text) > _MOST_BYTES:
+        raise CheckpointError(f"{path} has more than {_MOST_BYTES} bytes, and should hold the name of a tag")
     if not tag:
-        known = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir())) or "none"
-        raise CheckpointError(f"{folder / LATEST} is empty: name a tag; there are: {known}")
+        raise CheckpointError(f"{path} is empty: name a tag; there are: {known_tags(folder)}")
+    if not is_inside(tag):
+        raise CheckpointError(f"{path} names {tag!r}, which is not a folder in {folder}")
     return tag
-
-
-def _to_disk(path: Path) -> None:
-    # Some file systems cannot do that with a folder.
-    with suppress(OSError):
-        opened = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
 
 
 def check_there(folder: Path) -> None:
@@ -123,3 +124,9 @@ def check_there(folder: Path) -> None:
             f"{folder}: there is no such folder, so no checkpoint to go on from; to begin a run, call load_checkpoint "
             "only where the folder is there, or make it first"
         )
+
+
+def known_tags(folder: Path) -> str:
+    """The folders there are, for messages."""
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    return ", ".join(each for each in names if not _UNFINISHED.search(each)) or "none"

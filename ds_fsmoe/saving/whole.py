@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 import torch
 
-from ds_fsmoe.saving.manifest import Manifest, read_manifest
+from ds_fsmoe.saving.manifest import OURS, Manifest, read_manifest
 from ds_fsmoe.saving.numbering import ExpertName, Numbering, expert_file, expert_name, join
 from ds_fsmoe.saving.pieces import MASTER, Group, Index, Piece, read_index
+from ds_fsmoe.saving.plain_files import problem_of
 from ds_fsmoe.saving.reading import WITHOUT_DEEPSPEED, read_file
 from ds_fsmoe.saving.tags import CheckpointError
 
 DENSE_FILE = "mp_rank_00_model_states.pt"
+_OF_STAGES = re.compile(r"layer_\d+-model_.*_states\.pt")
 _OPEN_FILES = 64
 
 
@@ -47,10 +50,12 @@ class Whole:
         self.place = place
         self._trusted = trusted
         self._open: OrderedDict[str, Any] = OrderedDict()
-        names = sorted(each.name for each in place.glob("*_model_states.pt")) if place.is_dir() else []
+        self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
+        there = sorted(each.name for each in self.files())
+        names = [each for each in there if each.endswith("_model_states.pt")]
         if DENSE_FILE not in names:
             raise CheckpointError(f"{place} is no checkpoint of DeepSpeed's: it has no {DENSE_FILE}")
-        if any("mp_rank_00" not in each for each in names) or list(place.glob("layer_*-model_*_states.pt")):
+        if any("mp_rank_00" not in each for each in names) or any(map(_OF_STAGES.match, there)):
             raise CheckpointError(
                 f"{place} was saved with tensor-parallel ranks or pipeline stages, whose layers only the model itself "
                 "can put together"
@@ -59,7 +64,6 @@ class Whole:
         self._layer_at = {
             next(iter(self._names_in(layer_file(*each)))).layer: each[0] for each in dict(self._experts).items()
         }
-        self.manifest: Manifest | None = read_manifest(place)
         self.index: Index | None = read_index(place)
         self.numbering = self._numberings()
         self._pieces: dict[str, list[tuple[Group, Piece]]] = {}
@@ -74,6 +78,23 @@ class Whole:
     def dense(self) -> dict[str, Any]:
         """What DeepSpeed keeps beside the weights that are no experts', and these as ``"module"``."""
         return self._file(DENSE_FILE)
+
+    def files(self) -> Iterator[Path]:
+        """Of the checkpoint, but those that describe it; what else lies in its folder is not known here.
+
+        Raises:
+            CheckpointError: one is none that may be opened.
+        """
+        if self.manifest is not None:
+            found = [self.place / each for each in self.manifest.files]
+        else:
+            found = [each for each in self.place.iterdir() if not each.is_dir()] if self.place.is_dir() else []
+        for each in found:
+            if each.name.startswith(OURS):
+                continue
+            if (problem := problem_of(each, self.place)) is not None:
+                raise CheckpointError(problem)
+            yield each
 
     def names(self) -> Iterator[str]:
         """Of all parameters and buffers."""

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files as they are found and left on disk: which of them may be opened, and when one has really been written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+# With these a file system says that it cannot sync a folder, not that something was lost.
+_NOT_FOR_FOLDERS = {
+    *(errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS),
+    *(errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR),
+}
+
+
+def problem_of(path: Path, folder: Path) -> str | None:
+    """Why a file is not to be opened, in words; ``None`` if nothing speaks against it.
+
+    Opening a FIFO or a device may wait forever, and a link may lead to any file of the user.
+
+    Args:
+        path: of the file.
+        folder: that it has to lie in, also once all links are followed.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            return f"{path} is a folder"
+        if not stat.S_ISREG(mode):
+            return f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')} and no regular file"
+        real = path.resolve()
+        if not real.is_relative_to(folder.resolve()):
+            return f"{path} is a link to {real}, which is outside of {folder}"
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is missing"
+    except (OSError, RuntimeError) as error:  # the latter for links that lead in a circle
+        return f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet; a link in its place is not followed.
+
+    Raises:
+        OSError: it is there, or cannot be written or synced.
+    """
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(opened, "w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def to_disk(path: Path) -> None:
+    """Return when a file, or the list of names in a folder, would survive a loss of power.
+
+    Raises:
+        OSError: what was written is lost. A folder that its file system cannot sync is no error.
+    """
+    if path.is_symlink():
+        return
+    is_folder = path.is_dir()
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if not is_folder or error.errno not in _NOT_FOR_FOLDERS:
+            raise

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tag is there whole or not at all, whatever step a save is killed at; saves remove only what saves have made."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.saving import owners, publishing, tags
+from ds_fsmoe.saving.manifest import NAME, Manifest, Sizes, names_in, sum_of
+from ds_fsmoe.saving.owners import OWNER, owner_of
+from ds_fsmoe.saving.publishing import Publication, recover
+from ds_fsmoe.saving.tags import CheckpointError
+
+TOKENS = [f"{number:08x}" for number in range(1000)]
+SIZES = Sizes(world=1, mp=1, pp=1, zero_stage=0, esp=1, dtype="float32")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that follows is run."""
+
+
+def write(publication: Publication, text: str) -> None:
+    (publication.unfinished / "weights.pt").write_text(text)
+    Manifest(SIZES, (), {}, {"weights.pt": sum_of(publication.unfinished / "weights.pt")}).write(publication.unfinished)
+
+
+def save(folder: Path, tag: str, text: str, token: str) -> None:
+    publication = Publication(folder, tag, token)
+    try:
+        publication.begin()
+        write(publication, text)
+        publication.sync()
+        publication.publish()
+        tags.point(folder, tag, token)
+    finally:
+        publication.end()  # as the system does when a process ends
+
+
+def text_of(place: Path) -> str:
+    return (place / "weights.pt").read_text()
+
+
+def is_file(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
+
+
+def everything(folder: Path) -> set[str]:
+    return {each.relative_to(folder).as_posix() for each in folder.rglob("*") if is_file(each)}
+
+
+@pytest.mark.parametrize("tag", ["step2", "step1", "deep/step1"])
+def test_a_kill_at_any_step_of_a_save_leaves_a_tag_that_can_be_read(
+    tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call that changes a file system is one at which to be killed, before it and after it."""
+    calls = ("rename", "replace", "write_text", "mkdir", "unlink", "rmdir")
+    total, at = 200, 0
+    while at < total:
+        folder, old = tmp_path / str(at), "step1" if tag == "step2" else tag
+        save(folder, old, "old", "aaaaaaaa")
+        (folder / old / "notes.txt").write_text("mine")
+        good = tags.latest(folder)
+        count = 0
+
+        def dying(name: str, original: Any, at: int = at) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == at + 1 and at % 2:
+                    raise Killed
+                result = original(*args, **kwargs)
+                if count == at + 1:
+                    raise Killed
+                return result
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in calls:
+                patch.setattr(Path, name, dying(name, getattr(Path, name)))
+            try:
+                save(folder, tag, "new", "bbbbbbbb")
+                total = at
+            except Killed:
+                pass
+        now = tags.latest(folder)
+        assert now in (good, tag)
+        recover(folder, now)
+        assert text_of(folder / now) in ("old", "new")
+        # And the next save works, whatever was left behind.
+        save(folder, tag, "newer", "cccccccc")
+        assert text_of(folder / tag) == "newer"
+        assert tags.latest(folder) == tag
+        left = {each.name for each in (folder / tag).parent.iterdir() if each.is_dir()}
+        assert not any(each.endswith((tags.SAVING, tags.BEFORE)) for each in left)
+        assert (folder / old / "notes.txt").read_text() == "mine"
+        at += 1
+    assert at >= 8
+
+
+def test_two_saves_of_one_tag_at_a_time_never_mix_and_the_later_one_hears_of_the_other(tmp_path: Path) -> None:
+    for number, before in enumerate((None, "old")):
+        folder = tmp_path / str(number)
+        if before is not None:
+            save(folder, "a", before, TOKENS[0])
+        one, other = Publication(folder, "a", TOKENS[1]), Publication(folder, "a", TOKENS[2])
+        one.begin()
+        other.begin()
+        assert one.unfinished != other.unfinished
+        write(one, "one")
+        write(other, "other")
+        other.publish()
+        with pytest.raises(CheckpointError, match=r"another job has saved .*a since this save began"):
+            one.publish()
+        one.abandon()
+        assert text_of(folder / "a") == "other"
+        assert everything(folder) - {tags.LATEST} == {"a/weights.pt", f"a/{NAME}"}
+
+
+def test_one_that_publishes_between_the_two_steps_of_another_wins_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "a", "old", TOKENS[0])
+    one, rename = Publication(tmp_path, "a", TOKENS[1]), Path.rename
+    one.begin()
+    write(one, "one")
+
+    def with_another(self: Path, target: Path) -> Path:
+        if self == one.unfinished:
+            (tmp_path / "a").mkdir()
+            (tmp_path / "a" / "weights.pt").write_text("other")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", with_another)
+    with pytest.raises(CheckpointError, match="another job has saved"):
+        one.publish()
+    one.abandon()
+    assert text_of(tmp_path / "a") == "other"
+    assert text_of(tmp_path / f"a.{TOKENS[1]}.before") == "old"
+
+
+def test_a_reader_leaves_a_save_under_way_alone_and_puts_back_what_a_killed_one_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment between the two renames of a save, held."""
+    save(tmp_path, "a", "old", TOKENS[0])
+    publication = Publication(tmp_path, "a", TOKENS[1])
+    publication.begin()
+    write(publication, "new")
+    (tmp_path / "a").rename(tmp_path / f"a.{TOKENS[1]}.before")
+    looks = 0
+
+    def publish_at_the_third(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            publication.unfinished.rename(tmp_path / "a")
+
+    monkeypatch.setattr(publishing.time, "sleep", publish_at_the_third)
+    assert not recover(tmp_path, "a")
+    assert looks == 3
+    assert text_of(tmp_path / "a") == "new"
+    (tmp_path / "a").rename(publication.unfinished)
+    monkeypatch.setattr(publishing.time, "sleep", lambda _: None)
+    with pytest.raises(CheckpointError, match=rf"being saved over by process {os.getpid()} on .*does not go on"):
+        recover(tmp_path, "a")
+    publication.end()
+    assert recover(tmp_path, "a")
+    assert text_of(tmp_path / "a") == "old"
+
+
+def test_what_a_killed_save_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    killed, living = Publication(tmp_path, "a", TOKENS[1]), Publication(tmp_path, "a", TOKENS[2])
+    for each in (killed, living):
+        each.begin()
+        write(each, "x")
+    killed.end()
+    save(tmp_path, "a", "new", TOKENS[3])
+    assert not killed.unfinished.exists()
+    assert living.unfinished.exists()
+    living.abandon()
+    assert everything(tmp_path) == {"a/weights.pt", f"a/{NAME}", "latest"}
+
+
+def test_where_locks_are_not_known_the_process_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    publication = Publication(tmp_path, "a", TOKENS[1])
+    publication.begin()
+    publication.end()
+    assert owner_of(publication.unfinished).life == "alive"
+    file = publication.unfinished / OWNER
+    said = json.loads(file.read_text())
+    assert (said["host"], said["process"], said["is_locked"]) == (socket.gethostname(), os.getpid(), False)
+    monkeypatch.setattr(owners.os, "kill", lambda *_: (_ for _ in ()).throw(ProcessLookupError()))
+    assert owner_of(publication.unfinished).life == "dead"
+    file.write_text(json.dumps(said | {"host": "elsewhere"}))
+    assert owner_of(publication.unfinished).life == "unknown"
+    save(tmp_path, "a", "new", TOKENS[3])
+    assert publication.unfinished.exists()
+
+
+USERS = {
+    "a folder without a manifest": ("a", ["a/thesis.txt", "a/deep/notes.txt", "a/mp_rank_01_model_states.pt"]),
+    "a tag in a tag": ("a", ["a/b/weights.pt", "a/b/fsmoe.json"]),
+    "names like ours": ("x", ["x.before/mine", "x.saving/mine", "x.0123456.saving/mine", "x.zzzzzzzz.before/mine"]),
+    "ours by its name alone": ("x", [f"x.{TOKENS[5]}.saving/mine"]),
+}
+
+
+@pytest.mark.parametrize("case", USERS)
+def test_a_save_deletes_nothing_that_no_save_has_written(case: str, tmp_path: Path) -> None:
+    tag, files = USERS[case]
+    for each in files:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / each).write_text("mine")
+    for token in TOKENS[:3]:
+        save(tmp_path, tag, token, token)
+        assert text_of(tmp_path / tag) == token
+        assert {(tmp_path / each).read_text() for each in files} == {"mine"}
+    assert everything(tmp_path) == {*files, f"{tag}/weights.pt", f"{tag}/{NAME}", "latest"}
+
+
+def test_a_users_own_files_stay_in_folders_of_ours_and_ours_go(tmp_path: Path) -> None:
+    publication = Publication(tmp_path, "a", TOKENS[0])
+    publication.begin()
+    for name in ("sub/old.pt", "gone/old.pt", "fsmoe_rank_00007.pt"):
+        (publication.unfinished / name).parent.mkdir(exist_ok=True)
+        (publication.unfinished / name).write_text("x")
+    files = {name: sum_of(publication.unfinished / name) for name in names_in(publication.unfinished)}
+    assert set(files) == {"sub/old.pt", "gone/old.pt", "fsmoe_rank_00007.pt"}
+    Manifest(SIZES, (), {}, files).write(publication.unfinished)
+    publication.publish()
+    (tmp_path / "a" / "sub" / "mine").write_text("mine")
+    (tmp_path / "a" / "link").symlink_to(tmp_path)
+    save(tmp_path, "a", "new", TOKENS[1])
+    assert everything(tmp_path / "a") == {"weights.pt", NAME, "sub/mine", "link"}
+    assert not (tmp_path / "a" / "gone").exists()
+    assert tmp_path.is_dir()
+
+
+def test_nothing_is_put_in_the_place_of_a_file_or_a_link(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for tag in ("file", "link"):
+        with pytest.raises(CheckpointError, match=f"{tag} is a {tag}, and a checkpoint is not put in its place"):
+            save(tmp_path, tag, "x", TOKENS[0])
+    assert everything(tmp_path) == {"file", "link"}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_file_that_is_not_on_disk_is_an_error_and_a_folder_that_cannot_be_synced_is_none(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "a", "old", TOKENS[0])
+
+    def failing(opened: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(opened).st_mode)
+        raise OSError(errno.EINVAL if is_folder else number, "from fsync")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(OSError, match="from fsync"):
+            save(tmp_path, "a", "new", TOKENS[1])
+        with pytest.raises(OSError, match="from fsync"):
+            tags.point(tmp_path, "b", TOKENS[1])
+        assert (text_of(tmp_path / "a"), tags.latest(tmp_path)) == ("old", "a")
+        patch.setattr(os, "fsync", lambda opened: failing(opened) if stat.S_ISDIR(os.fstat(opened).st_mode) else None)
+        save(tmp_path, "a", "new", TOKENS[2])
+    assert text_of(tmp_path / "a") == "new"
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        *("", ".", "..", "/", "/tmp/elsewhere", "../a", "a/../../b", "a\0b"),
+        *("latest", "latest/", "latest/a", "latest.saving", "latest_universal", "zero_to_fp32.py"),
+        *("a ", " a", "a\n", "a\t", "a\nb", "a\u2028", "a\u3000", "\udcff"),
+        *("a.01234567.saving", "a.89abcdef.before", "a.01234567.saving/b"),
+    ],
+)
+def test_a_tag_that_could_not_be_found_again_is_refused(tag: str) -> None:
+    with pytest.raises(CheckpointError, match=r"save_checkpoint: tag .*: (must be|that name is kept)"):
+        tags.check_new("folder", tag)
+
+
+@pytest.mark.parametrize(
+    "tag", ["step1", "a/b", "a b", "x.before", "x.saving", ".hidden", "latest2", "Schritt-ß", "👍"]
+)
+def test_any_other_tag_is_found_again(tag: str, tmp_path: Path) -> None:
+    tags.check_new(tmp_path, tag)
+    save(tmp_path, tag, "x", TOKENS[0])
+    assert text_of(tmp_path / tags.latest(tmp_path)) == "x"
+
+
+def test_latest_names_a_tag_of_its_folder_or_is_refused_in_words(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    assert tags.latest(folder) is None
+    save(folder, "step7", "x", TOKENS[0])
+    save(outside, "a", "x", TOKENS[0])
+    (outside / "a").rename(outside / f"a.{TOKENS[3]}.before")
+    path = folder / tags.LATEST
+    for content, words in {
+        b"": r"latest is empty: name a tag; there are: step7",
+        b" \n": r"latest is empty",
+        b"../outside/a": r"latest names '../outside/a', which is not a folder in",
+        str(outside / "a").encode(): r"which is not a folder in",
+        b"..": r"which is not a folder in",
+        b"\xff\xfe": r"latest cannot be read",
+        b"a" * 100_000: r"latest has more than 4096 bytes",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=words):
+            tags.latest(folder)
+    for target, words in {"../outside/latest": "outside of", "nowhere": "is missing", "step7": "is a folder"}.items():
+        path.unlink()
+        path.symlink_to(target)
+        with pytest.raises(CheckpointError, match=words):
+            tags.latest(folder)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="latest is a FIFO and no regular file"):
+        tags.latest(folder)
+    # Nor is anything put back there, however it is named.
+    assert not recover(folder, "../outside/a")
+    (folder / "way").symlink_to(outside)
+    assert not recover(folder, "way/a")
+    assert not (outside / "a").exists()
+
+
+def test_latest_is_written_through_no_link(tmp_path: Path) -> None:
+    save(tmp_path, "a", "x", TOKENS[0])
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / tags.unfinished_name(tags.LATEST, TOKENS[1])).symlink_to(victim)
+    (tmp_path / tags.unfinished_name(tags.LATEST, "")).symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        tags.point(tmp_path, "b", TOKENS[1])
+    # What a killed save left there goes with a later one; what may be of a living one stays.
+    for token in TOKENS[3:5]:
+        (tmp_path / tags.unfinished_name(tags.LATEST, token)).write_text("")
+    os.utime(tmp_path / tags.unfinished_name(tags.LATEST, TOKENS[3]), (0, 0))
+    (tmp_path / tags.LATEST).unlink()
+    (tmp_path / tags.LATEST).symlink_to(victim)
+    tags.point(tmp_path, "b", TOKENS[2])
+    assert (victim.read_text(), tags.latest(tmp_path)) == ("mine", "b")
+    left = [(tmp_path / tags.unfinished_name(tags.LATEST, token)).exists() for token in TOKENS[3:5]]
+    assert left == [False, True]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever fails while a checkpoint is saved or loaded, on whichever rank, ends it on all of them with the cause, and
+what was there before is as it was. A rank that went on alone would wait for the others in the next collective."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ds_fsmoe import checkpoint_saving
+from ds_fsmoe.saving import manifest, pieces, publishing, tags
+from ds_fsmoe.saving.tags import CheckpointError
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import Case
+from tests.test_checkpoint_corners import make, train
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise FULL
+
+
+def a_hook(engine: Any, place: str) -> Any:
+    """A user's hook that raises while DeepSpeed collects weights."""
+    module = (
+        engine.module.first if place == "dense" else engine.module.moes[1].deepspeed_moe.experts.deepspeed_experts[0]
+    )
+
+    @contextmanager
+    def hooked() -> Iterator[None]:
+        handle = module.register_state_dict_pre_hook(failing)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return hooked()
+
+
+# What fails -> on which ranks, and how.
+Failure = tuple[tuple[int, ...], Callable[[Any], Any]]
+FAILURES: dict[str, Failure] = {
+    "the folder": ((0,), lambda _: patch.object(Path, "mkdir", failing)),
+    "the owner's file": ((0,), lambda _: patch.object(publishing, "Ownership", failing)),
+    "a folder of DeepSpeed's": ((0,), lambda engine: patch.object(engine.checkpoint_engine, "makedirs", failing)),
+    "what begins a save of DeepSpeed's": (
+        (1,),
+        lambda engine: patch.object(engine.checkpoint_engine, "create", failing),
+    ),
+    "collecting weights": ((0,), lambda engine: a_hook(engine, "dense")),
+    "collecting experts": ((1,), lambda engine: a_hook(engine, "expert")),
+    "collecting states": ((1,), lambda engine: patch.object(engine.optimizer, "state_dict", failing)),
+    "a scheduler": ((0,), lambda engine: patch.object(engine.lr_scheduler, "state_dict", failing)),
+    "a file of DeepSpeed's": ((1,), lambda engine: patch.object(engine.checkpoint_engine, "save", failing)),
+    "the script beside it": ((0,), lambda engine: patch.object(engine, "_copy_recovery_script", failing)),
+    "what ends a save of DeepSpeed's": ((1,), lambda engine: patch.object(engine.checkpoint_engine, "commit", failing)),
+    "every rank": ((0, 1), lambda engine: patch.object(engine.checkpoint_engine, "save", failing)),
+    "generators": ((1,), lambda _: patch.object(checkpoint_saving, "random_states", failing)),
+    "where states lie": ((1,), lambda _: patch.object(checkpoint_saving, "index_of", failing)),
+    "the index": ((0,), lambda _: patch.object(pieces.Index, "write", failing)),
+    "listing": ((1,), lambda _: patch.object(manifest, "names_in", failing)),
+    "summing up": ((1,), lambda _: patch.object(manifest, "sum_of", failing)),
+    "the manifest": ((0,), lambda _: patch.object(manifest.Manifest, "write", failing)),
+    "syncing what one has written": ((1,), lambda _: patch.object(os, "fsync", failing)),
+    "syncing all": ((0,), lambda _: patch.object(os, "fsync", failing)),
+    "publishing": ((0,), lambda _: patch.object(Path, "rename", failing)),
+    "no latest": ((0,), lambda _: patch.object(tags, "write_new", failing)),
+}
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    return str(caught.value)
+
+
+def fail_everywhere(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    hurry()
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
+    engine = make(rank, Case(ep_size=2, stage=1, k=2), scheduler=scheduler)
+    train(engine, rank, 0)
+    engine.save_checkpoint(folder, "good")
+    said: dict[str, Any] = {}
+    for name, (ranks, failure) in FAILURES.items():
+        with ExitStack() as stack:
+            if rank in ranks:
+                stack.enter_context(failure(engine))
+            said[name] = said_by(lambda name=name: engine.save_checkpoint(folder, name))
+        # Not one collective too many or too few.
+        train(engine, rank, 0, 1)
+    describe = manifest.Manifest.write
+
+    def beside_another_job(self: manifest.Manifest, place: Path) -> None:
+        describe(self, place)
+        other = publishing.Publication(Path(folder), "good", "00000000")
+        other.begin()
+        (other.unfinished / "theirs").write_text("x")
+        other.publish()
+
+    with patch.object(manifest.Manifest, "write", beside_another_job):
+        said["two jobs"] = said_by(lambda: engine.save_checkpoint(folder, "good"))
+    assert (Path(folder) / "good" / "theirs").exists()
+    engine.save_checkpoint(folder, "good")
+    said["tags"] = said_by(lambda: engine.save_checkpoint(folder, f"of rank {rank}"))
+    said["steps"] = said_by(lambda: engine.save_checkpoint(folder, "a", save_latest=rank == 0))
+    said["no folder"] = said_by(lambda: engine.save_checkpoint(folder if rank else "", "a"))
+    said["other folder"] = said_by(lambda: engine.save_checkpoint(f"{folder}/{rank}", "a"))
+    said["latest"] = said_by(lambda: engine.save_checkpoint(folder, "latest"))
+    with pytest.raises(ValueError, match="save_dir must be a non-empty string"):
+        engine.save_checkpoint("", "a")
+    said["loading tags"] = said_by(lambda: engine.load_checkpoint(folder, "good" if rank else "other"))
+    said["loading parts"] = said_by(lambda: engine.load_checkpoint(folder, "good", load_module_only=rank == 1))
+    torch.distributed.barrier()
+    said["folders"] = sorted(each.name for each in Path(folder).iterdir() if each.is_dir() and each.name not in "01")
+    assert engine.load_checkpoint(folder)[0] is not None
+    train(engine, rank, 2)
+    engine.save_checkpoint(folder, "better")
+    engine.destroy()
+    return said
+
+
+def test_a_save_that_fails_on_one_rank_ends_on_all_with_its_cause_and_nothing_is_left(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    first, second = run_on_ranks(fail_everywhere, 2, tmp_path / "ranks", str(folder))
+    assert first == second
+    for name, (ranks, _) in FAILURES.items():
+        where = "ranks 0-1" if len(ranks) > 1 else f"rank {ranks[0]}"
+        assert f"failed on {where}: OSError: [Errno 28] No space left on device" in first[name], (name, first[name])
+        assert str(folder) in first[name]
+    assert "another job has saved" in first["two jobs"]
+    assert "tag: rank 0: 'of rank 0'; rank 1: 'of rank 1'" in first["tags"]
+    assert "save_latest: rank 0: 'True'; rank 1: 'False'" in first["steps"]
+    assert "save_dir is given: rank 0: 'False'; rank 1: 'True'" in first["no folder"]
+    assert "failed on rank 1: FileNotFoundError: " in first["other folder"]
+    assert "saved/1 is not the folder that rank 0 writes to" in first["other folder"]
+    assert "tag 'latest': that name is kept" in first["latest"]
+    assert "tag: rank 0: 'other'; rank 1: 'good'" in first["loading tags"]
+    assert "load_module_only: rank 0: 'False'; rank 1: 'True'" in first["loading parts"]
+    # Where latest alone could not be written, the tag is there.
+    assert first["folders"] == ["good", "no latest"]
+    assert (folder / "latest").read_text() == "better"
