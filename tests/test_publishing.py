@@ -87,6 +87,7 @@ def test_a_kill_at_any_step_of_a_save_leaves_a_tag_that_can_be_read(
         with monkeypatch.context() as patch:
             for name in calls:
                 patch.setattr(Path, name, dying(name, getattr(Path, name)))
+            patch.setattr(os, "fsync", dying("fsync", os.fsync))
             try:
                 save(folder, tag, "new", "bbbbbbbb")
                 total = at
