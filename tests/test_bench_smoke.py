@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.bed import Bed, BedError, check_machine, down
 from benchmarks.bed_job import run_job
+from tests.built_ops import build_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = {
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=missing or "there can be a
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
+    build_ops()
     found = Bed(f"s{os.getpid() % 1_000_000}", inter="200mbit", intra="400mbit")
     found.up()
     yield found
