@@ -16,6 +16,7 @@ from benchmarks.bed import Bed, BedError, check_machine, down
 from benchmarks.bed_job import run_job
 from benchmarks.outcome import AA
 from benchmarks.report_rows import read
+from tests.built_ops import build_ops
 from tests.result_laws import broken, judged_by_few
 from tests.samples import sampled
 
@@ -50,6 +51,7 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=missing or "there can be a
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Bed]:
+    build_ops()
     found = Bed(f"s{os.getpid() % 1_000_000}", inter="200mbit", intra="400mbit")
     found.up()
     yield found
