@@ -58,7 +58,7 @@ def bed() -> Iterator[Bed]:
     down(found.name)
 
 
-@sampled("job", list(JOBS), kept=[list(JOBS).index("bench_gates.py")])
+@sampled("job", list(JOBS), kept=[list(JOBS).index("bench_interference.py")])
 def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path: Path) -> None:
     arguments, files = JOBS[job]
     said: list[str] = []

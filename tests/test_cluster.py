@@ -363,6 +363,7 @@ def test_what_cannot_be_run_is_named(clean: None, capsys) -> None:
 
 
 @needs_bed
+@pytest.mark.slow
 def test_a_benchmark_measures_on_the_bed(clean: None, tmp_path: Path) -> None:
     Bed(NAME, inter="50mbit", intra="200mbit").up()
     script = str(ROOT / "benchmarks" / "bench_bed.py")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.runtime.topology import layout
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 from tests.tensor_parallel import Mpu, SplitFeedForward, begin, degrees
 
@@ -116,16 +117,7 @@ def check(function: Callable[..., list[str]], world_size: int, folder: Path, *ar
         assert not found, f"rank {rank}: {found}"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "ep_size"),
-    [
-        (2, 2),
-        (4, 2),
-        pytest.param(2, 1, marks=pytest.mark.slow),
-        pytest.param(4, 1, marks=pytest.mark.slow),
-        pytest.param(4, 4, marks=pytest.mark.slow),
-    ],
-)
+@sampled(("world_size", "ep_size"), [(2, 2), (4, 2), (2, 1), (4, 1), (4, 4)], kept=[1])
 def test_tensor_parallel_ranks_train_to_stocks_numbers(world_size: int, ep_size: int, tmp_path: Path) -> None:
     check(compare_with_stock, world_size, tmp_path, [replace(case, ep_size=ep_size) for case in CASES], BLOCKS)
 
@@ -134,14 +126,14 @@ def test_one_expert_per_rank_group_and_one_rank_of_data(tmp_path: Path) -> None:
     check(compare_with_stock, 2, tmp_path, CASES[:1], {"chunks": degrees(3, 2)})
 
 
-@pytest.mark.parametrize("ep_size", [1, 2])
+@sampled("ep_size", [1, 2], kept=[1])
 def test_experts_that_are_tensor_parallel_themselves_train_to_stocks_numbers(ep_size: int, tmp_path: Path) -> None:
     options = (("enable_expert_tensor_parallelism", True), *NO_DRAWS)
     cases = [replace(case, ep_size=ep_size, expert="split", moe_options=options) for case in CASES[:2]]
     check(compare_with_stock, 4, tmp_path, cases, BLOCKS)
 
 
-@pytest.mark.parametrize(("world_size", "ep_size"), [(2, 1), (4, 2)])
+@sampled(("world_size", "ep_size"), [(2, 1), (4, 2)], kept=[1])
 def test_sharded_experts_between_tensor_parallel_layers_train_to_stocks_numbers(
     world_size: int, ep_size: int, tmp_path: Path
 ) -> None:

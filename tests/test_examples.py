@@ -38,6 +38,7 @@ def test_a_checkpoint_that_has_moved_goes_on_as_if_it_had_not(tmp_path: Path) ->
     assert saved[1] < saved[0]
 
 
+@pytest.mark.slow
 @START
 def test_a_run_is_tuned_planned_from_and_reported(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -94,8 +94,12 @@ def move(rank: int, world_size: int, pairs: list[tuple[int, int]], folder: str) 
     return losses
 
 
-@pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
+@pytest.fixture(
+    scope="module",
+    params=[4, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["every fourth target", "every second target"],
+)
+def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
     """Every source in some of the targets, so that each pair of kinds is met."""
     root = tmp_path_factory.mktemp("moved")
     folder, before, after = str(root / "saved"), {}, {}
@@ -107,7 +111,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
             (source, target)
             for source in range(len(SOURCES))
             for target, layout in enumerate(TARGETS)
-            if layout[0] == ranks and (ranks == 1 or (source + target) % 2 == 0)
+            if layout[0] == ranks and (ranks == 1 or (source + target) % request.param == 0)
         ]
         after |= run_on_ranks(move, ranks, root / f"to{ranks}", pairs, folder)[0]
     return root / "saved", before, after
@@ -115,7 +119,8 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
 
 def test_weights_and_states_of_the_optimizer_arrive_to_the_bit(moved: tuple[Path, dict, dict]) -> None:
     folder, _, after = moved
-    assert len(after) > 15
+    assert {source for source, _ in after} == set(range(len(SOURCES)))
+    assert {target for _, target in after} == set(range(len(TARGETS)))
     for source, target in after:
         was, now = Whole(folder / str(source) / "tag"), Whole(folder / f"{source}-{target}" / "tag")
         assert sorted(was.names()) == sorted(now.names())
@@ -148,7 +153,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_moved(moved: tuple[Path, dict, dict
         if was[0] == now[0] and was[4] == now[4] == "fp32":
             assert losses == pytest.approx(before[source], rel=2e-5), (source, target)
             compared += 1
-    assert compared >= 3
+    assert compared
 
 
 def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.samples import sampled
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "csrc" / "cuda"
 KERNELS = sorted(FOLDER.rglob("*.cu"))
 ARCHITECTURES = ("sm_80", "sm_90")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@sampled("architecture", ARCHITECTURES, kept=[-1])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
 def test_every_kernel_file_compiles(kernel: Path, architecture: str, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
