@@ -113,7 +113,7 @@ class Saving:
         finally:
             publication.end()
         if save_latest:
-            ranks.on_leaders(f"writing {folder / tags.LATEST}", lambda: tags.point(folder, tag, self._token))
+            ranks.on_leaders(f"writing {folder / tags.LATEST}", lambda: tags.point(folder, tag))
         return result
 
     def _look(self) -> None:

@@ -8,9 +8,11 @@ file.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +21,9 @@ from typing import IO
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_PART = ".part"
+# Nothing here takes so long to write: a part of that age was left behind by a process that was killed.
+_LEFT_BEHIND_S = 3600.0
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -44,8 +49,10 @@ def new_file(path: Path, mode: str = "w", errors: str = "strict") -> Iterator[IO
         OSError: it cannot be written, or something that is no file is in its place; what was there is there still.
     """
     _check_place(path)
+    stem = f".{path.name[:200]}."
+    _clear(path.parent, stem)
     # A name of its own each time: of another host, process and thread, too.
-    unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.part")
+    unfinished = path.with_name(f"{stem}{secrets.token_hex(8)}{_PART}")
     text = {} if "b" in mode else {"encoding": "utf-8", "errors": errors}
     try:
         with open(unfinished, mode, opener=_opener(_NEW), **text) as file:
@@ -57,6 +64,14 @@ def new_file(path: Path, mode: str = "w", errors: str = "strict") -> Iterator[IO
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def _clear(folder: Path, stem: str) -> None:
+    """Remove the parts of a file that processes left behind when they were killed."""
+    for left in folder.glob(f"{glob.escape(stem)}{'?' * 16}{_PART}"):
+        with suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _LEFT_BEHIND_S:
+                left.unlink()
 
 
 def append_to(path: Path, text: str) -> None:

@@ -40,7 +40,7 @@ def save(folder: Path, tag: str, text: str, token: str) -> None:
         write(publication, text)
         publication.sync()
         publication.publish()
-        tags.point(folder, tag, token)
+        tags.point(folder, tag)
     finally:
         publication.end()  # as the system does when a process ends
 
@@ -276,7 +276,7 @@ def test_a_file_that_is_not_on_disk_is_an_error_and_a_folder_that_cannot_be_sync
         with pytest.raises(OSError, match="from fsync"):
             save(tmp_path, "a", "new", TOKENS[1])
         with pytest.raises(OSError, match="from fsync"):
-            tags.point(tmp_path, "b", TOKENS[1])
+            tags.point(tmp_path, "b")
         assert (text_of(tmp_path / "a"), tags.latest(tmp_path)) == ("old", "a")
         patch.setattr(os, "fsync", lambda opened: failing(opened) if stat.S_ISDIR(os.fstat(opened).st_mode) else None)
         save(tmp_path, "a", "new", TOKENS[2])
@@ -345,17 +345,7 @@ def test_latest_is_written_through_no_link(tmp_path: Path) -> None:
     save(tmp_path, "a", "x", TOKENS[0])
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    (tmp_path / tags.unfinished_name(tags.LATEST, TOKENS[1])).symlink_to(victim)
-    (tmp_path / tags.unfinished_name(tags.LATEST, "")).symlink_to(victim)
-    with pytest.raises(FileExistsError):
-        tags.point(tmp_path, "b", TOKENS[1])
-    # What a killed save left there goes with a later one; what may be of a living one stays.
-    for token in TOKENS[3:5]:
-        (tmp_path / tags.unfinished_name(tags.LATEST, token)).write_text("")
-    os.utime(tmp_path / tags.unfinished_name(tags.LATEST, TOKENS[3]), (0, 0))
     (tmp_path / tags.LATEST).unlink()
     (tmp_path / tags.LATEST).symlink_to(victim)
-    tags.point(tmp_path, "b", TOKENS[2])
+    tags.point(tmp_path, "b")
     assert (victim.read_text(), tags.latest(tmp_path)) == ("mine", "b")
-    left = [(tmp_path / tags.unfinished_name(tags.LATEST, token)).exists() for token in TOKENS[3:5]]
-    assert left == [False, True]

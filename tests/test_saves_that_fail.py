@@ -74,7 +74,7 @@ FAILURES: dict[str, Failure] = {
     "syncing what one has written": ((1,), lambda _: patch.object(os, "fsync", failing)),
     "syncing all": ((0,), lambda _: patch.object(os, "fsync", failing)),
     "publishing": ((0,), lambda _: patch.object(Path, "rename", failing)),
-    "no latest": ((0,), lambda _: patch.object(tags, "write_new", failing)),
+    "no latest": ((0,), lambda _: patch.object(tags, "write_whole", failing)),
 }
 
 

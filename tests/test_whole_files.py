@@ -25,6 +25,7 @@ from ds_fsmoe.runtime.trace_files import rank_file, trace_of, write_trace
 from ds_fsmoe.runtime.watchdog import Watchdog
 from ds_fsmoe.saving import tags
 from ds_fsmoe.whole_files import append_to, new_file, read_regular, write_whole
+from tests.waiting import make_older
 
 FINGERPRINT = {"host": "here"}
 
@@ -176,3 +177,16 @@ def test_a_host_may_have_any_name(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "../a/b\n<c>")
     for write in (keep, report_error, record_run, save_trace):
         assert write(tmp_path).is_file()
+
+
+def test_what_a_killed_writer_has_left_goes_with_a_later_one_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    place = tmp_path / "latest"
+    old, young = (tmp_path / f".latest.{digit * 16}.part" for digit in "ab")
+    other = tmp_path / f".latest2.{'a' * 16}.part"
+    for each in (old, young, other):
+        each.write_text("half")
+    for each in (old, other):
+        make_older(each, 7200)
+    write_whole(place, "step1")
+    assert place.read_text() == "step1"
+    assert {each.name for each in tmp_path.iterdir()} == {"latest", young.name, other.name}

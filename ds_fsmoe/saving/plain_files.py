@@ -41,19 +41,6 @@ def problem_of(path: Path, folder: Path) -> str | None:
     return None
 
 
-def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet; a link in its place is not followed.
-
-    Raises:
-        OSError: it is there, or cannot be written or synced.
-    """
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with os.fdopen(opened, "w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-
-
 def to_disk(path: Path) -> None:
     """Return when a file, or the list of names in a folder, would survive a loss of power.
 

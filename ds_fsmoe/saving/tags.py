@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import os
 import re
-import time
-from contextlib import suppress
 from pathlib import Path, PurePath
 
-from ds_fsmoe.saving.plain_files import problem_of, to_disk, write_new
+from ds_fsmoe.saving.plain_files import problem_of, to_disk
+from ds_fsmoe.whole_files import write_whole
 
 SAVING, BEFORE = ".saving", ".before"
 LATEST = "latest"
@@ -17,8 +16,6 @@ LATEST = "latest"
 _TAKEN = (LATEST, f"{LATEST}{SAVING}", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _UNFINISHED = re.compile(rf"\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(BEFORE)})$")
 _MOST_BYTES = 4096
-# To write a name takes no time: a file of that age is of a save that was killed.
-_LEFT_BEHIND_S = 3600.0
 
 
 class CheckpointError(RuntimeError):
@@ -66,23 +63,13 @@ def check_new(folder: str | Path, tag: str) -> None:
         raise CheckpointError(f"save_checkpoint: tag {tag!r}: {problem}")
 
 
-def point(folder: Path, tag: str, token: str) -> None:
+def point(folder: Path, tag: str) -> None:
     """Let ``latest`` name a tag, in one step.
 
     Raises:
         OSError: the file system refuses.
     """
-    unfinished = folder / unfinished_name(LATEST, token)
-    for each in folder.glob(f"{LATEST}.????????{SAVING}"):
-        with suppress(OSError):
-            if time.time() - each.lstat().st_mtime > _LEFT_BEHIND_S:
-                each.unlink()
-    try:
-        write_new(unfinished, tag)
-        unfinished.replace(folder / LATEST)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    write_whole(folder / LATEST, tag)
     to_disk(folder)
 
 
