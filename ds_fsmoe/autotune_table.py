@@ -19,6 +19,9 @@ from ds_fsmoe.tuned_degrees import MARGIN, Degree, PhaseChoice
 PAYS = 1.1
 """Below this much more work of two lanes at once, overlap is said not to pay."""
 
+_EQUAL = 1e-3
+"""A share below which times count as equal."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -183,15 +186,18 @@ def _why_not_runner_up(choice: PhaseChoice, margin: float) -> str | None:
         choice: of one phase.
         margin: what a cut has to gain.
     """
-    if choice.runner_up_ms is None or choice.runner_up_both_ms is None or choice.runner_up_ms >= choice.time_ms:
+    if choice.runner_up_ms is None or choice.runner_up_both_ms is None:
+        return None
+    # Of equals, which differ by rounding, the smaller degree is taken.
+    if choice.runner_up_ms >= (1 - _EQUAL) * choice.time_ms:
         return None
     if choice.runner_up_both_ms >= choice.both_ms:
         return (
-            f"degree {choice.runner_up} would take less here, and {choice.runner_up_both_ms:.3f} ms instead of "
+            f"with degree {choice.runner_up} it would take less, but {choice.runner_up_both_ms:.3f} ms instead of "
             f"{choice.both_ms:.3f} in both phases together"
         )
     gain = 1 - choice.runner_up_ms / choice.time_ms
-    return f"degree {choice.runner_up} is predicted to take {gain:.1%} less; a cut has to gain more than {margin:.0%}"
+    return f"with degree {choice.runner_up} it would take {gain:.1%} less; a cut has to gain more than {margin:.0%}"
 
 
 def _step(told: Told) -> list[str]:
