@@ -301,6 +301,10 @@ def test_of_two_ways_the_faster_one_is_taken_by_size_with_one_change_at_most() -
         ((0.0, "exchange"),),
         early,
     )
+    # Two changes would be best. What is a little longer at the largest size is less than a quarter more at another.
+    one = Timing("byte", (1.0, 2.0, 4.0), (1.0, 10.0, 100.0))
+    other = Timing("byte", (1.0, 2.0, 4.0), (3.0, 8.0, 103.0))
+    assert fastest({"exchange": one, "backend": other})[0] == ((0.0, "exchange"), (2.0, "backend"))
     assert fastest({"exchange": late, "backend": early})[0] == ((0.0, "backend"), (8.0, "exchange"))
 
 
