@@ -183,6 +183,7 @@ class FSMoELayer(StockMOELayer):
                 callbacks=self.parts.callbacks,
                 duplicates=self.duplicates,
                 width=getattr(self.gate, "takes_width", None),
+                name=self.path,
             )
         if recorder is not None:
             spans = recorder.timeline(pipeline.forward.schedule).spans

@@ -62,6 +62,7 @@ def token_path(
     callbacks: Sequence[CallbackBase] = (),
     duplicates: Duplicates | None = None,
     width: int | None = None,
+    name: str = "",
 ) -> MoEOutput:
     """Gate, order, to the experts and back chunk by chunk, i-order.
 
@@ -76,11 +77,12 @@ def token_path(
         callbacks: called in turn at each of the six points.
         duplicates: the ranks that have the same tokens and send a part of the slots each; ``None``: this one sends all.
         width: M, that the layer was made for; ``None`` where it is not known.
+        name: of the layer, for messages; the pipeline's label unless given.
 
     Raises:
         LayerError: an input or an expert of another width.
     """
-    name = experts.path or pipeline.label
+    name = name or pipeline.label
     routing: RoutingBase | None = None
 
     def hooked(
@@ -222,6 +224,7 @@ class MOELayer(nn.Module):
             group=self.group,
             callbacks=self.callbacks,
             width=self.gate.takes_width,
+            name="MOELayer",
         )
         return result if self.return_stats else result.output
 
