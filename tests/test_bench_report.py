@@ -168,6 +168,9 @@ def test_predictions_are_held_against_measurements_and_bounds() -> None:
     rows = [row("one", "best", 1.0) | {name: str(value) for name, value in times.items()}]
     rows += [row("two", "best", 1.0) | {name: str(2 * value) for name, value in times.items()}]
     assert "| best | 2 | 10.0% | 10.0% | 1.25 | 0.75 |" in predictions(rows)
+    # Off by a tenth and by three: that is a mean and a worst, and one that is off the other way counts as much.
+    rows[1] |= {"predicted_ms": "260"}
+    assert "| best | 2 | 20.0% | 30.0% | 1.25 |" in predictions(rows)
 
 
 def test_shares_of_a_step_sum_up_communication() -> None:

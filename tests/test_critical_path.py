@@ -50,6 +50,10 @@ def test_the_path_is_without_a_gap_and_goes_over_to_the_rank_that_came_last() ->
     ]
     ends = [each.end_us for each in phase.path]
     assert [each.begin_us for each in phase.path[1:]] == ends[:-1]
+    # What a lane does and waits for is told as a mean over ranks.
+    assert phase.busy_ms == {"inter": ((2 + 7) + (2 + 1.5)) / 2, "compute": (2 + 7) / 2}
+    assert phase.idle_ms["inter"] == {"for EXPERT": (2 + 7) / 2}
+    assert phase.idle_ms["compute"] == {"for A2A_IN": 2, NOTHING_LEFT: (7 + 1.5) / 2}
 
 
 def test_ranks_of_another_group_are_not_waited_for() -> None:

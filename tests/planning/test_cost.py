@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_fsmoe.planning.cost import LinearCost, SwitchedCost, fit, fit_switched, least_ms
+from ds_fsmoe.planning.cost import Fit, LinearCost, SwitchedCost, fit, fit_switched, least_ms
 
 
 def test_a_cost_is_a_start_up_per_launch_and_a_slope_per_unit() -> None:
@@ -104,6 +104,20 @@ def test_noise_is_no_protocol_switch(seed: int) -> None:
     sizes = [1e3 * 2**power for power in range(8)]
     times_ms = [LinearCost(0.5, 1e-4).ms(size) * chance.uniform(0.96, 1.04) for size in sizes]
     assert isinstance(fit_switched(sizes, times_ms).cost, LinearCost)
+
+
+def test_a_switch_that_leaves_half_of_the_deviation_is_not_believed() -> None:
+    sizes = [2.0**power for power in range(8)]
+    # One line is off by 62% at the most, two are off by 32%.
+    found = fit_switched(sizes, [1.95, 2.0, 2.1, 5.0, 14.3, 24.7, 24.5, 46.9])
+    assert not found.is_good
+    assert isinstance(found.cost, LinearCost)
+    assert 0.6 < found.worst_share < 0.65
+
+
+def test_what_a_fit_is_typically_off_by_is_the_root_of_the_mean_square() -> None:
+    found = Fit(LinearCost(0.0, 2.0), 0.9, (5.0, 10.0, 20.0, 40.0), (3.0, -4.0, 0.0, 0.0))
+    assert (found.typical_residual_ms, found.worst_residual_ms, found.worst_share) == (2.5, 4.0, 0.3)
 
 
 def test_fewer_than_six_measurements_are_one_line() -> None:
