@@ -65,6 +65,12 @@ def test_a_plan_shows_every_preset_the_bound_and_the_reasons(capsys, tmp_path) -
     for name, times in found["presets"].items():
         assert times["step_ms"] >= bound_ms, name
         assert times["over_deepspeed"] == pytest.approx(found["presets"]["deepspeed"]["step_ms"] / times["step_ms"])
+    # The table says the same, the right way round.
+    for name, *cells in (line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in NAMES):
+        times = found["presets"][name]
+        shown = [f"{times[key]:.2f}" for key in ("forward_ms", "backward_ms", "step_ms")]
+        over = [found["presets"][base]["step_ms"] / times["step_ms"] for base in ("deepspeed", "tutel")]
+        assert cells == [*shown, *(f"{each:.2f}x" for each in over)]
     assert found["presets"]["best"]["step_ms"] == min(each["step_ms"] for each in found["presets"].values())
     sent = sum(layer["moe_bytes"] + layer["dense_bytes"] for layer in found["plan"]["layers"])
     assert sent + found["plan"]["tail_bytes"] == 3 * 4 * (4 * 64 * 64 // 4 + 64 * 8)
@@ -101,6 +107,21 @@ def work_of(line: Timeline) -> dict[str, float]:
         if kind != HOLD:
             found[kind] = found.get(kind, 0.0) + span.task.size
     return found
+
+
+def test_what_a_cluster_says_of_the_host_and_of_contention_is_planned_with(capsys, tmp_path) -> None:
+    cluster = json.loads((Path(cli.__file__).parent / "planning" / "clusters" / "testbed_b.json").read_text())
+    (tmp_path / "own.json").write_text(json.dumps(cluster | {"host_ms": 0.03, "contention": {"links": 0.25}}))
+    arguments = ["plan", "--cluster", str(tmp_path / "own.json"), *SMALL, "--layers", "1", "--max-degree", "1"]
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "30 us to launch a task" in text
+    assert "kappa = 0.25" in text
+    # Given by hand they are not those of the file.
+    assert cli.main([*arguments, "--host-us", "5", "--contention", "0.75"]) == 0
+    text = capsys.readouterr().out
+    assert "5 us to launch a task" in text
+    assert "kappa = 0.75" in text
 
 
 def test_a_known_model_takes_what_is_given_instead(capsys) -> None:
