@@ -56,6 +56,22 @@ class FakeClock(Clock):
         return self._process_ns / 1e9
 
 
+class SetClock(Clock):
+    """Shows what it is set to."""
+
+    def __init__(self, now_ms: float = 0.0) -> None:
+        self.now_ms = now_ms
+
+    def perf_counter_ns(self) -> int:
+        return round(self.now_ms * 1e6)
+
+    def perf_counter(self) -> float:
+        return self.now_ms / 1e3
+
+    def sleep(self, time_s: float) -> None:
+        self.now_ms += time_s * 1e3
+
+
 class SteppedClock(Clock):
     """For who looks every so often, such as the watchdog: it looks when the test says, and as much time has passed as
     it would have waited. Threads are waited for until they end, or until the test says that they are given up."""

@@ -35,7 +35,8 @@ def kind_of(name: str = "experts", layers: int = 1) -> Any:
     plans = {"forward": PhasePlan(BlockPlan(), GROUPS, False), "backward": PhasePlan(BlockPlan(), GROUPS, True)}
     labels = [f"{name} {number}" for number in range(layers)]
     subject = SimpleNamespace(kind=name, link_name=lambda link: link)
-    return SimpleNamespace(subject=subject, sizes=SIZES, labels=labels, pipeline=SimpleNamespace(**plans))
+    layer = SimpleNamespace(is_uncut=False)
+    return SimpleNamespace(subject=subject, sizes=SIZES, labels=labels, layer=layer, pipeline=SimpleNamespace(**plans))
 
 
 def found_of(**profiles: dict[str, LayerProfile]) -> Found:

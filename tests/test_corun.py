@@ -16,11 +16,12 @@ import torch
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Contention, simulate
-from ds_fsmoe.runtime import corun, spans
+from ds_fsmoe.runtime import corun
 from ds_fsmoe.runtime.corun import MOST_TASKS, SHORTEST_MS, Slowdowns, slowdowns
 from ds_fsmoe.runtime.lanes import SerialLanes
 from ds_fsmoe.runtime.one_fate import MeasuringError
 from ds_fsmoe.runtime.stopwatch import Stopwatch
+from tests.fake_clock import SetClock
 from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
@@ -35,16 +36,6 @@ KNOWN = {
     (INTRA, COMPUTE): 1.75,
     (COMPUTE, INTRA): 1.05,
 }
-
-
-@dataclass
-class Clock:
-    """Shows what it is set to."""
-
-    now_ms: float = 0.0
-
-    def used(self) -> tuple[Callable[[], float], Callable[[float, float], float]]:
-        return lambda: self.now_ms, lambda start_ms, end_ms: end_ms - start_ms
 
 
 @dataclass
@@ -67,7 +58,7 @@ class Slowed(SerialLanes):
 
     def __init__(
         self,
-        clock: Clock,
+        clock: SetClock,
         once_ms: Mapping[Lane, float],
         factors: Mapping[tuple[Lane, Lane], float],
         stretched: Callable[[int], float] = lambda run: 1.0,
@@ -107,19 +98,17 @@ class Slowed(SerialLanes):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setitem(spans._CLOCKS, "cpu", found.used())
-    return found
+def clock() -> SetClock:
+    return SetClock()
 
 
-def measured(lanes: Slowed, once_ms: Mapping[Lane, float] = ONCE_MS) -> Slowdowns:
-    return slowdowns(Stopwatch(CPU), lanes, {lane: lambda: lambda: None for lane in once_ms}, "a test")
+def measured(lanes: SerialLanes, clock: SetClock, once_ms: Mapping[Lane, float] = ONCE_MS) -> Slowdowns:
+    return slowdowns(Stopwatch(CPU, host=clock), lanes, {lane: lambda: lambda: None for lane in once_ms}, "a test")
 
 
-def test_what_two_lanes_slow_each_other_is_found_as_it_is_whichever_is_through_first(clock: Clock) -> None:
+def test_what_two_lanes_slow_each_other_is_found_as_it_is_whichever_is_through_first(clock: SetClock) -> None:
     lanes = Slowed(clock, ONCE_MS, KNOWN)
-    assert measured(lanes).factors == pytest.approx(KNOWN)
+    assert measured(lanes, clock).factors == pytest.approx(KNOWN)
     through_first = set()
     for a, b in itertools.combinations(ONCE_MS, 2):
         (counts,) = {tuple(run.counts.items()) for run in lanes.runs if set(run.counts) == {a, b}}
@@ -128,33 +117,33 @@ def test_what_two_lanes_slow_each_other_is_found_as_it_is_whichever_is_through_f
     assert through_first == {True, False}
 
 
-def test_lanes_that_have_the_machine_to_themselves_are_not_slowed(clock: Clock) -> None:
-    found = measured(Slowed(clock, ONCE_MS, {}))
+def test_lanes_that_have_the_machine_to_themselves_are_not_slowed(clock: SetClock) -> None:
+    found = measured(Slowed(clock, ONCE_MS, {}), clock)
     assert found.factors == pytest.approx(dict.fromkeys(KNOWN, 1.0))
     assert found.contention() == Contention()
     assert found.pays() == pytest.approx(dict.fromkeys(itertools.combinations(Lane, 2), 2.0))
 
 
-def test_a_lane_that_is_faster_beside_another_is_said_not_to_be_slowed(clock: Clock) -> None:
-    found = measured(Slowed(clock, ONCE_MS, KNOWN | {(INTER, INTRA): 0.9, (INTRA, COMPUTE): 0.5}))
+def test_a_lane_that_is_faster_beside_another_is_said_not_to_be_slowed(clock: SetClock) -> None:
+    found = measured(Slowed(clock, ONCE_MS, KNOWN | {(INTER, INTRA): 0.9, (INTRA, COMPUTE): 0.5}), clock)
     assert found.factors == pytest.approx(KNOWN | {(INTER, INTRA): 1.0, (INTRA, COMPUTE): 1.0})
 
 
-def test_first_runs_and_a_run_that_was_disturbed_do_not_count(clock: Clock) -> None:
+def test_first_runs_and_a_run_that_was_disturbed_do_not_count(clock: SetClock) -> None:
     # Of the three that count, one is always disturbed, each time by another factor; and the first of a lane are slow.
     for disturbed in range(corun.REPEATS):
         lanes = Slowed(clock, ONCE_MS, KNOWN, lambda run, at=disturbed: 2.0 + run if run % corun.REPEATS == at else 1.0)
-        assert measured(lanes).factors == pytest.approx(KNOWN)
+        assert measured(lanes, clock).factors == pytest.approx(KNOWN)
     slow_at_first = Slowed(clock, ONCE_MS, KNOWN, lambda run: 100.0 if run < corun.REPEATS * len(ONCE_MS) else 1.0)
-    assert measured(slow_at_first).factors == pytest.approx(KNOWN)
+    assert measured(slow_at_first, clock).factors == pytest.approx(KNOWN)
 
 
 @pytest.mark.parametrize("once_ms", [ONCE_MS, {INTER: 0.01, COMPUTE: 0.9}, {INTRA: 70.0, COMPUTE: 3.0}])
 def test_both_lanes_are_busy_for_as_long_as_it_takes_and_for_about_as_long(
-    clock: Clock, once_ms: dict[Lane, float]
+    clock: SetClock, once_ms: dict[Lane, float]
 ) -> None:
     lanes = Slowed(clock, once_ms, KNOWN)
-    measured(lanes, once_ms)
+    measured(lanes, clock, once_ms)
     of_pairs = [run for run in lanes.runs if len(run.counts) == 2]
     assert len(of_pairs) == corun.REPEATS * len(list(itertools.combinations(once_ms, 2)))
     for run in of_pairs:
@@ -165,32 +154,32 @@ def test_both_lanes_are_busy_for_as_long_as_it_takes_and_for_about_as_long(
             assert count == MOST_TASKS or abs(count * once_ms[lane] - aim_ms) <= once_ms[lane]
 
 
-def test_what_is_done_is_made_ready_once_and_one_lane_alone_is_slowed_by_nobody(clock: Clock) -> None:
+def test_what_is_done_is_made_ready_once_and_one_lane_alone_is_slowed_by_nobody(clock: SetClock) -> None:
     made: list[Lane] = []
 
     def prepare(lane: Lane) -> Callable[[], Callable[[], object]]:
         return lambda: made.append(lane) or (lambda: None)
 
     lanes = Slowed(clock, ONCE_MS, KNOWN)
-    slowdowns(Stopwatch(CPU), lanes, {lane: prepare(lane) for lane in ONCE_MS}, "a test")
+    slowdowns(Stopwatch(CPU, host=clock), lanes, {lane: prepare(lane) for lane in ONCE_MS}, "a test")
     assert made == list(ONCE_MS)
     alone = Slowed(clock, ONCE_MS, KNOWN)
-    assert slowdowns(Stopwatch(CPU), alone, {COMPUTE: prepare(COMPUTE)}, "a test") == Slowdowns({})
+    assert slowdowns(Stopwatch(CPU, host=clock), alone, {COMPUTE: prepare(COMPUTE)}, "a test") == Slowdowns({})
     assert alone.runs == []
 
 
-def test_what_fails_beside_another_lane_is_an_error_that_says_what_was_measured(clock: Clock) -> None:
+def test_what_fails_beside_another_lane_is_an_error_that_says_what_was_measured(clock: SetClock) -> None:
     def fails() -> None:
         raise OSError("the disk is on fire")
 
     with pytest.raises(MeasuringError, match="failed while measuring a test: OSError: the disk is on fire"):
-        slowdowns(Stopwatch(CPU), Slowed(clock, ONCE_MS, KNOWN), dict.fromkeys(ONCE_MS, lambda: fails), "a test")
+        lanes, work = Slowed(clock, ONCE_MS, KNOWN), dict.fromkeys(ONCE_MS, lambda: fails)
+        slowdowns(Stopwatch(CPU, host=clock), lanes, work, "a test")
 
 
 def slowed_on_one(rank: int, world_size: int) -> Mapping[tuple[Lane, Lane], float]:
-    clock = Clock()
-    spans._CLOCKS["cpu"] = clock.used()
-    return measured(Slowed(clock, ONCE_MS, KNOWN if rank else {})).factors
+    clock = SetClock()
+    return measured(Slowed(clock, ONCE_MS, KNOWN if rank else {}), clock).factors
 
 
 def test_the_rank_that_is_slowed_most_counts_on_all_of_them(tmp_path: Path) -> None:
@@ -220,7 +209,7 @@ def test_what_two_lanes_do_at_once_is_the_sum_of_what_each_still_does() -> None:
 
 @pytest.mark.parametrize("factors", [{"links": 0.5}, {"compute": 0.3, "traffic": 0.6}])
 def test_lanes_that_run_as_the_planner_simulates_are_measured_as_what_it_simulates(
-    clock: Clock, factors: dict[str, float]
+    clock: SetClock, factors: dict[str, float]
 ) -> None:
     truth = Contention(**factors)
 
@@ -235,4 +224,4 @@ def test_lanes_that_run_as_the_planner_simulates_are_measured_as_what_it_simulat
                 clock.now_ms = began_ms + span.end_ms
                 observer.end(index, span.task)
 
-    assert asdict(measured(Simulated()).contention()) == pytest.approx(asdict(truth))
+    assert asdict(measured(Simulated(), clock).contention()) == pytest.approx(asdict(truth))

@@ -16,35 +16,25 @@ from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import GRAD, Lane
-from ds_fsmoe.runtime import idle_times, spans
+from ds_fsmoe.runtime import idle_times
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Supply
 from ds_fsmoe.runtime.idle_times import REPEATS, Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
 from ds_fsmoe.runtime.pipeline import PhasePlan
+from tests.fake_clock import SetClock
 from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 
 
-class Clock:
-    """Shows what it is set to."""
-
-    now_ms = 0.0
-
-    def used(self) -> tuple[Any, Any]:
-        return lambda: self.now_ms, lambda start_ms, end_ms: end_ms - start_ms
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setitem(spans._CLOCKS, "cpu", found.used())
-    return found
+def clock() -> SetClock:
+    return SetClock()
 
 
 # ---- windows
 
 
-def walk(idle: IdleTimes, clock: Clock, windows: list[tuple[float, float]]) -> None:
+def walk(idle: IdleTimes, clock: SetClock, windows: list[tuple[float, float]]) -> None:
     """One backward: of each window how long it was idle inside the layer, and how long what followed took."""
     for moe_ms, dense_ms in windows:
         idle.opened()
@@ -55,9 +45,8 @@ def walk(idle: IdleTimes, clock: Clock, windows: list[tuple[float, float]]) -> N
 
 
 def typical_of(rank: int, world_size: int) -> list[Idle]:
-    clock = Clock()
-    spans._CLOCKS["cpu"] = clock.used()
-    idle = IdleTimes(CPU)
+    clock = SetClock()
+    idle = IdleTimes(CPU, clock)
     walk(idle, clock, [(99.0, 99.0)])  # another number of windows: not one of these backwards
     walk(idle, clock, [(90.0, 80.0), (70.0, 60.0)])  # the first of them: all is slow
     # Of each the median counts, which is neither the mean nor the first; of ranks the least.
@@ -81,9 +70,11 @@ def opened() -> Any:
     return SimpleNamespace(open=lambda label: (), close=lambda: None, is_sending=lambda: True, plan=None)
 
 
-def passed(clock: Clock, reducer: Any, plan: PhasePlan, at_ms: dict[int, tuple[float, float]], last_ms: float) -> Idle:
+def passed(
+    clock: SetClock, reducer: Any, plan: PhasePlan, at_ms: dict[int, tuple[float, float]], last_ms: float
+) -> Idle:
     """A window over a backward of which some tasks (by their number) ran at these times, the others in no time."""
-    idle = IdleTimes(CPU)
+    idle = IdleTimes(CPU, clock)
     window = TimedWindow(reducer, plan, idle)
     window.open("L00")
     began_ms = clock.now_ms = 1000.0
@@ -102,7 +93,7 @@ def passed(clock: Clock, reducer: Any, plan: PhasePlan, at_ms: dict[int, tuple[f
     return found
 
 
-def test_the_lane_of_gradients_is_idle_from_the_last_tokens_in_to_the_first_out(clock: Clock, opened: Any) -> None:
+def test_the_lane_of_gradients_is_idle_from_the_last_tokens_in_to_the_first_out(clock: SetClock, opened: Any) -> None:
     plan = layer()
     of_lane = [i for i, task in enumerate(plan.schedule.tasks) if task.lane is Lane.INTER]
     kinds = [f"{plan.schedule.tasks[i].kind} {plan.schedule.tasks[i].chunk}" for i in of_lane]
@@ -115,7 +106,9 @@ def test_the_lane_of_gradients_is_idle_from_the_last_tokens_in_to_the_first_out(
     assert full.moe_ms == 0.0
 
 
-def test_a_lane_that_nothing_of_the_layer_is_on_is_idle_as_long_as_the_layer_takes(clock: Clock, opened: Any) -> None:
+def test_a_lane_that_nothing_of_the_layer_is_on_is_idle_as_long_as_the_layer_takes(
+    clock: SetClock, opened: Any
+) -> None:
     plan = layer(ep=1, esp=2, degree=1)
     assert all(task.lane is not Lane.INTER for task in plan.schedule.tasks)
     assert any(task.lane is Lane.INTER for task in plan.sending((GRAD,)).tasks)

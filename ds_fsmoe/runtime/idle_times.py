@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ds_fsmoe.planning.cost import LinearCost, fit
 from ds_fsmoe.planning.gradients import Piece, Window, partition
 from ds_fsmoe.planning.schedule import GRAD, Lane
+from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.flat_gradients import FlatGradients
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Mode, Parcel, Supply, WindowBytes, plan_by_bytes
 from ds_fsmoe.runtime.gradients import GradientReducer
@@ -42,12 +43,14 @@ class IdleTimes:
 
     Args:
         device: on which the backward runs. Reading its clock waits for it, so this is for a few rounds only.
+        host: the clock of the CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, host: Clock = HOST) -> None:
         self.device = device
+        self.host = host
         self.rounds: list[list[Idle]] = [[]]
-        self._stamp, self._elapsed_ms = clock_of(device)
+        self._stamp, self._elapsed_ms = clock_of(device, host)
         self._closed_at: object = None
 
     def opened(self) -> None:
@@ -95,7 +98,7 @@ class TimedWindow:
     """
 
     def __init__(self, reducer: GradientReducer, plan: PhasePlan, idle: IdleTimes) -> None:
-        self.recorder = Recorder(idle.device)
+        self.recorder = Recorder(idle.device, idle.host)
         """To be told what the layer's backward does."""
         self._reducer = reducer
         self._plan = plan
