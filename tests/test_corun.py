@@ -172,8 +172,8 @@ def test_what_fails_beside_another_lane_is_an_error_that_says_what_was_measured(
     def fails() -> None:
         raise OSError("the disk is on fire")
 
+    lanes, work = Slowed(clock, ONCE_MS, KNOWN), dict.fromkeys(ONCE_MS, lambda: fails)
     with pytest.raises(MeasuringError, match="failed while measuring a test: OSError: the disk is on fire"):
-        lanes, work = Slowed(clock, ONCE_MS, KNOWN), dict.fromkeys(ONCE_MS, lambda: fails)
         slowdowns(Stopwatch(CPU, host=clock), lanes, work, "a test")
 
 
