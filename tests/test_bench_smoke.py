@@ -18,7 +18,6 @@ from benchmarks.outcome import AA
 from benchmarks.report_rows import read
 from tests.built_ops import build_ops
 from tests.result_laws import broken, judged_by_few
-from tests.samples import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = {"stock", "deepspeed", "best", "best, best layout"}
@@ -58,7 +57,9 @@ def bed() -> Iterator[Bed]:
     down(found.name)
 
 
-@sampled("job", list(JOBS), kept=[list(JOBS).index("bench_interference.py")])
+# A minute and more each, beside other tests.
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
 def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path: Path) -> None:
     arguments, files = JOBS[job]
     said: list[str] = []

@@ -53,7 +53,8 @@ def with_config_inside(config: Path, folder: Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["file", "in the script"])
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [False, True], ids=["file", "in the script"])
 def test_an_untouched_script_is_compared_with_itself(
     inside: bool, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

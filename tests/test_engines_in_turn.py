@@ -106,7 +106,8 @@ def tune_again_and_again(rank: int, world_size: int, times: int) -> list[int]:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or newer")
-@pytest.mark.parametrize("times", [4, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [4, 30])
 def test_tuning_again_on_two_ranks_takes_no_more_native_memory(times: int, tmp_path: Path) -> None:
     for _, second, *others in run_on_ranks(tune_again_and_again, 2, tmp_path, times):
         assert max(others) - second < 2 * 2**20

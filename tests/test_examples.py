@@ -15,6 +15,7 @@ from tests.scripts import ROOT, START, Start, be_script, free_port
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.slow
 @START
 def test_digits_that_were_not_seen_are_read(start: Start, tmp_path: Path) -> None:
     printed = start(tmp_path, str(EXAMPLES / "digits.py"))

@@ -11,6 +11,7 @@ from deepspeed.moe.sharded_moe import TopKGate, topkgating
 
 from ds_fsmoe.components.gates.topk import LinearGate, route_top_k
 from ds_fsmoe.components.routing import Routing
+from tests.samples import sampled
 
 
 def stock_as_routing(outcome: tuple) -> Routing:
@@ -33,7 +34,7 @@ def gradients_of(routing: Routing, *tensors: torch.Tensor) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@sampled("dtype", [torch.float32, torch.bfloat16], kept=[1], ids=str)
 @pytest.mark.parametrize("drop_tokens", [True, False], ids=["drop", "dropless"])
 @pytest.mark.parametrize("random_choice", [True, False], ids=["random", "not random"])
 @pytest.mark.parametrize("noise", [None, "Jitter", "RSample"])

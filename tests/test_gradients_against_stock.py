@@ -216,6 +216,7 @@ def runs_of_four() -> list[Pair]:
     return pairs
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_stock_to_rounding(tmp_path: Path) -> None:
     check(runs_of_four()[::2], 4, tmp_path, TOLERANCE)
 

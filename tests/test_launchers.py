@@ -70,6 +70,7 @@ def test_deepspeed_on_several_nodes_without_ssh(tmp_path: Path) -> None:
 
 
 @NEEDS_MPI
+@pytest.mark.slow
 def test_mpirun_with_the_ranks_asked_of_mpi(tmp_path: Path) -> None:
     options = {"MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
     start(

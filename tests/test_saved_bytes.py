@@ -32,6 +32,7 @@ from ds_fsmoe.saved_bytes import SavedBytes, describe, saved_bytes
 from ds_fsmoe.takeover import take_over
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 
 E, K = 4, 2
@@ -334,7 +335,7 @@ def peaks_by_degrees(rank: int, world_size: int, ep: int, esp: int) -> dict[tupl
     return found
 
 
-@pytest.mark.parametrize(("world_size", "ep", "esp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
+@sampled(("world_size", "ep", "esp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)], kept=[1])
 def test_sixteen_chunks_take_no_more_than_5_percent_more_memory_than_one(
     world_size: int, ep: int, esp: int, tmp_path: Path
 ) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
+from tests.samples import sampled
 from tests.small_model import EXPERT_WIDTH, EXPERTS, NUM_EXPERTS, WIDTH, Case, batch
 from tests.tensor_parallel import SplitFeedForward, begin, degrees
 
@@ -152,7 +152,7 @@ def test_what_ranks_hold_alike_is_summed_and_what_is_split_is_not(tmp_path: Path
         assert seen == alike | {"moe.coefficient.weight", "moe.coefficient.bias"}
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("world_size", "ep_size", "esp_size", "expert", "drop_tokens"),
     [
         (2, 1, 1, "module", False),
@@ -161,6 +161,7 @@ def test_what_ranks_hold_alike_is_summed_and_what_is_split_is_not(tmp_path: Path
         (4, 2, 2, "gpt", True),
         (4, 2, 1, "split", False),
     ],
+    kept=[0, 3],
 )
 def test_parts_of_a_sequence_have_the_gradients_of_a_loop_over_all_tokens(
     world_size: int, ep_size: int, esp_size: int, expert: str, drop_tokens: bool, tmp_path: Path

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -188,7 +187,7 @@ def compare(rank: int, world_size: int, ep: int, esp: int) -> list[str]:
     return found
 
 
-@sampled(("world_size", "ep", "esp"), LAYOUTS, kept=[1, 3])
+@sampled(("world_size", "ep", "esp"), LAYOUTS, kept=[3])
 def test_in_every_layout_the_layer_equals_the_plain_loop(world_size: int, ep: int, esp: int, tmp_path: Path) -> None:
     for rank, found in enumerate(run_on_ranks(compare, world_size, tmp_path, ep, esp)):
         assert not found, f"rank {rank}: {found}"
@@ -209,7 +208,7 @@ def compare_duplicates(rank: int, world_size: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@sampled("world_size", [2, 4], kept=[0])
 def test_ranks_with_the_same_tokens_share_the_slots_out(world_size: int, tmp_path: Path) -> None:
     # 13 or 5 slots over 2 and 4 ranks: some rows are no slot's.
     for rank, found in enumerate(run_on_ranks(compare_duplicates, world_size, tmp_path)):

@@ -110,7 +110,7 @@ def check_layout(cases: list[Case], world_size: int, ep_size: int, folder: Path)
         assert not found, f"rank {rank}: not equal to stock DeepSpeed: {found}"
 
 
-@sampled("layout", LAYOUTS, kept=[1, 4], ids="{0[0]}-{0[1]}".format)
+@sampled("layout", LAYOUTS, kept=[4], ids="{0[0]}-{0[1]}".format)
 def test_training_equals_stock_bit_for_bit(layout: tuple[int, int], tmp_path: Path) -> None:
     check_layout(covering_cases(layout), *layout, tmp_path)
 

@@ -19,6 +19,7 @@ from ds_fsmoe.tuned_degrees import PhaseChoice, Ways
 from tests.hurry import hurry
 from tests.measured_layers import GROUPS, SIZES, made_up
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
@@ -240,7 +241,7 @@ def tried_and_stock(rank: int, world_size: int, accumulation: int) -> dict[str, 
     }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@sampled("accumulation", [1, 2], kept=[1])
 def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: int, tmp_path: Path) -> None:
     first, second = run_on_ranks(tried_and_stock, 2, tmp_path, accumulation)
     assert first["degrees"] == second["degrees"]
