@@ -25,6 +25,7 @@ from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.runtime.profiler import GRADIENTS, LayerProfile
 from ds_fsmoe.runtime.stopwatch import Timing
 from ds_fsmoe.step_prediction import Bounds, StepTimes, idle_ms, predict_step
+from ds_fsmoe.telemetry.plans import plans_as_data
 from ds_fsmoe.tuned_degrees import MARGIN, PhaseChoice, Ways
 from tests.measured_layers import GROUPS, SIZES, made_up
 
@@ -131,13 +132,53 @@ def test_the_table_has_every_number_under_its_head() -> None:
     step = StepTimes(20.0, 18.0, 30.0, 9.0, 4.0, 1.0, 15.0)
     text = describe([row], Told(step, Slowdowns({}), {}, 1, "best", Cluster("here", 1, 2, {})), 1.0, "a test")
     lines = [line.split() for line in text.splitlines()]
-    heads = "layers phase degree predicted [ms] isolated [ms] runner-up its [ms] degree 1 [ms] order all-to-all".split()
+    heads = [
+        "layers",
+        "phase",
+        "degree",
+        "predicted",
+        "[ms]",
+        "isolated",
+        "[ms]",
+        "runner-up",
+        "its",
+        "[ms]",
+        "degree",
+        "1",
+        "[ms]",
+        "order",
+        "all-to-all",
+    ]
     assert heads in lines
     assert ["L00", "forward", "2", "1.500", "1.250", "3", "1.750", "2.500", "paper", "flat"] in lines
-    assert "L00 backward 4 3.500 3.250 1 4.000 4.500 reduce_first, 2 late dW flat".split() in lines
+    assert [
+        "L00",
+        "backward",
+        "4",
+        "3.500",
+        "3.250",
+        "1",
+        "4.000",
+        "4.500",
+        "reduce_first,",
+        "2",
+        "late",
+        "dW",
+        "flat",
+    ] in lines
     assert (
         "predicted: 20.000 ms (18.000 if lanes did not slow each other down), deepspeed 30.000 ms: 1.50 times" in text
     )
+
+    # What a run records says the same.
+    stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8)
+    keys = ("phase", "degree", "late_dw", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
+    recorded = plans_as_data({}, stage)
+    assert [tuple(choice[key] for key in keys) for choice in recorded["choices"]] == [
+        ("forward", 2, 0, 1.5, 1.25, 3, 1.75, 2.5),
+        ("backward", 4, 2, 3.5, 3.25, 1, 4.0, 4.5),
+    ]
+    assert (recorded["step"]["chosen_ms"], recorded["step"]["deepspeed_ms"]) == (20.0, 30.0)
 
 
 def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None:
