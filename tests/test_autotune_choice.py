@@ -11,11 +11,12 @@ import pytest
 
 from ds_fsmoe.autotune_choice import TRIED_DEGREES, Found, candidates, choose, other_esp_sizes, predict
 from ds_fsmoe.autotune_subjects import Way
+from ds_fsmoe.autotune_table import Row, Told, describe
 from ds_fsmoe.measured_costs import Machine
-from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.cluster import UNITS, Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.schedule import GRAD
+from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.runtime import topology
 from ds_fsmoe.runtime.corun import Slowdowns
@@ -23,8 +24,9 @@ from ds_fsmoe.runtime.link_times import LinkTimes
 from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.runtime.profiler import GRADIENTS, LayerProfile
 from ds_fsmoe.runtime.stopwatch import Timing
-from ds_fsmoe.step_prediction import Bounds, idle_ms
-from ds_fsmoe.tuned_degrees import MARGIN, Ways
+from ds_fsmoe.step_prediction import Bounds, StepTimes, idle_ms, predict_step
+from ds_fsmoe.telemetry.plans import plans_as_data
+from ds_fsmoe.tuned_degrees import MARGIN, PhaseChoice, Ways
 from tests.measured_layers import GROUPS, SIZES, made_up
 
 UNCUT = Ways.of("deepspeed", 4)
@@ -122,6 +124,42 @@ def test_a_step_is_predicted_from_all_layers_of_every_kind_and_all_their_gradien
     assert isinstance(found.bounds(kinds[0], machine), Bounds)
     # Where DeepSpeed reduces them, they are in what was measured of the rest.
     assert predict(kinds, choices, found, machine, (5.0, 40.0), None).gradients_ms == 0.0
+
+
+def test_the_table_has_every_number_under_its_head() -> None:
+    forward = PhaseChoice(BlockPlan(equal_shares(2), "paper"), 1.5, 1.25, 2.5, 3, 1.75, 2, 1.5)
+    backward = PhaseChoice(BlockPlan(equal_shares(4), "reduce_first", 2), 3.5, 3.25, 4.5, 1, 4.0, 4, 3.5)
+    row = Row(("L00",), made_up(1), (forward, backward), (None, None), "flat", {"flat": 5.0}, ())
+    step = StepTimes(20.0, 18.0, 30.0, 9.0, 4.0, 1.0, 15.0)
+    text = describe([row], Told(step, Slowdowns({}), {}, 1, "best", Cluster("here", 1, 2, {})), 1.0, "a test")
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    heads = "predicted [ms] isolated [ms] runner-up its [ms] degree 1 [ms] order all-to-all"
+    assert f"layers phase degree {heads}" in lines
+    assert "L00 forward 2 1.500 1.250 3 1.750 2.500 paper flat" in lines
+    assert "L00 backward 4 3.500 3.250 1 4.000 4.500 reduce_first, 2 late dW flat" in lines
+    assert (
+        "predicted: 20.000 ms (18.000 if lanes did not slow each other down), deepspeed 30.000 ms: 1.50 times" in text
+    )
+
+    # What a run records says the same.
+    stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8)
+    keys = ("phase", "degree", "late_dw", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
+    recorded = plans_as_data({}, stage)
+    assert [tuple(choice[key] for key in keys) for choice in recorded["choices"]] == [
+        ("forward", 2, 0, 1.5, 1.25, 3, 1.75, 2.5),
+        ("backward", 4, 2, 3.5, 3.25, 1, 4.0, 4.5),
+    ]
+    assert (recorded["step"]["chosen_ms"], recorded["step"]["deepspeed_ms"]) == (20.0, 30.0)
+
+
+def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None:
+    step = predict_step((), None, 0.0, in_windows=True)
+    cluster = Cluster("here", 1, 2, {})
+    for slowed, pays in ((1.78, False), (1.85, True), (1.0, False)):
+        factors = {(Lane.INTRA, Lane.COMPUTE): slowed, (Lane.COMPUTE, Lane.INTRA): slowed}
+        text = describe([], Told(step, Slowdowns(factors), {}, 1, "best", cluster), 1.0, "a test")
+        does = f"{Lane.COMPUTE} and {Lane.INTRA} at once do {2 / slowed:.2f} of what one does alone"
+        assert (f"{does}: overlap of these will not pay" in text) == pays
 
 
 def test_other_esp_sizes_are_priced_for_all_layers_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:

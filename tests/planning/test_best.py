@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from ds_fsmoe.planning.best import Beyond, plan_best, plan_by_name
 from ds_fsmoe.planning.block import BlockPlan, model_schedule
-from ds_fsmoe.planning.bounds import step_bounds_ms
+from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
+from ds_fsmoe.planning.choose import LANE_NAMES, choose
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.grid import table_4
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.plan import Planner, Settings
 from ds_fsmoe.planning.presets import PRESETS, Switches
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, Lane
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention, simulate
-from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Shape, Work, kind_costs, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
 
 TESTBEDS = {"a": Groups(48, 8, mp=8, esp=8, ep=6), "b": Groups(32, 4, mp=4, esp=4, ep=8)}
@@ -125,6 +128,34 @@ def test_the_bound_of_a_model_holds_where_weight_gradients_move_into_the_next_la
     made_ms = simulate(schedule, costs).makespan_ms
     assert made_ms == pytest.approx(1 + 1 + 10 + 1)
     assert step_bounds_ms([second, first], costs)[1] <= made_ms
+
+
+def test_the_bound_of_a_model_is_what_its_busiest_lane_has_to_do_and_no_less() -> None:
+    costs = {kind: LinearCost(0.0, 1.0) for kind in ("A2A_IN", EXPERT, EXPERT_DX, EXPERT_DW, GRAD)}
+    gradient = Gradient(GRAD, (Lane.INTER,), 5)
+    sending, computing = replace(bare(10.0, 1.0, 1.0), gradients=(gradient,)), bare(1.0, 10.0, 2.0)
+    # Three all-to-alls, and in the backward three times the gradients; a chunk has to be computed after the last.
+    assert step_bounds_ms([sending] * 3, costs) == pytest.approx((30.0, 45.0), abs=0.01)
+    assert lower_bound_ms(sending.backward, costs, grad_ms=5.0) == pytest.approx(15.0, abs=0.01)
+    # In the backward experts take 12 ms each; what puts weight gradients off takes no less.
+    assert step_bounds_ms([computing] * 3, costs) == pytest.approx((30.0, 36.0), abs=0.01)
+    # Plans of many chunks come near: it is no less than what can be done.
+    for layer in (sending, computing):
+        plan = plan_best(Planner(costs, Settings(max_degree=16)), [layer] * 3)
+        forward_ms, backward_ms = (each.makespan_ms for each in plan.timelines(costs))
+        bounds_ms = step_bounds_ms([layer] * 3, costs, 17)
+        assert forward_ms <= 1.05 * bounds_ms[0]
+        assert backward_ms <= 1.05 * bounds_ms[1]
+
+
+def test_a_choice_is_said_to_be_bound_by_the_lane_that_its_end_waits_for_most() -> None:
+    costs = {kind: LinearCost(0.0, 1.0) for kind in ("A2A_IN", EXPERT, EXPERT_DX, EXPERT_DW)}
+    # An order that has no closed form, so that it is read off the critical path.
+    order = Order(2, "paper", 1)
+    for layer, lane in ((bare(10.0, 1.0, 1.0), Lane.INTER), (bare(1.0, 6.0, 6.0), Lane.COMPUTE)):
+        times = BlockTimes(layer.backward, costs)
+        assert not times.has_closed_form(order)
+        assert choose(times, [order]).bottleneck == LANE_NAMES[lane]
 
 
 def test_a_schedule_that_puts_weight_gradients_off_still_does_them_all() -> None:
