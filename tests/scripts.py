@@ -47,7 +47,9 @@ def be_script(
     rank: int, world_size: int, folder: str, script: str, arguments: tuple[str, ...], variables: dict[str, str]
 ) -> str:
     """What a script printed that was run as the launcher runs it, in a process that is this rank already."""
-    dist.destroy_process_group()  # the script makes its own
+    # The script makes its own. All ranks have one first: those that are still connecting would see this one leave.
+    dist.barrier()
+    dist.destroy_process_group()
     os.environ |= variables
     os.chdir(folder)
     sys.argv = [script, f"--local_rank={rank}", *arguments]

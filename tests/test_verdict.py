@@ -41,7 +41,9 @@ def run_with_trace(folder: Path, task_us: float, num_ranks: int = 2) -> Run:
                 args = {"layer": "L00", "phase": "fwd", "step": step, "run": 0, "index": index, "kind": kind}
                 args |= {"chunk": 0, "lane": lane, "waits_for": list(range(index))}
                 ts = step * 1e6 + index * task_us
-                events.append({"ph": "X", "cat": "measured", "name": kind, "ts": ts, "dur": task_us, "args": args})
+                args |= {"ms": task_us / 1e3}
+                span = {"ph": "X", "cat": "measured", "name": kind, "ts": ts, "dur": task_us, "pid": rank}
+                events.append(span | {"args": args})
         (folder / f"rank{rank}.json").write_text(json.dumps({"traceEvents": events, "otherData": {"steps": [7, 8]}}))
     return Run(folder)
 
