@@ -59,7 +59,7 @@ soak: $(READY)
 	@DS_ACCELERATOR=cpu $(RUN) $(VENV)/bin/deepspeed --num_accelerators 2 benchmarks/soak_job.py
 
 test: $(READY) test-planning
-	@echo "== test: the test suite without what is marked slow (about ten minutes)"
+	@echo "== test: the test suite without what is marked slow (about eight minutes)"
 	@$(RUN) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=10 --ignore tests/planning
 
 test-planning: $(PLANNING_READY)

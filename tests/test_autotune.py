@@ -260,6 +260,7 @@ def meet_bad_files(rank: int, world_size: int, folder: str) -> dict[str, Run]:
     return runs
 
 
+@pytest.mark.slow
 def test_a_file_of_no_use_is_named_and_measured_again(tmp_path: Path) -> None:
     found = run_on_ranks(meet_bad_files, 2, tmp_path / "ranks", str(tmp_path))
     said = {name: run.said for name, run in found[0].items() if name != "left"}

@@ -142,7 +142,7 @@ def test_the_table_has_every_number_under_its_head() -> None:
     )
 
     # What a run records says the same.
-    stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8)
+    stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8, tried=[])
     keys = ("phase", "degree", "late_dw", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
     recorded = plans_as_data({}, stage)
     assert [tuple(choice[key] for key in keys) for choice in recorded["choices"]] == [

@@ -466,6 +466,7 @@ def errors_of_one_step(rank: int, world_size: int, cases: list[Case]) -> list[di
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [
