@@ -7,6 +7,7 @@ python tools/under_load.py --busy 8 --times 20 -- python -m pytest -q tests/test
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 
@@ -21,6 +22,9 @@ def main() -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("no command: write it after --")
+    # Ended from outside, it must not leave the busy processes behind.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
     failed = 0
     try:
