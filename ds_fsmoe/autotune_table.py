@@ -59,7 +59,7 @@ class Told:
     why_again: str | None = None
     """What it was measured anew for."""
     is_tried: bool = False
-    """Whether steps with these and other plans follow, which decide."""
+    """Whether trials follow: steps with these and other plans, by whose times one is kept."""
 
 
 def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str:

@@ -26,7 +26,7 @@ class _NullIsAuto:
 
 
 MOST_CHUNKS = 256
-"""As many as the planner plans with."""
+"""The planner plans with no more chunks than this."""
 Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _NullIsAuto()]
 Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _NullIsAuto()]
 Part = Annotated[str, _NullIsAuto()]

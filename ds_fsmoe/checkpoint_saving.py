@@ -38,7 +38,7 @@ def state_file(rank: int) -> str:
 
 
 def sizes_of(engine: Any) -> Sizes:
-    """How an engine's job is laid out."""
+    """Return how an engine's job is laid out."""
     running = engine.fsmoe.running
     dtype = next((str(each.dtype) for each in engine.module.parameters()), "none")
     return Sizes(

@@ -49,7 +49,7 @@ class RandomState:
         return cls(device, torch.get_rng_state(), of_device)
 
     def is_now(self) -> bool:
-        """Whether nothing has been drawn since."""
+        """Return whether no random number has been drawn since."""
         now = RandomState.now(self.device)
         if self.of_device is not None and not torch.equal(self.of_device, now.of_device):
             return False

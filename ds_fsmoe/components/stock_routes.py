@@ -20,7 +20,7 @@ StockMasks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def stock_routes(routing: Routing) -> StockRoutes:
-    """What DeepSpeed's gate returns with ``sparse_routes=True``."""
+    """Return what DeepSpeed's gate returns with ``sparse_routes=True``."""
     is_kept_KS, expert_KS, position_KS = _places(routing)
     return (
         routing.aux_loss,
@@ -34,7 +34,7 @@ def stock_routes(routing: Routing) -> StockRoutes:
 
 
 def stock_masks(routing: Routing) -> StockMasks:
-    """What DeepSpeed's gate returns without ``sparse_routes``."""
+    """Return what DeepSpeed's gate returns without ``sparse_routes``."""
     num_tokens = routing.slots_KS.shape[1]
     # One column more, for what was dropped.
     weights_SR = routing.weights_KS.new_zeros(num_tokens, routing.num_slots + 1)
