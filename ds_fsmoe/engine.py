@@ -274,6 +274,14 @@ class FSMoEEngine(DeepSpeedEngine):
             clock.end_forward()
         return total
 
+    def _configure_with_arguments(self, args: Any, mpu: Any) -> None:
+        super()._configure_with_arguments(args, mpu)
+        # DeepSpeed sets the device of a rank when layers have been replaced. Ours make streams and communicate there,
+        # which without this would be on device 0 for every rank of a node.
+        index = getattr(args, "device_rank", self.local_rank)
+        if index >= 0:
+            get_accelerator().set_device(index)
+
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         sources = super()._configure_expert_parallel(model, collect_sources)
         for sentence in compat.check_versions():
@@ -301,7 +309,7 @@ class FSMoEEngine(DeepSpeedEngine):
         check_mpu(self.mpu)
         check_tensor_parallel(layers, dist.get_world_size(), sizes_of_mpu(self.mpu)[0], block.esp_size)
         parts = choose_parts(block, get_accelerator().device_name())
-        device = torch.device(get_accelerator().device_name())
+        device = torch.device(get_accelerator().current_device_name())
         expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
         sentences = check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu))
         sentences += [*launcher_warnings(), *untested(self.config, device.type)]

@@ -81,7 +81,7 @@ def _with(config: dict[str, Any], values: tuple[tuple[str, Any], ...]) -> dict[s
         at = config
         for each in blocks:
             at = at.setdefault(each, {})
-        at[key] = value
+        at[key] = list(value) if isinstance(value, tuple) else value
     return config
 
 

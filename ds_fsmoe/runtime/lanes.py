@@ -95,6 +95,9 @@ class Lanes(ABC):
 
     overlap: ClassVar[Mapping[Lane, str]]
     """What a lane is, and what it may overlap with."""
+    runs_behind: ClassVar[bool] = False
+    """Whether a body that returns has only issued its work, to a stream of its lane: every tensor that is made on one
+    lane and used on another then has to be kept until the run is over."""
     _nests: ClassVar[bool] = False
 
     def __init__(self) -> None:

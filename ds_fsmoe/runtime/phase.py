@@ -43,6 +43,7 @@ class Phase:
         direction: which phase.
         cutting: where it cuts the capacity.
         rows_RM: [E * C, M], what it begins with.
+        holds: whether all that is made is kept until the phase is over: on lanes that run behind the host.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Phase:
         direction: Direction,
         cutting: Cutting,
         rows_RM: torch.Tensor,
+        holds: bool = False,
     ) -> None:
         self._wires = wires
         self._num_experts = num_experts
@@ -67,8 +69,8 @@ class Phase:
         self._at: dict[int, torch.Tensor] = {}
         self._back: set[int] = set()
         self._result_RM: torch.Tensor | None = None
-        # On a GPU the memory of a tensor that another stream uses must not be given away before the join.
-        self._held: list[torch.Tensor] | None = [] if rows_RM.is_cuda else None
+        # The memory of a tensor that another stream uses must not be given away before the join.
+        self._held: list[torch.Tensor] | None = [] if holds else None
 
     def _chunked(self, rows_RM: torch.Tensor) -> ChunkedRows:
         return ChunkedRows(rows_RM, self._num_experts, self._layout)

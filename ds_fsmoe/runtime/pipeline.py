@@ -241,7 +241,13 @@ class _ExpertsPart(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Read before anything runs: under checkpointing this is where the forward is run again.
-        ctx.call.experts.restore(ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        ctx.call.experts.restore(saved)
+        if not ctx.call.pipeline.lanes.runs_behind:
+            # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory
+            # of rows that came over a link would be handed to the next chunk that comes: there all stay until the
+            # streams are joined. Receiving into memory made whole beforehand would keep them as long.
+            saved = ()
         # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
         # but memory depends on it, and a torch that cannot do it yet goes without.
         getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
@@ -276,7 +282,7 @@ class _Call:
 
     def _phase(self, direction: Direction, cutting: Cutting, rows_RM: torch.Tensor) -> Phase:
         of_call = (self.pipeline.wires, self._num_experts, self._cut_forward, self._hook)
-        return Phase(*of_call, direction, cutting, rows_RM)
+        return Phase(*of_call, direction, cutting, rows_RM, self.pipeline.lanes.runs_behind)
 
     def _run(self, phase: Phase, schedule: Schedule, compute: Mapping[str, Body]) -> torch.Tensor:
         pipeline = self.pipeline

@@ -30,8 +30,8 @@ class StreamLanes(Lanes):
 
     Memory: the allocator knows a tensor by the stream it was made on and may hand its memory out again, to that stream,
     once the last reference is gone; it does not know who else still reads. So whoever calls ``run`` keeps every tensor
-    that is made on one lane and used on another until ``run`` returns. Then the streams are joined, the next run waits
-    for the compute stream, and references may go, without a host wait.
+    that is made on one lane and used on another until ``run`` returns, also one that an earlier run has made. Then the
+    streams are joined, the next run waits for the compute stream, and references may go, without a host wait.
 
     After an error what has been issued runs to its end on the device, and the compute stream waits for it.
     """
@@ -41,6 +41,7 @@ class StreamLanes(Lanes):
         Lane.INTRA: "a high-priority stream; overlaps with COMPUTE and INTER",
         Lane.INTER: "a high-priority stream; overlaps with COMPUTE and INTRA",
     }
+    runs_behind: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         """

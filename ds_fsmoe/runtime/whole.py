@@ -160,7 +160,8 @@ class _Call:
     def _halves(self, direction: Direction, schedule: Schedule, bodies: dict[str, Body]) -> _Halves:
         cutting = self._layout if direction == "forward" else self._backward_cutting
         of_call = self._pipeline.wires, self._num_experts, self._layout, self.hook, direction, cutting
-        return _Halves(self._pipeline, schedule, functools.partial(Phase, *of_call), bodies, direction)
+        phase = functools.partial(Phase, *of_call, holds=self._pipeline.lanes.runs_behind)
+        return _Halves(self._pipeline, schedule, phase, bodies, direction)
 
     def backward_in(self, dy_RM: torch.Tensor) -> torch.Tensor:
         """The gradient of the results to that of what the module returned, [N, e, C, M]."""

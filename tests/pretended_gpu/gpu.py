@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device: streams with vector clocks, memory that knows who uses it, and the rules that both have to keep.
+
+A stream's clock says, for each stream, up to which of its operations everything is done before the stream's next one.
+An event is a clock that was copied. An operation X is ordered before what a stream does next if the stream's clock has
+reached X; otherwise the device may do the two in either order, or at once, whatever the host did first.
+
+The rules:
+
+1. a read comes after the last writes, a write after all uses of the memory;
+2. memory that was freed goes to the next one who asks on the stream it was made on, of whatever size; all uses of it
+   elsewhere have to be ordered before that;
+3. memory is read only when it was written (it is filled with NaN, which shows in the results);
+4. within a run of lanes the host does not wait for the device;
+5. a stream, the tensors used on it and the device of the rank are one device, and that was set before anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A rule that was broken."""
+
+    rule: str
+    """"order" (1), "reuse" (2), "wait" (4) or "device" (5)."""
+    what: str
+    """Was done."""
+    stream: str
+    """On which."""
+    memory: str = ""
+    """Where the memory was made, if it is about memory."""
+    others: tuple[str, ...] = ()
+    """The operations that it is not ordered after."""
+
+    def __str__(self) -> str:
+        against = f", not ordered after {'; '.join(self.others)}" if self.others else ""
+        memory = f", in memory of {self.memory}" if self.memory else ""
+        return f"[{self.rule}] {self.what} on {self.stream}{memory}{against}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What was issued to a stream as its ``number``-th."""
+
+    stream: Stream
+    number: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.stream.name}: {self.what}"
+
+
+def _merge(clock: dict[Stream, int], seen: dict[Stream, int]) -> None:
+    for stream, number in seen.items():
+        clock[stream] = max(clock.get(stream, 0), number)
+
+
+class Stream:
+    """Stands for ``torch.cuda.Stream``."""
+
+    def __init__(self, gpu: Gpu, index: int, name: str) -> None:
+        self.gpu, self.device_index, self.name = gpu, index, name
+        self.device = torch.device("cuda", index)
+        self.clock: dict[Stream, int] = {}
+        self.freed: list[Block] = []
+        """Memory that was made here, and is free."""
+
+    def has_seen(self, operation: Operation) -> bool:
+        """Whether that one is done before this stream's next."""
+        known = max(self.clock.get(operation.stream, 0), self.gpu.host_clock.get(operation.stream, 0))
+        return operation.stream is self or known >= operation.number
+
+    def see(self, clock: dict[Stream, int]) -> None:
+        """Order the next operation after all that a clock has seen."""
+        _merge(self.clock, clock)
+
+    def wait_event(self, event: Event) -> None:
+        assert event.clock is not None, "waits for an event that was never recorded"
+        if all(self.clock.get(stream, 0) >= number for stream, number in event.clock.items()):
+            return  # it orders nothing that was not in order
+        self.gpu.num_waits += 1
+        if self.gpu.obeys_wait():
+            self.see(event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event(self.gpu)
+        event.record(other)
+        self.wait_event(event)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.gpu)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.gpu.host_waits(f"synchronize {self.name}", self)
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """Stands for ``torch.cuda.Event``."""
+
+    def __init__(self, gpu: Gpu, **_: Any) -> None:
+        self.gpu = gpu
+        self.clock: dict[Stream, int] | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.gpu.current
+        self.clock = {**stream.clock}
+        self.time = self.gpu.num_operations
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.gpu.current).wait_event(self)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        assert self.clock is not None
+        self.gpu.host_waits("synchronize an event", self.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        return float(end.time - self.time)
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory of one storage."""
+
+    home: Stream
+    """The stream that was current when it was made: the allocator knows no other."""
+    born: str
+    uses: list[Operation] = field(default_factory=list)
+    writes: list[Operation] = field(default_factory=list)
+    recorded: set[Stream] = field(default_factory=set)
+    """Streams that ``record_stream`` has named: what they were given by the time of the free is waited for."""
+
+
+class Gpu:
+    """The device of one rank.
+
+    Args:
+        index: which device of the machine is this rank's: what ``set_device`` has to be called with.
+        is_set: whether it was called already.
+    """
+
+    def __init__(self, index: int = 0, is_set: bool = True) -> None:
+        self.index = index
+        self.is_set = is_set
+        self.chosen = index if is_set else 0
+        """The current device, as CUDA has it: 0 until somebody says otherwise."""
+        self.task = "the program"
+        """What is under way, for messages."""
+        self.is_in_run = False
+        """Whether lanes are between their first and their last task."""
+        self.breaches: list[Breach] = []
+        self.num_operations = 0
+        self.num_waits = 0
+        """How many waits have put something in order."""
+        self.keeps_order = False
+        self.order: list[tuple[Any, ...]] = []
+        """If it is to be kept: every operation, with what it was ordered after."""
+        self.dropped_wait: int | None = None
+        """A mutation: the wait of that number, from 1 on, is not obeyed."""
+        self.host_clock: dict[Stream, int] = {}
+        """What the host knows to be done. All it issues from then on comes after it."""
+        self._streams: list[Stream] = []
+        self.blocks: dict[int, Block] = {}
+        """Of each storage on the device, by its address."""
+        self.default = self.current = self._stream("compute")
+        self._of_groups: dict[Any, Stream] = {}
+
+    def obeys_wait(self) -> bool:
+        """Whether the wait that was counted last is to be obeyed."""
+        return self.num_waits != self.dropped_wait
+
+    def _stream(self, name: str) -> Stream:
+        self._streams.append(Stream(self, self.chosen, name))
+        return self._streams[-1]
+
+    def make_stream(self, device: torch.device | int | None = None, priority: int = 0, **_: Any) -> Stream:
+        """``torch.cuda.Stream(...)``."""
+        index = device.index if isinstance(device, torch.device) else device
+        self.touch("make a stream", self.chosen if index is None else index)
+        return self._stream(f"stream {len(self._streams)}")
+
+    def stream_of_group(self, group: Any) -> Stream:
+        """Where a process group does what is asked for with ``async_op=True``."""
+        if group not in self._of_groups:
+            self._of_groups[group] = self._stream(f"stream of group {len(self._of_groups)}")
+        return self._of_groups[group]
+
+    @contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """``torch.cuda.stream(...)``."""
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def touch(self, what: str, index: int | None = None) -> None:
+        """Somebody uses the device: it has to be this rank's, and chosen (rule 5)."""
+        index = self.chosen if index is None else index
+        if not self.is_set or index != self.index:
+            state = "" if self.is_set else ", and none was chosen"
+            self._break("device", f"{what} on device {index} of a rank whose device is {self.index}{state}")
+
+    def host_waits(self, what: str, of: Stream | dict[Stream, int] | None = None) -> None:
+        """The host waits for the device (rule 4): for a stream, an event's clock, or all there is."""
+        if self.is_in_run:
+            self._break("wait", f"{self.task} {what}")
+        streams = [of] if isinstance(of, Stream) else [] if of is not None else self._streams
+        for clock in (stream.clock for stream in streams):
+            _merge(self.host_clock, clock)
+        if isinstance(of, dict):
+            _merge(self.host_clock, of)
+
+    def allocate(self, storage: torch.UntypedStorage) -> None:
+        """A storage was made on the current stream (rule 2)."""
+        home = self.current
+        for block in home.freed:
+            unseen = [use for use in block.uses if use.stream not in block.recorded and not home.has_seen(use)]
+            if unseen:
+                self._break("reuse", self.task, block, unseen)
+        home.freed.clear()
+        self.blocks[storage._cdata] = Block(home, f"{home.name}: {self.task}")
+        weakref.finalize(storage, self._free, storage._cdata).atexit = False
+
+    def _free(self, address: int) -> None:
+        block = self.blocks.pop(address, None)
+        if block is not None:
+            block.home.freed.append(block)
+
+    def do(self, what: str, read: Iterable[int], written: Iterable[int], stream: Stream | None = None) -> None:
+        """An operation on storages, by their addresses (rule 1)."""
+        stream = stream or self.current
+        self.touch(what, stream.device_index)
+        self.num_operations += 1
+        number = stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        operation = Operation(stream, number, f"{self.task} {what}")
+        if self.keeps_order:
+            seen = sorted((each.name, count) for each, count in stream.clock.items())
+            self.order.append((stream.name, operation.what, *seen))
+        written = [address for address in written if address in self.blocks]
+        for address in {*read, *written}:
+            block = self.blocks.get(address)
+            if block is None:
+                continue
+            is_written = address in written
+            unseen = [use for use in (block.uses if is_written else block.writes) if not stream.has_seen(use)]
+            if unseen:
+                self._break("order", operation.what, block, unseen, stream)
+            block.uses = [use for use in block.uses if not self._covers(operation, use)] + [operation]
+            if is_written:
+                block.writes = [operation]
+
+    @staticmethod
+    def _covers(later: Operation, earlier: Operation) -> bool:
+        """Whether whoever has seen the later one has seen the earlier one."""
+        return later.stream.has_seen(earlier)
+
+    def _break(
+        self,
+        rule: str,
+        what: str,
+        block: Block | None = None,
+        unseen: Iterable[Operation] = (),
+        stream: Stream | None = None,
+    ) -> None:
+        others = tuple(sorted({str(each) for each in unseen}))
+        born = "" if block is None else block.born
+        self.breaches.append(Breach(rule, what, (stream or self.current).name, born, others))

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two layers on a pretended GPU, trained for two steps: which rules they break, and the numbers they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed import comm as deepspeed_comm
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from ds_fsmoe import BFloat16Wire, LinearGate, SimpleOrder
+from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
+from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
+from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
+from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.exchanges import exchange_in
+from ds_fsmoe.moe_layer import token_path
+from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
+from ds_fsmoe.runtime.lanes import Lanes, make_lanes
+from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.wires import Wires
+from tests.pretended_gpu import Gpu, pretending
+from tests.reference import LayerSettings
+from tests.test_pipeline import DROP, OF_SHARDS, local_experts, problem_of
+from tests.test_pipeline import Case as LayerCase
+
+LAYERS, STEPS = 2, 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where experts are; this rank is the second of the world."""
+
+    ranks: int
+    ep: int
+    esp: int = 1
+    ranks_per_node: int | None = None
+    alltoall: str = "flat"
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the layers are run."""
+
+    layout: Layout = Layout(2, 2)
+    forward: int = 2
+    backward: int = 2
+    expert: str = "gpt"
+    settings: LayerSettings = DROP
+    links: str = "paper"
+    late_dw: int = 0
+    recompute: bool = False
+    checkpointing: str = ""
+    """Of each layer: "", "reentrant" or "saved"."""
+    hooks: str = ""
+    """"", "rounding" (the wire is narrower) or "copying" (new tensors at every point)."""
+
+
+class Copying(CallbackBase):
+    """Gives a new tensor at each point of a chunk's way."""
+
+    def _copied(self, args: CallbackArgs) -> torch.Tensor:
+        return args.tensor * 1.0
+
+    before_dispatch_hook = after_dispatch_hook = before_combine_hook = after_combine_hook = _copied
+
+
+HOOKS: dict[str, tuple[type[CallbackBase], ...]] = {"": (), "rounding": (BFloat16Wire,), "copying": (Copying,)}
+
+
+@contextmanager
+def world_of(ranks: int, rank: int = 1) -> Iterator[None]:
+    """A process group of one process, for as many ranks; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank % ranks, world_size=ranks)
+    try:
+        yield
+    finally:
+        # DeepSpeed's, if it has taken notice of the group, forgets its own groups too.
+        (deepspeed_comm if deepspeed_comm.is_initialized() else dist).destroy_process_group()
+
+
+def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline]:
+    """One for each layer."""
+    alltoall = TwoStepAllToAll() if case.layout.alltoall == "2dh" else FlatAllToAll()
+    exchange = exchange_in(groups, alltoall)
+    assert exchange.planned == case.layout.alltoall
+    wires = Wires(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs, ((0, "backend"),))
+    plans = (
+        PhasePlan(BlockPlan(equal_shares(case.forward), case.links), groups.planned, False, exchange.planned),
+        PhasePlan(
+            BlockPlan(equal_shares(case.backward), case.links, min(case.late_dw, case.backward)),
+            *(groups.planned, True, exchange.planned),
+        ),
+    )
+    return [Pipeline(lanes, wires, *plans, f"L{layer}", case.recompute) for layer in range(LAYERS)]
+
+
+def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
+    """What two steps compute: the result and every gradient of each."""
+    layout = case.layout
+    groups = make_groups(layout.ep, layout.esp, ranks_per_node=layout.ranks_per_node)
+    problem = problem_of(LayerCase(1, 1, case.expert, case.settings, hidden=OF_SHARDS), layout.ranks)
+    pipelines = pipelines_of(case, groups, lanes)
+    gates, experts, callbacks = [], [], []
+    for _ in range(LAYERS):
+        gate = LinearGate(**asdict(case.settings), top2_2nd_expert_sampling=False)
+        gate.build_once(problem.weight_EM.shape[1], len(problem.experts))
+        gate.double().load_state_dict({"wg.weight": problem.weight_EM})
+        gates.append(gate.to("cuda"))
+        experts.append([each.to("cuda") for each in local_experts(problem.experts, groups, layout.ep, layout.esp)])
+        callbacks.append([each() for each in HOOKS[case.hooks]])
+    sets = [expert_set(each, keep_expert_dim=True) for each in experts]
+
+    def layer(number: int, x_SM: torch.Tensor) -> torch.Tensor:
+        parts = {"gate": gates[number], "order": SimpleOrder(), "pipeline": pipelines[number]}
+        group = groups.block_group
+        of_layer = {"experts": sets[number], "group": group, "callbacks": callbacks[number]}
+        return token_path(x_SM, None, **parts, **of_layer).output
+
+    parameters = [p for modules in experts for module in modules for p in module.parameters()]
+    parameters += [p for gate in gates for p in gate.parameters()]
+    x_SM = problem.x_per_rank[groups.rank].to("cuda").requires_grad_()
+    dy_SM = problem.dy_per_rank[groups.rank].to("cuda")
+    torch.manual_seed(5)
+    found = []
+    for _ in range(STEPS):
+        y_SM = x_SM
+        for number in range(LAYERS):
+            if case.checkpointing:
+                reentrant = case.checkpointing == "reentrant"
+                y_SM = y_SM + checkpoint(layer, number, y_SM, use_reentrant=reentrant, preserve_rng_state=False)
+            else:
+                y_SM = y_SM + layer(number, y_SM)
+        (y_SM * dy_SM).sum().backward()
+        found += [y_SM.detach(), *(each.grad for each in (x_SM, *parameters))]
+        for each in (x_SM, *parameters):
+            each.grad = None
+        del y_SM
+    return found
+
+
+def watched(case: Case, gpu: Gpu | None = None, overlap: bool = True) -> tuple[Gpu, list[Any]]:
+    """(the device, what was computed) of a case, on streams or one task after another."""
+    with world_of(case.layout.ranks), pretending(gpu) as gpu:
+        lanes = make_lanes(torch.device("cuda"), overlap)
+        found = train(case, lanes)
+        found = [None if each is None else each.cpu() for each in found]
+        lanes.close()
+    return gpu, found
+
+
+def differences(one: list[Any], other: list[Any]) -> list[int]:
+    """Which of two lists of tensors differ in a bit, or are not numbers."""
+    return [
+        number
+        for number, (a, b) in enumerate(zip(one, other, strict=True))
+        if (a is None) != (b is None) or (a is not None and not torch.equal(a, b))
+    ]
+
+
+def assert_kept(gpu: Gpu) -> None:
+    """Every rule was kept, by a program that did something."""
+    assert gpu.num_operations > 50
+    if gpu.breaches:
+        pytest.fail(f"{len(gpu.breaches)} breaches, such as:\n" + "\n".join(map(str, gpu.breaches[:4])))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing in a layer depends on when a GPU does what: on streams of a pretended device every rule is kept.
+
+No GPU has run any of this. The code is the layer's own, on ``StreamLanes``; what is pretended is the device beneath.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.runtime import lanes
+from ds_fsmoe.runtime.crossings import Step
+from ds_fsmoe.runtime.phase import Phase
+from ds_fsmoe.runtime.pipeline import Pipeline
+from ds_fsmoe.runtime.stream_lanes import StreamLanes
+from tests.covering import covering
+from tests.pretended_gpu import Gpu
+from tests.race_cases import Case, Layout, assert_kept, differences, watched
+from tests.samples import sampled
+from tests.test_pipeline import DROP, NO_DROP
+
+LAYOUTS = (
+    Layout(1, 1),
+    Layout(2, 2),
+    Layout(2, 1, 2),
+    Layout(4, 2, 2),
+    Layout(4, 2, 2, ranks_per_node=2),
+    Layout(4, 4, ranks_per_node=2),
+    Layout(4, 4, ranks_per_node=2, alltoall="2dh"),
+)
+AXES = (
+    LAYOUTS,
+    (1, 2, 3, 4),
+    (1, 2, 3, 5),
+    ("gpt", "mixtral", "module"),
+    (DROP, NO_DROP),
+    ("shared", "paper", "reduce_first"),
+    (0, 1, 5),
+    (False, True),
+    ("", "reentrant", "saved"),
+    ("", "rounding", "copying"),
+)
+
+
+def can_be_run(layout: Layout, forward: int, backward: int, expert: str, *_: Any) -> bool:
+    return layout.esp == 1 or expert != "module"
+
+
+CASES = [Case(*values) for values in covering(*AXES, allowed=can_be_run)]
+
+
+@functools.cache
+def _one_after_another(case: Case) -> list[Any]:
+    return watched(case, overlap=False)[1]
+
+
+@sampled("case", CASES, kept=range(0, len(CASES), 6), ids=str)
+def test_every_rule_is_kept_and_the_numbers_are_those_of_one_task_after_another(case: Case) -> None:
+    """Every pair of values of two axes occurs. Receive buffers begin as NaN, so what was never written would show."""
+    gpu, found = watched(case)
+    assert_kept(gpu)
+    assert differences(found, _one_after_another(case)) == []
+
+
+# Mutations: what is proven by the rules is proven only if they are broken by programs that are wrong.
+
+WRONG = [
+    Case(Layout(2, 2), 3, 3),
+    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 4, links="reduce_first", late_dw=4),
+    Case(Layout(4, 4, ranks_per_node=2, alltoall="2dh"), 2, 2, "mixtral", hooks="copying"),
+]
+
+
+@sampled("case", WRONG, kept=[0], ids=str)
+def test_rows_of_the_forward_that_are_freed_when_used_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are held back until the streams are joined. If they are not, a later chunk is received into their memory."""
+    init = Phase.__init__
+
+    def still_holding(self: Phase, *args: Any) -> None:
+        init(self, *args[:-1], True)
+
+    monkeypatch.setattr(Phase, "__init__", still_holding)
+    monkeypatch.setattr(StreamLanes, "runs_behind", False)
+    gpu, _ = watched(case)
+    assert {"reuse"} == {each.rule for each in gpu.breaches}
+    for each in gpu.breaches:
+        assert "/forward/" in each.memory
+        assert all("/backward/" in other and "/EXPERT" in other for other in each.others)
+
+
+@sampled("case", WRONG, kept=[1], ids=str)
+def test_chunks_that_nobody_holds_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Phase, "_hold", lambda self, tensor: None)
+    gpu, _ = watched(case)
+    assert "reuse" in {each.rule for each in gpu.breaches}
+
+
+@sampled(("case", "step"), [(WRONG[0], 5), *((case, 1) for case in WRONG)], kept=[0], ids=str)
+def test_each_wait_that_is_dropped_is_reported(case: Case, step: int) -> None:
+    """But for those that put in order what others put in order just as well, such as one of two joins."""
+
+    def without(number: int | None) -> Gpu:
+        gpu = Gpu()
+        gpu.keeps_order, gpu.dropped_wait = True, number
+        return watched(case, gpu)[0]
+
+    whole = without(None)
+    # Those of the first step; the second is its like.
+    dropped = {number: without(number) for number in range(1, whole.num_waits // 2 + 1, step)}
+    missed = [number for number, gpu in dropped.items() if not gpu.breaches and gpu.order != whole.order]
+    assert missed == []
+    assert sum(bool(gpu.breaches) for gpu in dropped.values()) > len(dropped) / 2
+
+
+@sampled("case", WRONG, kept=[0], ids=str)
+def test_a_task_on_a_stream_of_its_own_is_reported_whatever_it_does(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it makes is made on the wrong stream, and what it needs is not waited for."""
+    do = lanes.Work.do
+
+    def kinds() -> set[str]:
+        with monkeypatch.context() as patch:
+            found = set()
+            patch.setattr(lanes.Work, "do", lambda self, step, mark: (found.add(step.task.kind), do(self, step, mark)))
+            watched(case)
+        return found
+
+    for kind in sorted(kinds()):
+        gpu = Gpu()
+        own = gpu.make_stream()
+
+        def misplaced(
+            self: lanes.Work, step: Step, mark: lanes.Mark, kind: str = kind, gpu: Gpu = gpu, own: Any = own
+        ) -> None:
+            with gpu.on(own if (step.task.kind, step.task.chunk) == (kind, 1) else gpu.current):
+                do(self, step, mark)
+
+        monkeypatch.setattr(lanes.Work, "do", misplaced)
+        watched(case, gpu)
+        monkeypatch.setattr(lanes.Work, "do", do)
+        assert {"order", "reuse"} & {each.rule for each in gpu.breaches}, kind
+
+
+def test_a_host_that_waits_between_tasks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = Phase._enter
+
+    def looks(self: Phase, task: Any) -> None:
+        gather(self, task)
+        self._at[task.chunk].sum().item()
+
+    monkeypatch.setattr(Phase, "_enter", looks)
+    gpu, _ = watched(Case())
+    assert {each.rule for each in gpu.breaches} == {"wait"}
+
+
+def test_the_pipeline_that_is_watched_is_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = set()
+    call = Pipeline.__call__
+
+    def noted(self: Pipeline, *args: Any) -> Any:
+        kinds.add(type(self.lanes))
+        return call(self, *args)
+
+    monkeypatch.setattr(Pipeline, "__call__", noted)
+    gpu, _ = watched(replace(Case(), forward=3))
+    assert kinds == {StreamLanes}
+    assert len({use.stream for block in gpu.blocks.values() for use in block.uses}) in (0, 2, 3)
