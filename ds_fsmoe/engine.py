@@ -123,6 +123,8 @@ class FSMoEEngine(DeepSpeedEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
         self.fsmoe.at_step(self.global_steps)
+        if self.fsmoe.reduction is not None:
+            self.fsmoe.reduction.reducer.forget_if_broken_off()
         clock = self._clock_of_forward()
         if clock is not None:
             clock.begin_forward()

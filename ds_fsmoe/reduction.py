@@ -96,14 +96,16 @@ class Reduction:
             self._door.gradient_of,
             self._door.is_sending,
             self._plan,
+            self._door.replace,
             looks=1 if self._by_rule else LOOKS,
-            keep=self._door.keep if block.gradient_partition.all_used else None,
+            all_used=block.gradient_partition.all_used,
         )
         self._idle = IdleTimes(engine.device)
         self.reducer.on_finish = self._idle.next_round
         self._observers = [layer.pipeline.observer for layer in self._layers]
         self.look_at_plans()
         self._door.take(self.reducer)
+        log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
 
     def wait(self) -> None:
         """The layers' plans are not settled: do not measure in their backwards, nor plan by those."""
@@ -170,6 +172,17 @@ class Reduction:
         self._door.give_back()
         for layer in self._layers:
             layer.pipeline = replace(layer.pipeline, window=None)
+
+
+def _memory_of(flats: Sequence[FlatGradients], is_partitioned: bool) -> str:
+    size = sum(each.numel * each.element_bytes for each in flats) / 1e6
+    sentence = f"gradients that travel early lie in buffers of {size:.4g} MB on this rank, and nowhere else"
+    if is_partitioned:
+        sentence += (
+            "; DeepSpeed's stage 2 by itself keeps a rank's own part of them and a bucket. Where that memory is "
+            'wanted: "gradient_partition": {"mode": "off"}'
+        )
+    return sentence
 
 
 def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, int]:

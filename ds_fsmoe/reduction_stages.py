@@ -50,9 +50,8 @@ class Stage0:
             parameter.grad = parameter.grad.to_dense()
         return parameter.grad
 
-    def keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        if gradient.dtype == parameter.grad.dtype:
-            parameter.grad = gradient
+    def replace(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        parameter.grad = gradient
 
     def is_sending(self) -> bool:
         return self._engine.is_gradient_accumulation_boundary() and not self._engine.inside_no_sync_ctxt
@@ -92,12 +91,14 @@ class Stage0:
         for parameter in self._engine.module.parameters():
             if not parameter.requires_grad or not parameter.numel():
                 continue
+            if parameter in reducer:
+                # Where it was reduced, if its type is the parameter's; one that is missing is zero there.
+                parameter.grad = reducer.value(parameter).view(parameter.shape).to(parameter.dtype)
+                continue
             if parameter.grad is None:
                 # A gradient that is missing is zero, as DeepSpeed has it.
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter in reducer:
-                parameter.grad.copy_(reducer.value(parameter).view(parameter.shape))
-            elif is_moe_param(parameter):
+            if is_moe_param(parameter):
                 experts[parameter.group_name].append(parameter.grad.data)
             else:
                 dense.append(_as_deepspeed_has_it(parameter))
@@ -143,9 +144,8 @@ class Stages1And2:
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return self._optimizer.get_gradient_for_reduction(parameter)
 
-    def keep(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        if gradient.dtype == self.gradient_of(parameter).dtype:
-            setattr(parameter, "grad_accum" if self._optimizer.use_grad_accum_attribute else "grad", gradient)
+    def replace(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        setattr(parameter, "grad_accum" if self._optimizer.use_grad_accum_attribute else "grad", gradient)
 
     def is_sending(self) -> bool:
         engine, optimizer = self._engine, self._optimizer
@@ -195,7 +195,7 @@ class Stages1And2:
             self._is_reduced = True
             for parameter in reducer.parameters:
                 if id(parameter) in present:
-                    self._give_if_missing(parameter)
+                    self._give(parameter, reducer.value(parameter).view(parameter.shape))
                     optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
             optimizer.reduce_ipg_grads()
             self._is_reduced = False
@@ -219,11 +219,11 @@ class Stages1And2:
         # Behind ``coalesce_grad_reduction``, where stock fills ZeRO's buckets with gradients yet to be reduced.
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
 
-    def _give_if_missing(self, parameter: nn.Parameter) -> None:
-        if self.gradient_of(parameter) is None:
-            name = "grad_accum" if self._optimizer.use_grad_accum_attribute else "grad"
-            dtype = self._optimizer._gradient_reduction_buffer_dtype()
-            setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype if name == "grad_accum" else None))
+    def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
+        """What ZeRO takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""
+        uses_own = self._optimizer.use_grad_accum_attribute
+        dtype = self._optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
+        self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))
 
     def give_back(self) -> None:
         for name in _METHODS:

@@ -78,7 +78,12 @@ def come_twice(rank: int, world_size: int) -> None:
     reducer = engine.fsmoe.reduction.reducer
     assert reducer.plan.hidden() > 0
     # Behind the backward's windows, as a gradient that comes again would.
-    engine.module.first.register_full_backward_hook(lambda *_: reducer.ready(engine.module.spare))
+
+    def comes_again(*_: Any) -> None:
+        engine.module.spare.grad = torch.ones_like(engine.module.spare)
+        reducer.ready(engine.module.spare)
+
+    engine.module.first.register_full_backward_hook(comes_again)
     step(engine, 2, spare=True)
 
 

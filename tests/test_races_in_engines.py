@@ -102,8 +102,10 @@ def layouts() -> list[tuple[int, Run]]:
 
 
 def of_training() -> list[tuple[int, Run]]:
-    """The runs that gradients are compared with stock by, at degrees that cut."""
-    return [(2 + 2 * (n % 2), replace(run, block=degrees(2, 2 + n % 3))) for n, run in enumerate(whole_list())]
+    """The runs that gradients are compared with stock by, at degrees that cut. Not with sparse gradients: the memory
+    of a sparse tensor's parts is not followed."""
+    runs = [each for each in whole_list() if "sparse" not in each.features]
+    return [(2 + 2 * (n % 2), replace(run, block=degrees(2, 2 + n % 3))) for n, run in enumerate(runs)]
 
 
 def test_engines_keep_every_rule(tmp_path: Path) -> None:

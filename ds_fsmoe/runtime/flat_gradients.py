@@ -22,9 +22,6 @@ class Scaling:
 class FlatGradients:
     """The gradients that travel over one group in one type.
 
-    A parameter's gradient is copied in when it is there; the parameter's own is left as it was until somebody reads
-    :meth:`value`, so a stretch that was sent too early can be sent again.
-
     Args:
         kind: GRAD or EXPERT_GRAD of the planner.
         parameters: in the order in which their gradients lie; all on one device.
@@ -82,17 +79,21 @@ class FlatGradients:
         start = self.starts[index]
         return self._buffer[start : start + self.parameters[index].numel()]
 
-    def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Copy a gradient in; ``None`` is zero."""
+    def add(self, index: int, late: torch.Tensor | None) -> None:
+        """Reduce what came of a gradient after its place was sent, ``None`` for nothing, and add it there."""
         place = self.value(index)
-        if gradient is None:
-            place.zero_()
-        else:
-            place.view(gradient.shape).copy_(gradient)
+        message = torch.zeros_like(place)
+        if late is not None:
+            message.view(late.shape).copy_(late)
+        self._reduce(message)
+        place.add_(message)
 
     def send(self, first: int, stop: int) -> None:
         """Reduce elements [first, stop), in the calling thread and on its current stream."""
-        gradients = self._scaled(first, stop)
+        self._reduce(self._buffer[first:stop])
+
+    def _reduce(self, gradients: torch.Tensor) -> None:
+        self._scale(gradients)
         dist.all_reduce(gradients, group=self.group)
         self._finish(gradients)
 
@@ -103,7 +104,8 @@ class FlatGradients:
             first, stop: of the gradients.
             with_extra: the extra elements come along behind them, in the same message.
         """
-        gradients = self._scaled(first, stop)
+        gradients = self._buffer[first:stop]
+        self._scale(gradients)
         message = self._buffer[first:] if with_extra else gradients
         work = dist.all_reduce(message, group=self.group, async_op=True)
 
@@ -113,11 +115,9 @@ class FlatGradients:
 
         return wait
 
-    def _scaled(self, first: int, stop: int) -> torch.Tensor:
-        gradients = self._buffer[first:stop]
+    def _scale(self, gradients: torch.Tensor) -> None:
         if self._scaling.before is not None:
             self._scaling.before(gradients)
-        return gradients
 
     def _finish(self, gradients: torch.Tensor) -> None:
         if self._scaling.after is not None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduces gradients while the backward is still under way: in windows, by a plan that every rank has alike.
 
-A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one and are copied into flat
-buffers; the MoE layers' backwards open windows, in which stretches of the buffers travel; ``finish`` sends the rest.
-The messages of a communicator and their sizes follow from the plan alone, never from what has arrived on a rank. Two
-things may therefore go wrong on a rank, and both are put right at the end: a gradient that never came was sent as zero,
-which is what it is; one that came (or changed) after its place was sent has to travel again. The last message carries,
-for every parameter, on how many ranks that happened, so all ranks send those again together.
+A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one and move into flat
+buffers: from then on there is no other copy of them, and what autograd adds goes there too. The MoE layers' backwards
+open windows, in which stretches of the buffers travel; ``finish`` sends the rest. The messages of a communicator and
+their sizes follow from the plan alone, never from what has arrived on a rank. Two things may therefore go wrong on a
+rank, and both are put right at the end: a gradient that never came was sent as zero, which is what it is; what came
+after its place was sent travels in a message of its own, and is added. The last message carries, for every parameter,
+on how many ranks that happened, so all ranks send those together.
 
 The first rounds have no plan and send all at the end; they note before which window each gradient came. Ranks take
 the latest of what they saw, lay the buffers out in that order and make the plan. A round in which something came too
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -38,9 +40,9 @@ class GradientReducer:
         is_sending: whether a backward under way now is to be reduced; the same on every rank.
         make_plan: from what exists before each window; the same on every rank. It may communicate.
         looks: rounds before there is a plan.
-        keep: lets a parameter's gradient be a view of the buffer from now on. Given where every parameter is known to
-            get its gradient once in each round, early enough: then nothing is ever sent again, no copy is needed for
-            that, ranks need not tell each other, and ``extra`` is empty.
+        replace: puts a tensor, or ``None``, where ``gradient_of`` reads.
+        all_used: whether every parameter is known to get its gradient once in each round, early enough: then nothing
+            is ever sent again, ranks need not tell each other, and ``extra`` is empty.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class GradientReducer:
         gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
         is_sending: Callable[[], bool],
         make_plan: MakePlan,
+        replace: Callable[[nn.Parameter, torch.Tensor | None], None],
         looks: int = 1,
-        keep: Callable[[nn.Parameter, torch.Tensor], None] | None = None,
+        all_used: bool = False,
     ) -> None:
         self.flats = tuple(flats)
         self._gradient_of = gradient_of
@@ -59,8 +62,9 @@ class GradientReducer:
         self.plan: GradientPlan | None = None
         # By number: of a parameter over all buffers, as they were given. Their order in a buffer may change.
         self._numbers = {id(p): n for n, p in enumerate(p for flat in self.flats for p in flat.parameters)}
-        self._keep = keep
-        num_extra = 0 if keep is not None else 2 * len(self._numbers)
+        self._replace = replace
+        self._all_used = all_used
+        num_extra = 0 if all_used else 2 * len(self._numbers)
         if len(self.flats[-1].extra) != num_extra:
             raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
         self._ready_at = [0] * len(self._numbers)
@@ -77,6 +81,8 @@ class GradientReducer:
         """How many have been finished."""
         self.sent_again = 0
         """How many gradients had to travel twice, over all rounds."""
+        self._backwards: set[int] = set()
+        """Autograd's numbers of those that have begun and not come to their end."""
         self._new_plan: GradientPlan | None = None
         self._new_windows: tuple[str, ...] = ()
         self._parts: tuple[tuple[Parcel, ...], ...] = ()
@@ -99,22 +105,56 @@ class GradientReducer:
     def ready(self, parameter: nn.Parameter) -> None:
         """The gradient of a parameter is there. Without it, it is looked for at the end."""
         self._begin_if_over()
+        self._note_backward()
         flat, index = self._places[id(parameter)]
-        number = self._numbers[id(parameter)]
-        self._came_at[number] = self._opened
-        if self._sent[flat] > self.flats[flat].starts[index]:
-            self._late.add(number)
+        self._came_at[self._numbers[id(parameter)]] = self._opened
+        # What comes behind the stretch stays with the parameter: it is late.
+        if self._sent[flat] <= self.flats[flat].starts[index]:
+            self._move(parameter)
+
+    def _note_backward(self) -> None:
+        """Called within one: autograd tells when it has come to its end, and says nothing if it ends in an error."""
+        number = torch._C._current_graph_task_id()
+        if number >= 0 and number not in self._backwards:
+            self._backwards.add(number)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._backwards.discard, number))
+
+    def forget_if_broken_off(self) -> None:
+        """A forward begins: what a backward that ended in an error has left behind is no part of the next round."""
+        if self._backwards:
+            self.forget()
+
+    def forget(self) -> None:
+        """Give the round up, on every rank. Gradients that parameters still have stay with them."""
+        self._backwards.clear()
+        self._wait()
+        self._is_over = True
+
+    def _move(self, parameter: nn.Parameter) -> None:
+        """The gradient that a parameter has, to its place in the buffer."""
+        number, gradient, place = self._numbers[id(parameter)], self._gradient_of(parameter), self._place_of(parameter)
+        if gradient is None:
+            place.zero_()
             return
-        self.flats[flat].put(index, self._gradient_of(parameter))
+        if gradient.dtype == place.dtype:
+            if gradient.data_ptr() != place.data_ptr():
+                place.copy_(gradient)
+            self._replace(parameter, place)
+        else:
+            # Of another type than the wire's, it cannot be there: what is, is what has come since the last time.
+            place.add_(gradient) if number in self._there else place.copy_(gradient)
+            self._replace(parameter, None)
         self._there.add(number)
-        if self._keep is not None:
-            self._keep(parameter, self.value(parameter).view(parameter.shape))
+
+    def _place_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self.value(parameter).view(parameter.shape)
 
     def open(self, label: str) -> tuple[Parcel, ...]:
         """The backward of the MoE layer of that name begins: what is to be sent in it, in this order."""
         if not self.is_sending():
             return ()
         self._begin_if_over()
+        self._note_backward()
         self._wait()
         self._layers.append(label)
         # By name: where a rank has gone past a layer that others have run, it is where they are all the same.
@@ -159,7 +199,7 @@ class GradientReducer:
         self._wait()
         last = self.flats[-1]
         marks = self._marks()
-        last.extra.copy_(torch.tensor(marks if self._keep is None else []))
+        last.extra.copy_(torch.tensor([] if self._all_used else marks))
         # Where a rank has passed fewer layers than others, its messages are cut as theirs all the same.
         self._start_until(len(self._parts), at_end=True)
         for index, flat in enumerate(self.flats):
@@ -169,12 +209,10 @@ class GradientReducer:
             self._fill(parcel, at_end=True)
             self._under_way.append(flat.start(parcel.first, parcel.stop, with_extra=flat is last))
         self._wait()
-        if self._keep is not None:
+        if self._all_used:
             self._refuse_late(marks[len(self._numbers) :])
         # The one look from the host at what the ranks have in common.
-        present_on, late_on = (
-            last.extra.view(2, -1).tolist() if self._keep is None else ([1.0] * len(self._numbers), [])
-        )
+        present_on, late_on = ([1.0] * len(self._numbers), []) if self._all_used else last.extra.view(2, -1).tolist()
         self._send_again([number for number, count in enumerate(late_on) if count])
         self._look(any(late_on))
         self.rounds += 1
@@ -186,12 +224,10 @@ class GradientReducer:
         present, late = ([0.0] * len(self._numbers) for _ in range(2))
         for flat, each in enumerate(self.flats):
             for index, parameter in enumerate(each.parameters):
-                number = self._numbers[id(parameter)]
-                if self._gradient_of(parameter) is None:
-                    continue
-                present[number] = 1.0
-                unannounced = number not in self._there and self._sent[flat] > each.starts[index]
-                late[number] = float(number in self._late or unannounced)
+                number, has_own = self._numbers[id(parameter)], self._gradient_of(parameter) is not None
+                present[number] = float(has_own or number in self._there)
+                # When its place was sent, a gradient that was there left the parameter.
+                late[number] = float(has_own and self._sent[flat] > each.starts[index])
         return present + late
 
     def _refuse_late(self, late: Sequence[float]) -> None:
@@ -209,6 +245,7 @@ class GradientReducer:
     def _begin(self) -> None:
         if self._new_plan is not None:
             # Not before: until now the reduced gradients of the last round may have been read.
+            self._take_out()
             for flat in self.flats:
                 flat.arrange(self._in_order(flat))
             self._locate()
@@ -221,7 +258,6 @@ class GradientReducer:
         self._layers: list[str] = []
         self._next_part = 0
         self._there: set[int] = set()
-        self._late: set[int] = set()
         self._came_at: dict[int, int] = {}
         self._under_way: list[Callable[[], None]] = []
 
@@ -252,16 +288,31 @@ class GradientReducer:
         for index in range(bisect_left(flat.starts, parcel.first), bisect_left(flat.starts, parcel.stop)):
             parameter = flat.parameters[index]
             if self._numbers[id(parameter)] not in self._there:
-                flat.put(index, self._gradient_of(parameter) if at_end else None)
+                if not at_end and not self._is_in_place(parameter):
+                    flat.value(index).zero_()
+                    continue
+                self._move(parameter)
+            self._replace(parameter, None)
         self._sent[parcel.flat] = parcel.stop
+
+    def _is_in_place(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradient lies in the buffer, from an earlier round."""
+        gradient = self._gradient_of(parameter)
+        return gradient is not None and gradient.data_ptr() == self.value(parameter).data_ptr()
+
+    def _take_out(self) -> None:
+        """Gradients of an earlier round leave the buffer, for others will lie where they do."""
+        for parameter in self.parameters:
+            if self._is_in_place(parameter):
+                self._replace(parameter, self._place_of(parameter).clone())
 
     def _send_again(self, numbers: Sequence[int]) -> None:
         parameters = {self._numbers[id(each)]: each for each in self.parameters} if numbers else {}
         for number in numbers:
-            flat, index = self._places[id(parameters[number])]
-            self.flats[flat].put(index, self._gradient_of(parameters[number]))
-            start = self.flats[flat].starts[index]
-            self.flats[flat].send(start, start + parameters[number].numel())
+            parameter = parameters[number]
+            flat, index = self._places[id(parameter)]
+            self.flats[flat].add(index, self._gradient_of(parameter))
+            self._replace(parameter, None)
         self.sent_again += len(numbers)
 
     def _look(self, was_late: bool) -> None:

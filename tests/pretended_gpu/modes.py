@@ -35,7 +35,8 @@ _ASYNC = (
 
 
 def _tensors(of: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(of) if isinstance(each, torch.Tensor)]
+    """Those that have memory of their own in one piece: a sparse one's parts are tensors themselves."""
+    return [each for each in tree_leaves(of) if isinstance(each, torch.Tensor) and each.layout == torch.strided]
 
 
 def _unlikely(dtype: torch.dtype) -> float | int:
@@ -61,7 +62,7 @@ class _Operations(TorchDispatchMode):
         """Where the last collective was put."""
 
     def is_there(self, tensor: torch.Tensor) -> bool:
-        return _address(tensor) in self.gpu.blocks
+        return tensor.layout == torch.strided and _address(tensor) in self.gpu.blocks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -213,7 +214,7 @@ class _OfTensors:
             "cpu": lambda each, *_, **__: self.moved(each, None),
             "tolist": self._read(kind.tolist),
             "numpy": self._read(kind.numpy),
-            "record_stream": self._record_stream,
+            "record_stream": lambda each, stream: self._record_stream(each, stream),
         }.items():
             monkeypatch.setattr(kind, name, method)
 
