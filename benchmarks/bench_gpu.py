@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cases import Case, Grid
 from benchmarks.emulated_layer import KINDS, Computation
-from benchmarks.emulated_links import Delay, elapsed_ms, issued_ms, link_bodies, task_cost_ms
+from benchmarks.emulated_links import link_bodies, task_cost_ms
 from benchmarks.emulated_plans import (
     FULL,
     PHASES,
@@ -63,6 +63,7 @@ from ds_fsmoe.planning.cost import Fit
 from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.runtime.clock import HOST, Clock
+from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.lanes import Body, Lanes, make_lanes
 from ds_fsmoe.runtime.spans import Recorder
 
@@ -205,7 +206,7 @@ def measure(
     def wait_for_host(key: tuple[str, str]) -> None:
         """Keep a GPU waiting until it has all of its work."""
         if run.device.type == "cuda":
-            run.delay(1.3 * issue_ms[key] + 0.5)
+            run.delay(pause_ms(issue_ms[key]))
 
     blocks: list[dict[tuple[str, str], list[float]]] = []
     while len(blocks) < effort.blocks and (len(blocks) < MIN_BLOCKS or run.used_s() < until_s):

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import bench_gpu, emulated_plans
 from benchmarks.emulated_layer import CUT, EXPERT_BACK, KINDS, Computation, whole_tasks
-from benchmarks.emulated_links import Delay, elapsed_ms, link_bodies, modern_node
+from benchmarks.emulated_links import link_bodies, modern_node
 from benchmarks.emulated_plans import FULL, QUICK, Configuration, Lines, plan_all
 from benchmarks.harness import Effort
 from benchmarks.outcome import AA
@@ -41,6 +41,7 @@ from ds_fsmoe.planning.schedule import (
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import GEMMS, Shape
 from ds_fsmoe.runtime.clock import HOST
+from ds_fsmoe.runtime.device_time import Delay, elapsed_ms
 from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
 from ds_fsmoe.runtime.spans import Recorder
 from ds_fsmoe.runtime.stream_lanes import StreamLanes

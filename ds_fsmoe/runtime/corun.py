@@ -3,6 +3,9 @@
 
 What an operation takes alone says little about a machine on which others are under way: links may share a wire or an
 adapter, and traffic and computation take processor time, memory bandwidth or multiprocessors from each other.
+
+A GPU is kept waiting until it has been given all that is to run side by side: one thread issues for all lanes, so lanes
+that wait for it would seem to slow each other down, by as much as they share it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.runtime.device_time import pause_ms
 from ds_fsmoe.runtime.lanes import Lanes
 from ds_fsmoe.runtime.spans import Recorder
 from ds_fsmoe.runtime.stopwatch import Stopwatch
@@ -75,10 +79,17 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
     def busy_ms(counts: Mapping[Lane, int]) -> list[float]:
         """Lane -> when it was through; of the slowest rank, the median over repeats."""
         schedule = _beside(counts)
-        runs = []
+        calls = {lane.value: _calling(bodies[lane]) for lane in counts}
+
+        def run() -> None:
+            lanes.run(schedule, calls, what, recorder)
+
+        runs, issue_ms = [], watch.issued_in_ms(what, run) if watch.issues_ahead else 0.0
         for _ in range(REPEATS):
             with watch.fate.of(f"measuring {what}"):
-                lanes.run(schedule, {lane.value: _calling(bodies[lane]) for lane in counts}, what, recorder)
+                if watch.issues_ahead:
+                    watch.hold_back(pause_ms(issue_ms), meets=True, group=watch.group)
+                run()
                 spans = recorder.timeline(schedule).spans
             runs.append([max(each.end_ms for each in spans if each.task.lane is lane) for lane in counts])
         return torch.tensor(watch.slowest(runs)).median(dim=0).values.tolist()
