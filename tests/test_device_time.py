@@ -14,7 +14,7 @@ import torch
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import EXPERT
 from ds_fsmoe.runtime import idle_times
-from ds_fsmoe.runtime.corun import slowdowns
+from ds_fsmoe.runtime.corun import MOST_ISSUED_MS, slowdowns
 from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.idle_times import cost_of
 from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
@@ -124,6 +124,22 @@ def test_lanes_that_only_share_the_thread_that_issues_do_not_slow_each_other_dow
     found = slowdowns(Stopwatch(CUDA, host=device.host), lanes, work, "a test")
     assert found.factors == pytest.approx(dict.fromkeys(found.factors, 1.0), abs=1e-2)
     assert len(found.factors) == 6
+
+
+def test_no_more_is_issued_ahead_than_a_device_takes(timed: Timed) -> None:
+    device, _ = timed
+    launched: list[int] = []
+    work = {lane: lambda: device.kernels(0.1, 8) for lane in (COMPUTE, INTER)}
+
+    class Counted(StreamLanes):
+        def run(self, *args: object, **kwargs: object) -> None:
+            before = device.num_launches
+            super().run(*args, **kwargs)  # type: ignore[arg-type]
+            launched.append(device.num_launches - before)
+
+    slowdowns(Stopwatch(CUDA, host=device.host), Counted(CUDA), work, "a test")
+    # Two lanes of 2 ms, at 0.05 for each launch.
+    assert max(launched) == 2 * 8 * int(MOST_ISSUED_MS / (8 * 0.05))
 
 
 def test_reducing_gradients_costs_what_the_device_takes(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
