@@ -13,14 +13,14 @@ import torch
 
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import EXPERT
-from ds_fsmoe.runtime import idle_times
+from ds_fsmoe.runtime import idle_times, stopwatch
 from ds_fsmoe.runtime.corun import MOST_ISSUED_MS, slowdowns
 from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.idle_times import cost_of
 from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.profiler import FORWARD, LayerProfile, _task_ms, issues_ahead
-from ds_fsmoe.runtime.stopwatch import Stopwatch
+from ds_fsmoe.runtime.stopwatch import FEWEST, Stopwatch
 from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.lane_cases import COMPUTE, INTER, INTRA, schedule_of
 from tests.timed_device import CUDA, TimedDevice, timed
@@ -69,6 +69,32 @@ def test_the_first_call_of_something_which_loads_it_keeps_nobody_waiting(timed: 
     assert found[1] == pytest.approx([0.05] * len(SIZES))
     # 13 repetitions of four sizes, of half a millisecond or so, a delay each, and what it took to calibrate it.
     assert device.host.now_ms - 3_000.0 < 13 * 4 * 2.0 + 400.0
+
+
+def test_ranks_of_a_collective_meet_behind_their_delays_and_none_is_timed_waiting_for_another(
+    timed: Timed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = timed
+    watch, met = Stopwatch(CUDA, host=device.host), []
+    vars(watch)["_token"] = token = torch.zeros(1)
+
+    def all_reduce(tensor: torch.Tensor, op: object = None, group: object = None) -> None:
+        if tensor is token:
+            # The other rank's delay is five milliseconds longer.
+            device.launch(5.0)
+            met.append(group)
+
+    monkeypatch.setattr(stopwatch, "world_size_now", lambda: 2)
+    monkeypatch.setattr(stopwatch.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    group = SimpleNamespace(size=lambda: 1)
+    times_ms, _ = watch.times("a collective", SIZES, of_size(device, 3), group)  # type: ignore[arg-type]
+    assert times_ms == pytest.approx([TRUTH.ms(size) for size in SIZES])
+    assert len(met) >= 4 * FEWEST
+    assert set(map(id, met)) == {id(group)}
+    met.clear()
+    watch.times("a computation", SIZES, of_size(device, 3))
+    assert met == []
 
 
 def test_on_a_cpu_there_is_one_number(timed: Timed) -> None:

@@ -70,6 +70,23 @@ def check_rows(
     torch.testing.assert_close(found[5], expected[5], rtol=0, atol=1e-6 * largest)
 
 
+def check_gather(ops: Ops, device: torch.device, shape_SMKN: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows by number, some of them often and some not there, and the gradient."""
+    num_rows, width, _, num_slots = shape_SMKN
+    index_N = torch.randint(-1, num_rows + 2, (num_slots,), generator=torch.Generator().manual_seed(0))
+    x_RM, dy_NM = random_rows(num_rows, width, dtype), random_rows(num_slots, width, dtype, 2)
+    found = []
+    for of, where in ((ops, device), (REFERENCE, torch.device("cpu"))):
+        x = x_RM.detach().to(where).requires_grad_()
+        y_NM = of.gather_rows(x, index_N.to(where))
+        y_NM.backward(dy_NM.to(where))
+        found.append((y_NM.detach().cpu(), x.grad.cpu()))
+    assert_same_bits(found[0][0], found[1][0])
+    # A row may have been taken by every slot, and its sum has no particular order.
+    bound = 8 * max(1, num_slots) * torch.finfo(dtype).eps
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=bound, atol=bound)
+
+
 def check_slots(ops: Ops, device: torch.device, shape_SEkC: tuple[int, ...], priority: str) -> None:
     """From scores, and from choices made elsewhere, to slots."""
     num_tokens, num_experts, k, capacity = shape_SEkC
@@ -97,6 +114,7 @@ def test_rows_on_the_device_equal_the_reference(
     pairs = list(itertools.product(DTYPES, DTYPES))
     for dtype, out in pairs if device.type == "cuda" else pairs[::4]:
         check_rows(ops_of(device), device, shape_SMKN, dtype, out)
+    check_gather(ops_of(device), device, shape_SMKN, torch.float32)
 
 
 @ON_DEVICE
