@@ -3,6 +3,7 @@
 
 ``python benchmarks/bench_gpu.py`` on a machine with a GPU; nothing is asked, and ``--budget`` seconds are not exceeded
 by much. ``--device cpu --quick`` does the same on threads, in seconds and in small: a test of this file, no result.
+``python -m benchmarks.bench_gpu --first-gpu`` runs the tests that need a GPU before that, and reports on both.
 
 1. What a rank computes is timed at several sizes, and lines are fitted: for some layers only.
 2. For these and for others (``held_out``: the same layer with other tokens, or other widths) every preset is planned
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cases import Case, Grid
 from benchmarks.emulated_layer import KINDS, Computation
-from benchmarks.emulated_links import Delay, elapsed_ms, issued_ms, link_bodies, task_cost_ms
+from benchmarks.emulated_links import link_bodies, task_cost_ms
 from benchmarks.emulated_plans import (
     FULL,
     PHASES,
@@ -54,6 +55,7 @@ from benchmarks.emulated_plans import (
     plan_all,
     time_computation,
 )
+from benchmarks.first_gpu import first_gpu
 from benchmarks.harness import RESULTS, Effort, block_order, run_grid
 from benchmarks.intervals import MIN_BLOCKS, percentiles_ms, speedup
 from benchmarks.outcome import AA, PACKAGES
@@ -63,6 +65,7 @@ from ds_fsmoe.planning.cost import Fit
 from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.runtime.clock import HOST, Clock
+from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.lanes import Body, Lanes, make_lanes
 from ds_fsmoe.runtime.spans import Recorder
 
@@ -205,7 +208,7 @@ def measure(
     def wait_for_host(key: tuple[str, str]) -> None:
         """Keep a GPU waiting until it has all of its work."""
         if run.device.type == "cuda":
-            run.delay(1.3 * issue_ms[key] + 0.5)
+            run.delay(pause_ms(issue_ms[key]))
 
     blocks: list[dict[tuple[str, str], list[float]]] = []
     while len(blocks) < effort.blocks and (len(blocks) < MIN_BLOCKS or run.used_s() < until_s):
@@ -318,7 +321,11 @@ def main(arguments: Sequence[str] | None = None, host: Clock = HOST) -> int:
     parser.add_argument("--ops", choices=("auto", "reference", "required"), help="auto; quick: reference")
     parser.add_argument("--overhead", choices=("auto", "always", "never"), default="auto", help="auto: on a GPU")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--first-gpu", action="store_true", help="the tests that need a GPU, then this, and one report")
     args, began_s = parser.parse_args(arguments), host.monotonic()
+    if args.first_gpu:
+        rest = [each for each in (sys.argv[1:] if arguments is None else arguments) if each != "--first-gpu"]
+        return first_gpu(args.results, lambda: main(rest, host), args.device == "cuda" and torch.cuda.is_available())
     device, quick = torch.device(args.device), args.quick or args.device == "cpu"
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench_gpu: there is no CUDA device here; --device cpu --quick tests this file", file=sys.stderr)

@@ -2,122 +2,31 @@
 """Links that are not there: a task on a link keeps its lane busy for as long as the link would take, and sends nothing.
 
 On CUDA that is a kernel of one thread that spins on the lane's stream, on a CPU a sleep in the lane's thread. Links
-that are emulated so do not slow each other down, whatever those of the cluster would do. Also here: the clock that
-goes with it, and a node of today in numbers.
+that are emulated so do not slow each other down, whatever those of the cluster would do. Also here: a node of today in
+numbers.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import torch
 
 from ds_fsmoe.planning.cluster import Cluster, Operation
-from ds_fsmoe.planning.cost import Cost, Fit, LinearCost, fit
+from ds_fsmoe.planning.cost import Cost, LinearCost
 from ds_fsmoe.planning.schedule import Draft, Lane, Task
-from ds_fsmoe.runtime.clock import HOST, Clock
+from ds_fsmoe.runtime.device_time import Delay, elapsed_ms
 from ds_fsmoe.runtime.lanes import Body, Lanes
 
 CHAIN = 30
 """Tasks in a row, each on another lane than the one before, from which the cost of a task is taken."""
-_ON_CUDA_CYCLES = (20_000, 50_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)
-"""From about ten microseconds to about five milliseconds."""
-_AHEAD_CYCLES = 1_000_000
-_ON_CPU_MS = (0.2, 0.5, 1.0, 2.0, 4.0)
-_IN_A_ROW = 4
 _ROUNDS = 5
 _NVLINK_BYTES_PER_MS = 360e6
 """Of 450 GB/s in each direction of a GPU, 80%."""
 _ADAPTER_BYTES_PER_MS = 40e6
 """Of 400 Gb/s of a GPU's own adapter, 80%."""
-
-
-class Delay:
-    """Keeps the lane that calls it busy for a time.
-
-    Args:
-        device: of the lanes.
-        host: the clock of the CPU.
-    """
-
-    def __init__(self, device: torch.device, host: Clock = HOST) -> None:
-        self.device, self.host = device, host
-        self._ahead = _AHEAD_CYCLES if device.type == "cuda" else 0.0
-        self.line: Fit
-        """Milliseconds of a delay by what is asked for: cycles on CUDA, milliseconds of sleep on a CPU."""
-        self.calibrate()
-
-    def calibrate(self) -> None:
-        """Find out what a delay takes. On CUDA cycles are counted by a clock that follows the load of the device, so
-        this is to be done again ahead of every measurement."""
-        asked = _ON_CUDA_CYCLES if self.device.type == "cuda" else _ON_CPU_MS
-        rounds = [[self._took_ms(each) for each in asked] for _ in range(_ROUNDS)]
-        self.line = fit(asked, [statistics.median(column) for column in zip(*rounds[1:], strict=True)])
-        self._alpha_ms, self._beta_ms = self.line.cost.alpha_ms, self.line.cost.beta_ms
-        if not self._beta_ms > 0:
-            raise RuntimeError(f"delays on {self.device} do not get longer when longer ones are asked for: {self.line}")
-
-    def __call__(self, delay_ms: float) -> None:
-        """Be busy for so long."""
-        self._ask(max(0.0, (delay_ms - self._alpha_ms) / self._beta_ms))
-
-    def _ask(self, amount: float) -> None:
-        if self.device.type == "cuda":
-            torch.cuda._sleep(int(amount))
-        else:
-            self.host.sleep(amount / 1e3)
-
-    def _took_ms(self, amount: float) -> float:
-        """One of several in a row: as in a schedule, where a lane has its next task at hand."""
-
-        def work() -> None:
-            for _ in range(_IN_A_ROW):
-                self._ask(amount)
-
-        return elapsed_ms(self.device, work, lambda: self._ask(self._ahead), self.host) / _IN_A_ROW
-
-
-def elapsed_ms(
-    device: torch.device,
-    work: Callable[[], object],
-    ahead: Callable[[], object] | None = None,
-    host: Clock = HOST,
-) -> float:
-    """Milliseconds of some work, by the clock of the device.
-
-    Args:
-        device: on which it is done.
-        work: issued on the current stream.
-        ahead: done first, and not counted: a pause. It keeps a GPU waiting until the host has issued the work; and on a
-            CPU work takes longer after a pause, which is how most tasks of a schedule begin.
-        host: the clock of the CPU.
-    """
-    if device.type != "cuda":
-        if ahead is not None:
-            ahead()
-        start_ns = host.perf_counter_ns()
-        work()
-        return (host.perf_counter_ns() - start_ns) / 1e6
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if ahead is not None:
-        ahead()
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def issued_ms(device: torch.device, work: Callable[[], object], host: Clock = HOST) -> float:
-    """What it costs the host to issue some work; on a CPU that is to do it. Leaves the device idle."""
-    start_ns = host.perf_counter_ns()
-    work()
-    took_ms = (host.perf_counter_ns() - start_ns) / 1e6
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return took_ms
 
 
 def link_bodies(costs: Mapping[str, Cost], kinds: Iterable[str], delay: Delay) -> dict[str, Body]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.emulated_layer import CUT, DTYPES, EXPERT_BACK, KINDS, Computation, whole_tasks
-from benchmarks.emulated_links import Delay, elapsed_ms, modern_node
+from benchmarks.emulated_links import modern_node
 from ds_fsmoe.planning.best import plan_by_name
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
@@ -25,6 +25,7 @@ from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import EXPERT_DW, EXPERT_DX, HOLD, Schedule
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.planning.workload import Shape, kind_costs
+from ds_fsmoe.runtime.device_time import Delay, elapsed_ms
 
 PHASES = ("forward", "backward")
 CUT_SHARES, WHOLE_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0), (1 / 4, 1 / 2, 3 / 4, 1.0)

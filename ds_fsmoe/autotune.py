@@ -43,7 +43,7 @@ from ds_fsmoe.runtime.corun import Slowdowns
 from ds_fsmoe.runtime.link_times import time_links
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.pipeline import PhasePlan
-from ds_fsmoe.runtime.profiler import is_serial, profile, slowdowns_of
+from ds_fsmoe.runtime.profiler import is_serial, issues_ahead, profile, slowdowns_of
 from ds_fsmoe.runtime.stopwatch import Stopwatch
 from ds_fsmoe.runtime.topology import find_topology, world_size_now
 from ds_fsmoe.step_prediction import StepTimes
@@ -151,7 +151,9 @@ class Autotune:
             found = self._measure(of_stage, kinds, reduction)
         self.num_measured = everyone.num_timed + stage.num_timed
         self._keep(everyone, fingerprint, known, cluster)
-        machine = Machine(is_serial(self._running.lanes), device.type == "cuda", found.slowed.contention())
+        machine = Machine(
+            is_serial(self._running.lanes), issues_ahead(self._running.lanes, device), found.slowed.contention()
+        )
         ways, asked = self._ways(machine), self._asked()
         decided: tuple[list[list[Choice]], dict[int, float]] = [], {}
         with stage.fate.of("choosing degrees"):

@@ -117,6 +117,9 @@ def _costs(rows: Sequence[Row]) -> list[str]:
         if measured.doubt > MARGIN:
             notes.append(f"{layers}: best cuts for a gain of more than {measured.doubt:.0%}, as measurements are off")
         cells.append((layers, "each task, besides", f"{measured.task_ms:.4f}", "", "", "", ""))
+        issued = [f"{name} {each.issue_ms:.3f}" for name, each in measured.operations.items() if each.issued_ms]
+        if issued:
+            notes.append(f"{layers}: one thread issues all of it, and needs for a task, in ms: {', '.join(issued)}")
         if measured.draws:
             notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")
     return [*_aligned(cells), *notes]

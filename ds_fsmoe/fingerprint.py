@@ -49,6 +49,9 @@ def cluster_fingerprint(device: torch.device, topology: Topology, root: Path = P
         "versions": {"torch": str(torch.__version__), "deepspeed": _version("deepspeed"), "ds_fsmoe": VERSION},
         "backend": _backend(),
     }
+    if device.type == "cuda":
+        # Times that an earlier version took by the host's clock are of another kind.
+        found["clock"] = "of the device"
     if device.type == "cpu":
         found["threads"] = by_ranks([str(each["threads"]) for each in of_ranks])
     return found

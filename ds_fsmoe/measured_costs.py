@@ -36,6 +36,8 @@ class LayerCosts(Protocol):
 
     def costs(self, backward: bool, same_cuts: bool = True) -> dict[str, Cost]: ...
 
+    def issue_ms(self, backward: bool, same_cuts: bool = True) -> dict[str, float]: ...
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -44,7 +46,8 @@ class Machine:
     is_serial: bool = False
     """One after another."""
     issues_ahead: bool = False
-    """Whether the host hands out tasks ahead of the lanes, as to a GPU; else each task bears its own cost."""
+    """Whether one thread hands out the tasks of all lanes, ahead of them, as to a GPU: then what that takes adds up
+    over lanes. Else a lane does its tasks itself, and each bears its own cost."""
     contention: Contention = IDEAL
     """How much lanes slow each other down."""
 
@@ -68,7 +71,7 @@ class Machine:
         tasks = tuple(replace(task, launches=min(1, task.launches)) for task in tasks)
         if self.is_serial:
             tasks = tuple(replace(task, lane=Lane.COMPUTE) for task in tasks)
-        host_ms = profile.task_ms if self.issues_ahead else 0.0
+        host_ms = profile.issue_ms(plan.backward, same_cuts) if self.issues_ahead else 0.0
         return simulate(Schedule(tasks), costs, IDEAL if self.is_serial else self.contention, host_ms)
 
     def predict_ms(self, plan: PhasePlan, sizes: CallSizes, profile: LayerCosts, same_cuts: bool = True) -> float:

@@ -177,6 +177,12 @@ class _AmongOthers:
         computed = {kind: cost for kind, cost in own.items() if kind in (HOLD, EXPERT, EXPERT_DX, EXPERT_DW)}
         return dict(self.links) | computed
 
+    def issue_ms(self, backward: bool, same_cuts: bool = True) -> dict[str, float]:
+        own = self.measured.issue_ms(backward, same_cuts)
+        # To issue a collective takes the host as long among other ranks, and one kind of them as long as another.
+        of_links = {kind: each_ms for kind, each_ms in own.items() if kind not in (EXPERT, EXPERT_DX, EXPERT_DW)}
+        return dict.fromkeys(self.links, max(of_links.values(), default=self.task_ms)) | own
+
 
 def sharded_ms(
     cluster: Cluster,

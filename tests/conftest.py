@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: Ctrl-C works, and a run says at its end which tests it left out."""
+"""What all tests share: Ctrl-C works, tests that need a GPU are skipped where there is none, and a run says at its end
+which tests it left out."""
 
 from __future__ import annotations
 
@@ -18,6 +19,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[LEFT_OUT] = Counter()
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Skip what needs more CUDA devices than there are."""
+    marks = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
+    if not marks:
+        return
+    import torch  # as those tests have done, where it may be missing
+
+    found = torch.cuda.device_count()
+    for item, mark in marks:
+        wanted = mark.kwargs.get("count", 1)
+        if found < wanted:
+            what = "a CUDA device" if wanted == 1 else f"{wanted} CUDA devices"
+            there = {0: "there is none", 1: "there is one"}.get(found, f"there are {found}")
+            item.add_marker(pytest.mark.skip(reason=f"needs {what}: {there}"))
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

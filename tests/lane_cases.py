@@ -21,7 +21,8 @@ from tests.waiting import LIMIT_S, linger
 
 COMPUTE, INTRA, INTER = Lane
 CPU = torch.device("cpu")
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: there is none")
+NEEDS_GPU, NEEDS_GPUS = pytest.mark.gpu, pytest.mark.gpu(count=2)
+"""One CUDA device, and two; skipped where there are fewer (see ``tests/conftest.py``)."""
 LINKS = pytest.mark.parametrize("link", [INTRA, INTER])
 EVERY_LANE = pytest.mark.parametrize("lane", Lane)
 KINDS = ("A2A_IN", "GATHER", "EXPERT", "REDUCE", "A2A_OUT")

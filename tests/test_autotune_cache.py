@@ -9,6 +9,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,18 @@ def test_what_is_kept_is_read_back_to_the_last_bit_and_is_a_cluster_file(tmp_pat
     assert load_cluster(str(path)) == CLUSTER
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert said == []
+
+
+def test_what_the_host_needed_is_kept_with_what_the_device_took(tmp_path: Path, said: list[str]) -> None:
+    cache, issued_ms = MeasurementCache(tmp_path), (0.1, 1 / 3, 0.3, 0.2)
+    on_gpu = Measurements({"a": TIMING, "b": replace(TIMING, issued_ms=issued_ms)}, {})
+    cache.write(FINGERPRINT, on_gpu, CLUSTER)
+    assert cache.read(FINGERPRINT) == on_gpu
+    path = cache.file_of(FINGERPRINT)
+    assert path.read_text().count("issued_ms") == 1
+    path.write_text(path.read_text().replace(str(list(issued_ms)), "[0.1]"))
+    assert cache.read(FINGERPRINT) is None
+    assert "has 1 times of the host for 4 sizes of b" in said[0]
 
 
 def test_the_file_is_for_people_too(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from ds_fsmoe.autotune_table import Row, _plans
+from ds_fsmoe.autotune_table import Row, _costs, _plans
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.runtime.profiler import FORWARD, LayerProfile
 from ds_fsmoe.tuned_degrees import PhaseChoice
 from tests.measured_layers import made_up
 
@@ -41,6 +44,18 @@ FINE = choice(2, 20.0, 21.0, 50.0, 51.0)
 )
 def test_a_runner_up_that_would_be_faster_has_its_reason(of_backward: PhaseChoice, sentence: str | None) -> None:
     assert notes(FINE, of_backward) == ([f"L00 backward: {sentence}"] if sentence else [])
+
+
+def test_what_the_host_needs_to_issue_is_said_where_it_was_measured() -> None:
+    def said(profile: LayerProfile) -> list[str]:
+        row = Row(("L00",), profile, (FINE, FINE), (None, None), "flat", {"flat": 1.0}, ())
+        return [line for line in _costs([row]) if "one thread issues all of it" in line]
+
+    assert said(made_up()) == []
+    operations = made_up().operations
+    some = {FORWARD: replace(operations[FORWARD], issued_ms=(0.4, 0.5, 0.6))}
+    (line,) = said(replace(made_up(), operations=operations | some))
+    assert line.endswith(f"in ms: {FORWARD} 0.500")
 
 
 def test_a_degree_that_was_asked_for_says_so_instead() -> None:

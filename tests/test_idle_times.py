@@ -123,23 +123,22 @@ def test_a_lane_that_nothing_of_the_layer_is_on_is_idle_as_long_as_the_layer_tak
 def test_the_cost_of_reducing_is_a_line_through_medians_of_the_rank_that_waited_least(
     factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    truth, now_s, calls = LinearCost(0.5, 2e-5), [0.0], []
+    truth, clock, calls = LinearCost(0.5, 2e-5), SetClock(), []
 
     def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
         if op is None:
             repeat = len(calls) // 3
             calls.append(tensor.numel())
             # The first of all does not count; of those that do, one was disturbed and one was fast by chance.
-            now_s[0] += truth.ms(tensor.numel() * 4) / 1e3 * (0.1, *factors)[repeat] + 0.02
+            clock.now_ms += truth.ms(tensor.numel() * 4) * (0.1, *factors)[repeat] + 20.0
         else:
             # Another rank came last, and so did not wait for the 20 ms that this one did.
             assert op == dist.ReduceOp.MIN
             tensor -= 20.0
 
     monkeypatch.setattr(idle_times.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(idle_times, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     flat = SimpleNamespace(numel=80_000, dtype=torch.float32, device=CPU, group=None, element_bytes=4)
-    cost = cost_of(flat)  # type: ignore[arg-type]
+    cost = cost_of(flat, clock)  # type: ignore[arg-type]
     assert (cost.alpha_ms, cost.beta_ms) == (pytest.approx(truth.alpha_ms), pytest.approx(truth.beta_ms))
     assert calls == [5_000, 20_000, 80_000] * (1 + REPEATS)
 

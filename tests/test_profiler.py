@@ -213,20 +213,24 @@ def test_a_task_costs_its_share_of_what_runs_of_empty_ones_take() -> None:
     assert HOLD in kinds
     runs: list[Schedule] = []
 
-    def times_ms(what: str, sizes: list[int], prepare: Any, group: Any = None) -> list[float]:
+    def host_ms(what: str, size: int, prepare: Any) -> float:
         # Each run takes half a millisecond for each task that is one; holding a lane is nothing.
-        (size,) = sizes
         runs.clear()
         prepare(size)()
-        return [sum(0.5 for schedule in runs for task in schedule.tasks if task.kind != HOLD)]
+        return sum(0.5 for schedule in runs for task in schedule.tasks if task.kind != HOLD)
 
     lanes: Any = SimpleNamespace(run=lambda schedule, *_: runs.append(schedule))
-    watch: Any = SimpleNamespace(times_ms=times_ms)
+    watch: Any = SimpleNamespace(host_ms=host_ms)
     assert profiler._task_ms(watch, "L00", lanes, plan.schedule) == pytest.approx(0.5)
     assert runs == [plan.schedule] * len(runs)
     # The same of a whole cluster.
     of_cluster: Any = SimpleNamespace(_lanes=lanes, _measuring=SimpleNamespace(watch=watch))
-    assert cluster_profile._Profiler._host_ms(of_cluster) == pytest.approx(0.5)
+    by_host = {"gemm": Timing("flop", (1.0, 2.0, 3.0), (1.0, 2.0, 3.0))}
+    assert cluster_profile._Profiler._host_ms(of_cluster, by_host) == pytest.approx(0.5)
+    # Where the host issues ahead, what it takes to issue an operation comes on top.
+    issued = {"a": (0.1, 0.2, 9.0), "b": (0.1, 0.4, 9.0)}
+    ahead = {name: replace(by_host["gemm"], issued_ms=times_ms) for name, times_ms in issued.items()}
+    assert cluster_profile._Profiler._host_ms(of_cluster, ahead) == pytest.approx(0.5 + 0.3)
     assert len(runs) > 1
 
 

@@ -20,6 +20,8 @@ from ds_fsmoe.step_prediction import LayerTimes, bounds_of, idle_ms, predict_ste
 from ds_fsmoe.tuned_degrees import Ways
 from tests.measured_layers import GROUPS, SIZES, made_up
 
+UNCUT = Ways.of("deepspeed", 4)
+
 
 def plans(block: BlockPlan) -> list[PhasePlan]:
     return [PhasePlan(block, GROUPS, backward) for backward in (False, True)]
@@ -166,7 +168,7 @@ def test_experts_that_are_sharded_otherwise_multiply_as_much_and_send_by_the_num
     def of(esp_size: int, **costs: float) -> float | None:
         operations = free | {name: Operation(LinearCost(ms, 0.0), ranks=2) for name, ms in costs.items()}
         cluster = Cluster("here", 2, 2, operations)
-        return sharded_ms(cluster, GROUPS, SIZES, profile, Machine(), Ways.of("deepspeed", 4), esp_size)
+        return sharded_ms(cluster, GROUPS, SIZES, profile, Machine(), UNCUT, esp_size)
 
     # With half of the weights of an expert come the rows of twice as many ranks.
     assert of(1) == pytest.approx(computed_ms)
@@ -175,3 +177,10 @@ def test_experts_that_are_sharded_otherwise_multiply_as_much_and_send_by_the_num
     assert of(1, **gathers) == pytest.approx(computed_ms)
     assert of(2, **gathers) == pytest.approx(computed_ms + 2 * 5.0)
     assert of(3) is None
+    # Where one thread issues for all lanes, a collective that was not measured takes it as long as those that were.
+    ahead = sharded_ms(
+        Cluster("here", 2, 2, free), GROUPS, SIZES, made_up(3, task_ms=7.0), Machine(issues_ahead=True), UNCUT, 2
+    )
+    assert ahead is not None
+    # Five tasks in the forward, five in the backward; the results of the last one are there when it has been issued.
+    assert ahead >= 2 * 5 * 7.0

@@ -266,3 +266,30 @@ def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
     assert doubtful.doubt > MARGIN
     for choice in choose_degrees(GROUPS, SIZES, doubtful, Machine(), ways):
         assert choice.time_ms < (1 - doubtful.doubt) * choice.uncut_ms or choice.block.degree == 1
+
+
+def test_a_layer_whose_issuing_takes_longer_than_its_work_is_not_cut_where_one_thread_issues_for_all_lanes() -> None:
+    """On lanes that are threads the same numbers count for nothing: there each task is done by whoever issues it."""
+    ways = Ways.of("fsmoe", MAX_DEGREE)
+    for seed in range(3):
+        profile = made_up(seed)
+        degrees = {}
+        for issue_ms in (0.0, 0.3, 3.0, 30.0):
+            # To issue a task of experts takes as long as ten of the others.
+            operations = {
+                name: replace(timing, issued_ms=(issue_ms if "experts" in name else issue_ms / 10,) * 3)
+                for name, timing in profile.operations.items()
+            }
+            bound = replace(profile, operations=operations)
+            ahead, threads = (
+                choose_degrees(GROUPS, SIZES, bound, Machine(issues_ahead=ahead), ways) for ahead in (True, False)
+            )
+            degrees[issue_ms] = [each.block.degree for each in ahead]
+            assert [each.block.degree for each in threads] == degrees[0.0]
+            # Nothing is over before the host has issued one task of experts for each chunk.
+            assert all(each.time_ms >= issue_ms * each.block.degree for each in ahead)
+        assert max(degrees[0.0]) > 1
+        assert degrees[30.0] == [1, 1]
+        for phase in range(2):
+            of_phase = [each[phase] for each in degrees.values()]
+            assert of_phase == sorted(of_phase, reverse=True)

@@ -14,6 +14,9 @@ from ds_fsmoe.planning.schedule import Lane, Schedule, Task
 
 _INSTANT_MS = 1e-12  # what floating point leaves of a finished task
 
+HostCost = float | Mapping[str, float]
+"""What a launch takes the one thread that issues for all lanes: the same for all kinds of tasks, or by kind."""
+
 
 @dataclass(frozen=True)
 class Contention:
@@ -120,7 +123,7 @@ def simulate(
     schedule: Schedule,
     costs: Mapping[str, Cost],
     contention: Contention = IDEAL,
-    host_ms: float = 0.0,
+    host_ms: HostCost = 0.0,
 ) -> Timeline:
     """Play a schedule.
 
@@ -128,14 +131,19 @@ def simulate(
         schedule: what is to be done.
         costs: kind -> cost; every kind in the schedule has to be there.
         contention: how lanes slow each other down.
-        host_ms: what a launch costs the host. It issues in the order of the list and never waits, so a task cannot
-            start before its own launches, and those of all before it, have been paid for.
+        host_ms: what a launch costs the host, or kind -> what one of that kind does. One thread issues for all lanes,
+            in the order of the list, and never waits, so a task cannot start before its own launches, and those of
+            all before it on whatever lane, have been paid for.
 
     Raises:
-        ValueError: a kind without a cost, with those there are; or a cost of the host that is none.
+        ValueError: a kind without a cost, or without one of the host, with those there are; or a cost of the host that
+            is none.
     """
-    if not (math.isfinite(host_ms) and host_ms >= 0):
-        raise ValueError(f"host_ms = {host_ms}: must be a finite number of at least 0")
+    of_kinds = host_ms if isinstance(host_ms, Mapping) else {"": host_ms}
+    for kind, each_ms in of_kinds.items():
+        if not (math.isfinite(each_ms) and each_ms >= 0):
+            of_kind = f" of {kind}" if kind else ""
+            raise ValueError(f"host_ms{of_kind} = {each_ms}: must be a finite number of at least 0")
     missing = sorted({task.kind for task in schedule.tasks} - set(costs))
     if missing:
         raise ValueError(f"no cost for {', '.join(missing)}: there are costs for {', '.join(sorted(costs))}")
@@ -145,7 +153,7 @@ def simulate(
     return _play(schedule, work_ms, contention, host_ms)
 
 
-def _walk(schedule: Schedule, work_ms: list[float], host_ms: float) -> Timeline:
+def _walk(schedule: Schedule, work_ms: list[float], host_ms: HostCost) -> Timeline:
     """Without contention a task's times follow from those before it in the list."""
     spans: list[Span] = []
     last_of_lane: dict[Lane, int] = {}
@@ -160,16 +168,24 @@ def _walk(schedule: Schedule, work_ms: list[float], host_ms: float) -> Timeline:
     return Timeline(tuple(spans))
 
 
-def _issue_ms(schedule: Schedule, host_ms: float) -> list[float]:
+def _issue_ms(schedule: Schedule, host_ms: HostCost) -> list[float]:
     """When the host has issued each task."""
-    return [host_ms * launched for launched in schedule.launched]
+    if not isinstance(host_ms, Mapping):
+        return [host_ms * launched for launched in schedule.launched]
+    missing = sorted({task.kind for task in schedule.tasks if task.launches} - set(host_ms))
+    if missing:
+        raise ValueError(
+            f"no cost of the host for {', '.join(missing)}: there are costs for {', '.join(sorted(host_ms))}"
+        )
+    paid_ms = (task.launches * host_ms[task.kind] if task.launches else 0.0 for task in schedule.tasks)
+    return list(itertools.accumulate(paid_ms))
 
 
 def _present(index: int | None) -> tuple[int, ...]:
     return () if index is None else (index,)
 
 
-def _play(schedule: Schedule, work_ms: list[float], contention: Contention, host_ms: float) -> Timeline:
+def _play(schedule: Schedule, work_ms: list[float], contention: Contention, host_ms: HostCost) -> Timeline:
     """With contention a task's speed depends on what else is running, so time goes from event to event."""
     lanes = list(Lane)
     issue_ms = _issue_ms(schedule, host_ms)

@@ -3,6 +3,9 @@
 
 What an operation takes alone says little about a machine on which others are under way: links may share a wire or an
 adapter, and traffic and computation take processor time, memory bandwidth or multiprocessors from each other.
+
+A GPU is kept waiting until it has been given all that is to run side by side: one thread issues for all lanes, so lanes
+that wait for it would seem to slow each other down, by as much as they share it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.runtime.device_time import pause_ms
 from ds_fsmoe.runtime.lanes import Lanes
 from ds_fsmoe.runtime.spans import Recorder
 from ds_fsmoe.runtime.stopwatch import Stopwatch
@@ -23,6 +27,9 @@ REPEATS = 3
 SHORTEST_MS = 20.0
 """A lane is kept busy for at least so long, so that how it starts is of no weight."""
 MOST_TASKS = 64
+MOST_ISSUED_MS = 2.0
+"""Of a lane, what the host needs at the most to issue its tasks: a GPU takes a thousand launches ahead, and a host that
+has to wait for room would be timed with it."""
 
 Prepare = Callable[[], Callable[[], object]]
 """Makes ready, without communication, for what may then be done many times over."""
@@ -71,14 +78,25 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
     with watch.fate.of(f"making ready to measure {what}"):
         bodies = {lane: prepare() for lane, prepare in work.items()}
     recorder = Recorder(watch.device, watch.host)
+    last_issue_ms = 0.0
 
     def busy_ms(counts: Mapping[Lane, int]) -> list[float]:
         """Lane -> when it was through; of the slowest rank, the median over repeats."""
         schedule = _beside(counts)
+        calls = {lane.value: _calling(bodies[lane]) for lane in counts}
+
+        def run() -> None:
+            lanes.run(schedule, calls, what, recorder)
+
+        nonlocal last_issue_ms
+        if watch.issues_ahead:
+            last_issue_ms = watch.issued_in_ms(what, run)
         runs = []
         for _ in range(REPEATS):
             with watch.fate.of(f"measuring {what}"):
-                lanes.run(schedule, {lane.value: _calling(bodies[lane]) for lane in counts}, what, recorder)
+                if watch.issues_ahead:
+                    watch.hold_back(pause_ms(last_issue_ms), meets=True, group=watch.group)
+                run()
                 spans = recorder.timeline(schedule).spans
             runs.append([max(each.end_ms for each in spans if each.task.lane is lane) for lane in counts])
         return torch.tensor(watch.slowest(runs)).median(dim=0).values.tolist()
@@ -87,9 +105,11 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
         return Slowdowns({})
     for lane in bodies:  # warm up
         busy_ms({lane: 1})
-    once_ms = {lane: max(1e-3, busy_ms({lane: 1})[0]) for lane in bodies}
-    aim_ms = max(SHORTEST_MS, 2 * max(once_ms.values()))
-    counts = {lane: max(1, min(MOST_TASKS, round(aim_ms / once_ms[lane]))) for lane in bodies}
+    once_ms, issue_ms = {}, []
+    for lane in bodies:
+        once_ms[lane] = max(1e-3, busy_ms({lane: 1})[0])
+        issue_ms.append(last_issue_ms)
+    counts = _counts(once_ms, watch.slowest([issue_ms])[0] if watch.issues_ahead else issue_ms)
     alone_ms = {lane: busy_ms({lane: counts[lane]})[0] for lane in bodies}
     factors: dict[tuple[Lane, Lane], float] = {}
     for a, b in itertools.combinations(bodies, 2):
@@ -97,6 +117,21 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
         factors[a, b] = _slowdown(alone_ms[a], a_ms, b_ms)
         factors[b, a] = _slowdown(alone_ms[b], b_ms, a_ms)
     return Slowdowns(factors)
+
+
+def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[Lane, int]:
+    """How many tasks keep each lane busy for about as long as the others.
+
+    Args:
+        once_ms: what a task of the lane takes; the same on every rank, as is the result.
+        issue_ms: of each lane, what it takes the host to issue one ahead.
+    """
+    aim_ms = max(SHORTEST_MS, 2 * max(once_ms.values()))
+    most = [MOST_TASKS if not each_ms else min(MOST_TASKS, int(MOST_ISSUED_MS / each_ms)) for each_ms in issue_ms]
+    return {
+        lane: max(1, min(most_of_lane, round(aim_ms / once_ms[lane])))
+        for lane, most_of_lane in zip(once_ms, most, strict=True)
+    }
 
 
 def _slowdown(alone_ms: float, together_ms: float, other_ms: float) -> float:

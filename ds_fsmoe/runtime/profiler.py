@@ -46,6 +46,7 @@ from ds_fsmoe.runtime.link_times import (
 from ds_fsmoe.runtime.measurements import Measuring
 from ds_fsmoe.runtime.pipeline import CallSizes, ExpertCall, Experts
 from ds_fsmoe.runtime.stopwatch import Prepare, Stopwatch, Timing
+from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from ds_fsmoe.runtime.wires import Wires
 
 FORWARD, BACKWARD = "experts forward", "experts backward"
@@ -64,7 +65,7 @@ class LayerProfile:
     """By the names above. Collectives per byte: of what an all-to-all sends, an all-gather ends with, a reduce-scatter
     starts from. Experts per floating-point operation of their matrix products. Gate and order per token."""
     task_ms: float
-    """What a task costs beside its work: to hand it to a lane, and to wait for what it needs."""
+    """What a task costs the host beside its work: to hand it to a lane, and to wait for what it needs."""
     draws: bool
     """Whether the experts draw random numbers: then forward and backward have to be cut alike."""
 
@@ -75,13 +76,7 @@ class LayerProfile:
             backward: which phase.
             same_cuts: whether the backward has the chunks of the forward.
         """
-        at = self.operations
-        anew = BACKWARD_ANEW if BACKWARD_ANEW in at and not same_cuts else BACKWARD
-        between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
-        names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
-        names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER}
-        names |= {EXPERT: anew, EXPERT_DX: DX, EXPERT_DW: DW} if backward else {EXPERT: FORWARD}
-        names |= {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS} if backward else {}
+        at, names = self.operations, self._names(backward, same_cuts)
         found: dict[str, Cost] = {kind: at[name].cost for kind, name in names.items() if name in at}
         if EXPERT_DW in found:
             # The sum of its parts, of half the size each: measured apart from them, it differs by the noise of the
@@ -91,6 +86,30 @@ class LayerProfile:
             assert isinstance(dw, LinearCost)
             found[EXPERT] = LinearCost(dx.alpha_ms + dw.alpha_ms, (dx.beta_ms + dw.beta_ms) / 2)
         return {HOLD: LinearCost(0.0, 0.0)} | found
+
+    def issue_ms(self, backward: bool, same_cuts: bool = True) -> dict[str, float]:
+        """Kind of task -> what one takes the thread that issues it, handing it to its lane included.
+
+        Args:
+            backward: which phase.
+            same_cuts: whether the backward has the chunks of the forward.
+        """
+        at = self.operations
+        names = {kind: name for kind, name in self._names(backward, same_cuts).items() if name in at}
+        found = {kind: at[name].issue_ms for kind, name in names.items()}
+        if EXPERT_DW in found:
+            found[EXPERT] = found[EXPERT_DX] + found[EXPERT_DW]
+        return {kind: self.task_ms + each_ms for kind, each_ms in found.items()}
+
+    def _names(self, backward: bool, same_cuts: bool) -> dict[str, str]:
+        """Kind of task -> the operation that was measured for it, if it was."""
+        at = self.operations
+        anew = BACKWARD_ANEW if BACKWARD_ANEW in at and not same_cuts else BACKWARD
+        between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
+        names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
+        names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER}
+        names |= {EXPERT: anew, EXPERT_DX: DX, EXPERT_DW: DW} if backward else {EXPERT: FORWARD}
+        return names | ({GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS} if backward else {})
 
     @property
     def splits(self) -> bool:
@@ -305,7 +324,7 @@ def _after_dx(call: ExpertCall, slots: int, dy_NecM: torch.Tensor) -> _Work:
 
 
 def _task_ms(watch: Stopwatch, name: str, lanes: Lanes, schedule: Schedule) -> float:
-    """A schedule whose tasks do nothing, per task."""
+    """What a schedule whose tasks do nothing costs the host, per task."""
     bodies = dict.fromkeys({task.kind for task in schedule.tasks}, lambda task: None)
 
     def prepare(runs: int) -> Callable[[], None]:
@@ -315,7 +334,7 @@ def _task_ms(watch: Stopwatch, name: str, lanes: Lanes, schedule: Schedule) -> f
 
         return work
 
-    (time_ms,) = watch.times_ms(f"empty tasks of {name}", [_HOST_RUNS], prepare)
+    time_ms = watch.host_ms(f"empty tasks of {name}", _HOST_RUNS, prepare)
     return time_ms / (_HOST_RUNS * max(1, sum(task.kind != HOLD for task in schedule.tasks)))
 
 
@@ -354,3 +373,9 @@ def untouched(device: torch.device, *modules: nn.Module) -> Iterator[None]:
 def is_serial(lanes: Lanes) -> bool:
     """Whether these lanes do one task after another."""
     return isinstance(lanes, SerialLanes)
+
+
+def issues_ahead(lanes: Lanes, device: torch.device) -> bool:
+    """Whether one thread issues the tasks of all these lanes and is through before they are; lanes that are threads,
+    and a CPU with one task after another, do themselves what they are given."""
+    return not isinstance(lanes, ThreadLanes) and device.type == "cuda"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.bounds import lower_bound_ms
 from ds_fsmoe.planning.choose import choose, choose_as_the_paper
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.degree import Load, Phase
 from ds_fsmoe.planning.presets import late_choices
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.planning.shares import SMALLEST, best_shares
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import BlockWork
-from tests.planning.layers import LAYOUTS, grad_lanes_of, layer_of, random_costs
+from tests.planning.layers import LAYOUTS, bare_block, grad_lanes_of, layer_of, random_costs
 
 CONTENTIONS = (
     (IDEAL, 0.0),
@@ -161,3 +163,25 @@ def test_the_lower_bound_is_reached_where_nothing_can_overlap() -> None:
     work = layer_of("one rank").forward
     alone_ms = played_ms(work, costs, Order(1))
     assert lower_bound_ms(work, costs, 1) == pytest.approx(alone_ms)
+
+
+def test_where_the_host_is_the_limit_a_layer_is_not_cut() -> None:
+    """All of a layer's tasks take 16 ms; a host that needs 4 ms for each is busy for longer with two chunks of five."""
+    whole = Load(LinearCost(0.0, 1.0), 4.0)
+    phase = Phase(*(replace(whole, size=size) for size in (3.0, 2.0, 5.0, 3.0)))
+    work, costs = bare_block(phase)
+    orders = [Order(degree) for degree in range(1, 9)]
+    degrees = []
+    for host_ms in (0.0, 0.2, 1.0, 4.0):
+        times = BlockTimes(work, costs, host_ms=host_ms)
+        degrees.append(choose(times, orders, 0.0, 0.0).order.degree)
+        # What is chosen is the best of what is simulated: the closed form, which knows of no host, has no say.
+        simulated_ms = [played_ms(work, costs, order, host_ms=host_ms) for order in orders]
+        assert simulated_ms[degrees[-1] - 1] == pytest.approx(min(simulated_ms))
+        assert min(simulated_ms) >= host_ms * 5 * degrees[-1]
+    assert degrees[0] == 8
+    assert degrees[-1] == 1
+    assert degrees == sorted(degrees, reverse=True)
+    # By hand: the fifth of five tasks is issued after 20 ms and takes 3; the tenth of ten after 40 ms, and 1.5.
+    times_ms = BlockTimes(work, costs, host_ms=4.0).times_ms(orders[:2])[:, 0]
+    assert times_ms == pytest.approx([23.0, 41.5])

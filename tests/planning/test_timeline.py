@@ -201,3 +201,52 @@ def test_an_empty_schedule_and_one_that_takes_no_time_can_be_looked_at() -> None
         timeline = simulate(bare_schedule(phase, 3), bare_block(phase)[1], contention)
         assert timeline.makespan_ms == 0.0
         assert len(timeline.gantt(20).splitlines()) == 4
+
+
+# ---- the one thread that issues for all lanes
+
+
+CHUNK_KINDS = {A2A_IN: Lane.INTER, EXPERT: Lane.COMPUTE, A2A_OUT: Lane.INTER}
+
+
+def in_and_out(degree: int) -> Schedule:
+    """All go in, are computed and come out, in so many equal chunks; the whole has size 1."""
+    draft, before = Draft(), [[] for _ in range(degree)]
+    for kind, lane in CHUNK_KINDS.items():
+        before = [[draft.add(kind, lane, chunk=i, size=1 / degree, after=before[i])] for i in range(degree)]
+    return draft.finish()
+
+
+def test_what_the_host_takes_to_issue_adds_up_over_lanes() -> None:
+    """In 2 ms, computed in 4 ms, out in 2 ms, by hand:
+
+    without a host: 8 in one chunk; in two, IN 0-1 1-2, EXPERT 1-3 3-5, OUT 3-4 5-6.
+    A host that needs 2 ms for each task: one chunk is in at 2-4, computed 4-8, out 8-10. Of two, the tasks are issued
+    at 2, 4, .., 12, so the last one runs 12-13, though no lane is busy for more than 4 ms.
+    Where it needs 0.5 ms for collectives and 3 ms for experts: one, 0.5-2.5, 3.5-7.5, 7.5-9.5. Two, EXPERT is issued at
+    4 and 7, and runs 4-6 7-9; OUT 7.5-8.5 9-10.
+    """
+    costs = {A2A_IN: LinearCost(0, 2), EXPERT: LinearCost(0, 4), A2A_OUT: LinearCost(0, 2)}
+    by_kind = {A2A_IN: 0.5, EXPERT: 3.0, A2A_OUT: 0.5}
+    for contention in (Contention(), Contention(links=1e-13)):
+        for host_ms, expected_ms in ((0.0, (8.0, 6.0)), (2.0, (10.0, 13.0)), (by_kind, (9.5, 10.0))):
+            found_ms = [simulate(in_and_out(degree), costs, contention, host_ms).makespan_ms for degree in (1, 2)]
+            assert found_ms == pytest.approx(expected_ms), host_ms
+
+
+@pytest.mark.parametrize("contention", CONTENTIONS, ids=str)
+def test_a_cost_of_the_host_by_kind_that_is_the_same_for_all_is_that_cost(contention: Contention) -> None:
+    rng = random.Random(11)
+    for layout in LAYOUTS:
+        costs, schedule = random_costs(rng), random_schedule(rng, layout)
+        by_kind = {task.kind: 0.05 for task in schedule.tasks if task.kind != HOLD}
+        one, other = (simulate(schedule, costs, contention, host_ms) for host_ms in (0.05, by_kind))
+        assert one.makespan_ms == pytest.approx(other.makespan_ms)
+
+
+def test_a_kind_without_a_cost_of_the_host_and_a_cost_that_is_none_are_named() -> None:
+    costs = dict.fromkeys(CHUNK_KINDS, LinearCost(0, 1))
+    with pytest.raises(ValueError, match="no cost of the host for EXPERT: there are costs for A2A_IN, A2A_OUT"):
+        simulate(in_and_out(2), costs, host_ms={A2A_IN: 0.1, A2A_OUT: 0.1})
+    with pytest.raises(ValueError, match="host_ms of EXPERT = -1: must be a finite number of at least 0"):
+        simulate(in_and_out(2), costs, host_ms=dict.fromkeys(CHUNK_KINDS, 0.1) | {EXPERT: -1})

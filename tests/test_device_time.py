@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured on a GPU, on a pretended one: what the device takes has no launch and no Python in it, and what the
+host takes is known apart from that. No GPU has run any of it yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.schedule import EXPERT
+from ds_fsmoe.runtime import idle_times, stopwatch
+from ds_fsmoe.runtime.corun import MOST_ISSUED_MS, slowdowns
+from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
+from ds_fsmoe.runtime.idle_times import cost_of
+from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
+from ds_fsmoe.runtime.measurements import Measurements, Measuring
+from ds_fsmoe.runtime.profiler import FORWARD, LayerProfile, _task_ms, issues_ahead
+from ds_fsmoe.runtime.stopwatch import FEWEST, Stopwatch
+from ds_fsmoe.runtime.stream_lanes import StreamLanes
+from tests.lane_cases import COMPUTE, INTER, INTRA, schedule_of
+from tests.timed_device import CUDA, TimedDevice, timed
+
+FIXTURES = (timed,)  # which pytest finds by their names here
+
+CPU = torch.device("cpu")
+Timed = tuple[TimedDevice, StreamLanes]
+TRUTH = LinearCost(0.02, 1e-3)
+SIZES = [50, 100, 200, 400]
+
+
+def of_size(device: TimedDevice, num_kernels: int) -> Callable[[int], Callable[[], None]]:
+    return lambda size: device.kernels(TRUTH.ms(size), num_kernels)
+
+
+@pytest.mark.parametrize("num_kernels", [1, 40])
+def test_alpha_is_the_devices_own_and_the_hosts_time_is_told_apart(timed: Timed, num_kernels: int) -> None:
+    device, _ = timed
+    measuring = Measuring(Stopwatch(CUDA, host=device.host), Measurements())
+    found = measuring.timing("work", "row", SIZES, 1.0, of_size(device, num_kernels))
+    assert found.cost.alpha_ms == pytest.approx(TRUTH.alpha_ms, rel=1e-6)
+    assert found.cost.beta_ms == pytest.approx(TRUTH.beta_ms, rel=1e-6)
+    assert found.issued_ms == pytest.approx([0.05 * num_kernels] * len(SIZES))
+    # By the host's clock, as the work of a device that waits for it, it would bear its launches.
+    by_host_ms = issued_ms(CUDA, device.kernels(TRUTH.ms(50), 40), device.host)
+    assert by_host_ms == pytest.approx(2.0)
+    assert elapsed_ms(CUDA, device.kernels(TRUTH.ms(50), 40), None, device.host) > 20 * TRUTH.ms(50)
+
+
+def test_the_first_call_of_something_which_loads_it_keeps_nobody_waiting(timed: Timed) -> None:
+    device, _ = timed
+    calls: list[int] = []
+
+    def prepare(size: int) -> Callable[[], None]:
+        def work() -> None:
+            if not calls:
+                device.host.now_ms += 3_000.0
+            calls.append(size)
+            device.launch(TRUTH.ms(size))
+
+        return work
+
+    found = Stopwatch(CUDA, host=device.host).times("work", SIZES, prepare)
+    assert found[0] == pytest.approx([TRUTH.ms(size) for size in SIZES])
+    assert found[1] == pytest.approx([0.05] * len(SIZES))
+    # 13 repetitions of four sizes, of half a millisecond or so, a delay each, and what it took to calibrate it.
+    assert device.host.now_ms - 3_000.0 < 13 * 4 * 2.0 + 400.0
+
+
+def test_ranks_of_a_collective_meet_behind_their_delays_and_none_is_timed_waiting_for_another(
+    timed: Timed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, _ = timed
+    watch, met = Stopwatch(CUDA, host=device.host), []
+    vars(watch)["_token"] = token = torch.zeros(1)
+
+    def all_reduce(tensor: torch.Tensor, op: object = None, group: object = None) -> None:
+        if tensor is token:
+            # The other rank's delay is five milliseconds longer.
+            device.launch(5.0)
+            met.append(group)
+
+    monkeypatch.setattr(stopwatch, "world_size_now", lambda: 2)
+    monkeypatch.setattr(stopwatch.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    group = SimpleNamespace(size=lambda: 1)
+    times_ms, _ = watch.times("a collective", SIZES, of_size(device, 3), group)  # type: ignore[arg-type]
+    assert times_ms == pytest.approx([TRUTH.ms(size) for size in SIZES])
+    assert len(met) >= 4 * FEWEST
+    assert set(map(id, met)) == {id(group)}
+    met.clear()
+    watch.times("a computation", SIZES, of_size(device, 3))
+    assert met == []
+
+
+def test_on_a_cpu_there_is_one_number(timed: Timed) -> None:
+    device, _ = timed
+
+    def prepare(size: int) -> Callable[[], None]:
+        return lambda: device.host.sleep(size / 1e3)
+
+    watch = Stopwatch(CPU, host=device.host)
+    assert watch.times("work", [1, 2, 4], prepare) == ([1.0, 2.0, 4.0], [])
+    assert watch.host_ms("work", 7, prepare) == 7.0
+    measuring = Measuring(watch, Measurements())
+    assert measuring.timing("work", "row", [1, 2, 4], 1.0, prepare).issue_ms == 0.0
+    assert not issues_ahead(SerialLanes(), CPU)
+    assert issues_ahead(SerialLanes(), CUDA)
+    with closing(make_lanes(CPU)) as threads:
+        assert not issues_ahead(threads, CPU)
+    assert issues_ahead(timed[1], CUDA)
+
+
+def test_what_handing_out_tasks_costs_is_the_hosts_time(timed: Timed) -> None:
+    device, _ = timed
+    schedule = schedule_of((EXPERT, COMPUTE, ()), ("A2A_OUT", INTER, (0,)))
+
+    class Slow(StreamLanes):
+        """Lanes that take the host a millisecond for each task, and the device nothing."""
+
+        def run(self, schedule, bodies, label="", observer=None) -> None:
+            def slow(task) -> None:
+                device.host.now_ms += 1.0
+
+            super().run(schedule, dict.fromkeys(bodies, slow), label, observer)
+
+    slow = Slow(CUDA)
+    assert _task_ms(Stopwatch(CUDA, host=device.host), "L00", slow, schedule) == pytest.approx(1.0)
+    profile = LayerProfile({}, 1.0, False)
+    assert profile.issue_ms(backward=False) == {}
+    measuring = Measuring(Stopwatch(CUDA, host=device.host), Measurements())
+    timing = measuring.timing(FORWARD, "flop", SIZES, 1.0, of_size(device, 30))
+    found = LayerProfile({FORWARD: timing}, 1.0, False)
+    assert found.issue_ms(backward=False)[EXPERT] == pytest.approx(1.0 + 30 * 0.05)
+    assert found.costs(backward=False)[EXPERT].ms(0) == pytest.approx(TRUTH.alpha_ms)
+
+
+@pytest.mark.parametrize("num_kernels", [1, 60])
+def test_lanes_that_only_share_the_thread_that_issues_do_not_slow_each_other_down(
+    timed: Timed, num_kernels: int
+) -> None:
+    """Each lane's kernels take the device less than they take the host: side by side, from an idle device, both lanes
+    get half of the launches, and each would seem to take twice as long."""
+    device, lanes = timed
+    work = {lane: lambda: device.kernels(1.0, num_kernels) for lane in (COMPUTE, INTRA, INTER)}
+    found = slowdowns(Stopwatch(CUDA, host=device.host), lanes, work, "a test")
+    assert found.factors == pytest.approx(dict.fromkeys(found.factors, 1.0), abs=1e-2)
+    assert len(found.factors) == 6
+
+
+def test_no_more_is_issued_ahead_than_a_device_takes(timed: Timed) -> None:
+    device, _ = timed
+    launched: list[int] = []
+    work = {lane: lambda: device.kernels(0.1, 8) for lane in (COMPUTE, INTER)}
+
+    class Counted(StreamLanes):
+        def run(self, *args: object, **kwargs: object) -> None:
+            before = device.num_launches
+            super().run(*args, **kwargs)  # type: ignore[arg-type]
+            launched.append(device.num_launches - before)
+
+    slowdowns(Stopwatch(CUDA, host=device.host), Counted(CUDA), work, "a test")
+    # Two lanes of 2 ms, at 0.05 for each launch.
+    assert max(launched) == 2 * 8 * int(MOST_ISSUED_MS / (8 * 0.05))
+
+
+def test_reducing_gradients_costs_what_the_device_takes(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _ = timed
+
+    def all_reduce(tensor: torch.Tensor, op: object = None, group: object = None) -> None:
+        if op is None:
+            device.launch(0.5 + 2e-5 * tensor.numel() * 4, 20)
+
+    monkeypatch.setattr(idle_times.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(idle_times.torch, "zeros", lambda *shape, **_: torch.empty(*shape).zero_())
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    flat = SimpleNamespace(numel=80_000, dtype=torch.float32, device=CUDA, group=None, element_bytes=4)
+    cost = cost_of(flat, device.host)  # type: ignore[arg-type]
+    assert (cost.alpha_ms, cost.beta_ms) == (pytest.approx(0.5), pytest.approx(2e-5))
+
+
+def test_a_pause_outlasts_what_it_is_for(timed: Timed) -> None:
+    device, _ = timed
+    delay = Delay(CUDA, device.host)
+    for num_kernels in (1, 10, 1000):
+        work = device.kernels(1.0, num_kernels)
+        issue_ms = issued_ms(CUDA, work, device.host)
+        assert issue_ms == pytest.approx(0.05 * num_kernels)
+        before = device.host.now_ms
+        delay(pause_ms(issue_ms))
+        work()
+        assert device.host.now_ms < before + pause_ms(issue_ms)
+        device.synchronize()

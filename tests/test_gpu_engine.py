@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on GPUs whose script sets no device: each rank's streams, parameters and gradients are on its own.
+
+What the ranks do is run here on the CPU as well; on a GPU nothing has run yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu_engine_job import STEPS, train
+from tests.lane_cases import NEEDS_GPU, NEEDS_GPUS
+from tests.ranks import run_on_ranks
+from tests.scripts import ROOT
+
+LIMIT_S = 100.0
+JOB = str(ROOT / "tests" / "gpu_engine_job.py")
+
+
+def launch(folder: Path, world_size: int, **variables: str) -> list[list[dict[str, Any]]]:
+    """What each rank found, started by torchrun, which leaves it to the script on which device a rank is."""
+    known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in known}
+    environment |= {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | variables
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), JOB, str(folder)]
+    options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "check": False}
+    done = subprocess.run(command, env=environment, cwd=folder, **options)
+    if done.returncode:
+        pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def check(of_ranks: list[list[dict[str, Any]]], lanes: str, device: str) -> None:
+    """Each rank on a device of its own, or all on the CPU, and all of them with losses that fall."""
+    for rank, stages in enumerate(of_ranks):
+        here = device.format(rank=rank)
+        for found in stages:
+            assert found["lanes"] == lanes
+            assert found["devices"]["parameters"] == [here]
+            assert all(each in ([here], []) for each in found["devices"].values()), found["devices"]
+            assert len(found["losses"]) == STEPS
+            assert all(loss == loss and loss > 0 for loss in found["losses"])
+
+
+@NEEDS_GPU
+def test_an_engine_is_made_on_a_gpu_and_trains(tmp_path: Path) -> None:
+    check(launch(tmp_path, 1), "StreamLanes", "cuda:{rank}")
+
+
+@NEEDS_GPUS
+def test_engines_of_ranks_that_set_no_device_are_each_on_their_own(tmp_path: Path) -> None:
+    """DeepSpeed sets the device of a rank after it has asked us for our groups and streams."""
+    check(launch(tmp_path, 2), "StreamLanes", "cuda:{rank}")
+
+
+def on_stages(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [train(rank, world_size, stage, {"autotune": {"enabled": False}}) for stage in (0, 2)]
+
+
+def test_what_those_ranks_do_is_done_on_the_cpu(tmp_path: Path) -> None:
+    check(run_on_ranks(on_stages, 1, tmp_path), "ThreadLanes", "cpu")
+
+
+@pytest.mark.slow
+def test_the_script_of_those_ranks_runs_on_the_cpu(tmp_path: Path) -> None:
+    check(launch(tmp_path, 2, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"), "ThreadLanes", "cpu")
+
+
+@pytest.mark.parametrize("fault", ["another device", "no loss"])
+def test_a_stream_on_another_device_is_seen(fault: str) -> None:
+    devices = {"parameters": ["cuda:1"], "streams": ["cuda:0" if fault == "another device" else "cuda:1"]}
+    losses = [float("nan") if fault == "no loss" else 1.0] * STEPS
+    found = {"lanes": "StreamLanes", "devices": devices, "losses": losses}
+    fine = found | {"devices": {name: ["cuda:0"] for name in devices}, "losses": [1.0] * STEPS}
+    check([[fine]], "StreamLanes", "cuda:{rank}")
+    with pytest.raises(AssertionError):
+        check([[fine], [found]], "StreamLanes", "cuda:{rank}")

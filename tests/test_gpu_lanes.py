@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real pipeline on streams, links emulated: whatever is late, the bits are those of one task after another.
+
+On a GPU a delay in every task of experts gives whatever would overwrite their rows the time to do it: memory of the
+forward that is given away before the backward has read it shows as other weight gradients. The same bodies run here on
+threads; on a GPU nothing has run yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_fsmoe.planning.schedule import EXPERT, Lane, Task
+from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
+from ds_fsmoe.runtime.stream_lanes import StreamLanes
+from ds_fsmoe.runtime.thread_lanes import ThreadLanes
+from tests import gpu_cases
+from tests.gpu_cases import DEGREES, KINDS, ON_DEVICE, SEEDS, Case, case_of, checksums, differing_seeds, run_layer
+from tests.lane_cases import CPU, NEEDS_GPU
+
+ROOT = Path(__file__).resolve().parents[1]
+# Chunks of 32 KiB and more on a GPU: of one size, so that the allocator gives one the memory of another.
+WIDTHS = {"cuda": 128, "cpu": 8}
+
+
+def test_the_seeds_have_every_pair_of_degrees_with_every_kind() -> None:
+    cases = [case_of(seed) for seed in range(SEEDS)]
+    assert {(case.degrees, case.kind) for case in cases} == {(d, k) for d in DEGREES for k in KINDS}
+    of_20 = {(case.degrees, case.kind) for case in cases[:20]}
+    assert len(of_20) == len(DEGREES) * len(KINDS)
+    assert {(case.links, case.late_dw > 0, case.expert) for case in cases} >= {
+        (links, late, expert)
+        for links in ("paper", "shared", "reduce_first")
+        for late, expert in ((True, "gpt gelu"), (False, "gpt gelu"), (True, "mixtral"), (False, "bottleneck"))
+    }
+
+
+@ON_DEVICE
+def test_gradients_on_overlapping_lanes_are_those_of_serial_lanes_bit_for_bit(device: torch.device) -> None:
+    seeds = range(SEEDS) if device.type == "cuda" else range(20)
+    lanes = make_lanes(device)
+    assert isinstance(lanes, StreamLanes if device.type == "cuda" else ThreadLanes)
+    lanes.close()
+    assert differing_seeds(device, seeds, WIDTHS[device.type]) == []
+
+
+def test_the_comparison_sees_rows_that_are_overwritten_while_experts_have_yet_to_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a use after free does on a GPU, done by hand: a chunk that comes in takes the place of the one before."""
+    places: dict[tuple[int, ...], torch.Tensor] = {}
+    real = gpu_cases.EmulatedWires.sent
+
+    def into_the_same_place(wires: gpu_cases.EmulatedWires, x: torch.Tensor) -> torch.Tensor:
+        received = real(wires, x)
+        return places.setdefault(tuple(x.shape), received).copy_(received)
+
+    case = Case((4, 4))
+    expected = run_layer(case, SerialLanes(), CPU, 8)
+    monkeypatch.setattr(gpu_cases.EmulatedWires, "sent", into_the_same_place)
+    found = run_layer(case, SerialLanes(), CPU, 8)
+    assert not all(map(torch.equal, found, expected))
+
+
+def test_every_task_of_experts_is_delayed_on_its_own_lane() -> None:
+    delays = gpu_cases.Delays(CPU, 0)
+    delays.begin(0, Task(EXPERT, Lane.COMPUTE))
+    delays.begin(0, Task("A2A_IN", Lane.INTER))
+    assert delays.delayed == 1
+
+
+def main(device: str, num_seeds: int, file: str) -> None:
+    """Checksums, in a process of its own, whose allocator follows its environment."""
+    found = checksums(torch.device(device), range(num_seeds), WIDTHS[device])
+    Path(file).write_text(json.dumps(found))
+
+
+@NEEDS_GPU
+def test_an_allocator_that_never_gives_memory_twice_changes_no_bit(tmp_path: Path) -> None:
+    """Without the cache memory is freed when the device is through with it, so it cannot be overwritten too early."""
+    found = []
+    for caching in ("0", "1"):
+        file = tmp_path / f"without_cache_{caching}.json"
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment.pop("PYTORCH_NO_CUDA_MEMORY_CACHING", None)
+        if caching == "1":
+            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+        call = f"from tests.test_gpu_lanes import main; main('cuda', 20, {str(file)!r})"
+        subprocess.run([sys.executable, "-c", call], env=environment, cwd=ROOT, check=True, timeout=120)
+        found.append(json.loads(file.read_text()))
+    assert found[0] == found[1]
+
+
+def test_checksums_are_the_same_again_and_tell_one_element_that_differs(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        main("cpu", 2, str(tmp_path / name))
+    first, second = (json.loads((tmp_path / name).read_text()) for name in ("first", "second"))
+    assert first == second
+    assert len(first) == 2
+    tensor = torch.ones(3, 5)
+    before = (tensor.double() * gpu_cases._weights(tensor)).sum()
+    tensor[1, 2] += 1e-6
+    assert (tensor.double() * gpu_cases._weights(tensor)).sum() != before
