@@ -101,7 +101,8 @@ class FSMoEEngine(DeepSpeedEngine):
             state.gradients += f", after the backward, as {reason}"
         if mode != "off" and reason is None:
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
-            state.reduction = Reduction(self, layers, mode, state.block, groups)
+            beside = state.running.one_link is None
+            state.reduction = Reduction(self, layers, mode, state.block, groups, beside)
             state.gradients = mode
 
     def _watch_results(self) -> None:
