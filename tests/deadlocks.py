@@ -14,9 +14,9 @@ orders away and adds none, as every rank issues alike.
 
 **One order is enough where nothing competes.** A collective that may begin never loses that right but for want of a
 slot, and beginning or ending one can only give others the right to. So as long as no slot is contested it does not
-matter who begins first, and one run stands for all. Slots are contested only if a device has more streams with
-something left than slots, and with ``implicit`` order never: the next to begin is given. What all have resident ends,
-which takes nothing from anybody. Where slots are contested, every choice is tried.
+matter who begins first, and one run stands for all. Slots are contested only where a device has more collectives left
+that no wait puts in an order than slots, and with ``implicit`` order never: the next to begin is given. What all have
+resident ends, which takes nothing from anybody. Where slots are contested, every choice is tried.
 
 **Implicit order and equal programs.** If all ranks issue alike, there is a numbering of all collectives of the job that
 every host follows (:func:`common_order` finds it). Take the first one in it that is not over. On each of its ranks all
@@ -145,6 +145,44 @@ class _Op:
     after: tuple[tuple[int, int], ...]
 
 
+def _unordered(streams: Sequence[Sequence[_Op]], size: int) -> list[tuple[tuple[int, int], ...]]:
+    """Sets of so many collectives of one rank, one a stream, that no wait puts in an order; of those that lie before
+    another set in all streams, none."""
+    over = _all_waits(streams)
+    found = []
+    for chosen in itertools.combinations(range(len(streams)), size):
+        sets: list[tuple[int, ...]] = [()]
+        for depth, stream in enumerate(chosen):
+            sets = [
+                (*places, place)
+                for places in sets
+                for place in range(len(streams[stream]))
+                if all(
+                    over[stream, place].get(other, 0) <= at and over[other, at].get(stream, 0) <= place
+                    for other, at in zip(chosen[:depth], places, strict=True)
+                )
+            ]
+        last: list[tuple[int, ...]] = []
+        for places in sorted(sets, reverse=True):
+            if not any(all(a <= b for a, b in zip(places, other, strict=True)) for other in last):
+                last.append(places)
+        found += [tuple(zip(chosen, places, strict=True)) for places in last]
+    return found
+
+
+def _all_waits(streams: Sequence[Sequence[_Op]]) -> dict[tuple[int, int], dict[int, int]]:
+    """(stream, place) -> how many of each stream are over before it begins, by waits of waits as well."""
+    found: dict[tuple[int, int], dict[int, int]] = {}
+    in_order = sorted((op.index, stream, at) for stream, ops in enumerate(streams) for at, op in enumerate(ops))
+    for _, stream, at in in_order:
+        over = dict(found.get((stream, at - 1), {}))
+        for other, count in streams[stream][at].after:
+            for each, number in {**found.get((other, count - 1), {}), other: count}.items():
+                over[each] = max(number, over.get(each, 0))
+        found[stream, at] = over
+    return found
+
+
 _Heads = tuple[int, ...]
 State = tuple[tuple[_Heads, int], ...]
 """Of each rank: how many collectives of each stream are over, and which streams have one resident, as bits."""
@@ -167,7 +205,8 @@ class Devices:
         self._ranks_of: dict[int, tuple[int, ...]] = {}
         self._streams: list[list[list[_Op]]] = []
         """Rank -> stream -> its collectives."""
-        self._in_order: list[list[_Op]] = []
+        self._unordered: list[list[tuple[tuple[int, int], ...]]] = []
+        """Rank -> the last sets of (stream, place) that are one more than fit, and that no wait puts in an order."""
         self._stream_of: list[dict[int, int]] = []
         """Rank -> call -> its stream."""
         for program in programs:
@@ -180,7 +219,7 @@ class Devices:
                 after = tuple((names[stream], count) for stream, count in each.after if stream in names)
                 streams[names[each.stream]].append(_Op(index, call, names[each.stream], after))
             self._streams.append(streams)
-            self._in_order.append(sorted((op for each in streams for op in each), key=lambda op: op.index))
+            self._unordered.append([] if implicit else _unordered(streams, slots + 1))
             self._stream_of.append({op.call: op.stream for each in streams for op in each})
 
     @cached_property
@@ -219,8 +258,7 @@ class Devices:
 
     def _is_contested(self, rank: int, heads: _Heads) -> bool:
         """Whether it matters who begins first."""
-        left = sum(head < len(ops) for head, ops in zip(heads, self._streams[rank], strict=True))
-        return not self._implicit and left > self._slots
+        return any(all(heads[stream] <= at for stream, at in each) for each in self._unordered[rank])
 
     def _begin(self, state: list[tuple[_Heads, int]], rank: int, op: _Op) -> bool:
         """Let it begin; returns whether it has ended with that."""

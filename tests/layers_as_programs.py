@@ -83,7 +83,8 @@ def ways_of_preset(name: str, most: int) -> list[Way]:
     if name == BEST:
         return ways(most)
     switches = preset(name)
-    slices = SLICES if switches.gradients != "exposed" else SLICES[:1]
+    # "dense_only" sends them between the layers.
+    slices = SLICES if switches.gradients in ("adaptive", "fixed_chunk") else SLICES[:1]
     found = []
     for backward in (False, True):
         for order in switches.orders(most, backward):

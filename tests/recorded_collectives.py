@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
 from ds_fsmoe.runtime import wires
@@ -203,3 +204,20 @@ def record(patch: pytest.MonkeyPatch) -> Tape:
     for name in ("_all_gather", "_reduce_scatter"):
         patch.setattr(wires, name, wrapped[getattr(wires, name)])
     return tape
+
+
+def record_deepspeed(patch: pytest.MonkeyPatch, tape: Tape) -> None:
+    """DeepSpeed's own streams, too: on a CPU it would have none, and issue what it overlaps in one line."""
+    accelerator = type(get_accelerator())
+    for name, value in {
+        "Stream": property(lambda _: lambda *_, **__: tape.make_stream(torch.device("cuda", 0))),
+        "Event": property(lambda _: Event),
+        "stream": lambda _, stream: tape.on(stream),
+        "current_stream": lambda *_: tape.current,
+        "default_stream": lambda *_: tape.compute,
+        "is_synchronized_device": lambda _: False,
+        "resolves_data_dependency": lambda _: False,
+        "synchronize": lambda *_: None,
+    }.items():
+        patch.setattr(accelerator, name, value)
+    patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
