@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe import door, launch_order
+from ds_fsmoe.autotune import Autotune
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
+from ds_fsmoe.engine import FSMoEEngine
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.launch_order import VARIABLE
 from ds_fsmoe.planning.schedule import GRAD
@@ -24,7 +27,6 @@ from ds_fsmoe.runtime import nccl
 from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
 from ds_fsmoe.runtime.groups import FSMoEGroups, communicator_like, make_groups
 from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.topology import layout, topology_of_size
 from tests.lane_cases import INTER, INTRA, schedule_of
 from tests.pretended_device import pretended, run_pretended
 from tests.pretended_nccl import Pretended, fake_ranks, pretend_nccl
@@ -193,6 +195,33 @@ def test_gradients_go_in_the_callers_stream_where_links_take_turns(
     assert calls == [beside]
 
 
+@pytest.mark.parametrize(("one_link", "overlaps"), [("too old", True), ("too old", False), (None, True)])
+def test_a_stream_of_deepspeeds_own_is_warned_of_where_links_take_turns(
+    one_link: str | None, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("ds_fsmoe.engine.log_on_rank_0", lambda sentence, level=0: said.append(sentence))
+    block = FSMoEBlock(enabled=True, gradient_partition={"mode": "off"})
+    state = SimpleNamespace(block=block, running=SimpleNamespace(one_link=one_link), groups=dict, reduction=None)
+    engine = SimpleNamespace(fsmoe=state, zero_overlap_comm=lambda: overlaps)
+    with fake_ranks(0, 2):
+        FSMoEEngine._take_over_reduction(engine)
+    assert [each.partition(":")[0] for each in said] == ["zero_optimization.overlap_comm = true"] * (
+        one_link is not None and overlaps
+    )
+
+
+def test_the_tuner_takes_links_that_take_turns_for_one() -> None:
+    def orders(one_link: str | None) -> set[str]:
+        running = SimpleNamespace(one_link=one_link)
+        stage = SimpleNamespace(_block=FSMoEBlock(enabled=True), _running=running)
+        machine = SimpleNamespace(contention=SimpleNamespace(links=0.0))
+        return {order.links for order in Autotune._ways(stage, machine).orders(False, False) if order.degree == 2}
+
+    assert orders(None) == {"shared", "paper", "reduce_first"}
+    assert orders("too old") == {"shared"}
+
+
 # ---- communicators
 
 
@@ -279,5 +308,3 @@ def test_layers_and_engines_of_the_same_sizes_share_their_communicators(monkeypa
         second = make_groups(2, 2, mp_size=2, ranks_per_node=4, same_tokens=False)
         assert (second.ep_group, second.esp_group, second.mp_group) == (first.ep_group, first.esp_group, first.mp_group)
         assert len(found.made) - count <= 1, "who has to agree may differ, nothing else"
-    assert layout(8, 2, 2).esp == tuple((each, each + 1) for each in range(0, 8, 2))
-    assert topology_of_size(8, 4).ranks_per_node == 4

@@ -147,6 +147,8 @@ def make_groups(
             theirs = [make_parts(kind, getattr(found, kind)) for kind in ("blocks", "edp", "dp")]
         else:
             theirs = _made_by_deepspeed(stock, found, rank, expert_before_data)
+            for group in theirs:
+                _connect(group)
         ours = [make_parts(kind, getattr(found, kind), max_ctas) for kind in ("ep", "esp")]
         mp_group = make_parts("mp", found.mp)
         capacity_group = make_parts("capacity", agreeing) if agreeing != found.blocks else theirs[0]
@@ -198,10 +200,15 @@ def _communicator(
             asked = nccl.options(max_ctas, timeout)
             group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=f"fsmoe_{kind}")
             own = group if rank in ranks else own
-    if own is not None and nccl.is_used(own):
-        # The groups of a kind have no rank in common, and no other collective is under way while groups are made.
-        nccl.warm(own)
+    _connect(own)
     return own
+
+
+def _connect(group: dist.ProcessGroup | None) -> None:
+    """Not at its first collective, which may be beside others. Collective over the ranks of the group; the groups of a
+    kind have no rank in common, and nothing else is under way while groups are made."""
+    if group is not None and nccl.is_used(group):
+        nccl.warm(group)
 
 
 def _timeout_of(world: Any) -> timedelta | None:
