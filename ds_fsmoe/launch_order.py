@@ -16,7 +16,14 @@ from collections.abc import MutableMapping
 
 VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 # What launchers set in the processes that they start.
-_OF_RANKS = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+_OF_RANKS = (
+    "RANK",
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PMI_RANK",
+    "SLURM_LOCALID",
+)
 
 
 def ask(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -96,8 +96,8 @@ class Running:
         self.device = device
         self.expert_before_data = expert_before_data
         self.mp_size, self.pp_size = sizes_of_mpu(mpu)
-        self.one_link = why_one_link() if block.overlap and device.type == "cuda" else None
-        """Why the traffic of both links goes one after another, where it does; the same on every rank."""
+        self.one_link = why_one_link() if device.type == "cuda" else None
+        """Why no two collectives may be under way at once, where that is so; the same on every rank."""
         if self.one_link is not None:
             log_on_rank_0(
                 "links take turns, as NCCL might begin what is on both in another order on each rank, and hang: "

@@ -140,6 +140,12 @@ def test_swapped_communicators_get_stuck_even_in_the_order_of_issue(recorded: tu
     assert search(Devices(swapped, 1, implicit=True)).stuck is not None
 
 
+@pytest.mark.parametrize("other", [Way("reduce_first", 3, False), Way("paper", 2, False)], ids=str)
+def test_a_rank_that_runs_another_plan_is_named(other: Way) -> None:
+    own, others = programs(FOUR, [Way("paper", 3, False), other]).values()
+    assert difference([own[0], others[1], *own[2:]]) is not None
+
+
 def test_another_number_of_bytes_is_named(recorded: tuple[Program, ...]) -> None:
     def add(program: list[Collective]) -> None:
         program[2] = replace(program[2], num_bytes=program[2].num_bytes + 4)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from ds_fsmoe import door, launch_order
 from ds_fsmoe.autotune import Autotune
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
+from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.engine import FSMoEEngine
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.launch_order import VARIABLE
@@ -255,6 +257,12 @@ def test_nothing_is_asked_of_other_backends_nor_with_auto(monkeypatch: pytest.Mo
         monkeypatch.setattr(dist.ProcessGroupNCCL, "Options", object)
         assert nccl.options(16, None) is None, "a torch whose NCCL has no such option"
     assert FSMoEBlock(enabled=True, max_ctas=None).max_ctas == "auto"
+
+
+@pytest.mark.parametrize("max_ctas", [0, 65, "8", True])
+def test_a_number_of_thread_blocks_that_nccl_does_not_know_is_refused(max_ctas: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^fsmoe.max_ctas = {json.dumps(max_ctas)}: must be "):
+        read_block({"fsmoe": {"enabled": True, "max_ctas": max_ctas}})
 
 
 def test_each_communicator_is_warm_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
