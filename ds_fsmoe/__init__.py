@@ -2,7 +2,8 @@
 """Fast, exact, flexible training of Mixture-of-Experts models with DeepSpeed.
 
 Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported when it is
-first used.
+first used. In a process that a launcher has started, it asks NCCL for the order in which collectives begin: that has to
+be done ahead of the first process group (see ``launch_order.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.launch_order import ask_as_rank as _ask_as_rank
 from ds_fsmoe.versions import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -149,6 +151,9 @@ __all__ = [
     "uninstall",
     "update_gates",
 ]
+
+
+_ask_as_rank()
 
 
 def __getattr__(name: str) -> Any:

@@ -143,11 +143,13 @@ class Autotune:
         asked_nodes = self._block.topology.ranks_per_node
         topology = find_topology(None if asked_nodes == "auto" else asked_nodes)
         kinds = find_kinds({label: layer for label, layer in layers.items() if label in calls}, calls, self._group)
-        fingerprint = cluster_fingerprint(device, topology)
+        max_ctas, one_link = self._running.max_ctas, self._running.one_link is not None
+        fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=one_link)
         known, source = self._known(everyone, fingerprint)
         with Progress(_rank() == 0) as progress:
             for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
-            cluster = profile_cluster(for_all, topology, self._running.lanes, self._dtype(kinds))
+            dtype = self._dtype(kinds)
+            cluster = profile_cluster(for_all, topology, self._running.lanes, dtype, max_ctas=max_ctas)
             found = self._measure(of_stage, kinds, reduction)
         self.num_measured = everyone.num_timed + stage.num_timed
         self._keep(everyone, fingerprint, known, cluster)
@@ -291,7 +293,8 @@ class Autotune:
 
     def _ways(self, machine: Machine) -> Ways:
         block = self._block
-        return Ways.of(block.schedule, block.pipeline_degree.max, machine.contention.links >= ONE_WIRE)
+        one_wire = self._running.one_link is not None or machine.contention.links >= ONE_WIRE
+        return Ways.of(block.schedule, block.pipeline_degree.max, one_wire)
 
     def _run_so(
         self,

@@ -29,6 +29,7 @@ MOST_CHUNKS = 256
 """The planner plans with no more chunks than this."""
 Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _NullIsAuto()]
 Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _NullIsAuto()]
+ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, _NullIsAuto()]
 Part = Annotated[str, _NullIsAuto()]
 
 
@@ -144,6 +145,9 @@ class FSMoEBlock(_Block):
     autotune: AutotuneBlock = AutotuneBlock()
     topology: TopologyBlock = TopologyBlock()
     overlap: bool = Field(True, description="false: one lane, blocking")
+    max_ctas: ThreadBlocks = Field(
+        16, description="thread blocks that a collective of a link may take on NCCL; auto: as many as NCCL likes"
+    )
     recompute: bool = Field(False, description="recompute expert inputs instead of saving them")
     deterministic: bool = Field(
         False, description="decide nothing by a clock: slices of gradients by rule, so sums round alike in every run"

@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from ds_fsmoe import accelerate_config, compat
+from ds_fsmoe import accelerate_config, compat, launch_order
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.config import BLOCK, ConfigError, read_block
 from ds_fsmoe.container import check_containers
@@ -124,6 +124,7 @@ def _initialize(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> tupl
             watch_stock(made[0], block)
         return made
     _check_before_any_group(block, ds_config, model, mpu)
+    launch_order.ask()
     compat.check_initialize(_function_beneath(), _said(arguments))
     if block.esp_size > 1:
         _rename_expert_groups((arguments["optimizer"], arguments["model_parameters"]), block.esp_size)
@@ -293,6 +294,7 @@ def install(block: Mapping[str, Any] | None = None) -> None:
         deepspeed.initialize = initialize
     else:
         _refuse_to_be_gone_past(_beneath)
+    launch_order.ask()
     accelerate_config.leave_block_alone()
     if block is not None:
         _given = Given(dict(block))

@@ -101,8 +101,16 @@ class FSMoEEngine(DeepSpeedEngine):
             state.gradients += f", after the backward, as {reason}"
         if mode != "off" and reason is None:
             layers = [layer.deepspeed_moe for layer in state.layers.values()]
-            state.reduction = Reduction(self, layers, mode, state.block, groups)
+            beside = state.running.one_link is None
+            state.reduction = Reduction(self, layers, mode, state.block, groups, beside)
             state.gradients = mode
+        elif state.running.one_link is not None and self.zero_overlap_comm():
+            log_on_rank_0(
+                "zero_optimization.overlap_comm = true: DeepSpeed reduces gradients in a stream of its own, beside the "
+                f"links, and NCCL may begin what is on both in another order on each rank: {state.running.one_link}; "
+                "set it to false, or let ours reduce them (fsmoe.gradient_partition.mode)",
+                logging.WARNING,
+            )
 
     def _watch_results(self) -> None:
         state = self.fsmoe

@@ -213,6 +213,7 @@ class FSMoEState:
         return {
             "schedule": self.block.schedule,
             "pipeline_degree": _describe_degrees(self),
+            "links": self.running.describe_links(),
             "esp_size": str(self.block.esp_size),
             "gate": "; ".join(gates),
             "order": self.parts.order_name,

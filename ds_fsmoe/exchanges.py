@@ -56,6 +56,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
                 for ranks in all_ranks
                 for part in relays_of[nodes_of[ranks]].parts(step)
             ),
+            groups.max_ctas,
         )
         for step, link in enumerate(alltoall.links)
     )

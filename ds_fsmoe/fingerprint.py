@@ -20,7 +20,14 @@ from ds_fsmoe.versions import VERSION
 Fingerprint = dict[str, Any]
 
 
-def cluster_fingerprint(device: torch.device, topology: Topology, root: Path = Path("/")) -> Fingerprint:
+def cluster_fingerprint(
+    device: torch.device,
+    topology: Topology,
+    root: Path = Path("/"),
+    *,
+    max_ctas: int | None = None,
+    one_link: bool = False,
+) -> Fingerprint:
     """The cluster this job runs on, the same on every rank. Collective over all ranks of the job.
 
     What measurements depend on besides (sizes, types, layers), their names say.
@@ -29,6 +36,8 @@ def cluster_fingerprint(device: torch.device, topology: Topology, root: Path = P
         device: of this rank; on a GPU it has to be set by now, because NCCL carries the texts.
         topology: of the job, as it was found or is asked for.
         root: where this host tells of itself; for tests.
+        max_ctas: of the communicators that are measured, where they are NCCL's.
+        one_link: whether the links take turns there.
     """
     own = {
         "host": socket.gethostname(),
@@ -52,6 +61,7 @@ def cluster_fingerprint(device: torch.device, topology: Topology, root: Path = P
     if device.type == "cuda":
         # Times that an earlier version took by the host's clock are of another kind.
         found["clock"] = "of the device"
+        found["nccl"] = {"max_ctas": max_ctas, "one_link": one_link}
     if device.type == "cpu":
         found["threads"] = by_ranks([str(each["threads"]) for each in of_ranks])
     return found

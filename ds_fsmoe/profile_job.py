@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ds_fsmoe.autotune_cache import write_measurements
+from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.fingerprint import Fingerprint, cluster_fingerprint
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.runtime.cluster_profile import profile_cluster
@@ -23,6 +24,7 @@ from ds_fsmoe.runtime.cluster_work import ProfileNames
 from ds_fsmoe.runtime.lanes import make_lanes
 from ds_fsmoe.runtime.link_facts import link_facts
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
+from ds_fsmoe.runtime.nccl import why_one_link
 from ds_fsmoe.runtime.one_fate import MeasuringError
 from ds_fsmoe.runtime.stopwatch import Stopwatch, Timing
 from ds_fsmoe.runtime.topology import find_topology, sizes_that_divide, world_size_now
@@ -30,6 +32,7 @@ from ds_fsmoe.versions import VERSION
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK")
+_MAX_CTAS = FSMoEBlock.model_fields["max_ctas"].default
 _SPEEDS = {"byte": "GB/s", "flop": "Gflop/s", "score": "Gscore/s"}
 
 
@@ -83,8 +86,9 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
         if sentence:
             raise ValueError(sentence)
         topology = find_topology(ranks_per_node)
-        fingerprint = cluster_fingerprint(device, topology)
-        lanes = make_lanes(device)
+        one_link = device.type == "cuda" and why_one_link() is not None
+        fingerprint = cluster_fingerprint(device, topology, max_ctas=_MAX_CTAS, one_link=one_link)
+        lanes = make_lanes(device, one_link=one_link)
         names = ProfileNames(topology, lanes, DTYPES[dtype], max_bytes)
         known = Measurements()
         try:
@@ -97,6 +101,7 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
                 cluster = profile_cluster(
                     *(Measuring(Stopwatch(device), known, go_on), topology, lanes, DTYPES[dtype]),
                     max_bytes=max_bytes,
+                    max_ctas=_MAX_CTAS,
                     name=out.stem,
                     source=_source(fingerprint, dtype),
                 )

@@ -76,6 +76,7 @@ class Reduction:
         mode: when bytes move.
         block: what else is asked for.
         groups: of the MoE layers, by DeepSpeed's name of their experts' group.
+        beside: whether slices may travel beside other collectives between the layers.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Reduction:
         mode: Mode,
         block: FSMoEBlock,
         groups: dict[str, FSMoEGroups],
+        beside: bool = True,
     ) -> None:
         self.mode = mode
         self._asked = block.gradient_partition
@@ -92,7 +94,7 @@ class Reduction:
         self._by_rule = block.deterministic
         self._door = (Stages1And2 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else Stage0)(engine)
         self.reducer = GradientReducer(
-            _flats(self._door, groups, block.gradient_partition.all_used),
+            _flats(self._door, groups, block.gradient_partition.all_used, beside),
             self._door.gradient_of,
             self._door.is_sending,
             self._plan,
@@ -200,7 +202,9 @@ def _describe(plan: GradientPlan, supplies: Sequence[Supply], idle: Sequence[Idl
     )
 
 
-def _flats(door: Stage0 | Stages1And2, groups: dict[str, FSMoEGroups], all_used: bool) -> list[FlatGradients]:
+def _flats(
+    door: Stage0 | Stages1And2, groups: dict[str, FSMoEGroups], all_used: bool, beside: bool
+) -> list[FlatGradients]:
     """A buffer for each group and type; that of the most ranks last."""
     dense: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     experts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
@@ -215,13 +219,12 @@ def _flats(door: Stage0 | Stages1And2, groups: dict[str, FSMoEGroups], all_used:
         dense[torch.float32] = []
     made: list[FlatGradients] = []
     count = sum(map(len, (*dense.values(), *experts.values())))
-    communicators = {
-        name: communicator_like(groups[name].layout, "edp") for name in dict.fromkeys(n for n, _ in experts)
-    }
+    communicators = {name: communicator_like(groups[name], "edp") for name in dict.fromkeys(n for n, _ in experts)}
     for (name, dtype), parameters in experts.items():
-        made.append(FlatGradients(EXPERT_GRAD, parameters, dtype, communicators[name], door.scaling(), door.device))
-    of_all = communicator_like(everyone.layout, "dp")
+        of_kind = EXPERT_GRAD, parameters, dtype, communicators[name], door.scaling(), door.device
+        made.append(FlatGradients(*of_kind, beside=beside))
+    of_all = communicator_like(everyone, "dp")
     for place, (dtype, parameters) in enumerate(dense.items(), 1):
         extra = 2 * count if place == len(dense) and not all_used else 0
-        made.append(FlatGradients(GRAD, parameters, dtype, of_all, door.scaling(), door.device, extra))
+        made.append(FlatGradients(GRAD, parameters, dtype, of_all, door.scaling(), door.device, extra, beside))
     return made

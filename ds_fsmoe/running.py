@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.config import ConfigError, shown
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.first_forwards import FirstForwards
+from ds_fsmoe.launch_order import VARIABLE
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.presets import BEST, preset
@@ -33,6 +36,7 @@ from ds_fsmoe.reporting.run_files import TRACE
 from ds_fsmoe.runtime.duplicates import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
+from ds_fsmoe.runtime.nccl import why_one_link
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.topology import layout, world_size_now
@@ -73,7 +77,7 @@ def trace_folder(block: FSMoEBlock) -> Path:
 class Running:
     """What the MoE layers of one engine have in common: lanes, plan, trace, watchdog. ``close`` it with the engine.
 
-    Made where torch.distributed is initialised already.
+    Made where torch.distributed is initialised already; collective over all ranks of the job.
 
     Args:
         block: what is asked for.
@@ -92,9 +96,17 @@ class Running:
         self.device = device
         self.expert_before_data = expert_before_data
         self.mp_size, self.pp_size = sizes_of_mpu(mpu)
-        self.lanes: Lanes = make_lanes(device, block.overlap)
+        self.one_link = why_one_link() if device.type == "cuda" else None
+        """Why no two collectives may be under way at once, where that is so; the same on every rank."""
+        if self.one_link is not None:
+            log_on_rank_0(
+                "links take turns, as NCCL might begin what is on both in another order on each rank, and hang: "
+                f"{self.one_link}",
+                logging.WARNING,
+            )
+        self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
         self.degrees = planned_degrees(block)
-        self.links: Links = planned_links(block)
+        self.links: Links = planned_links(block) if self.one_link is None else "shared"
         rank = dist.get_rank() if world_size_now() > 1 else 0
         trace = block.trace
         folder = trace_folder(block)
@@ -110,6 +122,22 @@ class Running:
             self._watchdog.at_end.append(self.tracer.save)
         self.lanes.on_error = self._watchdog.failed
 
+    @property
+    def max_ctas(self) -> int | None:
+        """The most thread blocks that a collective of a lane may have; ``None``: what NCCL likes."""
+        return None if self.block.max_ctas == "auto" else self.block.max_ctas
+
+    def describe_links(self) -> str:
+        """How their traffic runs, for the log."""
+        if not self.block.overlap:
+            return "one after another, as fsmoe.overlap = false says"
+        if self.one_link is not None:
+            return f"one after another: {self.one_link}"
+        if self.device.type != "cuda":
+            return "at the same time"
+        ctas = "" if self.max_ctas is None else f", {self.max_ctas} thread blocks each at the most"
+        return f"at the same time, begun in the order of issue ({VARIABLE}){ctas}"
+
     def groups(self, ep_size: int, use: TensorParallelUse = PLAIN) -> FSMoEGroups:
         """The groups of a layer spread over so many ranks. Collective."""
         asked = self.block.topology.ranks_per_node
@@ -122,6 +150,7 @@ class Running:
             pp_size=self.pp_size,
             tensor_parallel_experts=use.experts,
             same_tokens=use.same_tokens,
+            max_ctas=self.max_ctas,
         )
 
     def shard_index(self, ep_size: int) -> int:

@@ -53,6 +53,7 @@ def profile_cluster(
     dtype: torch.dtype,
     *,
     max_bytes: int = MAX_BYTES,
+    max_ctas: int | None = None,
     name: str = "measured",
     source: str = "",
 ) -> Cluster:
@@ -68,12 +69,13 @@ def profile_cluster(
         lanes: that are to overlap, for what they slow each other down and for what a task costs the host.
         dtype: of tokens and weights.
         max_bytes: of the largest buffer.
+        max_ctas: of the communicators that training will have.
         name, source: of the result.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
     """
-    profiler = _Profiler(measuring, topology, lanes, dtype, max_bytes)
+    profiler = _Profiler(measuring, topology, lanes, dtype, max_bytes, max_ctas)
     devices = [measuring.watch.device] if measuring.watch.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         return profiler.run(name, source)
@@ -83,13 +85,20 @@ class _Profiler:
     """One call of :func:`profile_cluster`."""
 
     def __init__(
-        self, measuring: Measuring, topology: Topology, lanes: Lanes, dtype: torch.dtype, max_bytes: int
+        self,
+        measuring: Measuring,
+        topology: Topology,
+        lanes: Lanes,
+        dtype: torch.dtype,
+        max_bytes: int,
+        max_ctas: int | None,
     ) -> None:
         self._measuring = measuring
         self._topology = topology
         self._lanes = lanes
         self._dtype = dtype
         self._max_bytes = max_bytes
+        self._max_ctas = max_ctas
         self._names = ProfileNames(topology, lanes, dtype, max_bytes)
         self._shape = self._names.shape
 
@@ -113,7 +122,7 @@ class _Profiler:
         """All that can be timed here, links first; the communicators end with it."""
         device = self._measuring.watch.device
         kinds = [groups_of(self._topology, link) for link in self._names.links]
-        with passing_communicators(kinds, "fsmoe_profile") as groups:
+        with passing_communicators(kinds, "fsmoe_profile", self._max_ctas) as groups:
             trials = [
                 trial
                 for link, group in zip(self._names.links, groups, strict=True)

@@ -29,6 +29,7 @@ class FlatGradients:
         group: the ranks that are summed over, for this traffic alone.
         scaling: around the sum.
         extra: elements at the end that belong to no parameter, and are not scaled.
+        beside: whether what is started goes on beside the caller's stream; otherwise it is sent in it.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class FlatGradients:
         scaling: Scaling,
         device: torch.device,
         extra: int = 0,
+        beside: bool = True,
     ) -> None:
         self.kind = kind
+        self._beside = beside
         self.group = group
         self._scaling = scaling
         self.numel = sum(each.numel() for each in parameters)
@@ -107,10 +110,11 @@ class FlatGradients:
         gradients = self._buffer[first:stop]
         self._scale(gradients)
         message = self._buffer[first:] if with_extra else gradients
-        work = dist.all_reduce(message, group=self.group, async_op=True)
+        work = dist.all_reduce(message, group=self.group, async_op=self._beside)
 
         def wait() -> None:
-            work.wait()
+            if work is not None:
+                work.wait()
             self._finish(gradients)
 
         return wait

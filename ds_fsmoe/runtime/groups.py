@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ds_fsmoe.runtime import nccl
 from ds_fsmoe.runtime.topology import (
     Layout,
     PlacedGroups,
@@ -59,6 +60,8 @@ class FSMoEGroups:
     """Ours: gathers what tensor-parallel ranks have dropped, and sums gradients of what they hold alike."""
     capacity_group: dist.ProcessGroup | None = None
     """What all ranks have to agree on who exchange, gather or share tokens: the block group, as a rule."""
+    max_ctas: int | None = None
+    """Of a communicator of a lane on NCCL, see :func:`make_parts`."""
 
     @cached_property
     def planned(self) -> PlacedGroups:
@@ -93,6 +96,7 @@ def make_groups(
     pp_size: int | None = None,
     tensor_parallel_experts: bool = False,
     same_tokens: bool = True,
+    max_ctas: int | None = None,
 ) -> FSMoEGroups:
     """The groups of this rank for experts spread over ``ep_size`` and sharded over ``esp_size`` ranks.
 
@@ -109,6 +113,7 @@ def make_groups(
         mp_size, pp_size: of the rest of the model; ``None``: what DeepSpeed's ``mpu`` says, 1 without.
         tensor_parallel_experts: see :func:`layout`.
         same_tokens: whether tensor-parallel ranks come to the layer with the same tokens.
+        max_ctas: of the communicators of lanes, see :func:`make_parts`.
 
     Raises:
         ValueError: sizes that do not divide the ranks, with the sizes that would do; experts to be sharded on nodes
@@ -128,29 +133,30 @@ def make_groups(
     )
     if found.world_size == 1:
         return FSMoEGroups(found, find_topology(ranks_per_node), 0, None, None, None, None, None)
-    world = _current_world()
+    _current_world()
     agreeing = found.agreeing(same_tokens=same_tokens)
-    key = (found, agreeing, ranks_per_node, stock is not None)
+    key = (found, agreeing, ranks_per_node, stock is not None, max_ctas)
     if key not in _made:
         topology = find_topology(ranks_per_node)
         if reason := why_not_sharded(topology, esp_size):
             raise ValueError(reason)
-        rank, timeout = dist.get_rank(), _timeout_of(world)
+        rank = dist.get_rank()
         # The order of these lines is the order on every rank, members or not: making a group is collective. DeepSpeed's
         # come first, as they do with a layer, which has made them before it comes here.
         if stock is None:
-            theirs = [_communicator(getattr(found, kind), kind, rank, timeout) for kind in ("blocks", "edp", "dp")]
+            theirs = [make_parts(kind, getattr(found, kind)) for kind in ("blocks", "edp", "dp")]
         else:
             theirs = _made_by_deepspeed(stock, found, rank, expert_before_data)
-        ours = [_communicator(getattr(found, kind), kind, rank, timeout) for kind in ("ep", "esp")]
-        mp_group = _communicator(found.mp, "mp", rank, timeout)
-        own_kind = agreeing != found.blocks
-        capacity_group = _communicator(agreeing, "capacity", rank, timeout) if own_kind else theirs[0]
-        _made[key] = FSMoEGroups(found, topology, rank, *ours, *theirs, mp_group, capacity_group)
+            for group in theirs:
+                _connect(group)
+        ours = [make_parts(kind, getattr(found, kind), max_ctas) for kind in ("ep", "esp")]
+        mp_group = make_parts("mp", found.mp)
+        capacity_group = make_parts("capacity", agreeing) if agreeing != found.blocks else theirs[0]
+        _made[key] = FSMoEGroups(found, topology, rank, *ours, *theirs, mp_group, capacity_group, max_ctas)
     return _made[key]
 
 
-def make_parts(kind: str, parts: tuple[Ranks, ...]) -> dist.ProcessGroup | None:
+def make_parts(kind: str, parts: tuple[Ranks, ...], max_ctas: int | None = None) -> dist.ProcessGroup | None:
     """A communicator for each of these sets of ranks; returns the one with this rank, ``None`` if it is alone.
 
     Collective over all ranks of the job, with the same arguments on each. Made once, and given again until the default
@@ -159,11 +165,13 @@ def make_parts(kind: str, parts: tuple[Ranks, ...]) -> dist.ProcessGroup | None:
     Args:
         kind: what they are for: two kinds with the same ranks have communicators of their own.
         parts: no rank is in two of them.
+        max_ctas: on NCCL, the most thread blocks that a collective of theirs may have; ``None``: NCCL's own choice.
     """
     world = _current_world()
-    if (kind, parts) not in _made_parts:
-        _made_parts[kind, parts] = _communicator(parts, kind, dist.get_rank(), _timeout_of(world))
-    return _made_parts[kind, parts]
+    key = kind, parts, max_ctas
+    if key not in _made_parts:
+        _made_parts[key] = _communicator(parts, kind, dist.get_rank(), _timeout_of(world), max_ctas)
+    return _made_parts[key]
 
 
 def _current_world() -> Any:
@@ -182,14 +190,25 @@ def _forget() -> None:
     _made_parts.clear()
 
 
-def _communicator(groups: Sequence[Ranks], kind: str, rank: int, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """New communicators for all groups of a kind; returns this rank's."""
+def _communicator(
+    groups: Sequence[Ranks], kind: str, rank: int, timeout: timedelta | None, max_ctas: int | None
+) -> dist.ProcessGroup | None:
+    """New communicators for all groups of a kind; returns this rank's, connected to its peers."""
     own = None
     for ranks in groups:
         if len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"fsmoe_{kind}")
+            asked = nccl.options(max_ctas, timeout)
+            group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=f"fsmoe_{kind}")
             own = group if rank in ranks else own
+    _connect(own)
     return own
+
+
+def _connect(group: dist.ProcessGroup | None) -> None:
+    """Not at its first collective, which may be beside others. Collective over the ranks of the group; the groups of a
+    kind have no rank in common, and nothing else is under way while groups are made."""
+    if group is not None and nccl.is_used(group):
+        nccl.warm(group)
 
 
 def _timeout_of(world: Any) -> timedelta | None:
@@ -288,28 +307,33 @@ def stock_names(ep_size: int, esp_size: int) -> StockNames:
     return StockNames(ep_size * esp_size, f"ep_size_{ep_size * esp_size}")
 
 
-def communicator_like(found: Layout, kind: str) -> dist.ProcessGroup | None:
+def communicator_like(groups: FSMoEGroups, kind: str) -> dist.ProcessGroup | None:
     """A communicator with the ranks of this rank's group of a kind, for traffic that must not come between that of
     another: gradients on a lane. Collective; ``None`` for a group of one rank. Made once, as :func:`make_parts` does:
-    each engine of a process is given the same one."""
-    return make_parts(f"{kind}_gradients", getattr(found, kind))
+    each engine of a process is given the same one, and so are two kinds with the same ranks, whose gradients travel in
+    one order on one lane."""
+    return make_parts("gradients", getattr(groups.layout, kind), groups.max_ctas)
 
 
 @contextmanager
-def passing_communicators(kinds: Sequence[Sequence[Ranks]], name: str) -> Iterator[list[dist.ProcessGroup]]:
+def passing_communicators(
+    kinds: Sequence[Sequence[Ranks]], name: str, max_ctas: int | None = None
+) -> Iterator[list[dist.ProcessGroup]]:
     """Communicators for a while: of each kind this rank's, of one rank too. They are destroyed at the end, by when no
     rank may be in one of their collectives. Collective over all ranks of the job, with the same arguments on each.
 
     Args:
         kinds: the groups of each kind; every rank is in one of them.
         name: of them, for messages.
+        max_ctas: see :func:`make_parts`.
     """
     made: list[dist.ProcessGroup] = []
     timeout = _timeout_of(dist.group.WORLD) if kinds else None
     try:
         for groups in kinds:
             for ranks in groups:
-                group = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
+                asked = nccl.options(max_ctas, timeout)
+                group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=name)
                 made += [group] if dist.get_rank() in ranks else []
         yield made
     finally:

@@ -10,7 +10,9 @@ lasts over many runs:
 
 No schedule can hang any of them: consider the earliest task in the list that is not done. All it needs is done, and so
 are the tasks before it on its lane, so it is running or about to. The same argument holds over ranks whose lists have
-the same collectives in the same order, if each process group is used on one lane only.
+the same collectives in the same order, if each process group is used on one lane only and either a rank has room for a
+collective of each lane, as threads have, or begins them in the order of the list. A GPU does neither by itself: see
+``nccl.py``.
 """
 
 from __future__ import annotations
@@ -198,12 +200,13 @@ class SerialLanes(Lanes):
             work.do(step, self._marks[step.task.lane])
 
 
-def make_lanes(device: torch.device, overlap: bool = True) -> Lanes:
+def make_lanes(device: torch.device, overlap: bool = True, one_link: bool = False) -> Lanes:
     """The lanes for a device.
 
     Args:
         device: on which the tasks' tensors are.
         overlap: whether lanes may be at work at the same time; otherwise :class:`SerialLanes`.
+        one_link: on a GPU, whether the traffic of both links goes one after another, beside the computation.
 
     Raises:
         ValueError: lanes cannot overlap on that device.
@@ -217,5 +220,5 @@ def make_lanes(device: torch.device, overlap: bool = True) -> Lanes:
     if device.type == "cpu":
         return ThreadLanes()
     if device.type == "cuda":
-        return StreamLanes(device)
+        return StreamLanes(device, one_link)
     raise ValueError(f"device {device}: lanes overlap on cpu and cuda; elsewhere turn overlap off")

@@ -33,6 +33,9 @@ class StreamLanes(Lanes):
     that is made on one lane and used on another until ``run`` returns, also one that an earlier run has made. Then the
     streams are joined, the next run waits for the compute stream, and references may go, without a host wait.
 
+    With ``one_link`` both links are one stream, in the order of the list: where two collectives at work at once could
+    wait for each other over ranks.
+
     After an error what has been issued runs to its end on the device, and the compute stream waits for it.
     """
 
@@ -43,17 +46,18 @@ class StreamLanes(Lanes):
     }
     runs_behind: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, one_link: bool = False) -> None:
         """
         Args:
             device: a CUDA device; without an index, the current one.
+            one_link: whether the traffic of both links goes one after another.
         """
         super().__init__()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self._links = {
-            lane: torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY) for lane in (Lane.INTRA, Lane.INTER)
-        }
+        first = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+        second = first if one_link else torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+        self._links = {Lane.INTRA: first, Lane.INTER: second}
         self._events = _Events()
         self._end: torch.cuda.Event | None = None
         """On the compute stream, at the end of the last run."""
@@ -77,27 +81,26 @@ class StreamLanes(Lanes):
             fork = events.record(compute, None)
             for lane in crossings.links:
                 self._links[lane].wait_event(fork)
-        crossed: list[torch.cuda.Event | None] = [None] * crossings.count
+        crossed: list[tuple[torch.cuda.Stream, torch.cuda.Event] | None] = [None] * crossings.count
         for step in crossings.steps:
             task = step.task
             mark = self._marks[task.lane]
-            stream = self._links.get(task.lane)
-            if stream is None:
-                stream = compute
-                for number in step.needs:
-                    stream.wait_event(crossed[number])
+            stream = self._links.get(task.lane, compute)
+            for number in step.needs:
+                needed_on, event = crossed[number]
+                if needed_on is not stream:
+                    stream.wait_event(event)
+            if stream is compute:
                 work.do(step, mark)
             else:
-                for number in step.needs:
-                    stream.wait_event(crossed[number])
                 with torch.cuda.stream(stream):
                     work.do(step, mark)
             if step.feeds:
                 event = events.record(stream, mark.finished)
                 for number in step.feeds:
-                    crossed[number] = event
+                    crossed[number] = stream, event
         for number in crossings.joins:
-            compute.wait_event(crossed[number])
+            compute.wait_event(crossed[number][1])
         self._end = events.record(compute, None)
 
     def is_behind(self) -> bool:

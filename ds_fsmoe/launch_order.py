@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks NCCL to start collectives in the order in which they were issued, before its first communicator is made.
+
+Two links at work are two communicators at work, and a GPU may start what they were given in any order. If it has room
+for one of them only, two ranks that have begun with different ones wait for each other for ever. From NCCL 2.26 on a
+variable makes the GPU begin them in the order of the host, which is the same on every rank here; they still run beside
+each other. NCCL reads it when it is first used, so it has to be there by then: :func:`ask` is called when this package
+is imported, and by its doors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+
+VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
+# What launchers set in the processes that they start.
+_OF_RANKS = (
+    "RANK",
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PMI_RANK",
+    "SLURM_LOCALID",
+)
+
+
+def ask(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variable, unless somebody has, or a process group is there already, for which it would come too late."""
+    # RCCL has the variable too, and versions in use crash over it.
+    if VARIABLE not in environment and not _has_group() and not _is_rocm():
+        environment[VARIABLE] = "1"
+
+
+def ask_as_rank(environment: MutableMapping[str, str] = os.environ) -> None:
+    """The same in a process that a launcher has started; in others an import changes nothing."""
+    if any(name in environment for name in _OF_RANKS):
+        ask(environment)
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    # While torch itself is being imported, its names are not there yet.
+    is_initialized = getattr(distributed, "is_initialized", None)
+    return is_initialized is not None and is_initialized()
+
+
+def _is_rocm() -> bool:
+    # Importing it takes a while, and most processes do without.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return "rocm" in version("torch")
+    except PackageNotFoundError:
+        return False

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Can ranks wait for each other for ever? Every order in which devices may begin what they were given.
+
+A *program* is what one rank has issued: collectives in the order of the host, each on a stream of its device, with what
+the stream has to have waited for by then. On a device
+
+- a stream begins a collective when the one before it on the stream is over, and all that it waits for;
+- from then on it is resident, until all ranks of its communicator have it resident: then it is over on all of them;
+- no more than ``slots`` collectives are resident at a time;
+- with ``implicit`` order none begins before those issued earlier have begun (NCCL_LAUNCH_ORDER_IMPLICIT).
+
+Computation always ends, so nothing of it is left but the waits it passes on. A host that waits for its device takes
+orders away and adds none, as every rank issues alike.
+
+**One order is enough where nothing competes.** A collective that may begin never loses that right but for want of a
+slot, and beginning or ending one can only give others the right to. So as long as no slot is contested it does not
+matter who begins first, and one run stands for all. Slots are contested only where a device has more collectives left
+that no wait puts in an order than slots, and with ``implicit`` order never: the next to begin is given. What all have
+resident ends, which takes nothing from anybody. Where slots are contested, every choice is tried.
+
+**Implicit order and equal programs.** If all ranks issue alike, there is a numbering of all collectives of the job that
+every host follows (:func:`common_order` finds it). Take the first one in it that is not over. On each of its ranks all
+that was issued before it is over: it waits for nothing, the stream is free, and so is at least one slot, for of those
+behind it none may begin before it has. So it begins everywhere, and ends: with implicit order one slot will do, for
+any number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that a rank has issued."""
+
+    stream: str
+    group: str
+    """Its communicator: by name, alike on all of its ranks."""
+    ranks: tuple[int, ...]
+    kind: str
+    num_bytes: int | tuple[tuple[int, ...], tuple[int, ...]]
+    """That it sends; or, to and from each rank of the group, where they are not alike."""
+    dtype: str
+    after: tuple[tuple[str, int], ...] = ()
+    """(stream, how many of its collectives have to be over first), of other streams."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.kind} of {self.group}"
+
+
+Program = tuple[Collective, ...]
+
+
+def difference(programs: Sequence[Program]) -> str | None:
+    """Where the ranks of a communicator do not issue alike: kinds, bytes or types; ``None``: nowhere."""
+    issued: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
+    for rank, program in enumerate(programs):
+        for each in program:
+            issued[each.group, each.ranks].setdefault(rank, []).append(each)
+    for (group, ranks), of_ranks in issued.items():
+        if missing := set(ranks) - set(of_ranks):
+            return f"{group}: rank {min(missing)} issues nothing"
+        counts = {rank: len(each) for rank, each in of_ranks.items()}
+        for at, calls in enumerate(zip(*(of_ranks[rank] for rank in ranks), strict=False)):
+            if said := _unlike(calls):
+                return f"{group}, call {at}: {said}"
+        if len(set(counts.values())) > 1:
+            return f"{group}: calls of each rank {counts}"
+    return None
+
+
+def _unlike(calls: Sequence[Collective]) -> str | None:
+    first = calls[0]
+    for each in calls[1:]:
+        if (each.kind, each.dtype) != (first.kind, first.dtype):
+            return f"{first.kind} of {first.dtype} and {each.kind} of {each.dtype}"
+    if isinstance(first.num_bytes, int):
+        sizes = sorted({str(each.num_bytes) for each in calls})
+        return f"{' and '.join(sizes)} bytes" if len(sizes) > 1 else None
+    for i, sender in enumerate(calls):
+        for j, receiver in enumerate(calls):
+            sent, received = sender.num_bytes[0][j], receiver.num_bytes[1][i]
+            if sent != received:
+                return f"{sent} bytes from {first.ranks[i]} to {first.ranks[j]}, where {received} are received"
+    return None
+
+
+def common_order(programs: Sequence[Program]) -> list[tuple[str, int]] | None:
+    """All collectives as (communicator, call), in an order that every host follows; ``None`` if there is none."""
+    of_ranks = [list(_calls(program)) for program in programs]
+    behind: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+    ahead: dict[tuple[str, int], int] = {call: 0 for calls in of_ranks for call in calls}
+    for calls in of_ranks:
+        for one, other in itertools.pairwise(calls):
+            if other not in behind[one]:
+                behind[one].add(other)
+                ahead[other] += 1
+    found: list[tuple[str, int]] = []
+    free = [call for call, count in ahead.items() if not count]
+    while free:
+        call = free.pop()
+        found.append(call)
+        for other in behind[call]:
+            ahead[other] -= 1
+            if not ahead[other]:
+                free.append(other)
+    return found if len(found) == len(ahead) else None
+
+
+def _calls(program: Program) -> Iterator[tuple[str, int]]:
+    counts: dict[str, int] = defaultdict(int)
+    for each in program:
+        name = f"{each.group} {each.ranks}"
+        yield name, counts[name]
+        counts[name] += 1
+
+
+def waits_fit_the_order(program: Program) -> bool:
+    """Whether each collective waits for earlier ones of its host only, as events make it."""
+    issued: dict[str, int] = defaultdict(int)
+    for each in program:
+        if any(issued[stream] < count for stream, count in each.after):
+            return False
+        issued[each.stream] += 1
+    return True
+
+
+@dataclass(frozen=True)
+class _Op:
+    """A collective, as a search goes by it."""
+
+    index: int
+    """In the order of the host."""
+    call: int
+    """Number over all ranks: the same for what is one collective."""
+    stream: int
+    after: tuple[tuple[int, int], ...]
+
+
+def _unordered(streams: Sequence[Sequence[_Op]], size: int) -> list[tuple[tuple[int, int], ...]]:
+    """Sets of so many collectives of one rank, one a stream, that no wait puts in an order; of those that lie before
+    another set in all streams, none."""
+    over = _all_waits(streams)
+    found = []
+    for chosen in itertools.combinations(range(len(streams)), size):
+        sets: list[tuple[int, ...]] = [()]
+        for depth, stream in enumerate(chosen):
+            sets = [
+                (*places, place)
+                for places in sets
+                for place in range(len(streams[stream]))
+                if all(
+                    over[stream, place].get(other, 0) <= at and over[other, at].get(stream, 0) <= place
+                    for other, at in zip(chosen[:depth], places, strict=True)
+                )
+            ]
+        last: list[tuple[int, ...]] = []
+        for places in sorted(sets, reverse=True):
+            if not any(all(a <= b for a, b in zip(places, other, strict=True)) for other in last):
+                last.append(places)
+        found += [tuple(zip(chosen, places, strict=True)) for places in last]
+    return found
+
+
+def _all_waits(streams: Sequence[Sequence[_Op]]) -> dict[tuple[int, int], dict[int, int]]:
+    """(stream, place) -> how many of each stream are over before it begins, by waits of waits as well."""
+    found: dict[tuple[int, int], dict[int, int]] = {}
+    in_order = sorted((op.index, stream, at) for stream, ops in enumerate(streams) for at, op in enumerate(ops))
+    for _, stream, at in in_order:
+        over = dict(found.get((stream, at - 1), {}))
+        for other, count in streams[stream][at].after:
+            for each, number in {**found.get((other, count - 1), {}), other: count}.items():
+                over[each] = max(number, over.get(each, 0))
+        found[stream, at] = over
+    return found
+
+
+_Heads = tuple[int, ...]
+State = tuple[tuple[_Heads, int], ...]
+"""Of each rank: how many collectives of each stream are over, and which streams have one resident, as bits."""
+
+
+class Devices:
+    """All devices of a job with what they were given.
+
+    Args:
+        programs: of each rank.
+        slots: how many collectives fit on a device at once.
+        implicit: whether they begin in the order of issue.
+    """
+
+    def __init__(self, programs: Sequence[Program], slots: int, implicit: bool = False) -> None:
+        self._programs = programs
+        self._slots = slots
+        self._implicit = implicit
+        numbers: dict[tuple[str, int], int] = {}
+        self._ranks_of: dict[int, tuple[int, ...]] = {}
+        self._streams: list[list[list[_Op]]] = []
+        """Rank -> stream -> its collectives."""
+        self._unordered: list[list[tuple[tuple[int, int], ...]]] = []
+        """Rank -> the last sets of (stream, place) that are one more than fit, and that no wait puts in an order."""
+        self._stream_of: list[dict[int, int]] = []
+        """Rank -> call -> its stream."""
+        for program in programs:
+            names = {name: at for at, name in enumerate(dict.fromkeys(each.stream for each in program))}
+            streams: list[list[_Op]] = [[] for _ in names]
+            for index, (each, key) in enumerate(zip(program, _calls(program), strict=True)):
+                call = numbers.setdefault(key, len(numbers))
+                self._ranks_of[call] = each.ranks
+                # A stream that never gets anything is over at once.
+                after = tuple((names[stream], count) for stream, count in each.after if stream in names)
+                streams[names[each.stream]].append(_Op(index, call, names[each.stream], after))
+            self._streams.append(streams)
+            self._unordered.append([] if implicit else _unordered(streams, slots + 1))
+            self._stream_of.append({op.call: op.stream for each in streams for op in each})
+
+    @cached_property
+    def start(self) -> State:
+        """Nothing has begun."""
+        return tuple(((0,) * len(streams), 0) for streams in self._streams)
+
+    def is_over(self, state: State) -> bool:
+        """Whether all is done."""
+        return all(heads == tuple(map(len, streams)) for (heads, _), streams in zip(state, self._streams, strict=True))
+
+    def resident(self, state: State) -> list[list[str]]:
+        """Rank -> what is resident."""
+        return [
+            [self._programs[rank][streams[at][heads[at]].index].name for at in range(len(streams)) if mask >> at & 1]
+            for rank, ((heads, mask), streams) in enumerate(zip(state, self._streams, strict=True))
+        ]
+
+    def _ready(self, rank: int, heads: _Heads, mask: int) -> list[_Op]:
+        """What may begin on a rank that has a slot free."""
+        if mask.bit_count() >= self._slots:
+            return []
+        found = []
+        for at, ops in enumerate(self._streams[rank]):
+            if heads[at] < len(ops) and not mask >> at & 1:
+                op = ops[heads[at]]
+                if all(heads[other] >= count for other, count in op.after) and self._is_next(rank, op, heads, mask):
+                    found.append(op)
+        return found
+
+    def _is_next(self, rank: int, op: _Op, heads: _Heads, mask: int) -> bool:
+        if not self._implicit:
+            return True
+        begun = sum(heads) + mask.bit_count()
+        return op.index == begun
+
+    def _is_contested(self, rank: int, heads: _Heads) -> bool:
+        """Whether it matters who begins first."""
+        return any(all(heads[stream] <= at for stream, at in each) for each in self._unordered[rank])
+
+    def _begin(self, state: list[tuple[_Heads, int]], rank: int, op: _Op) -> bool:
+        """Let it begin; returns whether it has ended with that."""
+        heads, mask = state[rank]
+        state[rank] = heads, mask | 1 << op.stream
+        ranks = self._ranks_of[op.call]
+        if not all(self._has_begun(state, each, op.call) for each in ranks):
+            return False
+        for each in ranks:
+            at = self._stream_of[each][op.call]
+            heads, mask = state[each]
+            state[each] = (*heads[:at], heads[at] + 1, *heads[at + 1 :]), mask & ~(1 << at)
+        return True
+
+    def _has_begun(self, state: Sequence[tuple[_Heads, int]], rank: int, call: int) -> bool:
+        at = self._stream_of[rank].get(call)
+        if at is None:
+            return False
+        heads, mask = state[rank]
+        return bool(mask >> at & 1) and self._streams[rank][at][heads[at]].call == call
+
+    def settle(self, state: State) -> State:
+        """All that may begin without harm has begun."""
+        now = list(state)
+        waiting = set(range(len(now)))
+        while waiting:
+            rank = waiting.pop()
+            ready = self._ready(rank, *now[rank])
+            if ready and not self._is_contested(rank, now[rank][0]):
+                ended = self._begin(now, rank, ready[0])
+                waiting |= set(range(len(now))) if ended else {rank}
+        return tuple(now)
+
+    def choices(self, state: State) -> list[tuple[int, _Op]]:
+        """What may begin next, where it matters."""
+        return [(rank, op) for rank, (heads, mask) in enumerate(state) for op in self._ready(rank, heads, mask)]
+
+    def after(self, state: State, choice: tuple[int, _Op]) -> State:
+        """The state when it has begun, settled."""
+        now = list(state)
+        self._begin(now, *choice)
+        return self.settle(tuple(now))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found."""
+
+    stuck: list[list[str]] | None
+    """Rank -> what is resident, in a state that nothing leads out of."""
+    num_states: int
+    is_complete: bool = True
+    """Whether every order has been tried."""
+
+    @property
+    def is_free(self) -> bool:
+        """No order gets stuck."""
+        return self.stuck is None and self.is_complete
+
+
+def search(devices: Devices, most_states: int = 200_000) -> Found:
+    """Every order."""
+    start = devices.settle(devices.start)
+    seen, stack = {start}, [start]
+    while stack:
+        state = stack.pop()
+        choices = devices.choices(state)
+        if not choices and not devices.is_over(state):
+            return Found(devices.resident(state), len(seen))
+        for choice in choices:
+            found = devices.after(state, choice)
+            if found not in seen:
+                if len(seen) == most_states:
+                    return Found(None, len(seen), is_complete=False)
+                seen.add(found)
+                stack.append(found)
+    return Found(None, len(seen))
+
+
+def search_at_random(devices: Devices, seeds: Iterable[int]) -> Found:
+    """Some orders; where one gets stuck it is a proof, where none does it is not."""
+    steps = 0
+    for seed in seeds:
+        draw, state = random.Random(seed), devices.settle(devices.start)
+        while choices := devices.choices(state):
+            state = devices.after(state, draw.choice(choices))
+            steps += 1
+        if not devices.is_over(state):
+            return Found(devices.resident(state), steps)
+    return Found(None, steps, is_complete=False)
+
+
+def slots_needed(programs: Sequence[Program], most_states: int = 200_000) -> int:
+    """How many collectives a device has to have room for where it may begin them in any order.
+
+    Raises:
+        RuntimeError: not even one for each stream will do, or there are too many orders.
+    """
+    most = max(len({each.stream for each in program}) for program in programs)
+    for slots in range(1, max(most, 1) + 1):
+        found = search(Devices(programs, slots), most_states)
+        if found.is_free:
+            return slots
+        if not found.is_complete:
+            raise RuntimeError(f"{slots} slots: more than {most_states} states")
+    raise RuntimeError("stuck with a slot for each stream")

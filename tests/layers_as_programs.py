@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer in one phase as each rank issues it: real plans, groups, pipelines and stream lanes, made-up experts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fsmoe.blocks import FSMoEBlock
+from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
+from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
+from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, equal_shares
+from ds_fsmoe.planning.presets import BEST, NAMES, preset
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+from ds_fsmoe.running import Running
+from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
+from ds_fsmoe.runtime.gradient_plan import Parcel
+from ds_fsmoe.runtime.groups import communicator_like
+from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from tests.deadlocks import Devices, Program, search, slots_needed
+from tests.pretended_nccl import fake_ranks
+from tests.recorded_collectives import Tape, record
+
+CPU = torch.device("cpu")
+CAPACITY, WIDTH = 7, 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a layer lies."""
+
+    world_size: int
+    ep_size: int
+    esp_size: int
+    ranks_per_node: int
+    alltoall: str = "flat"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How it is run in one phase."""
+
+    links: Links
+    degree: int
+    backward: bool
+    late_dw: int = 0
+    slices: tuple[str, ...] = ()
+
+
+def layouts(world_sizes: Sequence[int]) -> list[Layout]:
+    """All that so many ranks have."""
+    found = []
+    for world in world_sizes:
+        sizes = [each for each in range(1, world + 1) if world % each == 0]
+        for ep, esp, per_node in itertools.product(sizes, repeat=3):
+            if world % (ep * esp) == 0:
+                found += [Layout(world, ep, esp, per_node, name) for name in ("flat", "2dh")]
+    return found
+
+
+SLICES = ((), (GRAD,), (EXPERT_GRAD, GRAD), (GRAD, EXPERT_GRAD, GRAD))
+
+
+def ways(most: int, links: Sequence[Links] = ORDERS) -> list[Way]:
+    """All up to a degree."""
+    found = []
+    for order, degree in itertools.product(links, range(1, most + 1)):
+        found.append(Way(order, degree, backward=False))
+        for late, slices in itertools.product((0, *sorted({1, degree})), SLICES):
+            found.append(Way(order, degree, True, late, slices))
+    return found
+
+
+def ways_of_preset(name: str, most: int) -> list[Way]:
+    """All that a preset may choose, up to a degree; ``best`` may choose any."""
+    if name == BEST:
+        return ways(most)
+    switches = preset(name)
+    # "dense_only" sends them between the layers.
+    slices = SLICES if switches.gradients in ("adaptive", "fixed_chunk") else SLICES[:1]
+    found = []
+    for backward in (False, True):
+        for order in switches.orders(most, backward):
+            of_phase = slices if backward else SLICES[:1]
+            found += [Way(order.links, order.degree, backward, order.late_dw, each) for each in of_phase]
+    return found
+
+
+class Copies:
+    """Experts that give back what they get, and their call."""
+
+    def __init__(self) -> None:
+        self.parameters = (nn.Parameter(torch.zeros(1)),)
+
+    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> Copies:
+        return self
+
+    def forward(self, start: int, stop: int, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    backward = backward_dx = forward
+
+    def backward_dw(self, start: int, stop: int) -> None:
+        pass
+
+    def gradients(self) -> tuple[None]:
+        return (None,)
+
+    def release(self) -> list[None]:
+        return []
+
+    def restore(self, tensors: Any) -> None:
+        pass
+
+
+class Slices:
+    """A window in which slices of these kinds travel."""
+
+    def __init__(self, flats: dict[str, FlatGradients], kinds: tuple[str, ...]) -> None:
+        self._flats, self._kinds = flats, kinds
+
+    def open(self, label: str) -> list[Parcel]:
+        return [Parcel(kind, 0, 0, 5) for kind in self._kinds if kind in self._flats]
+
+    def send(self, parcel: Parcel) -> None:
+        self._flats[parcel.kind].send(parcel.first, parcel.stop)
+
+    def close(self) -> None:
+        pass
+
+
+def programs(layout: Layout, asked: Sequence[Way], one_link: bool = False) -> dict[Way, tuple[Program, ...]]:
+    """What all ranks issue.
+
+    Args:
+        layout: where the layer lies.
+        asked: how it is run.
+        one_link: whether the links take turns, as they do where NCCL keeps no order.
+    """
+    of_ranks = [_programs_of(rank, layout, asked, one_link) for rank in range(layout.world_size)]
+    return dict(zip(asked, zip(*of_ranks, strict=True), strict=True))
+
+
+def _programs_of(rank: int, layout: Layout, asked: Sequence[Way], one_link: bool) -> list[Program]:
+    alltoall = TwoStepAllToAll() if layout.alltoall == "2dh" else FlatAllToAll()
+    with fake_ranks(rank, layout.world_size), pytest.MonkeyPatch.context() as patch:
+        tape = record(patch)
+        patch.setattr("ds_fsmoe.running.why_one_link", lambda: "it is asked for" if one_link else None)
+        block = {"enabled": True, "esp_size": layout.esp_size, "topology": {"ranks_per_node": layout.ranks_per_node}}
+        running = Running(FSMoEBlock(**block), torch.device("cuda", 0))
+        try:
+            return list(_run(running, layout, alltoall, asked, tape))
+        finally:
+            running.close()
+
+
+def _run(
+    running: Running, layout: Layout, alltoall: AllToAllBase, asked: Sequence[Way], tape: Tape
+) -> Iterator[Program]:
+    pipeline = running.pipeline("L00", layout.ep_size, alltoall)
+    groups = running.groups(layout.ep_size)
+    flats = {}
+    for kind, of in ((EXPERT_GRAD, "edp"), (GRAD, "dp")):
+        if (group := communicator_like(groups, of)) is not None:
+            parameter = nn.Parameter(torch.zeros(5))
+            flats[kind] = FlatGradients(kind, [parameter], torch.float32, group, Scaling(), CPU)
+    tape.take()
+    for way in asked:
+        yield _of_way(replace(pipeline, window=Slices(flats, way.slices)), way, layout.ep_size, tape)
+
+
+def _of_way(pipeline: Pipeline, way: Way, ep_size: int, tape: Tape) -> Program:
+    def plan(like: PhasePlan) -> PhasePlan:
+        late = way.late_dw if like.backward else 0
+        return replace(like, block=BlockPlan(equal_shares(way.degree), way.links, late))
+
+    pipeline = replace(pipeline, forward=plan(pipeline.forward), backward=plan(pipeline.backward))
+    num_experts = 2 * ep_size
+    x_RM = torch.zeros(num_experts * CAPACITY, WIDTH, requires_grad=True)
+    y_RM = pipeline(x_RM, num_experts, CAPACITY, Copies())
+    forward = tape.take()
+    if not way.backward:
+        return forward
+    y_RM.sum().backward()
+    return tape.take()
+
+
+def unlike(found: Sequence[tuple[Program, ...]]) -> list[tuple[Program, ...]]:
+    """Each once; names of communicators do not count."""
+    return list({tuple(each): each for each in found}.values())
+
+
+def needs(found: Sequence[tuple[Program, ...]]) -> tuple[int, bool]:
+    """(slots where devices may begin in any order, whether one slot will do in the order of issue)."""
+    slots, is_free = 1, True
+    for each in unlike(found):
+        slots = max(slots, slots_needed(each))
+        is_free = is_free and search(Devices(each, 1, implicit=True)).is_free
+    return slots, is_free
+
+
+def deadlock_table(world_sizes: Sequence[int], most: int, names: Sequence[str] = NAMES) -> str:
+    """For each preset what it needs, over all layouts of so many ranks and all degrees up to one."""
+    rows = [("preset", "slots in any order", "one slot, in the order of issue")]
+    recorded: dict[Way, list[tuple[Program, ...]]] = {}
+    asked = ways(most)
+    for layout in layouts(world_sizes):
+        for way, each in programs(layout, asked).items():
+            recorded.setdefault(way, []).append(each)
+    for name in names:
+        slots, is_free = needs([each for way in ways_of_preset(name, most) for each in recorded[way]])
+        rows.append((name, str(slots), "free" if is_free else "hangs"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+if __name__ == "__main__":
+    print(deadlock_table((2, 3, 4), 3))

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NCCL is asked for so that two links may be at work at once, and what is done where it cannot give that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe import door, launch_order
+from ds_fsmoe.autotune import Autotune
+from ds_fsmoe.blocks import FSMoEBlock
+from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
+from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.engine import FSMoEEngine
+from ds_fsmoe.exchanges import exchange_in
+from ds_fsmoe.launch_order import VARIABLE
+from ds_fsmoe.planning.schedule import GRAD
+from ds_fsmoe.running import Running
+from ds_fsmoe.runtime import nccl
+from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
+from ds_fsmoe.runtime.groups import FSMoEGroups, communicator_like, make_groups
+from ds_fsmoe.runtime.lanes import make_lanes
+from tests.lane_cases import INTER, INTRA, schedule_of
+from tests.pretended_device import pretended, run_pretended
+from tests.pretended_nccl import Pretended, fake_ranks, pretend_nccl
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel
+
+FIXTURES = (pretended,)  # which pytest finds by their names here
+ON = {VARIABLE: "1"}
+TOO_OLD = "NCCL 2.25.1 has no NCCL_LAUNCH_ORDER_IMPLICIT: it came with 2.26"
+
+
+# ---- the variable
+
+
+def test_the_order_of_launches_is_asked_for_where_a_launcher_has_started_the_process() -> None:
+    asked: dict[str, str] = {"LOCAL_RANK": "0"}
+    launch_order.ask_as_rank(asked)
+    assert asked[VARIABLE] == "1"
+    left_alone: dict[str, str] = {}
+    launch_order.ask_as_rank(left_alone)
+    assert left_alone == {}
+
+
+def test_what_a_user_has_set_is_kept() -> None:
+    kept = {"LOCAL_RANK": "0", VARIABLE: "0"}
+    launch_order.ask_as_rank(kept)
+    assert kept[VARIABLE] == "0"
+
+
+def test_where_a_group_is_there_already_nothing_is_set_that_would_come_too_late() -> None:
+    environment: dict[str, str] = {}
+    with fake_ranks(0, 2):
+        launch_order.ask(environment)
+    assert environment == {}
+
+
+def test_rccl_is_not_asked_as_it_crashes_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0+rocm6.4")
+    launch_order.ask(environment)
+    assert environment == {}
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, "None"), ({"LOCAL_RANK": "1"}, "1")])
+def test_importing_the_package_asks_in_the_processes_of_a_launcher_alone(before: dict[str, str], after: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in (VARIABLE, *launch_order._OF_RANKS)}
+    lines = f"import ds_fsmoe, os, sys; print(os.environ.get({VARIABLE!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", lines], env=environment | before, capture_output=True, text=True)
+    assert done.stdout.split() == [after, "False"], done.stderr
+
+
+def test_both_doors_ask_before_deepspeed_makes_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    seen: list[str | None] = []
+
+    def deepspeeds_own(**_: Any) -> None:
+        seen.append(os.environ.get(VARIABLE))
+        raise InterruptedError
+
+    monkeypatch.setattr(door, "_beneath", [deepspeeds_own])
+    monkeypatch.setattr(door.deepspeed, "initialize", door.initialize)
+    model = SmallModel(Case(), 0)
+    for fsmoe, expected in (({"enabled": False}, None), ({"enabled": True}, "1")):
+        with pytest.raises(InterruptedError):
+            door.initialize(model=model, config=Case().ds_config(fsmoe=fsmoe))
+        assert seen.pop() == expected
+    os.environ.pop(VARIABLE)
+    door.install()
+    assert os.environ.pop(VARIABLE) == "1"
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "why"),
+    [
+        ((2, 26, 2), ON, None),
+        ((2, 27, 5), {VARIABLE: "2"}, None),
+        ((3, 0, 0), ON, None),
+        ((2, 25, 1), ON, TOO_OLD),
+        ((2, 27, 5), {VARIABLE: "0"}, f"{VARIABLE} = 0 was set by somebody, and is kept; 1 would do"),
+        ((2, 27, 5), {VARIABLE: "yes"}, f"{VARIABLE} = yes was set by somebody, and is kept; 1 would do"),
+        ((2, 27, 5), {}, "the first process group was made before ds_fsmoe could set"),
+    ],
+)
+def test_an_nccl_that_keeps_no_order_is_named_with_the_reason(
+    version: tuple[int, int, int], environment: dict[str, str], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    found = nccl.why_not_ordered(environment)
+    assert found == why if why is None else found is not None and found.startswith(why)
+
+
+def test_on_rocm_there_is_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "RCCL" in nccl.why_not_ordered(ON)
+
+
+# ---- one link
+
+
+def test_one_rank_without_order_makes_the_links_of_all_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_ranks(0, 4):
+        assert nccl.why_one_link() is None, "not NCCL"
+        pretend_nccl(monkeypatch, reasons=(None, None, "too old", "switched off"))
+        assert nccl.why_one_link() == "too old (rank 2)"
+        pretend_nccl(monkeypatch, reasons=(None,) * 4)
+        assert nccl.why_one_link() is None
+
+
+def reason_on_a_rank(rank: int, world_size: int) -> str | None:
+    """Gloo stands for NCCL; rank 1 has the order switched off. And a communicator is warmed in earnest."""
+    nccl.warm(dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+        patch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+        patch.setenv(VARIABLE, "10"[rank])
+        return nccl.why_one_link()
+
+
+def test_ranks_agree_on_whether_links_take_turns(tmp_path: Path) -> None:
+    reasons = run_on_ranks(reason_on_a_rank, 2, tmp_path)
+    assert reasons == [f"{VARIABLE} = 0 was set by somebody, and is kept; 1 would do (rank 1)"] * 2
+
+
+def test_links_that_take_turns_are_one_stream_in_the_order_of_the_list(pretended: Any) -> None:
+    _, device = pretended
+    lanes = make_lanes(torch.device("cuda"), one_link=True)
+    schedule = schedule_of(("A2A_IN", INTER, ()), ("GATHER", INTRA, ()), ("A2A_IN", INTER, ()), ("GATHER", INTRA, (2,)))
+    found = run_pretended((lanes, device), schedule)
+    assert len({id(stream) for stream, _ in found.values()}) == 1
+    assert [sorted(index for _, index in seen) for _, seen in found.values()] == [[], [0], [0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_run_says_what_its_links_do_and_plans_for_it(
+    is_ordered: bool, pretended: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("ds_fsmoe.running.log_on_rank_0", lambda sentence, level=0: said.append(sentence))
+    with fake_ranks(0, 4):
+        pretend_nccl(monkeypatch, reasons=(None,) * 4 if is_ordered else (None, None, TOO_OLD, None))
+        running = Running(FSMoEBlock(enabled=True), torch.device("cuda", 0))
+    streams = {id(stream) for stream in running.lanes._links.values()}
+    if is_ordered:
+        assert (running.links, len(streams), said) == ("reduce_first", 2, [])
+        assert running.describe_links() == f"at the same time, begun in the order of issue ({VARIABLE}), 16 thread " + (
+            "blocks each at the most"
+        )
+    else:
+        assert (running.links, len(streams)) == ("shared", 1)
+        assert running.describe_links() == f"one after another: {TOO_OLD} (rank 2)"
+        assert said[0].startswith("links take turns, as NCCL might begin")
+        assert said[0].endswith(f"{TOO_OLD} (rank 2)")
+    running.close()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_gradients_go_in_the_callers_stream_where_links_take_turns(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = FlatGradients(
+        GRAD, [torch.nn.Parameter(torch.ones(3))], torch.float32, None, Scaling(), torch.device("cpu"), beside=beside
+    )
+    calls: list[bool] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda message, group, async_op=False: calls.append(async_op))
+    flat.start(0, 3)()
+    assert calls == [beside]
+
+
+@pytest.mark.parametrize(("one_link", "overlaps"), [("too old", True), ("too old", False), (None, True)])
+def test_a_stream_of_deepspeeds_own_is_warned_of_where_links_take_turns(
+    one_link: str | None, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("ds_fsmoe.engine.log_on_rank_0", lambda sentence, level=0: said.append(sentence))
+    block = FSMoEBlock(enabled=True, gradient_partition={"mode": "off"})
+    state = SimpleNamespace(block=block, running=SimpleNamespace(one_link=one_link), groups=dict, reduction=None)
+    engine = SimpleNamespace(fsmoe=state, zero_overlap_comm=lambda: overlaps)
+    with fake_ranks(0, 2):
+        FSMoEEngine._take_over_reduction(engine)
+    assert [each.partition(":")[0] for each in said] == ["zero_optimization.overlap_comm = true"] * (
+        one_link is not None and overlaps
+    )
+
+
+def test_the_tuner_takes_links_that_take_turns_for_one() -> None:
+    def orders(one_link: str | None) -> set[str]:
+        running = SimpleNamespace(one_link=one_link)
+        stage = SimpleNamespace(_block=FSMoEBlock(enabled=True), _running=running)
+        machine = SimpleNamespace(contention=SimpleNamespace(links=0.0))
+        return {order.links for order in Autotune._ways(stage, machine).orders(False, False) if order.degree == 2}
+
+    assert orders(None) == {"shared", "paper", "reduce_first"}
+    assert orders("too old") == {"shared"}
+
+
+# ---- communicators
+
+
+def made_on(
+    patch: pytest.MonkeyPatch, rank: int, sizes: dict[str, int], max_ctas: int | None = 16
+) -> tuple[Pretended, FSMoEGroups]:
+    """All that layers of one kind and their gradients need on 8 ranks, 2 nodes."""
+    with fake_ranks(rank, 8):
+        found = pretend_nccl(patch)
+        groups = make_groups(**sizes, ranks_per_node=4, max_ctas=max_ctas)
+        exchange_in(groups, TwoStepAllToAll())
+        for kind in ("edp", "dp"):
+            communicator_like(groups, kind)
+    return found, groups
+
+
+def test_communicators_of_lanes_are_capped_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = made_on(monkeypatch, 5, {"ep_size": 4, "esp_size": 2, "mp_size": 2})
+    capped = {name: options for name, _, options in found.made if options is not None}
+    assert set(capped) == {"fsmoe_ep", "fsmoe_esp", "fsmoe_a2a_intra", "fsmoe_a2a_inter", "fsmoe_gradients"}
+    for options in capped.values():
+        assert (options.config.max_ctas, options.config.split_share, options.config.min_ctas) == (16, 0, -1)
+    assert {name for name, _, options in found.made if options is None} == {"fsmoe_blocks", "fsmoe_dp", "fsmoe_mp"}
+
+
+def test_nothing_is_asked_of_other_backends_nor_with_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_ranks(0, 2):
+        assert nccl.options(16, None) is None
+        pretend_nccl(monkeypatch)
+        assert nccl.options(None, None) is None
+        monkeypatch.setattr(dist.ProcessGroupNCCL, "Options", object)
+        assert nccl.options(16, None) is None, "a torch whose NCCL has no such option"
+    assert FSMoEBlock(enabled=True, max_ctas=None).max_ctas == "auto"
+
+
+@pytest.mark.parametrize("max_ctas", [0, 65, "8", True])
+def test_a_number_of_thread_blocks_that_nccl_does_not_know_is_refused(max_ctas: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^fsmoe.max_ctas = {json.dumps(max_ctas)}: must be "):
+        read_block({"fsmoe": {"enabled": True, "max_ctas": max_ctas}})
+
+
+def test_each_communicator_is_warm_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = made_on(monkeypatch, 5, {"ep_size": 4, "esp_size": 2})
+    kinds = {"all_to_all_single", "all_reduce", "_gather", "_scatter"}
+    warmed: dict[str, set[str]] = {}
+    making = ""
+    for what, name in found.events:
+        if what == "make":
+            making = name
+        else:
+            assert name == making, "the communicator that was made last"
+            warmed.setdefault(name, set()).add(what)
+    assert warmed == dict.fromkeys([name for name, _, _ in found.made], kinds)
+    assert found.waits == len(found.made), "the host has waited for each"
+
+
+def test_on_other_backends_nothing_is_sent_when_a_communicator_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_ranks(0, 4):
+        monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: pytest.fail("sends"))
+        make_groups(2, 2, ranks_per_node=2)
+
+
+MOST_COMMUNICATORS = 11
+"""Of a rank, for all layers of one size: 8 of ours, 3 that are DeepSpeed's where it is in use; beside the default
+group and DeepSpeed's copies of it."""
+
+
+def test_a_rank_has_no_more_communicators_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: dict[tuple[int, int, int], int] = {}
+    for ep_size, esp_size, mp_size in [(e, s, m) for e in (1, 2, 4, 8) for s in (1, 2, 4) for m in (1, 2, 4, 8)]:
+        if ep_size * esp_size > 8:
+            continue
+        for rank in (0, 5):
+            with monkeypatch.context() as patch:
+                found, _ = made_on(patch, rank, {"ep_size": ep_size, "esp_size": esp_size, "mp_size": mp_size})
+            assert all(len(ranks) > 1 for _, ranks, _ in found.made)
+            of_lanes = [(name, ranks) for name, ranks, options in found.made if options is not None]
+            assert len(of_lanes) == len(set(of_lanes)), "two with the same ranks and traffic"
+            counts[ep_size, esp_size, mp_size] = max(len(found.made), counts.get((ep_size, esp_size, mp_size), 0))
+    assert max(counts.values()) <= MOST_COMMUNICATORS
+    assert counts[8, 1, 1] == 6, "blocks, dp, ep, the two links of its all-to-all, gradients"
+    assert counts[1, 1, 1] == 3, "edp, dp, and one for gradients of experts and of the rest"
+
+
+def test_layers_and_engines_of_the_same_sizes_share_their_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_ranks(3, 8):
+        found = pretend_nccl(monkeypatch)
+        first = make_groups(2, 2, mp_size=2, ranks_per_node=4)
+        count = len(found.made)
+        second = make_groups(2, 2, mp_size=2, ranks_per_node=4, same_tokens=False)
+        assert (second.ep_group, second.esp_group, second.mp_group) == (first.ep_group, first.esp_group, first.mp_group)
+        assert len(found.made) - count <= 1, "who has to agree may differ, nothing else"
