@@ -59,7 +59,7 @@ class BrokenOffError(Exception):
 
 
 def breaks_off(rank: int, world_size: int, stage: int, by_engine: bool) -> list[str]:
-    """A backward ends in an error on all ranks when most of it has travelled; the script goes on with the next batch."""
+    """A backward ends in an error on all ranks when most of it has travelled; the script goes on with the next one."""
     run = Run(stage, mode="dense_only", block=BY_RULE)
     undisturbed = train(run, rank)
 
