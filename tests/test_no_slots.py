@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where no rank has a token that takes part, a gate that drops nothing asks for no slots: nothing travels, in any cut."""
+"""Where no rank has a token that takes part, a gate that drops nothing asks for no slots, and nothing travels."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +36,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> chunking._Tables:
     return made
 
 
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=5), st.integers(1, 4))
 def test_a_slot_lies_behind_the_chunks_before_its_own(sizes: list[int], num_experts: int) -> None:
     bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
