@@ -18,6 +18,8 @@ from functools import cached_property
 
 import torch
 
+from ds_fsmoe.runtime.captures import is_capturing
+
 
 @dataclass(frozen=True)
 class Cutting:
@@ -71,7 +73,7 @@ class _Tables:
         """[E * C + 1] int64, where these slots are; the last is the number of none."""
         device = slots.device
         # What is made while a graph is captured lives with the graph, and what a tracer makes has no numbers.
-        if type(slots) is not torch.Tensor or (slots.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if type(slots) is not torch.Tensor or (slots.is_cuda and is_capturing()):
             return _slot_table(cutting, num_experts, device)
         key = cutting, num_experts, device, torch.cuda.current_stream(device).cuda_stream if slots.is_cuda else 0
         with self._lock:
