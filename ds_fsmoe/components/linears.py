@@ -115,5 +115,4 @@ def add_stacked_gradients(
             gradient_kO = dy_kRO.new_zeros(dy_kRO.shape[0], dy_kRO.shape[2])
         else:
             gradient_kO = dy_kRO.sum(1)
-        for linear, gradient_O in zip(linears, gradient_kO.unbind(), strict=True):
-            sums.add(linear.bias, gradient_O)
+        sums.add_each([linear.bias for linear in linears], gradient_kO)
