@@ -36,10 +36,18 @@ class Cuts:
         Raises:
             ValueError: some of its slots are here already.
         """
+        self.check_is_new(start, stop)
+        bisect.insort(self._pieces, (start, stop, tensors), key=_PLACE)
+
+    def check_is_new(self, start: int, stop: int) -> None:
+        """Refuse a cut some of whose slots are here already.
+
+        Raises:
+            ValueError: they are.
+        """
         for first, last, _ in self._pieces:
             if first < stop and start < last and start < stop and first < last:
                 raise ValueError(f"slots [{start}, {stop}) were given twice: [{first}, {last}) came before")
-        bisect.insort(self._pieces, (start, stop, tensors), key=_PLACE)
 
     def release(self) -> list[torch.Tensor | None]:
         """Give all tensors away, for somebody else to keep until :meth:`restore`."""

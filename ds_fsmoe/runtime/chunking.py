@@ -138,7 +138,7 @@ class ChunkedRows:
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
         """(a chunk [E, c, M], the first and the last of its slots that are wanted, where they come in the cut)."""
         for first, last in self._cutting.chunks:
-            low, high = max(first, start), min(last, stop)
+            low, high = first if first > start else start, last if last < stop else stop
             if low < high:
                 yield self._view(first, last), low - first, high - first, low - start
 
