@@ -93,8 +93,9 @@ class Cuts:
         if self._slots_left[first] < 0:
             raise ValueError(f"slots [{first}, {last}) are read a second time, and may be gone: restore them first")
         if self._slots_left[first] == 0:
-            # Not ``None``: an empty cut is still to be told how its tensors look.
-            empty = tuple([None if each is None else torch.empty_like(each) for each in self._part(tensors, 0, 0)])
+            # An empty cut is still to be told how its tensors look: by the first piece, so that one is not ``None``.
+            parts = (None,) * len(tensors) if index else self._part(tensors, 0, 0)
+            empty = tuple([None if each is None else torch.empty_like(each) for each in parts])
             self._pieces[index] = (first, last, empty)
 
     def _part(
