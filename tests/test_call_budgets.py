@@ -7,11 +7,17 @@ change for the better the budget is to be lowered to the new count, so that nobo
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+import torch
+
 from tests.call_counts import Counts, layer_counts
 from tests.samples import sampled
 
 # (experts of this rank, chunks, way) -> calls and launches of: the experts' part forward, the same backward, the whole
-# layer forward, the same backward. With torch 2.13 and Python 3.11, on a CPU, the reference ops, no other ranks.
+# layer forward, the same backward. On a CPU, with the reference ops and no other ranks, and with these versions:
+COUNTED_WITH = (3, 11), "2.13"
 BUDGETS: dict[tuple[int, int, str], tuple[tuple[int, int], ...]] = {
     (1, 1, "auto"): ((203, 5), (299, 12), (429, 93), (299, 28)),
     (1, 4, "auto"): ((544, 24), (826, 52), (791, 114), (826, 68)),
@@ -27,9 +33,15 @@ BUDGETS: dict[tuple[int, int, str], tuple[tuple[int, int], ...]] = {
     (32, 4, "always"): ((988, 24), (1080, 52), (1233, 127), (1080, 90)),
 }
 PARTS = ("part forward", "part backward", "layer forward", "layer backward")
-# What another version of torch or Python may take for the same: in how many calls torch's own Python does something,
-# and into how many operations it takes some apart.
+# What a patch of torch may take more or less for the same, in Python of its own and in operations. With other versions
+# than those, only what is over the budget is complained of: Python 3.12 makes no calls of list comprehensions.
 CALLS_MARGIN, LAUNCHES_MARGIN = 0.1, 0.05
+
+
+def is_counted_here() -> bool:
+    """Whether the table was counted with what runs now."""
+    python, of_torch = COUNTED_WITH
+    return sys.version_info[:2] == python and torch.__version__.startswith(f"{of_torch}.")
 
 
 def complaints(found: dict[str, Counts], budget: tuple[tuple[int, int], ...]) -> list[str]:
@@ -42,7 +54,7 @@ def complaints(found: dict[str, Counts], budget: tuple[tuple[int, int], ...]) ->
         for what, number, allowed, margin in (of_calls, of_launches):
             if number > allowed * (1 + margin):
                 said.append(f"{part}: {number} {what}, and {allowed} are allowed: what has become dearer?")
-            elif number < allowed * (1 - margin):
+            elif number < allowed * (1 - margin) and is_counted_here():
                 said.append(f"{part}: {number} {what} of {allowed} allowed: lower the budget to what it is now")
     return said
 
@@ -66,7 +78,8 @@ def test_together_launches_and_calls_do_not_grow_with_the_experts() -> None:
         assert many_calls - few_calls < 24 * 3 * 4
 
 
-def test_a_budget_complains_of_more_and_of_less() -> None:
+def test_a_budget_complains_of_more_and_of_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "is_counted_here", lambda: True)
     budget = ((100, 20),) * 4
     assert complaints(dict.fromkeys(PARTS, Counts(105, 20)), budget) == []
     assert len(complaints(dict.fromkeys(PARTS, Counts(111, 20)), budget)) == 4
@@ -74,3 +87,5 @@ def test_a_budget_complains_of_more_and_of_less() -> None:
     assert said == "part forward: 22 launches, and 20 are allowed: what has become dearer?"
     (said, *_) = complaints(dict.fromkeys(PARTS, Counts(80, 20)), budget)
     assert said == "part forward: 80 calls of 100 allowed: lower the budget to what it is now"
+    monkeypatch.setitem(globals(), "is_counted_here", lambda: False)
+    assert complaints(dict.fromkeys(PARTS, Counts(80, 20)), budget) == []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -226,6 +227,34 @@ def test_dropout_follows_the_mode_of_its_module() -> None:
             expert.train(is_training)
         y_NeCM = forward(layer.call(True), x_NeCM, [13])
         assert bool((y_NeCM == 0).any()) is is_training
+
+
+def test_a_copy_of_a_layer_that_was_used_has_experts_of_its_own() -> None:
+    experts, layer = made()
+    check(experts, layer)
+    copied_experts, copied = copy.deepcopy((experts, layer))
+    assert all(one is other for one, other in zip(copied.experts, copied_experts, strict=True))
+    with torch.no_grad():
+        copied_experts[1].fc1.weight.mul_(2)
+    for each in copied_experts:
+        each.fc2.bias.requires_grad_(False)
+    check(copied_experts, copied)
+    check(experts, layer)
+
+
+def test_what_an_unknown_expert_remembers_is_not_held_for_it() -> None:
+    class Remembers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    expert = Remembers(M, M).double()
+    layer = expert_set([expert])
+    for _ in range(2):
+        forward(layer.call(True), rows(2, 1, C, M), [13])
+    last = weakref.ref(expert.last)
+    expert.last = None
+    assert last() is None
 
 
 def test_autocast_is_asked_for_in_every_call() -> None:

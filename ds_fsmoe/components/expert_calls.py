@@ -201,6 +201,10 @@ class ExpertSet:
         self._places: list[tuple[int, int]] | None = None
         """Of the plan, first and last of the experts that go together."""
 
+    def __reduce__(self) -> tuple[type[ExpertSet], tuple[object, ...]]:
+        # A copy has experts of its own, and what is known of these by identity is not known of those.
+        return type(self), (self.experts, self.keep_expert_dim, self.path, self.together)
+
     @property
     def splits(self) -> bool:
         """Whether a call made now would split (:attr:`ExpertCall.splits`)."""

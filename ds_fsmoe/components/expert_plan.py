@@ -89,11 +89,13 @@ class ExpertPlan:
     def __init__(self, experts: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
         modules = [module for expert in experts for module in modules_of(expert)]
+        # What others have put into a module is not held here, unless it may say what the module computes.
+        watched = [module for expert in experts if _may_be_written(expert) for module in modules_of(expert)]
         self._modules = modules
-        self._attributes = [vars(module) for module in modules]
-        # Those dictionaries are attributes themselves: another one in their place is another attribute.
-        self._inner = [module.__dict__[name] for module in modules for name in _DICTS]
-        self._hooks = [module.__dict__[name] for module in modules for name in _HOOKS]
+        self._dictionaries = [vars(module) for module in modules]
+        self._attributes = [vars(module) for module in watched]
+        self._inner = [attributes[name] for attributes in self._dictionaries for name in _DICTS]
+        self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
         self._seen = self._look()
         self._is_for_once = any(map(_may_change_unseen, experts))
         self.wanted = frozenset(id(each) for each in self._parameters if each.requires_grad)
@@ -117,6 +119,7 @@ class ExpertPlan:
     def _look(self) -> tuple[list[Any], list[Any]]:
         """What must be the same objects, and what must be equal."""
         objects = list(map(type, self._modules))
+        objects += [attributes[name] for attributes in self._dictionaries for name in _DICTS]
         for dictionaries in (self._attributes, self._inner):
             objects += itertools.chain.from_iterable(map(dict.values, dictionaries))
         values = [bool(torch_module._has_any_global_hook()), *map(_OF_PARAMETER, self._parameters)]
@@ -126,9 +129,18 @@ class ExpertPlan:
         return objects, values
 
 
+def _may_be_written(expert: nn.Module) -> bool:
+    """Whether it can have a written-out form at all, as long as its class is the same."""
+    return type(expert) is nn.Sequential or (isinstance(expert, ExpertBase) and _definer(expert) is not ExpertBase)
+
+
 def _may_change_unseen(expert: nn.Module) -> bool:
     """Whether its form is made by somebody else, out of we know not what."""
-    if not isinstance(expert, ExpertBase):
-        return False
-    definer = next(each for each in type(expert).__mro__ if "written" in vars(each))
-    return definer is not ExpertBase and not definer.__module__.startswith(_OURS)
+    return (
+        _may_be_written(expert) and isinstance(expert, ExpertBase) and not _definer(expert).__module__.startswith(_OURS)
+    )
+
+
+def _definer(expert: ExpertBase) -> type:
+    """The class that says what its written-out form is."""
+    return next(each for each in type(expert).__mro__ if "written" in vars(each))
