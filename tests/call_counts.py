@@ -6,6 +6,7 @@ Neither has any noise, and on a GPU both are paid for by one thread: a call take
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -64,11 +65,15 @@ def num_calls(function: Callable[[], Any]) -> int:
         number += event in ("call", "c_call")
 
     before = sys.getprofile()
+    # What the collector finds, and when, has to do with all that ran before: others' callbacks would be counted.
+    gc.collect()
+    gc.disable()
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return number - 2  # of the function, and of what ends this
 
 
