@@ -150,7 +150,8 @@ class FSMoEBlock(_Block):
     )
     recompute: bool = Field(False, description="recompute expert inputs instead of saving them")
     deterministic: bool = Field(
-        False, description="decide nothing by a clock: slices of gradients by rule, so sums round alike in every run"
+        False,
+        description="every run rounds alike: nothing is decided by a clock, nothing added up in the order of arrival",
     )
     ops: Annotated[Literal["auto", "reference", "required"], _NullIsAuto()] = Field(
         "auto", description="compiled ops or plain torch"

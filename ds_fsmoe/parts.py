@@ -74,7 +74,7 @@ def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
         RuntimeError: ``ops: "required"`` and the ops cannot be built, on every rank.
         ValueError: ``ops: "required"`` on a device without compiled ops.
     """
-    ops = load_ops(block.ops, device_type)
+    ops = load_ops(block.ops, device_type, block.deterministic)
     alltoall_name = "flat" if block.alltoall == "auto" else block.alltoall
     alltoall = registry.lookup("alltoall", alltoall_name)()
     _check_kind(alltoall, AllToAllBase, alltoall_name)

@@ -35,11 +35,8 @@ def speed_warnings(
             "wall_clock_breakdown = true: every layer waits for the device to read its timers, so links and experts "
             "overlap less; switch it off when you measure speed"
         )
-    if device_type == "cuda" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS = 1: kernels of all streams queue up in one line, so links and experts hardly "
-            "overlap; leave it out, or use 8 or more, unless something else of the model needs it"
-        )
+    if device_type == "cuda":
+        found += _of_environment(environment)
     if not block.overlap:
         found.append("fsmoe.overlap = false: one task runs after another, on one lane")
     if block.debug.check_results:
@@ -56,6 +53,47 @@ def speed_warnings(
             "cut; gradients still travel within their backwards"
         )
     return found
+
+
+def _of_environment(environment: Mapping[str, str]) -> list[str]:
+    """What CUDA, NCCL and torch read from the environment of a process."""
+    found = []
+    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS = 1: kernels of all streams queue up in one line, so links and experts hardly "
+            "overlap; leave it out, or use 8 or more, unless something else of the model needs it"
+        )
+    if _is_set(environment.get("CUDA_LAUNCH_BLOCKING")):
+        found.append(
+            "CUDA_LAUNCH_BLOCKING = 1: the host waits for every kernel, so no two streams work at a time and nothing "
+            "overlaps; leave it out unless you are looking for the kernel that fails"
+        )
+    # The second name is an older one that torch still reads.
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        if _is_set(environment.get(name)):
+            found.append(
+                f"{name} = {environment[name]}: the host waits for the end of every collective, so experts begin only "
+                "when a link has gone idle and nothing overlaps; leave it out (TORCH_NCCL_ASYNC_ERROR_HANDLING, on by "
+                "default, ends a job that hangs)"
+            )
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        found.append(
+            "TORCH_DISTRIBUTED_DEBUG = DETAIL: before every collective all ranks compare its kind and shapes over gloo "
+            "and the host waits for them, so it cannot run ahead of the device; use INFO, or leave it out, when ranks "
+            "agree"
+        )
+    if environment.get("NCCL_LAUNCH_MODE", "").upper() == "GROUP":
+        found.append(
+            "NCCL_LAUNCH_MODE = GROUP: collectives are launched together with those of the other GPUs of a process, "
+            "which a process with one GPU does not have, and NCCL gave it up in 2.9: a launch may wait for others, and "
+            "two links are no longer independent; leave it out"
+        )
+    return found
+
+
+def _is_set(value: str | None) -> bool:
+    """As torch reads a flag of its environment."""
+    return value is not None and value.strip().lower() in {"1", "y", "yes", "t", "true", "on"}
 
 
 def _is_on(ds_config: Mapping[str, Any], name: str) -> bool:

@@ -27,6 +27,8 @@ class Device:
         """The events recorded up to this time have come to pass."""
         self.num_events = 0
         self.num_waits = 0
+        self.is_capturing = False
+        """Whether the thread that uses it captures a graph of what it gives to any stream."""
         default = self.Stream(self)
         self.current = default
         self.streams = [default]
@@ -61,6 +63,7 @@ class Device:
 
         def record(self, stream: Device.Stream | None = None) -> None:
             self.stream = stream or self.device.current
+            self.is_captured = self.device.is_capturing
             self.seen, self.time = self.stream.seen, self.stream.time
 
         def query(self) -> bool:
@@ -100,6 +103,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[StreamLanes, Device]:
         "stream": device.stream,
         "current_stream": lambda _: device.current,
         "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: device.is_capturing,
         "synchronize": lambda *_: pytest.fail("waits for the device"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.runtime.gradient_plan import (
+    ALIGNED_ELEMENTS,
     GradientPlan,
     Parcel,
     Supply,
@@ -26,7 +27,7 @@ def supplies(draw: st.DrawFn, max_windows: int = 6) -> list[Supply]:
     num_windows = draw(st.integers(0, max_windows))
     made = []
     for _ in range(draw(st.integers(1, 3))):
-        numel = draw(st.integers(0, 5000))
+        numel = draw(st.integers(0, 5000) | st.integers(8000, 20_000))
         ready = sorted(draw(st.lists(st.integers(0, numel), min_size=num_windows, max_size=num_windows)))
         kind, element_bytes = draw(st.sampled_from((GRAD, EXPERT_GRAD))), draw(st.sampled_from((2, 4)))
         made.append(Supply(kind, element_bytes, tuple(ready), numel))
@@ -49,6 +50,9 @@ def check(plan: GradientPlan, given_supplies: list[Supply]) -> list[int]:
                 supply = given_supplies[each.flat]
                 assert each.kind == supply.kind
                 assert each.first == sent[each.flat] < each.stop <= supply.ready[window]
+                if supply.numel >= 8192:  # the next one begins where NCCL likes it
+                    assert each.first % ALIGNED_ELEMENTS == 0
+                    assert each.stop % ALIGNED_ELEMENTS == 0 or each.stop == supply.numel
                 sent[each.flat] = each.stop
     assert plan.hidden() == sum(sent)
     assert plan.sizes == tuple(each.numel for each in given_supplies)
@@ -83,7 +87,7 @@ def test_adaptive_leaves_nothing_that_the_last_window_could_take(
     given_supplies: list[Supply], chunk_bytes: int
 ) -> None:
     sent = check(plan_by_rule(given_supplies, "adaptive", chunk_bytes), given_supplies)
-    assert sent == [each.ready[-1] if each.ready else 0 for each in given_supplies]
+    assert sent == [each.end(each.ready[-1]) if each.ready else 0 for each in given_supplies]
 
 
 @given(supplies(), st.integers(1, 40_000))
@@ -91,7 +95,7 @@ def test_dense_only_sends_all_that_exists_beside_the_layers(given_supplies: list
     plan = plan_by_rule(given_supplies, "dense_only", chunk_bytes)
     assert not any(plan.moe)
     sent = check(plan, given_supplies)
-    assert sent == [each.ready[-1] if each.ready else 0 for each in given_supplies]
+    assert sent == [each.end(each.ready[-1]) if each.ready else 0 for each in given_supplies]
 
 
 @given(supplies(), st.integers(1, 40_000))
@@ -103,8 +107,9 @@ def test_fixed_chunk_sends_at_most_a_chunk_per_buffer_and_window(
     for parcels in plan.moe:
         assert len({each.flat for each in parcels}) == len(parcels)
         for each in parcels:
-            element_bytes = given_supplies[each.flat].element_bytes
-            assert (each.stop - each.first) * element_bytes <= max(chunk_bytes, element_bytes)
+            supply = given_supplies[each.flat]
+            least_bytes = supply.step * supply.element_bytes
+            assert (each.stop - each.first) * supply.element_bytes <= max(chunk_bytes, least_bytes)
 
 
 def test_the_share_of_a_window_in_numbers() -> None:
@@ -112,6 +117,21 @@ def test_the_share_of_a_window_in_numbers() -> None:
     assert [[(e.first, e.stop) for e in parcels] for parcels in plan.moe] == [[(0, 4)], [(4, 7)], [(7, 31)]]
     plan = plan_by_rule([Supply(GRAD, 4, (10, 10, 31), 40)], "fixed_chunk", 27)
     assert [[(e.first, e.stop) for e in parcels] for parcels in plan.moe] == [[(0, 6)], [(6, 10)], [(10, 16)]]
+
+
+def test_slices_of_a_large_buffer_end_at_multiples_of_128_elements() -> None:
+    large = [Supply(GRAD, 4, (1000, 1100, 9000), 9000)]
+    assert parts_of(plan_by_rule(large, "dense_only", 1).dense) == [[(0, 896)], [(896, 1024)], [(1024, 9000)]]
+    assert parts_of(plan_by_rule(large, "fixed_chunk", 1).moe) == [[(0, 128)], [(128, 256)], [(256, 384)]]
+    wanted = [WindowBytes(((GRAD, 3000.0), (GRAD, 500.0))), WindowBytes(((GRAD, 1e6),)), WindowBytes(((GRAD, 4000.0),))]
+    assert parts_of(plan_by_bytes(large, wanted).moe) == [[(0, 640)], [(640, 1024)], [(1024, 1920)]]
+    # A small one is cut where it is asked for: a whole step would be all of it.
+    small = [Supply(GRAD, 4, (1000, 1100, 2000), 2000)]
+    assert parts_of(plan_by_rule(small, "dense_only", 1).dense) == [[(0, 1000)], [(1000, 1100)], [(1100, 2000)]]
+
+
+def parts_of(windows: tuple[tuple[Parcel, ...], ...]) -> list[list[tuple[int, int]]]:
+    return [[(each.first, each.stop) for each in parcels] for parcels in windows]
 
 
 def test_bytes_go_on_to_the_next_buffer_of_the_kind() -> None:

@@ -178,7 +178,7 @@ def test_of_unknown_experts_the_rows_are_predicted_and_graphs_are_counted(
 ) -> None:
     prediction, kept, watched = predicted_and_kept(Layer("module", degrees=degrees, recompute=recompute))
     assert prediction.rows == kept == E * 12 * 7 * 4
-    calls = watched.last._experts
+    calls = [run.call for run in watched.last._runs]
     assert prediction.rest == sum(state.nbytes for call in calls for state in call._random.values()) > 0
     assert (prediction.hidden, prediction.num_graphs) == (0, num_graphs)
     assert sum(bool(call._runs) for call in calls) == num_graphs

@@ -23,6 +23,11 @@ def warnings(ds_config: dict[str, Any], block: dict[str, Any] = TUNED, device: s
         ({"comms_logger": {"enabled": True}}, TUNED, {}, "comms_logger.enabled = true"),
         ({"wall_clock_breakdown": True}, TUNED, {}, "wall_clock_breakdown = true"),
         ({}, TUNED, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS = 1"),
+        ({}, TUNED, {"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING = 1: the host waits for every kernel"),
+        ({}, TUNED, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT = 1: the host waits for the end"),
+        ({}, TUNED, {"NCCL_BLOCKING_WAIT": "true"}, "NCCL_BLOCKING_WAIT = true"),
+        ({}, TUNED, {"TORCH_DISTRIBUTED_DEBUG": "detail"}, "TORCH_DISTRIBUTED_DEBUG = DETAIL: before every collective"),
+        ({}, TUNED, {"NCCL_LAUNCH_MODE": "GROUP"}, "NCCL_LAUNCH_MODE = GROUP"),
         ({}, TUNED | {"overlap": False}, {}, "fsmoe.overlap = false"),
         ({}, TUNED | {"debug": {"check_router": True}}, {}, "fsmoe.debug.check_router = true"),
         ({}, TUNED | {"debug": {"check_results": True}}, {}, "fsmoe.debug.check_results = true"),
@@ -41,6 +46,9 @@ def test_what_costs_nothing_is_not_mentioned() -> None:
     assert warnings({"comms_logger": {"enabled": False}}) == ""
     assert warnings({}, CUDA_DEVICE_MAX_CONNECTIONS="8") == ""
     assert warnings({}, device="cpu", CUDA_DEVICE_MAX_CONNECTIONS="1") == ""
+    off = {"CUDA_LAUNCH_BLOCKING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"}
+    assert warnings({}, **off, NCCL_LAUNCH_MODE="PARALLEL") == ""
+    assert warnings({}, device="cpu", CUDA_LAUNCH_BLOCKING="1", TORCH_DISTRIBUTED_DEBUG="DETAIL") == ""
     by_hand = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 2}}
     assert warnings({}, by_hand) == ""
     assert warnings({}, {"enabled": True, "schedule": "deepspeed"}) == ""

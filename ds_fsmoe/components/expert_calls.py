@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from ds_fsmoe.components.expert_plan import ExpertPlan, PlannedExpert
 from ds_fsmoe.components.gradient_sums import GradientSums
 from ds_fsmoe.components.graph_calls import GraphCall
 from ds_fsmoe.components.replay import AutocastState
-from ds_fsmoe.components.written import WrittenExpert, modules_of, runs_unobserved, written_form
+from ds_fsmoe.components.written import WrittenExpert, modules_of
 from ds_fsmoe.components.written_calls import WrittenCall
-from ds_fsmoe.components.written_together import Run, Together, joined, runs_of
+from ds_fsmoe.components.written_together import Run, Together, TogetherCall, joined, runs_of
 
 
 class ExpertCall:
@@ -34,14 +35,14 @@ class ExpertCall:
 
     def __init__(
         self,
-        experts: Sequence[WrittenCall | GraphCall],
         runs: Sequence[Run],
         sums: GradientSums,
         autocast: AutocastState,
         needs_backward: bool,
     ) -> None:
-        self._experts = tuple(experts)
         self._runs = tuple(runs)
+        self._num_experts = self._runs[-1].last
+        self._splits = False not in [run.call.splits for run in self._runs]
         self._sums = sums
         self._autocast = autocast
         self._needs_backward = needs_backward
@@ -56,7 +57,7 @@ class ExpertCall:
         The two may be called in either case, so that a schedule need not know: an expert that autograd differentiates
         has its weight gradients computed in ``backward_dx`` and nothing done in ``backward_dw``.
         """
-        return all(expert.splits for expert in self._experts)
+        return self._splits
 
     @torch.no_grad()
     def forward(self, start: int, stop: int, x_NeCM: torch.Tensor) -> torch.Tensor:
@@ -113,13 +114,20 @@ class ExpertCall:
     def release(self) -> list[torch.Tensor | None]:
         """Give away the tensors that are kept for the backward, so that autograd can keep them: with its checks of
         versions, and for those who move or drop what it keeps (checkpointing, offloading)."""
-        return [tensor for expert in self._experts for tensor in expert.cuts.release()]
+        released: list[torch.Tensor | None] = []
+        for run in self._runs:
+            if isinstance(run.call, TogetherCall):
+                run.call.forget()
+            for cuts in run.call.stores:
+                released += cuts.release()
+        return released
 
     def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Take back what :meth:`release` gave, ahead of the backward."""
         remaining = iter(tensors)
-        for expert in self._experts:
-            expert.cuts.restore(remaining)
+        for run in self._runs:
+            for cuts in run.call.stores:
+                cuts.restore(remaining)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each parameter of :attr:`ExpertSet.parameters`, and start over.
@@ -141,9 +149,9 @@ class ExpertCall:
 
     def _check(self, what: str, start: int, stop: int, tensor_NeCM: torch.Tensor) -> None:
         shape = tuple(tensor_NeCM.shape)
-        if len(shape) != 4 or shape[1] != len(self._experts) or shape[2] != stop - start:
+        if len(shape) != 4 or shape[1] != self._num_experts or shape[2] != stop - start:
             raise ValueError(
-                f"{what} of slots [{start}, {stop}) are {shape}: must be [N, {len(self._experts)} experts, "
+                f"{what} of slots [{start}, {stop}) are {shape}: must be [N, {self._num_experts} experts, "
                 f"{stop - start} slots, M]"
             )
 
@@ -157,9 +165,9 @@ class ExpertCall:
 
     def _through(self, tensor_NeCM: torch.Tensor, way: Callable[..., torch.Tensor]) -> torch.Tensor:
         """[N, e, c, M] to the same in new memory, through ``way(call, part)`` of each run."""
-        if len(self._runs) == 1 and self.splits:  # written out, and so new memory
+        if len(self._runs) == 1 and self._splits:  # written out, and so new memory
             return self._runs[0].through(tensor_NeCM, way).contiguous()
-        return joined((run.through(tensor_NeCM, way) for run in self._runs), len(self._experts))
+        return joined((run.through(tensor_NeCM, way) for run in self._runs), self._num_experts)
 
 
 class ExpertSet:
@@ -189,6 +197,13 @@ class ExpertSet:
         self.parameters = tuple(dict.fromkeys(each for expert in experts for each in expert.parameters()))
         """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
         self._ids = self._present_ids()
+        self._plan = ExpertPlan(self.experts, self.parameters)
+        self._places: list[tuple[int, int]] | None = None
+        """Of the plan, first and last of the experts that go together."""
+
+    def __reduce__(self) -> tuple[type[ExpertSet], tuple[object, ...]]:
+        # A copy has experts of its own, and what is known of these by identity is not known of those.
+        return type(self), (self.experts, self.keep_expert_dim, self.path, self.together)
 
     @property
     def splits(self) -> bool:
@@ -197,7 +212,8 @@ class ExpertSet:
 
     def written_now(self) -> tuple[WrittenExpert | None, ...]:
         """Of each expert the written-out form by which a call made now would compute it, if it would."""
-        return tuple(self._written_now(expert) for expert in self.experts)
+        plan = self._plan_now()
+        return (None,) * len(self.experts) if self._is_cast(plan) else plan.written
 
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall:
         """One forward call of the layer, under the autocast that holds now.
@@ -215,36 +231,49 @@ class ExpertSet:
         Raises:
             RuntimeError: the experts' parameters are not those that this set was made with.
         """
-        if self._ids != self._present_ids():
-            raise RuntimeError("the experts' parameters were replaced after expert_set(...): call it again")
-        sums = GradientSums(self.parameters)
-        keeps_graph = needs_backward and same_cuts and not recompute
+        plan = self._plan_now()
+        sums = GradientSums(self.parameters, plan.wanted)
+        if self._is_cast(plan):
+            planned: Sequence[PlannedExpert | None] = (None,) * len(self.experts)
+            places = runs_of(planned, self.together)
+        else:
+            planned = plan.planned
+            if self._places is None:
+                self._places = runs_of(planned, self.together)
+            places = self._places
         # In an unchunked layer the rows of an only expert are contiguous, those of several are not. It matters: torch
         # adds a bias within the matrix product or after it, with one rounding or two.
-        contiguous = len(self.experts) == 1
-        calls: list[WrittenCall | GraphCall] = []
-        for index, expert in enumerate(self.experts):
-            written = self._written_now(expert)
-            if written is not None:
-                calls.append(
-                    WrittenCall(
-                        written, sums, needs_backward=needs_backward, recompute=recompute, contiguous=contiguous
-                    )
+        options = {"needs_backward": needs_backward, "contiguous": len(self.experts) == 1}
+        keeps_graph = needs_backward and same_cuts and not recompute
+        runs = []
+        for first, last in places:
+            expert = planned[first]
+            if last - first > 1:
+                always = self.together == "always"
+                call = TogetherCall(
+                    planned[first:last], sums, needs_backward=needs_backward, recompute=recompute, always=always
                 )
+            elif expert is not None:
+                call = WrittenCall(expert, sums, recompute=recompute, **options)
             else:
-                calls.append(
-                    GraphCall(
-                        expert,
-                        sums,
-                        needs_backward=needs_backward,
-                        keeps_graph=keeps_graph,
-                        keep_expert_dim=self.keep_expert_dim,
-                        contiguous=contiguous,
-                        where=f"{self.path}: expert {index}: " if self.path else "",
-                    )
-                )
-        runs = runs_of(calls, sums, recompute=recompute, together=self.together)
-        return ExpertCall(calls, runs, sums, AutocastState.now(self._device_types()), needs_backward)
+                call = self._graph_call(first, sums, keeps_graph=keeps_graph, **options)
+            runs.append(Run(first, last, call))
+        return ExpertCall(runs, sums, AutocastState.now(self._device_types()), needs_backward)
+
+    def _graph_call(self, index: int, sums: GradientSums, **options: bool) -> GraphCall:
+        where = f"{self.path}: expert {index}: " if self.path else ""
+        return GraphCall(self.experts[index], sums, keep_expert_dim=self.keep_expert_dim, where=where, **options)
+
+    def _plan_now(self) -> ExpertPlan:
+        if not self._plan.still_holds():
+            if self._ids != self._present_ids():
+                raise RuntimeError("the experts' parameters were replaced after expert_set(...): call it again")
+            self._plan, self._places = ExpertPlan(self.experts, self.parameters), None
+        return self._plan
+
+    def _is_cast(self, plan: ExpertPlan) -> bool:
+        """Whether autocast holds where they are: then none is computed by its written-out form."""
+        return any(map(torch.is_autocast_enabled, plan.device_types))
 
     def _present_ids(self) -> list[int]:
         modules = (module for expert in self.experts for module in modules_of(expert))
@@ -257,12 +286,6 @@ class ExpertSet:
         else:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
         return ["cpu"] if accelerator is None or accelerator.type == "cpu" else ["cpu", accelerator.type]
-
-    def _written_now(self, expert: nn.Module) -> WrittenExpert | None:
-        written = written_form(expert)
-        if written is None or not runs_unobserved(expert):
-            return None
-        return None if torch.is_autocast_enabled(written.down.weight.device.type) else written
 
 
 def expert_set(

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,13 +15,20 @@ _TERMS_IN_A_ROW = 4
 
 
 class GradientSums:
-    """One sum for each parameter that required a gradient when this was made."""
+    """One sum for each parameter that required a gradient when this was made.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    Args:
+        parameters: each once.
+        wanted: the ids of those that require a gradient, if they are known.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], wanted: Collection[int] | None = None) -> None:
         self._parameters = tuple(parameters)
         # By id: torch computes the hash of a tensor in Python.
-        self._wanted = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
+        self._wanted = {id(each) for each in self._parameters if each.requires_grad} if wanted is None else wanted
         self._sums: dict[int, _Sum] = {}
+        # Of k parameters in one tensor with a dimension more, as long as nothing is added to one of them alone.
+        self._groups: dict[int, _Group] = {}
 
     def wants(self, parameter: nn.Parameter | None) -> bool:
         """Whether anybody will ask for its gradient."""
@@ -29,6 +37,15 @@ class GradientSums:
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient, which may be somebody else's memory."""
         self._sum_of(parameter).add(gradient)
+
+    def add_each(self, parameters: Sequence[nn.Parameter], gradient_kX: torch.Tensor) -> None:
+        """:meth:`add` for k parameters at once."""
+        group = self._group_of(parameters)
+        if group is not None:
+            group.sum.add(gradient_kX)
+            return
+        for parameter, gradient_X in zip(parameters, gradient_kX.unbind(), strict=True):
+            self.add(parameter, gradient_X)
 
     def add_product(self, parameter: nn.Parameter, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
         """Add ``left @ right`` [O, I], from the second on within the matrix product and in place."""
@@ -41,6 +58,10 @@ class GradientSums:
             parameters: k different ones, of one shape and type.
             left_kOR, right_kRI: of each a matrix.
         """
+        group = self._group_of(parameters)
+        if group is not None:
+            group.sum.add_product(left_kOR, right_kRI)
+            return
         sums = [self._sum_of(each) for each in parameters]
         if not any(each.has_recent for each in sums):
             for each, product_OI in zip(sums, torch.bmm(left_kOR, right_kRI).unbind(), strict=True):
@@ -55,20 +76,48 @@ class GradientSums:
 
     def take(self) -> tuple[torch.Tensor | None, ...]:
         """The sums in the order of the parameters, ``None`` where there is no gradient, and start over."""
-        sums, self._sums = self._sums, {}
-        found = (sums.get(id(parameter)) for parameter in self._parameters)
-        return tuple(None if each is None else each.value() for each in found)
+        found = {key: each.value() for key, each in self._sums.items()}
+        for group in {id(each): each for each in self._groups.values()}.values():
+            found.update(zip(group.ids, group.sum.value().unbind(), strict=True))
+        self._sums, self._groups = {}, {}
+        return tuple(map(found.get, map(id, self._parameters)))
+
+    def _group_of(self, parameters: Sequence[nn.Parameter]) -> _Group | None:
+        """Their sum in one tensor; ``None`` where something has been added to some of them in another company."""
+        ids = tuple(map(id, parameters))
+        group = self._groups.get(ids[0])
+        if group is not None and group.ids == ids:
+            return group
+        if not self._sums.keys().isdisjoint(ids) or not self._groups.keys().isdisjoint(ids):
+            return None
+        group = _Group(ids, _Sum(dims_before=1))
+        self._groups.update(dict.fromkeys(ids, group))
+        return group
 
     def _sum_of(self, parameter: nn.Parameter) -> _Sum:
-        if id(parameter) not in self._sums:
-            self._sums[id(parameter)] = _Sum()
-        return self._sums[id(parameter)]
+        key = id(parameter)
+        if key in self._groups:
+            group = self._groups[key]
+            for each in group.ids:
+                del self._groups[each]
+            self._sums.update(zip(group.ids, group.sum.parts(len(group.ids)), strict=True))
+        if key not in self._sums:
+            self._sums[key] = _Sum()
+        return self._sums[key]
 
 
 def _recent_of(sums: Sequence[_Sum]) -> torch.Tensor | None:
     """What may be added to in place in all of them at once, if that lies side by side."""
     terms = [each.own_recent for each in sums]
     return None if any(each is None for each in terms) else stacked(terms)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters by id, and their sum in one tensor."""
+
+    ids: tuple[int, ...]
+    sum: _Sum
 
 
 class _Sum:
@@ -78,7 +127,12 @@ class _Sum:
     such terms are added up a few at a time and these sums then to each other; vectors, being small, in float32.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dims_before: int = 0) -> None:
+        """
+        Args:
+            dims_before: dimensions before those of a parameter: 1 for the sums of some parameters in one tensor.
+        """
+        self._dims_before = dims_before
         self._earlier: torch.Tensor | None = None
         self._recent: torch.Tensor | None = None
         # Autograd gives one tensor to both terms of a sum: only what was made here is added to in place.
@@ -90,7 +144,7 @@ class _Sum:
         if self._recent is None:
             self._start(term, is_own=False)
             return
-        if term.dim() < 2 and self._recent.dtype.itemsize < 4:
+        if term.dim() - self._dims_before < 2 and self._recent.dtype.itemsize < 4:
             self._recent, self._is_own = self._recent.float(), True
         if self._is_own:
             self._recent.add_(term)
@@ -102,7 +156,7 @@ class _Sum:
         if self._recent is None:
             self.begin_with_own(left_OR @ right_RI)
         elif self._is_own:
-            self._recent.addmm_(left_OR, right_RI)
+            (self._recent.baddbmm_ if self._dims_before else self._recent.addmm_)(left_OR, right_RI)
             self.close_row()
         else:
             self.add(left_OR @ right_RI)
@@ -111,6 +165,17 @@ class _Sum:
         if self._earlier is None:
             return self._recent.to(self._dtype)
         return self._earlier if self._recent is None else self._earlier.add_(self._recent)
+
+    def parts(self, count: int) -> list[_Sum]:
+        """The sums of the parameters that this one is for, in the same memory."""
+        found = [_Sum() for _ in range(count)]
+        for name in ("_earlier", "_recent"):
+            tensor = getattr(self, name)
+            for each, part in zip(found, [None] * count if tensor is None else tensor.unbind(), strict=True):
+                setattr(each, name, part)
+        for each in found:
+            each._is_own, each._num_terms, each._dtype = self._is_own, self._num_terms, self._dtype
+        return found
 
     @property
     def has_recent(self) -> bool:

@@ -89,6 +89,11 @@ class GraphCall:
         self._runs: dict[tuple[int, int], _Run] = {}
         self._random: dict[tuple[int, int], RandomState] = {}
 
+    @property
+    def stores(self) -> tuple[Cuts, ...]:
+        """Of what is kept for the backward besides graphs."""
+        return (self.cuts,)
+
     def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:
         """[N, c, M] to the same shape; may be memory of the rows or of what autograd has saved.
 

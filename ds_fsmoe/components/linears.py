@@ -50,6 +50,29 @@ def is_plain_linear(module: nn.Module) -> bool:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class LinearWeights:
+    """What a plain linear layer computes with. A module looks for its parameters by name, in Python, every time."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    adds_bias: bool
+    in_features: int
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> LinearWeights:
+        return cls(linear.weight, linear.bias, _adds_bias(linear), linear.in_features)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
+
+
+def _adds_bias(linear: nn.Linear | LinearWeights) -> bool:
+    if type(linear) is LinearWeights:
+        return linear.adds_bias
+    return linear.bias is not None and type(linear) is not UnbiasedShardLinear
+
+
 @dataclass(frozen=True)
 class StackedLinear:
     """k linear layers of one shape, each for rows of its own."""
@@ -61,10 +84,10 @@ class StackedLinear:
     """Whether the bias is added within the product, with one rounding, or after it, with two."""
 
     @classmethod
-    def of(cls, linears: Sequence[nn.Linear], adds_bias_within: bool) -> StackedLinear | None:
+    def of(cls, linears: Sequence[nn.Linear | LinearWeights], adds_bias_within: bool) -> StackedLinear | None:
         """Those of k experts without copying a weight, or ``None`` where weights or biases do not lie side by side."""
         weight_kOI = stacked([linear.weight for linear in linears])
-        if weight_kOI is None or linears[0].bias is None or type(linears[0]) is UnbiasedShardLinear:
+        if weight_kOI is None or not _adds_bias(linears[0]):
             return None if weight_kOI is None else cls(weight_kOI, None, adds_bias_within)
         bias_kO = stacked([linear.bias for linear in linears])
         return None if bias_kO is None else cls(weight_kOI, bias_kO, adds_bias_within)
@@ -79,14 +102,16 @@ class StackedLinear:
         return torch.bmm(x_kRI, weight_kIO).add_(self.bias_kO.unsqueeze(1))
 
 
-def apply_linear(linear: nn.Linear | StackedLinear, x: torch.Tensor) -> torch.Tensor:
+def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear, x: torch.Tensor) -> torch.Tensor:
     """[..., I] to [..., O]; [k, R, I] to [k, R, O] for a stacked one."""
-    if type(linear) is StackedLinear:
-        return linear(x)
-    return F.linear(x, linear.weight, None if type(linear) is UnbiasedShardLinear else linear.bias)
+    if type(linear) is nn.Linear or type(linear) is UnbiasedShardLinear:  # hooks of theirs are not to run
+        return F.linear(x, linear.weight, linear.bias if _adds_bias(linear) else None)
+    return linear(x)
 
 
-def add_gradients(sums: GradientSums, linear: nn.Linear, dy_RO: torch.Tensor, x_RI: torch.Tensor | None) -> None:
+def add_gradients(
+    sums: GradientSums, linear: nn.Linear | LinearWeights, dy_RO: torch.Tensor, x_RI: torch.Tensor | None
+) -> None:
     """Add the gradients of weight and bias.
 
     Args:
@@ -98,22 +123,21 @@ def add_gradients(sums: GradientSums, linear: nn.Linear, dy_RO: torch.Tensor, x_
     if x_RI is not None and sums.wants(linear.weight):
         sums.add_product(linear.weight, dy_RO.t(), x_RI)
     if sums.wants(linear.bias):
-        if type(linear) is UnbiasedShardLinear:
+        if not _adds_bias(linear):
             sums.add(linear.bias, torch.zeros_like(linear.bias))
         else:
             sums.add(linear.bias, dy_RO.sum(0))
 
 
 def add_stacked_gradients(
-    sums: GradientSums, linears: Sequence[nn.Linear], dy_kRO: torch.Tensor, x_kRI: torch.Tensor | None
+    sums: GradientSums, linears: Sequence[nn.Linear | LinearWeights], dy_kRO: torch.Tensor, x_kRI: torch.Tensor | None
 ) -> None:
     """:func:`add_gradients` for layers of one shape in k experts, all of which want the same."""
     if x_kRI is not None and sums.wants(linears[0].weight):
         sums.add_products([linear.weight for linear in linears], dy_kRO.transpose(1, 2), x_kRI)
     if sums.wants(linears[0].bias):
-        if type(linears[0]) is UnbiasedShardLinear:
+        if not _adds_bias(linears[0]):
             gradient_kO = dy_kRO.new_zeros(dy_kRO.shape[0], dy_kRO.shape[2])
         else:
             gradient_kO = dy_kRO.sum(1)
-        for linear, gradient_O in zip(linears, gradient_kO.unbind(), strict=True):
-            sums.add(linear.bias, gradient_O)
+        sums.add_each([linear.bias for linear in linears], gradient_kO)

@@ -7,6 +7,7 @@ So do the same weights of several experts in the flat buffers of DeepSpeed's ZeR
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 # As torch itself places memory: products of float32 have other last bits where their rows begin elsewhere.
 _ALIGNED_BYTES = 64
+_KIND = operator.attrgetter("shape", "dtype")
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -21,26 +23,28 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
     Strided ones may reach into each other's gaps.
     """
+    # Asked of all experts' weights in every call: what is asked of each of them goes through map, not through Python.
     first = tensors[0]
-    shape, strides, size = first.shape, first.stride(), first.element_size()
-    if any(each.shape != shape or each.stride() != strides or each.dtype != first.dtype for each in tensors):
+    shape, strides, size, count = first.shape, first.stride(), first.element_size(), len(tensors)
+    kinds = list(map(_KIND, tensors))
+    if kinds.count(kinds[0]) != count or list(map(torch.Tensor.stride, tensors)).count(strides) != count:
         return None
-    if len(tensors) == 1:
+    if count == 1:
         return first.detach().unsqueeze(0)
     if first.numel() == 0:  # addresses say nothing, and there is nothing to copy
-        return first.new_empty(len(tensors), *shape)
-    address = first.data_ptr()
-    distance = tensors[1].data_ptr() - address
+        return first.new_empty(count, *shape)
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    address, distance = addresses[0], addresses[1] - addresses[0]
     if distance <= 0 or distance % size:
         return None
-    if any(each.data_ptr() != address + i * distance for i, each in enumerate(tensors)):
+    if addresses != list(range(address, address + count * distance, distance)):
         return None
-    reach = size * (1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)))
+    reach = size * (1 + sum([(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]))
     # Who has an address inside this memory has this memory: no two live ones overlap.
     storage = first.untyped_storage()
-    if address + (len(tensors) - 1) * distance + reach > storage.data_ptr() + storage.nbytes():
+    if addresses[-1] + reach > storage.data_ptr() + storage.nbytes():
         return None
-    return first.detach().as_strided((len(tensors), *shape), (distance // size, *strides))
+    return first.detach().as_strided((count, *shape), (distance // size, *strides))
 
 
 def lay_side_by_side(experts: Sequence[nn.Module]) -> bool:

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ds_fsmoe.components.cuts import Cuts
+from ds_fsmoe.components.expert_plan import PlannedExpert
 from ds_fsmoe.components.gradient_sums import GradientSums
 from ds_fsmoe.components.linears import add_gradients, apply_linear
-from ds_fsmoe.components.written import WrittenExpert
+
+_VERSION = operator.attrgetter("_version")
 
 
 @dataclass
@@ -33,7 +37,7 @@ class WrittenCall:
     its bits. Strided rows (N > 1) are copied for every product as ``F.linear`` does it; no copy is kept.
 
     Args:
-        written: the expert.
+        planned: the expert.
         sums: where weight gradients go.
         needs_backward: whether to keep anything.
         recompute: keep the rows alone.
@@ -43,31 +47,33 @@ class WrittenCall:
     splits = True
 
     def __init__(
-        self, written: WrittenExpert, sums: GradientSums, *, needs_backward: bool, recompute: bool, contiguous: bool
+        self, planned: PlannedExpert, sums: GradientSums, *, needs_backward: bool, recompute: bool, contiguous: bool
     ) -> None:
-        self.written = written
+        self.written = planned.form
+        self._weights = planned.weights
         self._sums = sums
         self._needs_backward = needs_backward
         self._recompute = recompute
         self._contiguous = contiguous
-        self.wants_up = any(sums.wants(up.weight) for up in written.up)
-        self.wants_any = any(sums.wants(each) for linear in written.linears for each in (linear.weight, linear.bias))
+        self.wants_up = planned.wants_up
+        self.wants_any = planned.wants_any
         self.cuts = Cuts()
         self._pending: dict[tuple[int, int], _Pending] = {}
         # Autograd would refuse a weight that changed between forward and backward, and so do we.
-        self._versions = [linear.weight._version for linear in written.linears] if needs_backward else []
+        self._versions = versions_of(planned.weights) if needs_backward else []
+
+    @property
+    def stores(self) -> tuple[Cuts, ...]:
+        """Of what is kept for the backward."""
+        return (self.cuts,)
 
     def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:
         """[N, c, M] to the same shape."""
         kept = self._kept(x_NcM)
-        self.keep(start, stop, x_NcM, kept)
-        return apply_linear(self.written.down, self.written.hidden(kept))
-
-    def keep(self, start: int, stop: int, x_NcM: torch.Tensor, kept: tuple[torch.Tensor, ...]) -> None:
-        """Keep of a cut what the backward will :meth:`read`, if there is to be one."""
         if self._needs_backward:
             x_kept = x_NcM if self.wants_up or self._recompute else None
             self.cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
+        return apply_linear(self.written.down, self.written.hidden(kept))
 
     def read(self, start: int, stop: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
         """The rows of a cut, if they are kept, and what else is; nothing else with ``recompute``.
@@ -75,8 +81,7 @@ class WrittenCall:
         Raises:
             RuntimeError: a weight was changed in place since the forward.
         """
-        if self._versions != [linear.weight._version for linear in self.written.linears]:
-            raise RuntimeError("a weight of an expert was changed in place between the forward and its backward")
+        check_versions(self._weights, self._versions)
         x_NcM, *kept = self.cuts.take(start, stop)
         return x_NcM, tuple(kept)
 
@@ -131,6 +136,21 @@ class WrittenCall:
 
     def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)
+
+
+def versions_of(weights: Sequence[torch.Tensor]) -> list[int]:
+    """How often each has been changed in place."""
+    return list(map(_VERSION, weights))
+
+
+def check_versions(weights: Sequence[torch.Tensor], before: list[int]) -> None:
+    """Refuse weights that were changed in place.
+
+    Raises:
+        RuntimeError: one was, since :func:`versions_of` was asked.
+    """
+    if versions_of(weights) != before:
+        raise RuntimeError("a weight of an expert was changed in place between the forward and its backward")
 
 
 def rows_of(x_NcM: torch.Tensor) -> torch.Tensor:

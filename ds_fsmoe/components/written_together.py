@@ -15,18 +15,16 @@ from typing import Literal
 
 import torch
 
+from ds_fsmoe.components.cuts import Cuts
+from ds_fsmoe.components.expert_plan import PlannedExpert
 from ds_fsmoe.components.gradient_sums import GradientSums
 from ds_fsmoe.components.graph_calls import GraphCall
 from ds_fsmoe.components.linears import StackedLinear, add_stacked_gradients, apply_linear
-from ds_fsmoe.components.side_by_side import stacked
-from ds_fsmoe.components.written import WrittenExpert, WrittenFeedForward, WrittenGatedFeedForward
-from ds_fsmoe.components.written_calls import WrittenCall
+from ds_fsmoe.components.written import WrittenExpert
+from ds_fsmoe.components.written_calls import WrittenCall, check_versions, versions_of
 
 Together = Literal["auto", "never", "always"]
 
-# What is known of these: they compute with their layers and element by element, and so for any number of dimensions.
-_FORMS = (WrittenFeedForward, WrittenGatedFeedForward)
-_ALIGNED_BYTES = 64
 # On a CPU larger tensors go back to the system when they are freed and come page by page when they are made again,
 # which takes more than computing together gives (benchmarks/results/experts.csv).
 _LARGEST_ON_CPU_BYTES = 8 << 20
@@ -44,19 +42,7 @@ class _Pending:
     deltas_kRH: tuple[torch.Tensor, ...]
 
 
-def structure(form: WrittenExpert, sums: GradientSums) -> Hashable:
-    """What must be equal for experts to be computed together; ``None`` for one that is computed alone."""
-    if type(form) not in _FORMS:
-        return None
-    layers = (
-        (type(each), each.weight.shape, each.weight.dtype, each.weight.device, each.bias is None)
-        for each in form.linears
-    )
-    wanted = ((sums.wants(each.weight), sums.wants(each.bias)) for each in form.linears)
-    return type(form), form.activation, *layers, *wanted
-
-
-def pays(form: WrittenExpert, x_NkcM: torch.Tensor) -> bool:
+def pays(planned: PlannedExpert, x_NkcM: torch.Tensor) -> bool:
     """Whether it is worth it for these rows of the experts, and changes no bit.
 
     Worth it is where an expert has no more rows than its width, R <= M. One expert alone is then too small to keep a
@@ -73,57 +59,87 @@ def pays(form: WrittenExpert, x_NkcM: torch.Tensor) -> bool:
 
     From sizes alone, which come from the plan and the model and so are the same on every rank.
     """
-    weights = [linear.weight for linear in form.linears]
     num_ranks, _, slots, width = x_NkcM.shape
-    return (
-        num_ranks * slots <= width
-        and all(weight.requires_grad for weight in weights)
-        and not any(weight.shape[1] * weight.element_size() % _ALIGNED_BYTES for weight in weights)
-    )
+    return num_ranks * slots <= width and planned.may_pay
 
 
-def most_together(form: WrittenExpert, together: Together) -> int:
+def most_together(planned: PlannedExpert, together: Together) -> int:
     """How many experts of this structure are computed together at the most."""
-    largest_bytes = max(linear.weight.nbytes for linear in form.linears)
-    if together == "always" or form.down.weight.device.type != "cpu" or largest_bytes == 0:
+    largest_bytes = max(weight.nbytes for weight in planned.weights)
+    if together == "always" or planned.weights[0].device.type != "cpu" or largest_bytes == 0:
         return sys.maxsize
     return max(1, _LARGEST_ON_CPU_BYTES // largest_bytes)
 
 
 class TogetherCall:
-    """Computes what its calls compute, all at once where that pays and nothing has to be copied for it.
+    """Computes what calls of its experts would compute, all at once where that pays and nothing is copied for it.
 
     That is where the experts' weights lie side by side in memory (:mod:`~ds_fsmoe.components.side_by_side`): copying
-    them costs more than it gives. Kept are views, one for each expert, so any cut may go one way or the other.
+    them costs more than it gives. Of a cut that went at once one tensor of each kind is kept for all experts; should
+    the backward need them one by one, each expert has its part of it.
 
     Args:
-        calls: of k experts that have one :func:`structure`, in their order.
+        experts: k that have one structure, in their order.
         sums: where weight gradients go.
-        recompute: whether the calls keep the rows alone.
-        together: "always" for wherever it can be done, whether it pays or not.
+        needs_backward: whether to keep anything.
+        recompute: whether to keep the rows alone.
+        always: do so wherever it can be done, whether it pays or not.
     """
 
     splits = True
 
     def __init__(
-        self, calls: Sequence[WrittenCall], sums: GradientSums, *, recompute: bool, together: Together
+        self,
+        experts: Sequence[PlannedExpert],
+        sums: GradientSums,
+        *,
+        needs_backward: bool,
+        recompute: bool,
+        always: bool,
     ) -> None:
-        self._calls = tuple(calls)
+        self._experts = tuple(experts)
+        first = self._experts[0]
+        self._first = first
         self._sums = sums
+        self._needs_backward = needs_backward
         self._recompute = recompute
-        self._always = together == "always"
+        self._always = always
+        self._calls: tuple[WrittenCall, ...] = ()
+        """Of each expert alone, once they are needed."""
+        self._up = [[each.form.up[i] for each in self._experts] for i in range(len(first.form.up))]
+        self._down = [each.form.down for each in self._experts]
+        linears = [*itertools.chain.from_iterable(self._up), *self._down]
+        self._parameters = [each.weight for each in linears] + [each.bias for each in linears if each.bias is not None]
+        self._weights = self._parameters[: len(linears)]
+        self._versions = versions_of(self._weights) if needs_backward else []
+        self._cuts = Cuts(dim=2)
+        """Of what went at once."""
         self._cuts_at_once: list[tuple[int, int]] = []
         """Of the forward."""
         self._pending: dict[tuple[int, int], _Pending] = {}
+        self._form: WrittenExpert | None = None
+        self._form_of: tuple[int, list[int]] | None = None
+
+    @property
+    def stores(self) -> tuple[Cuts, ...]:
+        """Of what is kept for the backward."""
+        return (self._cuts, *(call.cuts for call in self._calls))
+
+    def forget(self) -> None:
+        """Hold the weights' memory no longer, which somebody may want to move."""
+        self._form = self._form_of = None
 
     def forward(self, start: int, stop: int, x_NkcM: torch.Tensor) -> torch.Tensor:
         """[N, k, c, M] to the same shape, new memory but perhaps not in that order."""
-        form = self._stacked_form(x_NkcM.shape[0]) if self._always or pays(self._calls[0].written, x_NkcM) else None
+        form = self._stacked_form(x_NkcM.shape[0]) if self._always or pays(self._first, x_NkcM) else None
         if form is None:
-            return self._one_by_one(x_NkcM, lambda call, x_NcM: call.forward(start, stop, x_NcM))
+            self._check_is_new(start, stop)
+            return self._one_by_one(x_NkcM, lambda i, x_NcM: self._alone[i].forward(start, stop, x_NcM))
         kept = self._kept(form, x_NkcM)
-        for i, call in enumerate(self._calls):
-            call.keep(start, stop, x_NkcM[:, i], tuple(each[i] for each in kept))
+        if self._needs_backward:
+            x_kept = x_NkcM if self._first.wants_up or self._recompute else None
+            self._check_is_new(start, stop)
+            self._cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
         self._cuts_at_once.append((start, stop))
         h_kRH = rows_of_each(form.hidden(kept))
         del kept
@@ -133,7 +149,7 @@ class TogetherCall:
         """As :meth:`forward`; adds to the weights' gradients."""
         form = self._form_of_backward(start, stop, dy_NkcM.shape[0])
         if form is None:
-            return self._one_by_one(dy_NkcM, lambda call, dy_NcM: call.backward(start, stop, dy_NcM))
+            return self._back_one_by_one(start, stop, dy_NkcM, with_dw=True)
         dx_NkcM = self._dx_at_once(form, start, stop, dy_NkcM)
         self.backward_dw(start, stop)
         return dx_NkcM
@@ -142,7 +158,7 @@ class TogetherCall:
         """:meth:`backward` without weights; keeps ``dy_NkcM`` and what else :meth:`backward_dw` needs."""
         form = self._form_of_backward(start, stop, dy_NkcM.shape[0])
         if form is None:
-            return self._one_by_one(dy_NkcM, lambda call, dy_NcM: call.backward_dx(start, stop, dy_NcM))
+            return self._back_one_by_one(start, stop, dy_NkcM, with_dw=False)
         return self._dx_at_once(form, start, stop, dy_NkcM)
 
     def backward_dw(self, start: int, stop: int) -> None:
@@ -152,25 +168,22 @@ class TogetherCall:
             for call in self._calls:
                 call.backward_dw(start, stop)
             return
-        first = self._calls[0].written
+        first = self._first.form
         wants_down = self._sums.wants(first.down.weight)
         h_kRH = None
         if wants_down:
             h_kRH = rows_of_each(first.hidden(pending.kept) if pending.h_kNcH is None else pending.h_kNcH)
-        add_stacked_gradients(self._sums, [call.written.down for call in self._calls], pending.dy_kRM, h_kRH)
+        add_stacked_gradients(self._sums, self._down, pending.dy_kRM, h_kRH)
         pending.h_kNcH = h_kRH = None
         x_kRM = None if pending.x_kNcM is None else rows_of_each(pending.x_kNcM)
-        for i, delta_kRH in enumerate(pending.deltas_kRH):
-            add_stacked_gradients(self._sums, [call.written.up[i] for call in self._calls], delta_kRH, x_kRM)
+        for up, delta_kRH in zip(self._up, pending.deltas_kRH, strict=True):
+            add_stacked_gradients(self._sums, up, delta_kRH, x_kRM)
 
     def _dx_at_once(self, form: WrittenExpert, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
-        rows, kept = zip(*(call.read(start, stop) for call in self._calls), strict=True)
-        x_kNcM = None if rows[0] is None else _as_one(rows)
-        if self._recompute:
-            kept = self._kept(form, x_kNcM.transpose(0, 1))
-        else:
-            kept = tuple(_as_one(each) for each in zip(*kept, strict=True))
-        del rows
+        check_versions(self._weights, self._versions)
+        x_NkcM, *read = self._cuts.take(start, stop)
+        kept = self._kept(form, x_NkcM) if self._recompute else tuple(read)
+        del read
         dy_kRM = rows_of_each(dy_NkcM.transpose(0, 1))
         dh_kRH = torch.bmm(dy_kRM, form.down.weight_kOI)
         dh_kNcH = dh_kRH.view(*kept[0].shape)
@@ -181,25 +194,27 @@ class TogetherCall:
         dx_kRM = torch.bmm(deltas_kRH[0], form.up[0].weight_kOI)
         for linear, delta_kRH in zip(form.up[1:], deltas_kRH[1:], strict=True):
             dx_kRM += torch.bmm(delta_kRH, linear.weight_kOI)
-        if self._calls[0].wants_any:
-            x_kNcM = x_kNcM if self._calls[0].wants_up else None
+        if self._first.wants_any:
+            x_kNcM = x_NkcM.transpose(0, 1) if self._first.wants_up else None
             kept = kept if h_kNcH is None else ()
             self._pending[start, stop] = _Pending(x_kNcM, kept, h_kNcH, dy_kRM, deltas_kRH)
         return _by_rank(dx_kRM, dy_NkcM.shape)
 
     def _stacked_form(self, num_ranks: int) -> WrittenExpert | None:
         """The experts as one, without copying a weight; ``None`` where that cannot be."""
+        form_of = num_ranks, list(map(torch.Tensor.data_ptr, self._parameters))
+        if self._form_of != form_of:
+            self._form, self._form_of = self._stack(num_ranks), form_of
+        return self._form
+
+    def _stack(self, num_ranks: int) -> WrittenExpert | None:
         # As torch does it for one of several experts: where rows are not contiguous the bias comes after the product.
         within = num_ranks == 1
-        first = self._calls[0].written
-        up = [
-            StackedLinear.of([call.written.up[i] for call in self._calls], adds_bias_within=within)
-            for i in range(len(first.up))
-        ]
-        down = StackedLinear.of([call.written.down for call in self._calls], adds_bias_within=True)
-        if down is None or any(each is None for each in up):
+        down = StackedLinear.of(self._down, adds_bias_within=True)
+        up = [None if down is None else StackedLinear.of(each, adds_bias_within=within) for each in self._up]
+        if any(each is None for each in up):
             return None
-        form = copy.copy(first)
+        form = copy.copy(self._first.form)
         form.up, form.down = tuple(up), down
         return form
 
@@ -214,11 +229,58 @@ class TogetherCall:
         kept = form.kept(rows_of_each(x_NkcM.transpose(0, 1)))
         return tuple(each.view(k, num_ranks, slots, each.shape[-1]) for each in kept)
 
-    def _one_by_one(
-        self, tensor_NkcM: torch.Tensor, way: Callable[[WrittenCall, torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        parts = (way(call, tensor_NkcM[:, i]).unsqueeze(1) for i, call in enumerate(self._calls))
-        return joined(parts, len(self._calls))
+    @property
+    def _alone(self) -> tuple[WrittenCall, ...]:
+        if not self._calls:
+            options = {"needs_backward": self._needs_backward, "recompute": self._recompute, "contiguous": False}
+            self._calls = tuple(WrittenCall(each, self._sums, **options) for each in self._experts)
+        return self._calls
+
+    def _back_one_by_one(self, start: int, stop: int, dy_NkcM: torch.Tensor, with_dw: bool) -> torch.Tensor:
+        check_versions(self._weights, self._versions)
+        calls = self._alone
+        went_at_once = any(first < stop and start < last for first, last in self._cuts_at_once)
+        read = self._read_each(start, stop) if went_at_once else None
+
+        def back(i: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+            if read is None:
+                dx_NcM = calls[i].backward_dx(start, stop, dy_NcM)
+            else:
+                (x_NcM, *kept), read[i] = read[i], ()
+                dx_NcM = calls[i].dx_of(start, stop, x_NcM, tuple(kept), dy_NcM)
+            if with_dw:
+                calls[i].backward_dw(start, stop)
+            return dx_NcM
+
+        return self._one_by_one(dy_NkcM, back)
+
+    def _read_each(self, start: int, stop: int) -> list[tuple[torch.Tensor | None, ...]]:
+        """Of each expert what a cut needs that went at once in part."""
+        within = {start, stop}
+        for first, last in self._cuts_at_once:
+            within.update(each for each in (first, last) if start < each < stop)
+        parts: list[list[tuple[torch.Tensor | None, ...]]] = []
+        for low, high in itertools.pairwise(sorted(within)):
+            if any(first <= low and high <= last for first, last in self._cuts_at_once):
+                x_NkcM, *kept = self._cuts.take(low, high)
+                rows = [None] * len(self._experts) if x_NkcM is None else x_NkcM.unbind(1)
+                parts.append(list(zip(rows, *(each.unbind() for each in kept), strict=True)))
+            else:
+                parts.append([call.cuts.take(low, high) for call in self._calls])
+        if len(parts) == 1:
+            return parts[0]
+        return [
+            tuple(None if each[0] is None else torch.cat(each, dim=1) for each in zip(*of_expert, strict=True))
+            for of_expert in zip(*parts, strict=True)
+        ]
+
+    def _check_is_new(self, start: int, stop: int) -> None:
+        for cuts in self.stores[:2]:
+            cuts.check_is_new(start, stop)
+
+    def _one_by_one(self, tensor_NkcM: torch.Tensor, way: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        parts = (way(i, tensor_NkcM[:, i]).unsqueeze(1) for i in range(len(self._experts)))
+        return joined(parts, len(self._experts))
 
 
 @dataclass(frozen=True)
@@ -240,27 +302,20 @@ class Run:
         return way(self.call, tensor_NeCM[:, self.first]).unsqueeze(1)
 
 
-def runs_of(
-    calls: Sequence[WrittenCall | GraphCall], sums: GradientSums, *, recompute: bool, together: Together
-) -> tuple[Run, ...]:
-    """The experts of a rank in their order: neighbours of one structure together, the others alone."""
+def runs_of(planned: Sequence[PlannedExpert | None], together: Together) -> list[tuple[int, int]]:
+    """[first, last) of the experts of a rank in their order: neighbours of one structure together, the others alone."""
 
     def kind(index: int) -> Hashable:
-        call = calls[index]
-        known = structure(call.written, sums) if together != "never" and isinstance(call, WrittenCall) else None
+        expert = planned[index]
+        known = None if expert is None or together == "never" else expert.structure
         return index if known is None else known
 
     runs = []
-    for _, indices in itertools.groupby(range(len(calls)), kind):
+    for _, indices in itertools.groupby(range(len(planned)), kind):
         alike = list(indices)
-        most = most_together(calls[alike[0]].written, together) if len(alike) > 1 else 1
-        for first in range(alike[0], alike[-1] + 1, most):
-            last = min(first + most, alike[-1] + 1)
-            call = calls[first]
-            if last - first > 1:
-                call = TogetherCall(calls[first:last], sums, recompute=recompute, together=together)
-            runs.append(Run(first, last, call))
-    return tuple(runs)
+        most = most_together(planned[alike[0]], together) if len(alike) > 1 else 1
+        runs += [(first, min(first + most, alike[-1] + 1)) for first in range(alike[0], alike[-1] + 1, most)]
+    return runs
 
 
 def joined(parts: Iterable[torch.Tensor], num_experts: int) -> torch.Tensor:
@@ -286,9 +341,3 @@ def _by_rank(y_kRM: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """[k, N * c, M] to [N, k, c, M], the same memory."""
     num_ranks, k, slots, width = shape
     return y_kRM.view(k, num_ranks, slots, width).transpose(0, 1)
-
-
-def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[k, ...]; a copy only where somebody who keeps tensors for autograd has moved them."""
-    together = stacked(tensors)
-    return torch.stack(tuple(tensors)) if together is None else together

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_fsmoe.ops import arrange, reference, rows, schemas, slots
+from ds_fsmoe.ops import arrange, in_order, reference, rows, schemas, slots
 
 MODES = ("auto", "reference", "required")
 # Device type -> the library with all ops for it, by the name of its builder.
@@ -48,6 +48,7 @@ class Ops:
         arrange: (x_SM, slots_KS, num_slots, dtype) -> [N, M].
         restore: (y_NM, slots_KS, weights_KS, dtype) -> [S, M].
         gather_rows: (x_RM, index_N) -> [N, M]; zeros where the index is outside 0..R-1.
+        add_rows: (y_NM, index_N, num_rows) -> [R, M]; rows whose index is outside 0..R-1 are left out.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Ops:
     arrange: Callable[..., Tensor]
     restore: Callable[..., Tensor]
     gather_rows: Callable[[Tensor, Tensor], Tensor]
+    add_rows: Callable[[Tensor, Tensor, int], Tensor] = reference.add_rows
 
 
 REFERENCE = Ops(
@@ -92,11 +94,40 @@ COMPILED = {
     ),
 }
 
+# Those whose sums are added up in one order on every device. The compiled ones for CUDA use atomics for whole numbers
+# alone, so what they do not do themselves is all that differs.
+_IN_ORDER = {
+    "gather_rows": in_order.gather_rows,
+    "add_rows": in_order.add_rows,
+}
+_PLAIN_IN_ORDER = {
+    "arrange": partial(reference.arrange, gather=in_order.gather_rows),
+    "restore": partial(reference.restore, gather=in_order.gather_rows),
+}
+_REFERENCE_IN_ORDER = replace(REFERENCE, **_PLAIN_IN_ORDER, **_IN_ORDER)
+_CUDA_IN_ORDER = replace(
+    COMPILED["cuda"],
+    arrange=_unless_double(arrange.arrange, _PLAIN_IN_ORDER["arrange"]),
+    restore=_unless_double(arrange.restore, _PLAIN_IN_ORDER["restore"]),
+    **_IN_ORDER,
+)
+
+
+def adding_in_order(ops: Ops, device_type: str) -> Ops:
+    """The same operators in such a way that equal inputs have equal gradients in every run, down to the last bit.
+
+    On a CPU they are so already.
+    """
+    if device_type == "cpu":
+        return ops
+    return _CUDA_IN_ORDER if ops is COMPILED["cuda"] else _REFERENCE_IN_ORDER if ops is REFERENCE else ops
+
+
 # Device types for which "auto" has found, on all ranks, that there is nothing to load. It does not build again.
 _given_up: set[str] = set()
 
 
-def load_ops(mode: str, device_type: str) -> Ops:
+def load_ops(mode: str, device_type: str, deterministic: bool = False) -> Ops:
     """The operators to train with. Unless ``mode`` is "reference" this is a collective: every rank has to call it.
 
     The library comes from the installed wheel if that brings one, and is built otherwise: by the rank with LOCAL_RANK 0
@@ -107,11 +138,17 @@ def load_ops(mode: str, device_type: str) -> Ops:
         mode: "reference" for plain torch operators, "required" for the compiled ones, "auto" for the compiled ones
             where they can be had; where not, rank 0 warns once and says why.
         device_type: torch device type of the tensors, such as "cpu" or "cuda".
+        deterministic: :func:`adding_in_order`.
 
     Raises:
         ValueError: an unknown mode, or "required" for a device type that has no compiled ops.
         RuntimeError: "required", and building or loading failed on some rank; on every rank, with the reason.
     """
+    ops = _loaded(mode, device_type)
+    return adding_in_order(ops, device_type) if deterministic else ops
+
+
+def _loaded(mode: str, device_type: str) -> Ops:
     _check(mode, device_type)
     if mode == "reference" or (mode == "auto" and device_type in _given_up):
         return REFERENCE

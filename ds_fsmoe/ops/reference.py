@@ -6,6 +6,7 @@ Letters: S tokens, E experts, K choices of a token, C slots of an expert, N = E 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,11 +45,38 @@ def gather_rows(x_RM: Tensor, index_N: Tensor) -> Tensor:
     num_rows, width = x_RM.shape
     # Empty slots select a row of zeros. Masking the result instead would multiply, and inf times 0 is nan.
     padded_RM = torch.cat([x_RM, x_RM.new_zeros(1, width)])
-    is_empty_N = (index_N < 0) | (index_N >= num_rows)
-    return padded_RM.index_select(0, torch.where(is_empty_N, num_rows, index_N))
+    return padded_RM.index_select(0, places_of(index_N, num_rows))
 
 
-def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype | None = None) -> Tensor:
+def add_rows(y_NM: Tensor, index_N: Tensor, num_rows: int) -> Tensor:
+    """Adds up rows by number: the gradient of :func:`gather_rows`. Differentiable in ``y_NM``.
+
+    Args:
+        y_NM: [N, M], floating point.
+        index_N: [N] int64, where each goes. Anything outside 0..R-1 goes nowhere.
+        num_rows: R.
+
+    Returns:
+        [R, M]; zeros where nothing goes.
+    """
+    # One row more than there are takes what goes nowhere.
+    sums_RM = y_NM.new_zeros(num_rows + 1, y_NM.shape[1])
+    return sums_RM.index_add(0, places_of(index_N, num_rows), y_NM)[:-1]
+
+
+def places_of(index_N: Tensor, num_rows: int) -> Tensor:
+    """The numbers, and ``num_rows`` for each that is outside 0..R-1."""
+    return torch.where((index_N < 0) | (index_N >= num_rows), num_rows, index_N)
+
+
+def arrange(
+    x_SM: Tensor,
+    slots_KS: Tensor,
+    num_slots: int,
+    dtype: torch.dtype | None = None,
+    *,
+    gather: Callable[[Tensor, Tensor], Tensor] = gather_rows,
+) -> Tensor:
     """Token rows to slots; a slot that no token took is zero. Differentiable in ``x_SM``.
 
     Args:
@@ -57,6 +85,7 @@ def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype |
             No slot may be there twice.
         num_slots: N = E * C.
         dtype: of the result; ``None`` is that of ``x_SM``.
+        gather: as :func:`gather_rows`.
 
     Returns:
         [N, M].
@@ -67,11 +96,16 @@ def arrange(x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype |
     tokens_KS = torch.arange(num_tokens, device=slots_KS.device).expand_as(slots_KS)
     is_dropped_KS = (slots_KS < 0) | (slots_KS >= num_slots)
     token_of_slot.scatter_(0, torch.where(is_dropped_KS, num_slots, slots_KS).reshape(-1), tokens_KS.reshape(-1))
-    return gather_rows(x_SM.to(dtype or x_SM.dtype), token_of_slot[:-1])
+    return gather(x_SM.to(dtype or x_SM.dtype), token_of_slot[:-1])
 
 
 def restore(
-    y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor | None = None, dtype: torch.dtype | None = None
+    y_NM: Tensor,
+    slots_KS: Tensor,
+    weights_KS: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    gather: Callable[[Tensor, Tensor], Tensor] = gather_rows,
 ) -> Tensor:
     """The weighted sum of every token's rows; zero where all its choices were dropped.
 
@@ -82,6 +116,7 @@ def restore(
         slots_KS: [K, S] int64, as for :func:`arrange`.
         weights_KS: [K, S], float32 or float64; ``None`` counts every row once.
         dtype: of the result; ``None`` is that of ``y_NM``.
+        gather: as :func:`gather_rows`.
 
     Returns:
         [S, M], summed in float32 (float64 if anything is), in the order of the choices, and rounded once.
@@ -92,7 +127,7 @@ def restore(
         sum_dtype = torch.promote_types(sum_dtype, each)
     out_SM = y_NM.new_zeros((slots_KS.shape[1], y_NM.shape[1]), dtype=sum_dtype)
     for choice, slots_S in enumerate(slots_KS):
-        rows_SM = gather_rows(y_NM, slots_S).to(sum_dtype)
+        rows_SM = gather(y_NM, slots_S).to(sum_dtype)
         if weights_KS is not None:
             # What was dropped has no part in the sum, whatever its weight is: a nan there must not come through.
             is_dropped_S = (slots_S < 0) | (slots_S >= len(y_NM))

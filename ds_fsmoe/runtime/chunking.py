@@ -10,11 +10,15 @@ Letters: E experts of all ranks, C slots per expert, c those of a chunk, M width
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from ds_fsmoe.runtime.captures import is_capturing
 
 
 @dataclass(frozen=True)
@@ -38,21 +42,70 @@ class Cutting:
         """Where slots lie chunk by chunk.
 
         Args:
-            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none, which stays.
+            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none, as the result has it.
             num_experts: E.
         """
         if len(self.chunks) == 1:
             return slots
-        capacity = self.capacity
-        position = torch.arange(capacity)
-        first, width = torch.empty(2, capacity, dtype=torch.long)
-        for start, stop in self.chunks:
-            first[start:stop] = num_experts * start + position[start:stop] - start
-            width[start:stop] = stop - start
-        first, width = (each.to(slots.device, non_blocking=True) for each in (first, width))
-        expert = slots.div(capacity, rounding_mode="floor") if capacity else slots
-        place = slots - expert * capacity
-        return torch.where(slots < num_experts * capacity, first[place] + expert * width[place], slots)
+        # Before the first slot is none as well: -1 is the last row of the table.
+        return _TABLES.of(self, num_experts, slots).take(slots.clamp(-1, num_experts * self.capacity))
+
+
+class _Tables:
+    """Slot -> its row chunk by chunk, kept between calls: it depends on sizes alone, which hardly ever change.
+
+    Made on the device that reads them, without a copy from the host. On CUDA each stream has its own, as nothing orders
+    one stream's first use after the kernels of another that have filled the table.
+
+    Args:
+        limit_bytes: of all that are kept; those that have not been used for longest go. Capacities that follow from the
+            tokens would otherwise fill a device's memory with tables of which none is used again.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._tables: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
+        self._num_bytes = 0
+        # A forward that is computed again runs in a thread of autograd's.
+        self._lock = threading.Lock()
+
+    def of(self, cutting: Cutting, num_experts: int, slots: torch.Tensor) -> torch.Tensor:
+        """[E * C + 1] int64, where these slots are; the last is the number of none."""
+        device = slots.device
+        # What is made while a graph is captured lives with the graph, and what a tracer makes has no numbers.
+        if type(slots) is not torch.Tensor or (slots.is_cuda and is_capturing()):
+            return _slot_table(cutting, num_experts, device)
+        key = cutting, num_experts, device, torch.cuda.current_stream(device).cuda_stream if slots.is_cuda else 0
+        with self._lock:
+            if key in self._tables:
+                self._tables.move_to_end(key)
+                return self._tables[key]
+        with torch.inference_mode(False):
+            table = _slot_table(cutting, num_experts, device)
+        if type(table) is torch.Tensor:
+            self._keep(key, table)
+        return table
+
+    def _keep(self, key: tuple[object, ...], table: torch.Tensor) -> None:
+        with self._lock:
+            if key in self._tables or table.nbytes > self._limit_bytes:
+                return
+            self._tables[key] = table
+            self._num_bytes += table.nbytes
+            while self._num_bytes > self._limit_bytes:
+                self._num_bytes -= self._tables.popitem(last=False)[1].nbytes
+
+
+_TABLES = _Tables(limit_bytes=32 << 20)
+
+
+def _slot_table(cutting: Cutting, num_experts: int, device: torch.device) -> torch.Tensor:
+    rows_Ec = [
+        torch.arange(num_experts * start, num_experts * stop, device=device).view(num_experts, stop - start)
+        for start, stop in cutting.chunks
+    ]
+    none = torch.full((1,), num_experts * cutting.capacity, device=device)
+    return torch.cat([torch.cat(rows_Ec, dim=1).view(-1), none])
 
 
 def cut(capacity: int, shares: Sequence[float]) -> Cutting:
@@ -85,7 +138,7 @@ class ChunkedRows:
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
         """(a chunk [E, c, M], the first and the last of its slots that are wanted, where they come in the cut)."""
         for first, last in self._cutting.chunks:
-            low, high = max(first, start), min(last, stop)
+            low, high = first if first > start else start, last if last < stop else stop
             if low < high:
                 yield self._view(first, last), low - first, high - first, low - start
 

@@ -223,7 +223,7 @@ class Pipeline:
         # Autograd takes the youngest node first, so gradients arrive from the last parameter to the first, as they do
         # from stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of
         # a sum depend on where in a bucket it lies.
-        aliases = (each.view_as(each) for each in experts.parameters)
+        aliases = map(torch.Tensor.view_as, experts.parameters, experts.parameters)
         return _ExpertsPart.apply(x_RM, of_call, *aliases)
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from ds_fsmoe.planning.schedule import Lane, Task
+from ds_fsmoe.runtime.captures import beside_captures, is_capturing
 from ds_fsmoe.runtime.crossings import Crossings
 from ds_fsmoe.runtime.lanes import Lanes, Work, name_of
 
@@ -36,6 +37,10 @@ class StreamLanes(Lanes):
     With ``one_link`` both links are one stream, in the order of the list: where two collectives at work at once could
     wait for each other over ranks.
 
+    While a graph is being captured no event is asked whether it has come to pass: CUDA would give up the capture. A run
+    that is captured does nothing yet and cannot be behind; its events belong to the graph, and what is replayed later
+    the lanes do not see.
+
     After an error what has been issued runs to its end on the device, and the compute stream waits for it.
     """
 
@@ -59,23 +64,32 @@ class StreamLanes(Lanes):
         second = first if one_link else torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
         self._links = {Lane.INTRA: first, Lane.INTER: second}
         self._events = _Events()
+        self._is_captured = False
+        """Whether the last run was captured. Set before the first of its events is recorded."""
         self._end: torch.cuda.Event | None = None
         """On the compute stream, at the end of the last run."""
 
     def _execute(self, crossings: Crossings, work: Work) -> None:
         compute = torch.cuda.current_stream(self._device)
+        self._is_captured = is_capturing()
+        # One that was recorded in a capture must not be asked afterwards either.
+        events = _Events() if self._is_captured else self._events
         try:
-            self._issue(crossings, work, compute)
+            end = self._issue(crossings, work, compute, events)
         except BaseException:
             # With events of its own, whatever state ours are in. A device that has failed says so here again.
             with suppress(RuntimeError):
                 for lane in crossings.links:
                     compute.wait_stream(self._links[lane])
-                self._end = self._events.record(compute, None)
+                self._ends_with(events.record(compute, None))
             raise
+        self._ends_with(end)
 
-    def _issue(self, crossings: Crossings, work: Work, compute: torch.cuda.Stream) -> None:
-        events = self._events
+    def _ends_with(self, end: torch.cuda.Event) -> None:
+        self._end = None if self._is_captured else end
+
+    def _issue(self, crossings: Crossings, work: Work, compute: torch.cuda.Stream, events: _Events) -> torch.cuda.Event:
+        """Give the streams all they are to do; returns the event at the end of it."""
         events.reserve(crossings.count + 2)
         if crossings.links:
             fork = events.record(compute, None)
@@ -101,7 +115,7 @@ class StreamLanes(Lanes):
                     crossed[number] = stream, event
         for number in crossings.joins:
             compute.wait_event(crossed[number][1])
-        self._end = events.record(compute, None)
+        return events.record(compute, None)
 
     def is_behind(self) -> bool:
         """Whether the device has yet to reach the end of the last run. Of a run that is under way it says nothing.
@@ -109,10 +123,10 @@ class StreamLanes(Lanes):
         For a watchdog: it may be called from any thread, and does not wait for the device.
         """
         end = self._end
-        if end is None:
+        if end is None or self._is_captured:
             return False
         # A new thread is on device 0, and would make a context there.
-        with suppress(RuntimeError), torch.cuda.device(self._device):
+        with suppress(RuntimeError), torch.cuda.device(self._device), beside_captures():
             return not end.query()
         return False  # a device that has failed says so to whoever uses it next
 
@@ -121,7 +135,10 @@ class StreamLanes(Lanes):
 
         Known are tasks that another lane waits for, or the end of the run; of those, the last few hundred.
         """
-        finished = self._events.finished()
+        if self._is_captured:  # nothing of it has been done, and nobody may ask about what was before
+            return {lane: (name_of(mark.begun), "") for lane, mark in self._marks.items()}
+        with beside_captures():
+            finished = self._events.finished()
         return {lane: (name_of(mark.begun), name_of(finished.get(lane))) for lane, mark in self._marks.items()}
 
 

@@ -8,6 +8,7 @@ when tokens are dropped.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,10 +98,7 @@ def route_top_k(
     x_SM = x_SM.to(router_dtype)
     noise = settings.noisy_gate_policy if training else None
     if noise == "Jitter":
-        one = torch.ones((), dtype=torch.float32, device=x_SM.device)
-        # Arguments that are held against their range are fetched from the device for it.
-        factors = torch.distributions.Uniform(one * (1.0 - _JITTER), one * (1.0 + _JITTER), validate_args=False)
-        x_SM = x_SM * factors.rsample(x_SM.shape)
+        x_SM = x_SM * _uniform_like(x_SM, 1.0 - _JITTER, 1.0 + _JITTER)
     logits_SE = F.linear(x_SM, weight_EM.to(router_dtype))
     used_S = which_are_used(used_token_S, len(x_SM))
     settings = replace(settings, noisy_gate_policy=noise)
@@ -109,9 +107,24 @@ def route_top_k(
     return replace(routing, entropy=entropy_of(F.softmax(logits_SE, dim=1), used_S)) if says_entropy else routing
 
 
+def _uniform_like(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """float32 in [low, high), number for number as ``torch.distributions.Uniform`` of float32 bounds draws them."""
+    low_32, width_32 = _bounds(low, high)
+    return torch.rand(x.shape, dtype=torch.float32, device=x.device).mul_(width_32).add_(low_32)
+
+
+@functools.lru_cache(maxsize=16)
+def _bounds(low: float, high: float) -> tuple[float, float]:
+    """The lower bound and the width in float32, in which the difference of the two bounds is rounded too."""
+    low_32, high_32 = torch.tensor([low, high], dtype=torch.float32, device="cpu")
+    return float(low_32), float(high_32 - low_32)
+
+
 def _gumbel_like(logits_SE: torch.Tensor) -> torch.Tensor:
-    zero = torch.zeros((), dtype=torch.float32, device=logits_SE.device)
-    return torch.distributions.Gumbel(zero, zero + 1.0, validate_args=False).rsample(logits_SE.shape)
+    """As ``torch.distributions.Gumbel(0, 1)`` draws them in float32, number for number."""
+    info = torch.finfo(torch.float32)
+    uniform_SE = _uniform_like(logits_SE, info.tiny, 1 - info.eps)
+    return uniform_SE.log_().neg_().log_().neg_()
 
 
 def _scores(probs_SE: torch.Tensor) -> torch.Tensor:

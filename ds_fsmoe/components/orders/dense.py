@@ -8,7 +8,6 @@ import torch
 from ds_fsmoe.components.dense_routing import DenseRouting
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.router import mix
-from ds_fsmoe.ops import reference
 from ds_fsmoe.registry import register_order
 
 
@@ -21,11 +20,11 @@ class DenseOrder(OrderBase):
     def arrange(self, x_SM: torch.Tensor, routing: DenseRouting) -> torch.Tensor:
         x_RM = mix(routing.dispatch_SR.t(), x_SM)
         if routing.places is not None:
-            x_RM = reference.gather_rows(x_RM, routing.places.slot_of_row)
+            x_RM = self.ops.gather_rows(x_RM, routing.places.slot_of_row)
         return x_RM.view(routing.num_experts, routing.capacity, x_SM.shape[1])
 
     def restore(self, y_ECM: torch.Tensor, routing: DenseRouting) -> torch.Tensor:
         y_RM = y_ECM.reshape(routing.num_slots, y_ECM.shape[-1])
         if routing.places is not None:
-            y_RM = y_RM.index_select(0, routing.places.row_of_slot)
+            y_RM = self.ops.gather_rows(y_RM, routing.places.row_of_slot)
         return mix(routing.combine_SR, y_RM)

@@ -28,13 +28,7 @@ class SimpleOrder(OrderBase):
         y_RM = y_ECM.reshape(routing.num_slots, y_ECM.shape[-1])
         # The weights are float32 (or wider), so products and sums are too, whatever the experts' type.
         if isinstance(routing, SlotRouting):
-            return _added_to_tokens(y_RM * routing.weights_R.unsqueeze(-1), routing).to(y_ECM.dtype)
+            weighted_RM = y_RM * routing.weights_R.unsqueeze(-1)
+            return self.ops.add_rows(weighted_RM, routing.tokens_R, routing.num_tokens).to(y_ECM.dtype)
         weights_KS = routing.weights_KS.to(torch.promote_types(routing.weights_KS.dtype, torch.float32))
         return self.ops.restore(y_RM, routing.slots_KS, weights_KS)
-
-
-def _added_to_tokens(y_RM: torch.Tensor, routing: SlotRouting) -> torch.Tensor:
-    """[R, M] to [S, M]: the sum of each token's rows."""
-    # One more token than there are takes the rows of empty slots.
-    y_SM = y_RM.new_zeros(routing.num_tokens + 1, y_RM.shape[-1])
-    return y_SM.index_add(0, routing.tokens_R, y_RM)[:-1]

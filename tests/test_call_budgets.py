@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer asks of its host stays within what is written down here, and what is written down stays near to it.
+
+Counts have no noise: a number that goes up has a change behind it, in ours or, by a little, in another torch. After a
+change for the better the budget is to be lowered to the new count, so that nobody spends it again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.call_counts import Counts, layer_counts
+from tests.samples import sampled
+
+# (experts of this rank, chunks, way) -> calls and launches of: the experts' part forward, the same backward, the whole
+# layer forward, the same backward. On a CPU, with the reference ops and no other ranks, and with these versions:
+COUNTED_WITH = (3, 11), "2.13"
+BUDGETS: dict[tuple[int, int, str], tuple[tuple[int, int], ...]] = {
+    (1, 1, "auto"): ((203, 5), (299, 12), (429, 93), (299, 28)),
+    (1, 4, "auto"): ((544, 24), (826, 52), (791, 114), (826, 68)),
+    (8, 1, "never"): ((520, 48), (1107, 104), (744, 149), (1107, 142)),
+    (8, 1, "always"): ((371, 5), (439, 12), (595, 106), (439, 50)),
+    (8, 4, "never"): ((1413, 196), (3470, 420), (1658, 299), (3470, 458)),
+    (8, 4, "always"): ((772, 24), (1008, 52), (1017, 127), (1008, 90)),
+    (16, 1, "never"): ((880, 96), (2027, 208), (1104, 197), (2027, 246)),
+    (16, 1, "always"): ((443, 5), (463, 12), (667, 106), (463, 50)),
+    (16, 4, "never"): ((2397, 388), (6478, 836), (2642, 491), (6478, 874)),
+    (16, 4, "always"): ((844, 24), (1032, 52), (1089, 127), (1032, 90)),
+    (32, 4, "never"): ((4365, 772), (12494, 1668), (4610, 875), (12494, 1706)),
+    (32, 4, "always"): ((988, 24), (1080, 52), (1233, 127), (1080, 90)),
+}
+PARTS = ("part forward", "part backward", "layer forward", "layer backward")
+# What a patch of torch may take more or less for the same, in Python of its own and in operations. With other versions
+# than those, only what is over the budget is complained of: Python 3.12 makes no calls of list comprehensions.
+CALLS_MARGIN, LAUNCHES_MARGIN = 0.1, 0.05
+
+
+def is_counted_here() -> bool:
+    """Whether the table was counted with what runs now."""
+    python, of_torch = COUNTED_WITH
+    return sys.version_info[:2] == python and torch.__version__.startswith(f"{of_torch}.")
+
+
+def complaints(found: dict[str, Counts], budget: tuple[tuple[int, int], ...]) -> list[str]:
+    """What is over its budget, and what has fallen clearly under it."""
+    said = []
+    for part, (calls, launches) in zip(PARTS, budget, strict=True):
+        counts = found[part]
+        of_calls = "calls", counts.calls, calls, CALLS_MARGIN
+        of_launches = "launches", counts.launches, launches, LAUNCHES_MARGIN
+        for what, number, allowed, margin in (of_calls, of_launches):
+            if number > allowed * (1 + margin):
+                said.append(f"{part}: {number} {what}, and {allowed} are allowed: what has become dearer?")
+            elif number < allowed * (1 - margin) and is_counted_here():
+                said.append(f"{part}: {number} {what} of {allowed} allowed: lower the budget to what it is now")
+    return said
+
+
+@sampled(("num_experts", "degree", "together"), list(BUDGETS), kept=(1, 8, 9))
+def test_a_layer_keeps_to_its_budget_of_calls_and_launches(num_experts: int, degree: int, together: str) -> None:
+    found = layer_counts(num_experts, degree, together)
+    assert complaints(found, BUDGETS[num_experts, degree, together]) == []
+
+
+def test_a_count_is_the_same_every_time() -> None:
+    assert layer_counts(2, 2, "always") == layer_counts(2, 2, "always")
+
+
+def test_together_launches_and_calls_do_not_grow_with_the_experts() -> None:
+    """The goal: what is done for each expert is done in one operation, of all of them."""
+    for part in range(4):
+        (few_calls, few), (many_calls, many) = BUDGETS[8, 4, "always"][part], BUDGETS[32, 4, "always"][part]
+        assert many == few
+        # Two for each of the three parameters of an expert: autograd's own.
+        assert many_calls - few_calls < 24 * 3 * 4
+
+
+def test_a_budget_complains_of_more_and_of_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "is_counted_here", lambda: True)
+    budget = ((100, 20),) * 4
+    assert complaints(dict.fromkeys(PARTS, Counts(105, 20)), budget) == []
+    assert len(complaints(dict.fromkeys(PARTS, Counts(111, 20)), budget)) == 4
+    (said, *_) = complaints(dict.fromkeys(PARTS, Counts(100, 22)), budget)
+    assert said == "part forward: 22 launches, and 20 are allowed: what has become dearer?"
+    (said, *_) = complaints(dict.fromkeys(PARTS, Counts(80, 20)), budget)
+    assert said == "part forward: 80 calls of 100 allowed: lower the budget to what it is now"
+    monkeypatch.setitem(globals(), "is_counted_here", lambda: False)
+    assert complaints(dict.fromkeys(PARTS, Counts(80, 20)), budget) == []

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is worked out once about experts is worked out anew as soon as anything about them changes, and not before."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ds_fsmoe.components import expert_calls
+from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
+from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
+from ds_fsmoe.components.linears import UnbiasedShardLinear
+from ds_fsmoe.components.side_by_side import lay_side_by_side
+from ds_fsmoe.components.written import WRITTEN_ACTIVATIONS, WrittenFeedForward
+from tests.expert_cases import C, M, assert_gradients, backward, by_autograd, forward, make_experts, rows
+
+HOOK_MAKERS: list[Callable[[nn.Module], object]] = [
+    lambda module: module.register_forward_hook(lambda module, args, y: y * 2),
+    lambda module: module.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    lambda module: module.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,)),
+    lambda module: module.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,)),
+]
+
+
+def made(name: str = "gpt gelu", count: int = 3, together: str = "always") -> tuple[list[nn.Module], ExpertSet]:
+    experts = make_experts(name, count)
+    assert lay_side_by_side(experts)
+    return experts, expert_set(experts, together=together)
+
+
+def check(experts: list[nn.Module], layer: ExpertSet) -> None:
+    """A call gives what autograd gives now, in the forward and in the backward."""
+    x_NeCM, dy_NeCM = rows(2, len(experts), C, M), rows(2, len(experts), C, M, seed=2)
+    y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
+    for sizes in ((6, 7), (3, 10)):
+        call = layer.call(True, same_cuts=False)
+        torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
+        torch.testing.assert_close(backward(call, dy_NeCM, sizes), dx_NeCM, rtol=0, atol=1e-12)
+        assert_gradients(call.gradients(), gradients, atol=1e-12)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each plan that is made."""
+    seen: list[None] = []
+    plan_class = expert_calls.ExpertPlan
+
+    def noted(*args: object) -> object:
+        seen.append(None)
+        return plan_class(*args)
+
+    monkeypatch.setattr(expert_calls, "ExpertPlan", noted)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["gpt relu", "mixtral", "sequential gelu tanh", "bottleneck"])
+def test_nothing_is_worked_out_twice_while_nothing_changes(name: str, plans: list[None]) -> None:
+    experts, layer = made(name)
+    for _ in range(3):
+        check(experts, layer)
+        with torch.no_grad():  # a step of an optimizer, and a state that is loaded
+            for parameter in layer.parameters:
+                parameter.mul_(1.1)
+            experts[0].load_state_dict(copy.deepcopy(experts[1].state_dict()))
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize("together", ["always", "never"])
+@pytest.mark.parametrize("hook", HOOK_MAKERS)
+def test_hooks_that_come_and_go_later_run_from_then_until_then(
+    hook: Callable[[nn.Module], object], together: str
+) -> None:
+    experts, layer = made(together=together)
+    check(experts, layer)
+    for module in (experts[1], experts[2].fc1):
+        handle = hook(module)
+        assert not layer.splits
+        check(experts, layer)
+        check(experts, layer)
+        handle.remove()
+        assert layer.splits
+        check(experts, layer)
+
+
+def frozen(experts: list[nn.Module]) -> None:
+    experts[1].fc1.weight.requires_grad_(False)
+
+
+def thawed(experts: list[nn.Module]) -> None:
+    frozen(experts)
+    experts[1].fc1.weight.requires_grad_(True)
+
+
+def another_activation(experts: list[nn.Module]) -> None:
+    experts[0].activation = "relu"
+
+
+def another_forward(experts: list[nn.Module]) -> None:
+    expert = experts[0]
+    expert.forward = lambda x: expert.fc2(torch.tanh(expert.fc1(x)))
+
+
+def another_class(experts: list[nn.Module]) -> None:
+    class Doubled(type(experts[0])):
+        def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+            return 2 * super().do_experts(args)
+
+    experts[2].__class__ = Doubled
+
+
+def unbiased(experts: list[nn.Module]) -> None:
+    experts[1].fc2.__class__ = UnbiasedShardLinear
+
+
+def parametrized(experts: list[nn.Module]) -> None:
+    class Twice(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+        def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight / 2
+
+    parametrize.register_parametrization(experts[1].fc1, "weight", Twice())
+    parametrize.remove_parametrizations(experts[1].fc1, "weight")
+
+
+def other_memory(experts: list[nn.Module]) -> None:
+    """As ZeRO gives parameters another place."""
+    experts[1].fc1.weight.data = experts[1].fc1.weight.data.clone() * 3
+
+
+def other_strides(experts: list[nn.Module]) -> None:
+    """At the same address."""
+    weight = experts[1].fc1.weight
+    weight.data = weight.data.flatten().as_strided(weight.shape, (1, weight.shape[0]))
+
+
+def side_by_side_elsewhere(experts: list[nn.Module]) -> None:
+    for expert in experts:
+        for parameter in expert.parameters():
+            parameter.data = parameter.data.clone()
+    assert lay_side_by_side(experts)
+
+
+def compiled(experts: list[nn.Module]) -> None:
+    experts[1].compile(backend="eager")
+
+
+def other_hooks_dictionary(experts: list[nn.Module]) -> None:
+    """As copying and pickling of modules do it."""
+    experts[1]._forward_hooks = type(experts[1]._forward_hooks)({0: lambda module, args, y: y * 2})
+
+
+CHANGES = [
+    frozen,
+    thawed,
+    another_activation,
+    another_forward,
+    another_class,
+    unbiased,
+    other_memory,
+    other_strides,
+    side_by_side_elsewhere,
+    compiled,
+    other_hooks_dictionary,
+]
+
+
+@pytest.mark.parametrize("together", ["always", "never"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_later_counts_in_the_next_call(change: Callable[[list[nn.Module]], None], together: str) -> None:
+    experts, layer = made(together=together)
+    check(experts, layer)
+    change(experts)
+    if change is unbiased:  # a module of ours, which autograd gives the same zeros
+        x_NeCM = rows(2, 3, C, M)
+        expected = torch.stack([expert(x_NeCM[:, i]) for i, expert in enumerate(experts)], dim=1)
+        torch.testing.assert_close(forward(layer.call(True), x_NeCM, [13]), expected, rtol=0, atol=1e-12)
+        return
+    check(experts, layer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda experts: setattr(experts[1].fc1, "weight", nn.Parameter(experts[1].fc1.weight.detach() * 2)),
+        lambda experts: setattr(experts[1], "fc1", copy.deepcopy(experts[1].fc1)),
+        parametrized,
+        lambda experts: experts[1].fc1.register_parameter("lora", nn.Parameter(torch.zeros(2))),
+    ],
+    ids=["parameter", "module", "parametrization", "one more"],
+)
+def test_parameters_that_are_others_are_refused(change: Callable[[list[nn.Module]], None]) -> None:
+    experts, layer = made()
+    layer.call(True)
+    change(experts)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="were replaced after expert_set"):
+            layer.call(True)
+
+
+def test_another_type_is_another_plan() -> None:
+    experts, layer = made()
+    check(experts, layer)
+    for expert in experts:
+        expert.to(torch.float32)
+    x_NeCM = rows(2, 3, C, M, dtype=torch.float32)
+    expected = torch.stack([expert(x_NeCM[:, i]) for i, expert in enumerate(experts)], dim=1)
+    torch.testing.assert_close(forward(layer.call(False), x_NeCM, [6, 7]), expected, rtol=0, atol=1e-5)
+    for expert in experts:
+        expert.to(torch.float64)
+    check(experts, layer)
+
+
+def test_dropout_follows_the_mode_of_its_module() -> None:
+    experts = [nn.Sequential(nn.Linear(M, M), nn.Dropout(0.5)).double() for _ in range(2)]
+    layer = expert_set(experts)
+    x_NeCM = torch.ones(1, 2, C, M, dtype=torch.float64)
+    for is_training in (True, False, True):
+        for expert in experts:
+            expert.train(is_training)
+        y_NeCM = forward(layer.call(True), x_NeCM, [13])
+        assert bool((y_NeCM == 0).any()) is is_training
+
+
+def test_a_copy_of_a_layer_that_was_used_has_experts_of_its_own() -> None:
+    experts, layer = made()
+    check(experts, layer)
+    copied_experts, copied = copy.deepcopy((experts, layer))
+    assert all(one is other for one, other in zip(copied.experts, copied_experts, strict=True))
+    with torch.no_grad():
+        copied_experts[1].fc1.weight.mul_(2)
+    for each in copied_experts:
+        each.fc2.bias.requires_grad_(False)
+    check(copied_experts, copied)
+    check(experts, layer)
+
+
+def test_what_an_unknown_expert_remembers_is_not_held_for_it() -> None:
+    class Remembers(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    expert = Remembers(M, M).double()
+    layer = expert_set([expert])
+    for _ in range(2):
+        forward(layer.call(True), rows(2, 1, C, M), [13])
+    last = weakref.ref(expert.last)
+    expert.last = None
+    assert last() is None
+
+
+def test_autocast_is_asked_for_in_every_call() -> None:
+    _, layer = made()
+    assert layer.splits
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not layer.splits
+        assert layer.written_now() == (None,) * 3
+    assert layer.splits
+
+
+def test_a_form_that_somebody_else_writes_is_asked_for_in_every_call() -> None:
+    options = {"name": "relu"}
+
+    class Mine(ExpertBase):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(M, M), nn.Linear(M, M)
+
+        def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+            function = {"relu": torch.relu, "silu": nn.functional.silu}[options["name"]]
+            return self.down(function(self.up(args.tokens)))
+
+        def written(self) -> WrittenFeedForward:
+            return WrittenFeedForward(self.up, WRITTEN_ACTIVATIONS[options["name"]], self.down)
+
+    experts = [Mine().double() for _ in range(3)]
+    layer = expert_set(experts)
+    check(experts, layer)
+    options["name"] = "silu"  # which no look at the module shows
+    assert layer.splits
+    check(experts, layer)
+
+
+def test_what_is_remembered_holds_no_memory_that_parameters_have_left() -> None:
+    _, layer = made()
+    call = layer.call(True)
+    forward(call, rows(2, 3, C, M), [13])
+    (run,) = call._runs
+    assert run.call._form is not None  # the weights as one, for as long as a run lasts
+    kept = call.release()
+    assert run.call._form is None
+    call.restore(kept)
+    backward(call, rows(2, 3, C, M), [13])
+    call.release()
+    assert run.call._form is None
+
+
+def test_cuts_that_went_at_once_and_alone_are_read_across() -> None:
+    experts = make_experts("gpt gelu", 3, 32, 64, torch.float64)
+    assert lay_side_by_side(experts)
+    # At once up to 32 rows: the first and the last cut; the one between goes one by one.
+    x_NeCM, dy_NeCM = rows(1, 3, 100, 32), rows(1, 3, 100, 32, seed=2)
+    y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
+    for recompute in (False, True):
+        for sizes in ([20, 50, 30], [100], [10, 20, 60, 10], [5, 5, 10, 45, 15, 20]):
+            call = expert_set(experts).call(True, same_cuts=False, recompute=recompute)
+            torch.testing.assert_close(forward(call, x_NeCM, [20, 50, 30]), y_NeCM, rtol=0, atol=1e-12)
+            call.restore(call.release())
+            torch.testing.assert_close(backward(call, dy_NeCM, sizes), dx_NeCM, rtol=0, atol=1e-12)
+            assert_gradients(call.gradients(), gradients, atol=1e-12)
+    call = expert_set(experts).call(True)
+    call.forward(0, 20, x_NeCM[:, :, :20])
+    for start, stop in ((10, 70), (5, 10)):
+        with pytest.raises(ValueError, match="were given twice"):
+            call.forward(start, stop, x_NeCM[:, :, start:stop])
