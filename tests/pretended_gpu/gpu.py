@@ -70,6 +70,7 @@ class Stream:
     def __init__(self, gpu: Gpu, index: int, name: str) -> None:
         self.gpu, self.device_index, self.name = gpu, index, name
         self.device = torch.device("cuda", index)
+        self.cuda_stream = id(self)
         self.clock: dict[Stream, int] = {}
         self.freed: list[Block] = []
         """Memory that was made here, and is free."""
