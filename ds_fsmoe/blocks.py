@@ -76,7 +76,7 @@ class GradientPartitionBlock(_Block):
     solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
     chunk_bytes: int = Field(31457280, ge=1, description="slice size of fixed_chunk")
     all_used: bool = Field(
-        False, description="every parameter gets its gradient once in every backward: no second copy"
+        False, description="every parameter gets its gradient once in every backward: ranks need not look for late ones"
     )
 
 

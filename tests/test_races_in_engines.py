@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -101,6 +102,17 @@ def layouts() -> list[tuple[int, Run]]:
     return some
 
 
+def parts() -> list[tuple[int, Run]]:
+    """Every gate and order by name."""
+    gates: list[dict[str, Any]] = [
+        {"type": name} for name in ("gshard", "switch", "mixtral", "qwen", "sigmoid", "xmoe")
+    ]
+    gates += [{"type": "deepseek", "num_groups": 2, "kept_groups": 1}, {"type": "softmoe", "causal": False}]
+    gates += [{"type": "expert_choice", "k": 2, "capacity_factor": 1.1, "causal": False}]
+    runs = [Run(n % 3, mode="dense_only", block=(*degrees(2, 2), ("gate", gate))) for n, gate in enumerate(gates)]
+    return [(2, run) for run in (*runs, Run(1, block=(*degrees(3, 2), ("order", "einsum"))))]
+
+
 def of_training() -> list[tuple[int, Run]]:
     """The runs that gradients are compared with stock by, at degrees that cut. Not with sparse gradients: the memory
     of a sparse tensor's parts is not followed."""
@@ -117,7 +129,7 @@ def test_engines_keep_every_rule(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_engines_keep_every_rule_in_all_runs(part: int, tmp_path: Path) -> None:
-    (wrong,) = run_on_ranks(problems, 1, tmp_path, [*layouts(), *of_training()][part::4], limit_s=1200)
+    (wrong,) = run_on_ranks(problems, 1, tmp_path, [*layouts(), *parts(), *of_training()][part::4], limit_s=1200)
     assert not wrong, "\n".join(wrong)
 
 

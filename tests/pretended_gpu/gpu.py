@@ -142,6 +142,7 @@ class Block:
     home: Stream
     """The stream that was current when it was made: the allocator knows no other."""
     born: str
+    num_bytes: int
     uses: list[Operation] = field(default_factory=list)
     writes: list[Operation] = field(default_factory=list)
     recorded: set[Stream] = field(default_factory=set)
@@ -229,19 +230,21 @@ class Gpu:
             _merge(self.host_clock, of)
 
     def allocate(self, storage: torch.UntypedStorage) -> None:
-        """A storage was made on the current stream (rule 2)."""
+        """A storage was made on the current stream (rule 2). One of no bytes is on the device, and takes no memory."""
         home = self.current
+        self.blocks[storage._cdata] = Block(home, f"{home.name}: {self.task}", storage.nbytes())
+        weakref.finalize(storage, self._free, storage._cdata).atexit = False
+        if not storage.nbytes():
+            return
         for block in home.freed:
             unseen = [use for use in block.uses if use.stream not in block.recorded and not home.has_seen(use)]
             if unseen:
                 self._break("reuse", self.task, block, unseen)
         home.freed.clear()
-        self.blocks[storage._cdata] = Block(home, f"{home.name}: {self.task}")
-        weakref.finalize(storage, self._free, storage._cdata).atexit = False
 
     def _free(self, address: int) -> None:
         block = self.blocks.pop(address, None)
-        if block is not None:
+        if block is not None and block.num_bytes:
             block.home.freed.append(block)
 
     def do(self, what: str, read: Iterable[int], written: Iterable[int], stream: Stream | None = None) -> None:

@@ -79,7 +79,7 @@ class _Operations(TorchDispatchMode):
         if not there and not (self.makes_on_gpu and not given):
             return result
         for each in made:
-            if not self.is_there(each) and each.untyped_storage().nbytes():
+            if not self.is_there(each):
                 self.gpu.allocate(each.untyped_storage())
         if name in _UNWRITTEN:
             for each in made:
@@ -283,7 +283,7 @@ class _Moved(torch.autograd.Function):
 def _copied(tensor: torch.Tensor, operations: _Operations, to_gpu: bool) -> torch.Tensor:
     with torch.utils._python_dispatch._disable_current_modes():
         copy = tensor.clone()
-    if to_gpu and copy.untyped_storage().nbytes():
+    if to_gpu:
         operations.gpu.allocate(copy.untyped_storage())
         operations.gpu.do("copy to the device", (), [_address(copy)])
     return copy
