@@ -119,6 +119,9 @@ class Copies:
     def restore(self, tensors: Any) -> None:
         pass
 
+    def rows(self) -> list[torch.Tensor]:
+        return []
+
 
 class Slices:
     """A window in which slices of these kinds travel."""

@@ -55,6 +55,10 @@ class Cuts:
         self._pieces = [(start, stop, (None,) * len(of_piece)) for start, stop, of_piece in self._pieces]
         return tensors
 
+    def first_of_each(self) -> list[torch.Tensor]:
+        """The first tensor of every piece that is here."""
+        return [of_piece[0] for _, _, of_piece in self._pieces if of_piece[0] is not None]
+
     def restore(self, tensors: Iterator[torch.Tensor | None]) -> None:
         """Take back what was given away, in that order."""
         self._pieces = [(start, stop, tuple(next(tensors) for _ in piece)) for start, stop, piece in self._pieces]

@@ -129,6 +129,10 @@ class ExpertCall:
             for cuts in run.call.stores:
                 cuts.restore(remaining)
 
+    def rows(self) -> list[torch.Tensor]:
+        """Of what has been restored, the rows that came to the experts; the rest they have made themselves."""
+        return [rows for run in self._runs for cuts in run.call.stores for rows in cuts.first_of_each()]
+
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each parameter of :attr:`ExpertSet.parameters`, and start over.
 

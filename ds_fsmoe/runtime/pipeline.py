@@ -58,6 +58,8 @@ class ExpertCall(Protocol):
 
     def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
 
+    def rows(self) -> list[torch.Tensor]: ...
+
 
 class Experts(Protocol):
     """The experts of this rank."""
@@ -241,17 +243,16 @@ class _ExpertsPart(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Read before anything runs: under checkpointing this is where the forward is run again.
-        saved = ctx.saved_tensors
-        ctx.call.experts.restore(saved)
-        if not ctx.call.pipeline.lanes.runs_behind:
-            # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory
-            # of rows that came over a link would be handed to the next chunk that comes: there all stay until the
-            # streams are joined. Receiving into memory made whole beforehand would keep them as long.
-            saved = ()
+        ctx.call.experts.restore(ctx.saved_tensors)
+        # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory of
+        # rows that came over a link would be handed to the next chunk that comes: these stay until the streams are
+        # joined, as they would if they had been received into memory made whole beforehand.
+        held = ctx.call.experts.rows() if ctx.call.pipeline.lanes.runs_behind else []
         # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
         # but memory depends on it, and a torch that cannot do it yet goes without.
         getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
         dx_RM, gradients = ctx.call.backward(dy_RM)
+        del held
         ctx.call.experts.release()
         return dx_RM, None, *gradients
 
