@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed import comm as deepspeed_comm
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -26,6 +27,7 @@ from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.runtime.wires import Wires
 from tests.pretended_gpu import Gpu, pretending
 from tests.reference import LayerSettings
@@ -62,6 +64,8 @@ class Case:
     """Of each layer: "", "reentrant" or "saved"."""
     hooks: str = ""
     """"", "rounding" (the wire is narrower) or "copying" (new tensors at every point)."""
+    whole: bool = False
+    """The experts of a rank are called as one module, as where somebody has put a hook on it."""
 
 
 class Copying(CallbackBase):
@@ -103,6 +107,13 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
     return [Pipeline(lanes, wires, *plans, f"L{layer}", case.recompute) for layer in range(LAYERS)]
 
 
+def _as_one(experts: list[nn.Module]) -> WholeExperts:
+    def forward(x_NecM: torch.Tensor) -> torch.Tensor:
+        return torch.stack([expert(x_NecM[:, number]) for number, expert in enumerate(experts)], dim=1)
+
+    return WholeExperts(forward, tuple(p for each in experts for p in each.parameters()), "experts")
+
+
 def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
     """What two steps compute: the result and every gradient of each."""
     layout = case.layout
@@ -117,7 +128,7 @@ def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
         gates.append(gate.to("cuda"))
         experts.append([each.to("cuda") for each in local_experts(problem.experts, groups, layout.ep, layout.esp)])
         callbacks.append([each() for each in HOOKS[case.hooks]])
-    sets = [expert_set(each, keep_expert_dim=True) for each in experts]
+    sets = [_as_one(each) if case.whole else expert_set(each, keep_expert_dim=True) for each in experts]
 
     def layer(number: int, x_SM: torch.Tensor) -> torch.Tensor:
         parts = {"gate": gates[number], "order": SimpleOrder(), "pipeline": pipelines[number]}

@@ -51,6 +51,11 @@ def can_be_run(layout: Layout, forward: int, backward: int, expert: str, *_: Any
 
 
 CASES = [Case(*values) for values in covering(*AXES, allowed=can_be_run)]
+CASES += [
+    Case(Layout(2, 2), 1, 1, whole=True),
+    Case(Layout(4, 4, ranks_per_node=2, alltoall="2dh"), 1, 1, "mixtral", whole=True, hooks="copying"),
+    Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, "reduce_first", whole=True, recompute=True, checkpointing="saved"),
+]
 
 
 @functools.cache
