@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.runtime import lanes
-from ds_fsmoe.runtime.crossings import Step
+from ds_fsmoe.runtime.crossings import Crossings, Step
 from ds_fsmoe.runtime.phase import Phase
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.stream_lanes import StreamLanes
@@ -119,6 +119,29 @@ def test_each_wait_that_is_dropped_is_reported(case: Case, step: int) -> None:
     missed = [number for number, gpu in dropped.items() if not gpu.breaches and gpu.order != whole.order]
     assert missed == []
     assert sum(bool(gpu.breaches) for gpu in dropped.values()) > len(dropped) / 2
+
+
+@sampled(("case", "step"), [(WRONG[0], 4), *((case, 1) for case in WRONG)], kept=[0], ids=str)
+def test_each_crossing_that_is_dropped_is_reported(case: Case, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the backward, whose schedule has them all: there is none that the order within lanes would make up for."""
+    execute = StreamLanes._execute
+    counts = []
+
+    def without(self: StreamLanes, crossings: Crossings, work: lanes.Work, number: int = -1) -> None:
+        if "backward" in work.label:
+            counts.append(crossings.count - len(crossings.joins))
+            steps = tuple(
+                replace(each, needs=tuple(needed for needed in each.needs if needed != number))
+                for each in crossings.steps
+            )
+            crossings = replace(crossings, steps=steps)
+        execute(self, crossings, work)
+
+    monkeypatch.setattr(StreamLanes, "_execute", without)
+    assert not watched(case)[0].breaches
+    for number in range(0, counts[0], step):
+        monkeypatch.setattr(StreamLanes, "_execute", functools.partialmethod(without, number=number))
+        assert {"order", "reuse"} & {each.rule for each in watched(case)[0].breaches}, number
 
 
 @sampled("case", WRONG, kept=[0], ids=str)
