@@ -32,9 +32,7 @@ def release() -> Release:
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise RuntimeError(
-            f"{path} does not run: {error}; install the CUDA toolkit, or name it in CUDA_HOME"
-        ) from error
+        raise RuntimeError(f"{path} does not run: {error}; install the toolkit, or name it in CUDA_HOME") from error
     found = re.search(r"release (\d+)\.(\d+)", said)
     if found is None:
         raise RuntimeError(f"{path} does not say its release: {said.strip()!r}")
