@@ -18,16 +18,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from deepspeed.ops.op_builder.builder import (
-    CUDAMismatchException,
-    CUDAOpBuilder,
-    MissingCUDAException,
-    OpBuilder,
-    assert_no_cuda_mismatch,
-)
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
-from . import SOURCE_ROOT, locks
+from . import SOURCE_ROOT, locks, toolkit
 
 if TYPE_CHECKING:
     from setuptools import Extension
@@ -150,9 +144,6 @@ class CPUBuilder(FSMoEBuilder, CPUOpBuilder):
 class CUDABuilder(FSMoEBuilder, CUDAOpBuilder):
     """A CUDA op: kernels in ``.cu`` files that know nothing of torch, bindings in ``.cpp`` files."""
 
-    ARCHITECTURES: ClassVar[str] = "8.0;9.0+PTX"
-    """What a wheel is compiled for, unless ``TORCH_CUDA_ARCH_LIST`` says otherwise."""
-
     def obstacles(self) -> list[str]:
         found = super().obstacles()
         if torch.version.hip is not None:
@@ -161,11 +152,23 @@ class CUDABuilder(FSMoEBuilder, CUDAOpBuilder):
             return [*found, f"this torch ({torch.__version__}) is built without CUDA"]
         if not self._for_wheel() and not torch.cuda.is_available():
             found.append("torch finds no CUDA device")
-        try:
-            assert_no_cuda_mismatch(self.name)
-        except (MissingCUDAException, CUDAMismatchException) as err:
-            found.append(str(err))
+        if reason := toolkit.obstacle(torch.version.cuda):
+            found.append(reason)
         return found
+
+    def builder(self) -> Extension:
+        """The extension to compile into a wheel, if there are no obstacles.
+
+        DeepSpeed has a list of releases that go together, and looks into it here: it ends at CUDA 12.
+        """
+        skip = os.environ.get("DS_SKIP_CUDA_CHECK")
+        os.environ["DS_SKIP_CUDA_CHECK"] = "1"
+        try:
+            return super().builder()
+        finally:
+            os.environ.pop("DS_SKIP_CUDA_CHECK")
+            if skip is not None:
+                os.environ["DS_SKIP_CUDA_CHECK"] = skip
 
     def _for_wheel(self) -> bool:
         return os.environ.get(self.BUILD_VAR, "0") == "1"
@@ -176,4 +179,4 @@ class CUDABuilder(FSMoEBuilder, CUDAOpBuilder):
     def nvcc_args(self) -> list[str]:
         # Not DeepSpeed's --use_fast_math: sums must have the same bits as the reference, denormals included.
         arguments = ["-O3", "--fmad=false", f"-DFSMOE_TORCH_{TORCH_TAG}"]
-        return arguments + self.compute_capability_args(self.ARCHITECTURES)
+        return arguments + self.compute_capability_args(toolkit.wheel_architectures(toolkit.release()))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,28 +16,87 @@ from tests.samples import sampled
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "csrc" / "cuda"
 KERNELS = sorted(FOLDER.rglob("*.cu"))
-ARCHITECTURES = ("sm_80", "sm_90")
+ARCHITECTURES = ("sm_80", "sm_100", "sm_120", "sm_90")
+# Of a thread, where 256 of them must fit on a multiprocessor eight times, nearly: the most there is is 56, on sm_120.
+MAX_REGISTERS = 64
+
+
+def nvcc_for(architecture: str) -> str:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc on the PATH: the kernels cannot be compiled here")
+    known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, timeout=60).stdout.split()
+    if architecture not in known:
+        pytest.skip(f"this nvcc does not know {architecture}")
+    return nvcc
 
 
 @sampled("architecture", ARCHITECTURES, kept=[-1])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
-def test_every_kernel_file_compiles(kernel: Path, architecture: str, tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc on the PATH: the kernels cannot be compiled here")
-    command = [
-        nvcc,
-        "-std=c++17",
-        "-O3",
-        "--fmad=false",
-        f"-arch={architecture}",
-        "-Werror=all-warnings",
-        f"-I{FOLDER}",
-    ]
+def test_every_kernel_compiles_within_its_budget_of_registers(kernel: Path, architecture: str, tmp_path: Path) -> None:
+    command = [nvcc_for(architecture), "-std=c++17", "-O3", "--fmad=false", f"-arch={architecture}", f"-I{FOLDER}"]
+    strict = ["-Werror=all-warnings", "-Xptxas", "-v"]
     output = tmp_path / "kernel.o"
-    done = subprocess.run([*command, "-c", str(kernel), "-o", str(output)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run = [*command, *strict, "-c", str(kernel), "-o", str(output)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=600)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
     assert output.stat().st_size > 0
+    registers = [int(found) for found in re.findall(r"Used (\d+) registers", said)]
+    assert len(registers) >= len(re.findall(r"__global__", kernel.read_text()))
+    assert max(registers) <= MAX_REGISTERS, said
+    assert set(re.findall(r"(\d+) bytes (?:stack frame|spill \w+)", said)) == {"0"}, said
+
+
+def checked_syntax(source: Path, standard: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a C++ compiler says of a file of bindings, with torch's headers and CUDA's."""
+    torch = pytest.importorskip("torch")
+    from torch.utils import cpp_extension
+
+    compiler, nvcc = os.environ.get("CXX", "c++"), shutil.which("nvcc")
+    if shutil.which(compiler) is None or nvcc is None:
+        pytest.skip(f"no {compiler} or no nvcc on the PATH: the bindings need a compiler and CUDA's headers")
+    asked = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True, timeout=60).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", asked, re.MULTILINE)
+    headers = Path(top[1], "include") if top else Path("no such folder")
+    if not (headers / "cuda_runtime_api.h").is_file():
+        pytest.skip(f"CUDA's headers are not in {headers}")
+    # The one header that torch's build for the CPU leaves out: how torch itself was built, all macros of it optional.
+    left_out = folder / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+    left_out.parent.mkdir(parents=True, exist_ok=True)
+    left_out.touch()
+    theirs = [*cpp_extension.include_paths(), str(headers), *([] if torch.version.cuda else [str(folder)])]
+    command = [compiler, f"-std={standard}", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{FOLDER}"]
+    for each in theirs:
+        command += ["-isystem", each]
+    return subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=600)
+
+
+@sampled("standard", ("c++17", "c++20"), kept=[-1])
+def test_the_bindings_are_right_by_torchs_headers(standard: str, tmp_path: Path) -> None:
+    done = checked_syntax(FOLDER / "bindings.cpp", standard, tmp_path)
+    if standard == "c++17" and "C++20" in done.stderr:
+        pytest.skip("this torch wants C++20")
+    assert done.returncode == 0, done.stderr
+
+
+ERRORS = {
+    "an argument left out": ("slots.size(0), num_slots,\n", "num_slots,\n"),
+    "a method that does not exist": ("x.contiguous()", "x.contigous()"),
+    "a variable that nobody reads": ('  check_rows(op, "x", x);\n', '  check_rows(op, "x", x);\n  int unread;\n'),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", ERRORS.values(), ids=ERRORS)
+def test_an_error_in_the_bindings_is_found(edit: tuple[str, str], tmp_path: Path) -> None:
+    text = (FOLDER / "bindings.cpp").read_text()
+    assert edit[0] in text
+    wrong = tmp_path / "bindings.cpp"
+    wrong.write_text(text.replace(*edit, 1))
+    done = checked_syntax(wrong, "c++20", tmp_path)
+    assert done.returncode != 0
+    assert re.search(r"bindings\.cpp:\d+:\d+: error: ", done.stderr)
 
 
 def test_there_are_kernels_and_the_builder_names_them_all() -> None:

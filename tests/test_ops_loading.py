@@ -177,15 +177,69 @@ def test_what_one_rank_cannot_have_no_rank_uses(tmp_path: Path) -> None:
         assert "on rank 1" in outcome["refused"]
 
 
-@pytest.mark.parametrize(("for_torch", "state"), [("13.1", "[OKAY]"), ("12.4", "[FAIL]"), (None, "")])
-def test_nvcc_is_held_against_the_cuda_that_torch_is_built_with(
-    for_torch: str | None, state: str, tmp_path: Path, monkeypatch
-) -> None:
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+def toolkit_of(release: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A toolkit whose nvcc does no more than say its release."""
+    from torch.utils import cpp_extension
+
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(exist_ok=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
     nvcc.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(folder))
+
+
+FITS = [
+    ("13.0", "13.0", "[OKAY]"),
+    ("13.2", "13.0", "[OKAY]"),
+    ("13.0", "13.1", "[OKAY]"),
+    ("12.4", "12.8", "[OKAY]"),
+    ("13.0", "12.4", "[FAIL]"),
+    ("12.9", "13.0", "[FAIL]"),
+    ("13.0", None, ""),
+]
+
+
+@pytest.mark.parametrize(("release", "for_torch", "state"), FITS)
+def test_builds_and_the_report_accept_the_same_releases_of_cuda(
+    release: str, for_torch: str | None, state: str, tmp_path: Path, monkeypatch
+) -> None:
+    toolkit_of(release, tmp_path, monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", for_torch)
+    monkeypatch.setenv("DS_BUILD_FSMOE", "1")  # for a wheel no device is needed
     found = next(row for row in report.compiler_rows() if row[0] == "nvcc")
-    assert found[1:3] == ("13.0", state)
+    assert found[1:3] == (release, state)
     assert "without CUDA" in found[3] if for_torch is None else f"CUDA {for_torch}" in found[3]
+    builder = loading.import_op_builder().builders("cuda")["fsmoe_cuda"]
+    reasons = [each for each in builder.obstacles() if "CUDA" in each]
+    assert (reasons == []) == (state == "[OKAY]")
+    if state == "[FAIL]":
+        assert reasons == [found[3]]
+
+
+@pytest.mark.parametrize(
+    ("release", "architectures"), [("12.6", "8.0;9.0+PTX"), ("12.8", "8.0;9.0;10.0+PTX"), ("13.1", "8.0;9.0;10.0+PTX")]
+)
+def test_a_wheel_is_compiled_for_what_the_toolkit_knows(
+    release: str, architectures: str, tmp_path: Path, monkeypatch
+) -> None:
+    toolkit_of(release, tmp_path, monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", release.split(".")[0] + ".0")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    monkeypatch.delenv("DS_SKIP_CUDA_CHECK", raising=False)
+    builder = loading.import_op_builder().builders("cuda")["fsmoe_cuda"]
+    arguments = builder.builder().extra_compile_args["nvcc"]
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == architectures
+    assert "DS_SKIP_CUDA_CHECK" not in os.environ
+    assert ("-gencode=arch=compute_100,code=sm_100" in arguments) == ("10.0" in architectures)
+
+
+def test_without_a_toolkit_builds_and_the_report_say_so(tmp_path: Path, monkeypatch) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = next(row for row in report.compiler_rows() if row[0] == "nvcc")
+    assert found[1:3] == ("not found", "[NO]")
+    builder = loading.import_op_builder().builders("cuda")["fsmoe_cuda"]
+    assert any(f"{tmp_path}/bin/nvcc does not run" in each for each in builder.obstacles())

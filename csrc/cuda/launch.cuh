@@ -11,12 +11,20 @@
   kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes, stream>>>(__VA_ARGS__)
 #endif
 
+// Shared memory of a kernel's block. A type is written whole: FSMOE_SHARED(float[8], sums).
+#ifndef FSMOE_SHARED
+#define FSMOE_SHARED(type, name) __shared__ fsmoe::Itself<type> name
+#endif
+
 // Shared memory of a size that is known when the kernel is started.
 #ifndef FSMOE_DYNAMIC_SHARED
 #define FSMOE_DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif
 
 namespace fsmoe {
+
+template <typename T>
+using Itself = T;
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;

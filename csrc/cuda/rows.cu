@@ -142,7 +142,7 @@ __global__ void restore_backward_kernel(const Grad* __restrict__ d_out, const In
                                         const int64_t* __restrict__ slots, const float* __restrict__ weights,
                                         In* __restrict__ dy, float* __restrict__ d_weights, uint8_t* __restrict__ taken,
                                         int64_t num_tokens, int64_t num_choices, int64_t num_slots, int64_t width) {
-  __shared__ float warp_sums[kMaxWarps];
+  FSMOE_SHARED(float[kMaxWarps], warp_sums);
   const int64_t token = blockIdx.x, num_packs = width / kSize;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, num_warps = blockDim.x / kWarp;
   const auto* gradient = reinterpret_cast<const Pack<Grad, kSize>*>(d_out + token * width);

@@ -91,6 +91,17 @@ struct Tiles {
     const int64_t e = experts[k * num_tokens + s];
     return static_cast<uint64_t>(e) < static_cast<uint64_t>(num_experts) ? e : -1;
   }
+
+  // How many choices of an expert stand in the tile before choice k of token s, one by one.
+  __device__ uint32_t num_before(int64_t tile, int64_t k, int64_t s, int64_t e) const {
+    uint32_t found = 0;
+    for (int64_t other = tile % tiles_per_choice * kTokensPerTile; other <= s; ++other) {
+      for (int64_t j = first_choice(tile); j < (other == s ? k : end_choice(tile)); ++j) {
+        found += expert(j, other) == e;
+      }
+    }
+    return found;
+  }
 };
 
 __global__ void count_kernel(Tiles tiles, uint32_t* __restrict__ tile_counts) {
@@ -163,16 +174,23 @@ template <bool kIntoQueues>
 __global__ void place_kernel(Tiles tiles, const uint32_t* __restrict__ tile_counts, int64_t capacity, Queues queues,
                              int64_t* __restrict__ slots) {
   FSMOE_DYNAMIC_SHARED(uint32_t, masks);  // [warps, E]: which lanes want the expert
+  FSMOE_SHARED(uint32_t, some_twice);     // whether a token wants one more than once: masks cannot tell
   const int64_t tile = blockIdx.x, token = tiles.token(tile), num_experts = tiles.num_experts;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   for (int64_t i = threadIdx.x; i < kWarps * num_experts; i += kThreads) {
     masks[i] = 0;
   }
+  if (threadIdx.x == 0) {
+    some_twice = 0;
+  }
   __syncthreads();
   for (int64_t k = tiles.first_choice(tile); k < tiles.end_choice(tile); ++k) {
     const int64_t e = tiles.expert(k, token);
     if (e >= 0) {
-      atomicOr(&masks[warp * num_experts + e], 1u << lane);
+      const uint32_t lanes = atomicOr(&masks[warp * num_experts + e], 1u << lane);
+      if (lanes >> lane & 1) {
+        atomicOr(&some_twice, 1u);
+      }
     }
   }
   __syncthreads();
@@ -186,10 +204,14 @@ __global__ void place_kernel(Tiles tiles, const uint32_t* __restrict__ tile_coun
       continue;
     }
     uint32_t place = tile_counts[tile * num_experts + e];
-    for (int w = 0; w < warp; ++w) {
-      place += __popc(masks[w * num_experts + e]);
+    if (some_twice) {
+      place += tiles.num_before(tile, k, token, e);
+    } else {
+      for (int w = 0; w < warp; ++w) {
+        place += __popc(masks[w * num_experts + e]);
+      }
+      place += __popc(masks[warp * num_experts + e] & ((1u << lane) - 1));
     }
-    place += __popc(masks[warp * num_experts + e] & ((1u << lane) - 1));
     if (kIntoQueues) {
       const uint32_t at = queues.starts[e] + place;
       const ScoreStrides& by = queues.strides;
@@ -222,9 +244,10 @@ __device__ __forceinline__ uint32_t count_before(bool yes, uint32_t* warp_counts
 // One block per expert: those with the highest keys stay, and lie in the order in which they stood in the queue.
 __global__ void select_kernel(Queues queues, const int64_t* __restrict__ counts, int64_t capacity,
                               int64_t* __restrict__ slots) {
-  __shared__ uint32_t digits[kDigits];
-  __shared__ uint32_t warp_counts[kWarps];
-  __shared__ uint32_t chosen_digit, still_wanted;
+  FSMOE_SHARED(uint32_t[kDigits], digits);
+  FSMOE_SHARED(uint32_t[kWarps], warp_counts);
+  FSMOE_SHARED(uint32_t, chosen_digit);
+  FSMOE_SHARED(uint32_t, still_wanted);
   const int64_t e = blockIdx.x, length = counts[e];
   const uint32_t* keys = queues.keys + queues.starts[e];
   const uint32_t* choices = queues.choices + queues.starts[e];
@@ -254,8 +277,7 @@ __global__ void select_kernel(Queues queues, const int64_t* __restrict__ counts,
     }
     __syncthreads();
     lowest |= chosen_digit << shift;
-    wanted = still_wanted;
-    __syncthreads();
+    wanted = still_wanted;  // not written again before all have passed two barriers
   }
   uint32_t equals = 0, placed = 0;
   for (int64_t first = 0; first < length; first += kThreads) {

@@ -49,15 +49,17 @@ def compiler_rows() -> list[Row]:
     """What ops are built with, and whether nvcc fits torch."""
     compiler = os.environ.get("CXX", "c++")
     rows = [_program("c++", compiler, r"(\d+\.\d+\.\d+)"), _program("ninja", "ninja", r"(\d+(?:\.\d+)+)")]
-    nvcc = _program("nvcc", "nvcc", r"release (\d+\.\d+)")
+    import_op_builder()
+    toolkit = importlib.import_module("ds_fsmoe.ops.op_builder.toolkit")
+    nvcc = _program("nvcc", str(toolkit.nvcc_path() or "nvcc"), r"release (\d+\.\d+)")
     for_torch = torch.version.cuda
     if for_torch is None:
         note = "this torch is built without CUDA"
         return [*rows, (*nvcc[:2], NO if nvcc[2] == NO else "", note)]
-    major = for_torch.split(".")[0]
-    if nvcc[2] == OKAY and nvcc[1].split(".")[0] != major:
-        return [*rows, (*nvcc[:2], FAIL, f"torch is built with CUDA {for_torch}: ops need an nvcc of CUDA {major}")]
-    return [*rows, (*nvcc[:3], f"torch is built with CUDA {for_torch}")]
+    if nvcc[2] == OKAY and (reason := toolkit.obstacle(for_torch)):
+        return [*rows, (*nvcc[:2], FAIL, reason)]
+    note = f"torch is built with CUDA {for_torch}"
+    return [*rows, (*nvcc[:3], note if nvcc[2] == OKAY else f"{nvcc[3]}; {note}")]
 
 
 def lock_rows() -> list[Row]:

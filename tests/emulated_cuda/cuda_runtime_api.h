@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // As much of CUDA as the kernels in csrc/cuda use, on a CPU: to check what they compute where there is no GPU. It says
-// nothing about speed, nor about memory models; blocks run one after another.
+// nothing about speed. What the threads of a block are is for one of two back-ends: fibers.h and threads.h.
 //
-// The threads of a block are fibers. One runs until it has to wait for others (__syncthreads, a warp's shuffles), then
-// another one goes on, in an order that is drawn anew each round. One warp at a time, drawn as well, lags behind and only
-// runs when no other can: what depends on who is first comes out differently, as with a missing __syncthreads.
+// A barrier or an atomic of a kernel can be left out, by the number of its line, to see whether that is noticed. Where
+// launches are only listed, nothing runs and no pointer is read, so that sizes may be as large as one likes.
 #pragma once
 
-#include <ucontext.h>
-
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -24,100 +25,66 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __shared__ static
 
-using cudaStream_t = void*;
+struct CUstream_st;
+using cudaStream_t = CUstream_st*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
-inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulation {
 
 constexpr unsigned kLanes = 32;
-constexpr size_t kStackBytes = 64 * 1024;
+constexpr int64_t kMaxBlocks = 0x7fffffff, kMaxThreads = 1024, kMaxSharedBytes = 48 * 1024;
 
-struct Barrier {
-  unsigned arrived = 0, members = 0, round = 0;
-  void release_if_full() {
-    if (members > 0 && arrived == members) {
-      arrived = 0;
-      ++round;
-    }
-  }
-};
-
-struct Fiber {
-  ucontext_t context;
-  bool is_done = false;
-};
-
-struct Warp {
-  Barrier barrier;
-  uint64_t values[kLanes] = {};
-  bool has_lost_lanes = false;
-};
-
-struct Block {
-  ucontext_t scheduler;
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  Barrier barrier;
-  unsigned current = 0;
-  bool has_moved = false;
-  std::function<void()> body;
-};
-inline Block* block = nullptr;
-inline std::vector<std::unique_ptr<char[]>> stacks;  // of the threads of a block; kept for the next one
-inline std::vector<uint64_t> dynamic_shared;
+inline bool only_lists = false;
+inline int line_left_out = 0;
+inline std::atomic<int64_t> times_left_out{0};
 inline std::mt19937 random_order{1};
 
-inline void stop(const char* message) {
+[[noreturn]] inline void stop(const char* message) {
   std::fprintf(stderr, "emulated CUDA: %s\n", message);
-  std::abort();
+  std::fflush(nullptr);
+  std::_Exit(3);
 }
 
-inline void run_fiber() {
-  block->body();
-  Fiber& self = block->fibers[block->current];
-  Warp& warp = block->warps[block->current / kLanes];
-  self.is_done = true;
-  block->has_moved = true;
-  warp.has_lost_lanes = true;
-  --block->barrier.members;
-  --warp.barrier.members;
-  block->barrier.release_if_full();
-  warp.barrier.release_if_full();
-  swapcontext(&self.context, &block->scheduler);
-}
-
-inline void wait(Barrier& barrier) {
-  const unsigned round = barrier.round;
-  ++barrier.arrived;
-  block->has_moved = true;
-  barrier.release_if_full();
-  while (barrier.round == round) {
-    swapcontext(&block->fibers[block->current].context, &block->scheduler);
+inline bool is_left_out(int line) {
+  if (line != line_left_out) {
+    return false;
   }
+  times_left_out.fetch_add(1, std::memory_order_relaxed);
+  return true;
 }
 
-// Every lane of the warp gives a value and may then read those of the others.
-template <typename T, typename Read>
-auto exchange(unsigned mask, T value, const Read& read) {
-  Warp& warp = block->warps[block->current / kLanes];
-  if (mask != 0xffffffffu || warp.has_lost_lanes) {
-    stop("a shuffle that not all lanes of the warp take part in");
+// The shared memory of one block: each array in a piece of its own, full of what others have left there.
+class SharedMemory {
+ public:
+  explicit SharedMemory(size_t dynamic_bytes) : left_behind_(static_cast<unsigned char>(random_order())) {
+    dynamic_ = piece(dynamic_bytes);
   }
-  static_assert(sizeof(T) <= sizeof(uint64_t), "too wide to shuffle");
-  uint64_t& own = warp.values[block->current % kLanes];
-  own = 0;
-  std::memcpy(&own, &value, sizeof(T));
-  wait(warp.barrier);
-  const auto found = read(warp.values, block->current % kLanes);
-  wait(warp.barrier);
-  return found;
-}
+  void* dynamic() { return dynamic_.get(); }
+  void* at(int line, size_t bytes) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    auto& found = pieces_[line];
+    if (found == nullptr) {
+      found = piece(bytes);
+    }
+    return found.get();
+  }
+
+ private:
+  using Piece = std::unique_ptr<void, decltype(&std::free)>;
+  Piece piece(size_t bytes) const {
+    void* memory = std::malloc(bytes);
+    std::memset(memory, left_behind_, bytes);
+    return Piece(memory, &std::free);
+  }
+  unsigned char left_behind_;
+  Piece dynamic_{nullptr, &std::free};
+  std::map<int, std::shared_ptr<void>> pieces_;
+  std::mutex lock_;
+};
 
 template <typename T>
 T unpack(uint64_t bits) {
@@ -126,81 +93,94 @@ T unpack(uint64_t bits) {
   return value;
 }
 
-inline void launch(unsigned blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& body) {
-  if (blocks == 0 || threads == 0 || threads > 1024 || threads % kLanes != 0 || shared_bytes > 48 * 1024) {
+template <typename T>
+uint64_t packed(T value) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "too wide to shuffle");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+inline std::vector<unsigned> in_random_order(unsigned count) {
+  std::vector<unsigned> order(count);
+  std::iota(order.begin(), order.end(), 0u);
+  for (unsigned i = count; i > 1; --i) {
+    std::swap(order[i - 1], order[random_order() % i]);
+  }
+  return order;
+}
+
+}  // namespace emulation
+
+#ifdef FSMOE_EMULATED_THREADS
+#include "threads.h"
+#else
+#include "fibers.h"
+#endif
+
+namespace emulation {
+
+inline void launch(const char* kernel, const char* where, int64_t blocks, int64_t threads, size_t shared_bytes,
+                   const std::function<void()>& body) {
+  std::fprintf(stderr, "launch: %s in %s: %lld blocks of %lld threads, %zu bytes shared\n", kernel, where,
+               static_cast<long long>(blocks), static_cast<long long>(threads), shared_bytes);
+  if (blocks < 1 || blocks > kMaxBlocks || threads < 1 || threads > kMaxThreads || threads % kLanes != 0 ||
+      shared_bytes > kMaxSharedBytes) {
     stop("a launch that a GPU would refuse, or with a part of a warp");
   }
-  blockDim.x = threads;
-  gridDim.x = blocks;
-  for (unsigned b = 0; b < blocks; ++b) {
-    blockIdx.x = b;
-    dynamic_shared.assign(shared_bytes / sizeof(uint64_t) + 1, 0xcdcdcdcdcdcdcdcdull);  // as found, not as wished
-    Block state;
-    state.body = body;
-    state.fibers.resize(threads);
-    state.warps.resize(threads / kLanes);
-    state.barrier.members = threads;
-    block = &state;
-    while (stacks.size() < threads) {
-      stacks.emplace_back(new char[kStackBytes]);
-    }
-    for (unsigned t = 0; t < threads; ++t) {
-      Fiber& fiber = state.fibers[t];
-      state.warps[t / kLanes].barrier.members += 1;
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = stacks[t].get();
-      fiber.context.uc_stack.ss_size = kStackBytes;
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, run_fiber, 0);
-    }
-    std::vector<unsigned> order(threads);
-    for (unsigned t = 0; t < threads; ++t) {
-      order[t] = t;
-    }
-    unsigned slow_warp = random_order() % state.warps.size();
-    for (unsigned alive = threads; alive > 0;) {
-      for (unsigned t = threads - 1; t > 0; --t) {
-        std::swap(order[t], order[random_order() % (t + 1)]);
-      }
-      state.has_moved = false;
-      const auto run = [&](bool slow) {
-        for (const unsigned t : order) {
-          if (!state.fibers[t].is_done && (t / kLanes == slow_warp) == slow) {
-            state.current = t;
-            threadIdx.x = t;
-            swapcontext(&state.scheduler, &state.fibers[t].context);
-            alive -= state.fibers[t].is_done;
-          }
-        }
-      };
-      run(false);
-      if (!state.has_moved) {
-        run(true);
-        if (!state.has_moved) {
-          stop("all threads of a block wait: some of them left out a __syncthreads");
-        }
-        // As long as it has its shuffles to do, the same one: it must not catch up before the others have gone on.
-        if (random_order() % 16 == 0) {
-          slow_warp = random_order() % state.warps.size();
-        }
-      }
-    }
+  if (!only_lists) {
+    run_blocks(static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes, body);
   }
+}
+
+inline void synchronize(int line) {
+  if (!is_left_out(line)) {
+    wait_for_block();
+  }
+}
+
+template <typename T, typename Value, typename Change>
+__attribute__((always_inline)) inline T update(T* at, Value value, const Change& change, int line) {
+  if (is_left_out(line)) {
+    const T old = *at;
+    *at = change(old, static_cast<T>(value));
+    return old;
+  }
+  T old, changed;
+  __atomic_load(at, &old, __ATOMIC_RELAXED);
+  do {
+    changed = change(old, static_cast<T>(value));
+  } while (!__atomic_compare_exchange(at, &old, &changed, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return old;
+}
+
+// Every lane of the warp gives a value and may then read those of the others.
+template <typename T, typename Read>
+auto exchange(unsigned mask, T value, const Read& read) {
+  if (mask != 0xffffffffu) {
+    stop("a shuffle that not all lanes of the warp take part in");
+  }
+  uint64_t values[kLanes];
+  const unsigned lane = exchange_in_warp(packed(value), values);
+  return read(values, lane);
 }
 
 }  // namespace emulation
 
 #define FSMOE_LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
-  emulation::launch(static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes, \
-                    [&] { (kernel)(__VA_ARGS__); })
-#define FSMOE_DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(emulation::dynamic_shared.data())
+  emulation::launch(#kernel, __PRETTY_FUNCTION__, blocks, threads, shared_bytes, [&] { (kernel)(__VA_ARGS__); })
+#define FSMOE_SHARED(type, name) \
+  auto& name = *static_cast<fsmoe::Itself<type>*>(emulation::shared_memory().at(__LINE__, sizeof(fsmoe::Itself<type>)))
+#define FSMOE_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(emulation::shared_memory().dynamic())
 
-inline void __syncthreads() { emulation::wait(emulation::block->barrier); }
+#define __syncthreads() emulation::synchronize(__LINE__)
+#define atomicAdd(at, value) emulation::update(at, value, std::plus<>(), __LINE__)
+#define atomicOr(at, value) emulation::update(at, value, std::bit_or<>(), __LINE__)
 
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int offset) {
-  return emulation::exchange(mask, value,
-                             [&](const uint64_t* all, unsigned lane) { return emulation::unpack<T>(all[lane ^ offset]); });
+  return emulation::exchange(
+      mask, value, [&](const uint64_t* all, unsigned lane) { return emulation::unpack<T>(all[lane ^ offset]); });
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned offset) {
@@ -228,18 +208,10 @@ inline unsigned __float_as_uint(float value) {
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
-inline unsigned atomicAdd(unsigned* at, unsigned value) {
-  const unsigned old = *at;
-  *at += value;
-  return old;
-}
-inline unsigned atomicOr(unsigned* at, unsigned value) {
-  const unsigned old = *at;
-  *at |= value;
-  return old;
-}
 inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
-  std::memset(at, value, bytes);
+  if (!emulation::only_lists && bytes > 0) {
+    std::memset(at, value, bytes);
+  }
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of csrc/cuda on emulated CUDA, as programs of the host: built once per session, run call by call.
+
+``Kernels.CHECKED`` runs threads as fibers under AddressSanitizer and UndefinedBehaviorSanitizer, ``Kernels.RACING`` as
+threads of the host under ThreadSanitizer. See tests/emulated_cuda for what is emulated and how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FOLDER = REPOSITORY / "csrc" / "cuda"
+EMULATION = REPOSITORY / "tests" / "emulated_cuda"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # in the order of the enum in launchers.h
+PRIORITIES = ("choice", "token", "score")  # likewise
+
+PLAIN, CHECKED, RACING = "plain", "checked", "racing"
+FLAGS = {
+    PLAIN: ["-O1"],
+    CHECKED: ["-O1", "-g1", "-fsanitize=address,undefined,alignment", "-fno-sanitize-recover=all"],
+    RACING: ["-O1", "-g1", "-fsanitize=thread", "-DFSMOE_EMULATED_THREADS"],
+}
+# The first report ends the program, with a status that nothing else has.
+SANITIZED_STATUS = 66
+_ENVIRONMENT = {
+    "ASAN_OPTIONS": f"exitcode={SANITIZED_STATUS}:detect_leaks=0",
+    "UBSAN_OPTIONS": f"exitcode={SANITIZED_STATUS}:print_stacktrace=1",
+    "TSAN_OPTIONS": f"exitcode={SANITIZED_STATUS}:halt_on_error=1:report_thread_leaks=0",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Behind:
+    """A tensor that is to begin so many bytes behind a multiple of 16."""
+
+    tensor: Tensor
+    offset_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """A pointer to nothing, for launches that are only listed."""
+
+    value: int
+
+
+Argument = Tensor | Behind | Address | torch.dtype | int | None
+
+
+def nonsense(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor to be written to, as memory is found."""
+    return torch.full((dtype.itemsize * torch.Size(shape).numel(),), 0xA5, dtype=torch.uint8).view(dtype).view(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a program has ended that made one call."""
+
+    status: int
+    stdout: bytes
+    stderr: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The launchers of one file of kernels."""
+
+    program: Path
+
+    def end(self, name: str, *arguments: Argument, seed: int = 1, **options: int) -> Ended:
+        """Run one call in a process of its own. Options: ``leave_out`` a line's barrier or atomic; ``only_list``."""
+        told = [str(word) for pair in (("seed", seed), *options.items()) for word in pair]
+        done = subprocess.run(
+            [str(self.program), *told],
+            input=f"call {name}\n".encode() + b"".join(map(_written, arguments)) + b"end\n",
+            capture_output=True,
+            timeout=600,
+            env=os.environ | _ENVIRONMENT,
+        )
+        return Ended(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+
+    def call(self, name: str, *arguments: Argument, expected_result: int | None = 0, **options: int) -> list[Tensor]:
+        """Return what became of the tensors among the arguments; of those that nothing is written to, nothing may."""
+        ended = self.end(name, *arguments, **options)
+        assert ended.status == 0, ended.stderr
+        (result,) = struct.unpack_from("<q", ended.stdout)
+        assert expected_result in (None, result)
+        found, at = [], struct.calcsize("<q")
+        for each in arguments:
+            tensor = each.tensor if isinstance(each, Behind) else each
+            if isinstance(tensor, Tensor):
+                size = tensor.numel() * tensor.itemsize
+                raw = torch.frombuffer(bytearray(ended.stdout[at : at + size] + b"\0"), dtype=torch.uint8)[:size]
+                found.append(raw.clone().view(tensor.dtype).view(tensor.shape))
+                at += size
+        return found
+
+    def number(self, name: str, *arguments: Argument) -> int:
+        """Return what a call returns."""
+        (result,) = struct.unpack_from("<q", self.end(name, *arguments).stdout)
+        return result
+
+    def arrange(self, x_SM: Tensor | Behind, slots_KS: Tensor, num_slots: int, dtype: torch.dtype, **how) -> Tensor:
+        x = x_SM.tensor if isinstance(x_SM, Behind) else x_SM
+        out, taken = nonsense((num_slots, x.shape[1]), dtype), nonsense((num_slots,), torch.uint8)
+        sizes = (len(x), len(slots_KS), num_slots, x.shape[1])
+        offset_bytes = how.pop("out_offset_bytes", 0)
+        return self.call(
+            "launch_arrange", x_SM, x.dtype, slots_KS, Behind(out, offset_bytes), dtype, taken, *sizes, **how
+        )[2]
+
+    def restore(
+        self, y_NM: Tensor | Behind, slots_KS: Tensor, weights: Tensor | None, dtype: torch.dtype, **how
+    ) -> Tensor:
+        y = y_NM.tensor if isinstance(y_NM, Behind) else y_NM
+        num_choices, num_tokens = slots_KS.shape
+        out = Behind(nonsense((num_tokens, y.shape[1]), dtype), how.pop("out_offset_bytes", 0))
+        sizes = (num_tokens, num_choices, *y.shape)
+        return self.call("launch_restore", y_NM, y.dtype, slots_KS, weights, out, dtype, *sizes, **how)[-1]
+
+    def restore_backward(
+        self, d_out_SM: Tensor | Behind, y_NM: Tensor | Behind, slots_KS: Tensor, weights_KS: Tensor, **how
+    ) -> tuple[Tensor, Tensor]:
+        d_out, y = (each.tensor if isinstance(each, Behind) else each for each in (d_out_SM, y_NM))
+        dy = Behind(nonsense(y.shape, y.dtype), how.pop("out_offset_bytes", 0))
+        results = (dy, nonsense(slots_KS.shape, torch.float32), nonsense((len(y),), torch.uint8))
+        sizes = (slots_KS.shape[1], slots_KS.shape[0], *y.shape)
+        inputs = (d_out_SM, d_out.dtype, y_NM, y.dtype, slots_KS, weights_KS)
+        *_, dy_NM, d_weights_KS, _ = self.call("launch_restore_backward", *inputs, *results, *sizes, **how)
+        return dy_NM, d_weights_KS
+
+    def choose(self, scores_SE: Tensor, k: int, **how) -> Tensor:
+        experts = nonsense((k, len(scores_SE)), torch.int64)
+        return self.call("launch_choose", scores_SE, *scores_SE.shape, k, experts, **how)[-1]
+
+    def take_slots(
+        self,
+        experts_KS: Tensor,
+        num_experts: int,
+        capacity: int,
+        used_S: Tensor | None,
+        priority: str,
+        scores: Tensor | None,
+        strides: tuple[int, int, int],
+        **how,
+    ) -> tuple[Tensor, Tensor]:
+        num_choices, num_tokens = experts_KS.shape
+        number = PRIORITIES.index(priority)
+        sizes = (num_tokens, num_choices, num_experts)
+        space = nonsense((self.number("take_slots_workspace", *sizes, number),), torch.int32)
+        slots, counts = nonsense((num_choices, num_tokens), torch.int64), nonsense((num_experts,), torch.int64)
+        inputs = (experts_KS, used_S, number, scores, *strides, *sizes, capacity)
+        *_, slots_KS, counts_E, _ = self.call("launch_take_slots", *inputs, slots, counts, space, **how)
+        return slots_KS, counts_E
+
+
+def _written(argument: Argument) -> bytes:
+    if argument is None:
+        return b"null\n"
+    if isinstance(argument, Address):
+        return f"address {argument.value}\n".encode()
+    if isinstance(argument, torch.dtype):
+        argument = DTYPES.index(argument)
+    if isinstance(argument, int):
+        return f"number {argument}\n".encode()
+    offset_bytes = argument.offset_bytes if isinstance(argument, Behind) else 0
+    tensor = (argument.tensor if isinstance(argument, Behind) else argument).detach()
+    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return f"bytes {len(raw)} {offset_bytes}\n".encode() + raw + b"\n"
+
+
+@functools.cache
+def build(file: str, how: str, *edits: tuple[str, str]) -> Kernels:
+    """Compile the kernels of csrc/cuda/FILE, after edits of its text (each of which has to change it in one place).
+
+    Skips the test where there is no compiler, or one without what the build needs.
+    """
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no C++ compiler: {compiler} is not on the PATH")
+    if reason := _lacks(compiler, how):
+        pytest.skip(reason)
+    text = (FOLDER / file).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"{old!r} is in {file} {text.count(old)} times"
+        text = text.replace(old, new)
+    folder = _folder() / hashlib.sha256(repr((file, how, edits)).encode()).hexdigest()[:16]
+    folder.mkdir()
+    (folder / file).write_text(text)
+    stem = Path(file).stem
+    named = [f'-DFSMOE_KERNELS="{file}"', f"-DFSMOE_OF_{stem.upper()}"]
+    folders = [f"-I{each}" for each in (folder, EMULATION, FOLDER)]
+    strict = ["-std=c++20", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off", "-pthread"]
+    output = folder / stem
+    command = [compiler, *strict, *FLAGS[how], *named, *folders, str(EMULATION / "program.cpp"), "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return Kernels(output)
+
+
+@functools.cache
+def _folder() -> Path:
+    holder = tempfile.TemporaryDirectory(prefix="emulated_kernels_")
+    _folder.holder = holder  # type: ignore[attr-defined]  # deleted when the session ends
+    return Path(holder.name)
+
+
+@functools.cache
+def _lacks(compiler: str, how: str) -> str | None:
+    """What stands in the way of such a build here: tried on a program of two lines."""
+    source, output = _folder() / f"tried_{how}.cpp", _folder() / f"tried_{how}"
+    source.write_text("#include <barrier>\n_Float16 half; int main() { std::barrier<> all(1); return half != half; }\n")
+    command = [compiler, "-std=c++20", *FLAGS[how], str(source), "-o", str(output), "-pthread"]
+    if subprocess.run(command, capture_output=True, timeout=600).returncode:
+        return f"{compiler} cannot build this: {' '.join(FLAGS[how])}, with C++20's std::barrier and with _Float16"
+    if subprocess.run([str(output)], capture_output=True, timeout=60).returncode:
+        return f"a program built with {' '.join(FLAGS[how])} does not start here"
+    return None
