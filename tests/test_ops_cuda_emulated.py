@@ -9,6 +9,7 @@ a GPU can show.
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -154,6 +155,7 @@ def test_a_token_that_chooses_an_expert_twice_is_placed_twice(num_tokens: int, p
     assert_takes_slots(case, scores_KS, (num_tokens, 1, 0), expected, build("slots.cu", CHECKED))
 
 
+@pytest.mark.slow
 def test_a_read_beyond_the_scores_is_reported_with_its_line() -> None:
     planted = ("e = lane; e < num_experts; e += kWarp) {", "e = lane; e <= num_experts; e += kWarp) {")
     ended = build("slots.cu", CHECKED, planted).end(
@@ -162,7 +164,7 @@ def test_a_read_beyond_the_scores_is_reported_with_its_line() -> None:
     assert ended.status == SANITIZED_STATUS
     assert "heap-buffer-overflow" in ended.stderr
     assert "READ of size 4" in ended.stderr
-    assert "slots.cu:58" in ended.stderr or "choose_kernel" in ended.stderr
+    assert re.search(r"choose_kernel .*slots\.cu:\d+", ended.stderr)
 
 
 @pytest.mark.slow

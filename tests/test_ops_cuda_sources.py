@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "csrc" / "cuda"
 KERNELS = sorted(FOLDER.rglob("*.cu"))
 ARCHITECTURES = ("sm_80", "sm_100", "sm_120", "sm_90")
-# Of a thread, where 256 of them must fit on a multiprocessor eight times, nearly: the most there is is 56, on sm_120.
+# Of a thread: with 64, four blocks of 256 fit on a multiprocessor. The most there is is 56, on sm_120.
 MAX_REGISTERS = 64
 
 

@@ -49,8 +49,11 @@ def compiler_rows() -> list[Row]:
     """What ops are built with, and whether nvcc fits torch."""
     compiler = os.environ.get("CXX", "c++")
     rows = [_program("c++", compiler, r"(\d+\.\d+\.\d+)"), _program("ninja", "ninja", r"(\d+(?:\.\d+)+)")]
-    import_op_builder()
-    toolkit = importlib.import_module("ds_fsmoe.ops.op_builder.toolkit")
+    try:
+        import_op_builder()
+        toolkit = importlib.import_module("ds_fsmoe.ops.op_builder.toolkit")
+    except (ImportError, RuntimeError) as error:
+        return [*rows, ("nvcc", "not looked for", NO, str(error))]
     nvcc = _program("nvcc", str(toolkit.nvcc_path() or "nvcc"), r"release (\d+\.\d+)")
     for_torch = torch.version.cuda
     if for_torch is None:
