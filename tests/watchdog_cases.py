@@ -41,6 +41,7 @@ def end_in_the_last_exchange(lanes: Lanes, missing: Path, clock: SteppedClock, b
     watchdog ends the process; or the process is told to end."""
     until(missing.exists)
     until(lambda: [name[-6:] for name in lanes.progress()[INTER]] == ["chunk1", "chunk0"])
+    until(lambda: lanes.progress()[COMPUTE][1].endswith("chunk0"))
     if not by_signal:
         clock.allow(1000)
         return
