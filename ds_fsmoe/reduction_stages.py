@@ -54,7 +54,10 @@ class Stage0:
         parameter.grad = gradient
 
     def is_sending(self) -> bool:
-        return self._engine.is_gradient_accumulation_boundary() and not self._engine.inside_no_sync_ctxt
+        engine = self._engine
+        # Who asks for the reduction later may want to see to the gradients before.
+        is_by_backward = engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
+        return is_by_backward and engine.is_gradient_accumulation_boundary()
 
     def scaling(self) -> Scaling:
         """As ``DeepSpeedEngine.allreduce_bucket`` does it, for experts too: by the data-parallel size."""
@@ -93,7 +96,7 @@ class Stage0:
                 continue
             if parameter in reducer:
                 # Where it was reduced, if its type is the parameter's; one that is missing is zero there.
-                parameter.grad = reducer.value(parameter).view(parameter.shape).to(parameter.dtype)
+                parameter.grad = reducer.place(parameter).to(parameter.dtype)
                 continue
             if parameter.grad is None:
                 # A gradient that is missing is zero, as DeepSpeed has it.
@@ -195,7 +198,7 @@ class Stages1And2:
             self._is_reduced = True
             for parameter in reducer.parameters:
                 if id(parameter) in present:
-                    self._give(parameter, reducer.value(parameter).view(parameter.shape))
+                    self._give(parameter, reducer.place(parameter))
                     optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
             optimizer.reduce_ipg_grads()
             self._is_reduced = False

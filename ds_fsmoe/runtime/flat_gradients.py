@@ -82,12 +82,16 @@ class FlatGradients:
         start = self.starts[index]
         return self._buffer[start : start + self.parameters[index].numel()]
 
+    def place(self, index: int) -> torch.Tensor:
+        """The same, in the shape of the parameter and its layout in memory."""
+        return _laid_out(self.value(index), self.parameters[index])
+
     def add(self, index: int, late: torch.Tensor | None) -> None:
         """Reduce what came of a gradient after its place was sent, ``None`` for nothing, and add it there."""
         place = self.value(index)
         message = torch.zeros_like(place)
         if late is not None:
-            message.view(late.shape).copy_(late)
+            _laid_out(message, self.parameters[index]).copy_(late)
         self._reduce(message)
         place.add_(message)
 
@@ -126,3 +130,11 @@ class FlatGradients:
     def _finish(self, gradients: torch.Tensor) -> None:
         if self._scaling.after is not None:
             self._scaling.after(gradients)
+
+
+def _laid_out(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """[numel] as a gradient is laid out by autograd: fused optimizers go through memory, not by index."""
+    if parameter.is_contiguous():
+        return values.view(parameter.shape)
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return values.as_strided(parameter.shape, strides, values.storage_offset())

@@ -102,6 +102,11 @@ class GradientReducer:
         flat, index = self._places[id(parameter)]
         return self.flats[flat].value(index)
 
+    def place(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The same memory, in the parameter's shape and layout."""
+        flat, index = self._places[id(parameter)]
+        return self.flats[flat].place(index)
+
     def ready(self, parameter: nn.Parameter) -> None:
         """The gradient of a parameter is there. Without it, it is looked for at the end."""
         self._begin_if_over()
@@ -121,7 +126,8 @@ class GradientReducer:
 
     def forget_if_broken_off(self) -> None:
         """A forward begins: what a backward that ended in an error has left behind is no part of the next round."""
-        if self._backwards:
+        # Within a backward it is part of one, checkpointed as a whole, and no sign of an error.
+        if self._backwards and torch._C._current_graph_task_id() < 0:
             self.forget()
 
     def forget(self) -> None:
@@ -132,7 +138,7 @@ class GradientReducer:
 
     def _move(self, parameter: nn.Parameter) -> None:
         """The gradient that a parameter has, to its place in the buffer."""
-        number, gradient, place = self._numbers[id(parameter)], self._gradient_of(parameter), self._place_of(parameter)
+        number, gradient, place = self._numbers[id(parameter)], self._gradient_of(parameter), self.place(parameter)
         if gradient is None:
             place.zero_()
             return
@@ -140,14 +146,12 @@ class GradientReducer:
             if gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient)
             self._replace(parameter, place)
+            self._lent.add(number)
         else:
             # Of another type than the wire's, it cannot be there: what is, is what has come since the last time.
             place.add_(gradient) if number in self._there else place.copy_(gradient)
             self._replace(parameter, None)
         self._there.add(number)
-
-    def _place_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        return self.value(parameter).view(parameter.shape)
 
     def open(self, label: str) -> tuple[Parcel, ...]:
         """The backward of the MoE layer of that name begins: what is to be sent in it, in this order."""
@@ -258,6 +262,8 @@ class GradientReducer:
         self._layers: list[str] = []
         self._next_part = 0
         self._there: set[int] = set()
+        # Of those, which the parameters can still see.
+        self._lent: set[int] = set()
         self._came_at: dict[int, int] = {}
         self._under_way: list[Callable[[], None]] = []
 
@@ -287,7 +293,12 @@ class GradientReducer:
         # One that began in an earlier stretch was filled with it.
         for index in range(bisect_left(flat.starts, parcel.first), bisect_left(flat.starts, parcel.stop)):
             parameter = flat.parameters[index]
-            if self._numbers[id(parameter)] not in self._there:
+            number = self._numbers[id(parameter)]
+            if number in self._lent and not self._is_in_place(parameter):
+                # A hook or a script has put another in its stead, or none.
+                self._there.discard(number)
+                self._move(parameter)
+            if number not in self._there:
                 if not at_end and not self._is_in_place(parameter):
                     flat.value(index).zero_()
                     continue
@@ -304,7 +315,7 @@ class GradientReducer:
         """Gradients of an earlier round leave the buffer, for others will lie where they do."""
         for parameter in self.parameters:
             if self._is_in_place(parameter):
-                self._replace(parameter, self._place_of(parameter).clone())
+                self._replace(parameter, self.place(parameter).clone())
 
     def _send_again(self, numbers: Sequence[int]) -> None:
         parameters = {self._numbers[id(each)]: each for each in self.parameters} if numbers else {}
