@@ -64,6 +64,7 @@ def on_stages(rank: int, world_size: int) -> list[dict[str, Any]]:
     return [train(rank, world_size, stage, {"autotune": {"enabled": False}}) for stage in (0, 2)]
 
 
+@pytest.mark.slow
 def test_what_those_ranks_do_is_done_on_the_cpu(tmp_path: Path) -> None:
     check(run_on_ranks(on_stages, 1, tmp_path), "ThreadLanes", "cpu")
 
