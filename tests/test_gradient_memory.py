@@ -30,11 +30,14 @@ def held_twice(rank: int, world_size: int, runs: list[Run]) -> list[tuple[int, i
             reducer = script.engine.fsmoe.reduction.reducer
             finish = reducer.finish
 
-            def looked_at(reducer: Any = reducer, finish: Any = finish) -> Any:
+            def looked_at(run: Run = run, reducer: Any = reducer, finish: Any = finish) -> Any:
                 nonlocal most, total
-                most = max(most, beside_the_buffers(reducer))
+                # Of another type than the wire's, a gradient stays with its parameter until its slice leaves.
+                before = beside_the_buffers(reducer) if run.dtype == "fp32" else 0
+                present = finish()
+                most = max(most, before, beside_the_buffers(reducer))
                 total = sum(flat.numel * flat.element_bytes for flat in reducer.flats)
-                return finish()
+                return present
 
             reducer.finish = looked_at
             for _ in range(run.steps):

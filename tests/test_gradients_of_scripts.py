@@ -93,7 +93,8 @@ def check(tmp_path: Path, *loops: tuple[Callable[[Script], None], Run]) -> None:
 
 
 def test_what_hooks_and_scripts_do_to_gradients_counts(tmp_path: Path) -> None:
-    check(tmp_path, (changed_before_the_reduction, Run()), (changed_by_hooks, Run()))
+    wide_wire = Run(dtype="bf16", config=(("communication_data_type", "fp32"),))
+    check(tmp_path, (changed_before_the_reduction, Run()), (changed_by_hooks, Run()), (changed_by_hooks, wide_wire))
 
 
 def test_gradients_have_the_layout_of_their_parameters(tmp_path: Path) -> None:

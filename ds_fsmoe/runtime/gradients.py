@@ -146,11 +146,10 @@ class GradientReducer:
             if gradient.data_ptr() != place.data_ptr():
                 place.copy_(gradient)
             self._replace(parameter, place)
-            self._lent.add(number)
         else:
-            # Of another type than the wire's, it cannot be there: what is, is what has come since the last time.
-            place.add_(gradient) if number in self._there else place.copy_(gradient)
-            self._replace(parameter, None)
+            # Of another type than the wire's. The parameter keeps it until its slice leaves, for hooks to see.
+            place.copy_(gradient)
+        self._lent.add(number)
         self._there.add(number)
 
     def open(self, label: str) -> tuple[Parcel, ...]:
@@ -295,7 +294,7 @@ class GradientReducer:
             parameter = flat.parameters[index]
             number = self._numbers[id(parameter)]
             if number in self._lent and not self._is_in_place(parameter):
-                # A hook or a script has put another in its stead, or none.
+                # A hook or a script has put another in its stead, or none; or it is of another type.
                 self._there.discard(number)
                 self._move(parameter)
             if number not in self._there:
