@@ -6,6 +6,7 @@ Each runs as one rank of several, the others of which give what this one gives. 
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,9 @@ def on_the_device(run: Run, ranks: int, overlap: bool = True) -> Found:
     gpu = Gpu(index=1, is_set=False)
     made = gradient_cases.batch
     os.environ |= {"LOCAL_RANK": "1", "RANK": "0", "WORLD_SIZE": str(ranks)}
+    # Engines of earlier runs wait for the device when they are collected, wherever this one is then.
+    gc.collect()
+    gc.disable()
     with world_of(ranks, rank=0), accelerated(), pretending(gpu):
         gradient_cases.batch = lambda step, rank: tuple(each.cuda() for each in made(step, rank))
         try:
@@ -59,6 +63,7 @@ def on_the_device(run: Run, ranks: int, overlap: bool = True) -> Found:
                 kind = type(script.engine.fsmoe.running.lanes).__name__
         finally:
             gradient_cases.batch = made
+            gc.enable()
         losses = tuple(each.item() for each in script.seen.numbers["losses"])
     return Found(tuple(map(str, gpu.breaches)), gpu.num_operations, kind, script.seen.hidden, losses)
 
