@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "what would it give: a model planned on a cluster, from numbers alone"
 DRAWN_LAYERS = 3
-"""Of a stage; with more, tasks are too small to be seen."""
+"""So many layers of a stage are drawn; with more, tasks are too small to be seen."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 

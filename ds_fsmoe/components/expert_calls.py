@@ -203,7 +203,7 @@ class ExpertSet:
         self._ids = self._present_ids()
         self._plan = ExpertPlan(self.experts, self.parameters)
         self._places: list[tuple[int, int]] | None = None
-        """Of the plan, first and last of the experts that go together."""
+        """These are the first and last of the experts that go together, as the plan has them."""
 
     def __reduce__(self) -> tuple[type[ExpertSet], tuple[object, ...]]:
         # A copy has experts of its own, and what is known of these by identity is not known of those.

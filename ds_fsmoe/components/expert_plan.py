@@ -44,11 +44,11 @@ class PlannedExpert:
     form: WrittenExpert
     """With its layers as weights, where nobody can tell."""
     weights: tuple[nn.Parameter, ...]
-    """Of all its layers."""
+    """These are the parameters of all its layers."""
     wants_up: bool
     """Whether a weight of ``form.up`` wants a gradient."""
     wants_any: bool
-    """Whether any of its parameters does."""
+    """This says whether any parameter of the expert wants a gradient."""
     structure: Hashable
     """What must be equal for experts to be computed together; ``None`` for one that is computed alone."""
     may_pay: bool
@@ -108,7 +108,7 @@ class ExpertPlan:
         """Where those are, for autocast."""
 
     def still_holds(self) -> bool:
-        """Whether nothing has changed since."""
+        """Tell whether nothing has changed since the plan was made."""
         if self._is_for_once:
             return False
         (objects, values), (objects_before, values_before) = self._look(), self._seen
@@ -117,7 +117,7 @@ class ExpertPlan:
         return all(map(operator.is_, objects, objects_before))
 
     def _look(self) -> tuple[list[Any], list[Any]]:
-        """What must be the same objects, and what must be equal."""
+        """Return what must be the same objects later, and what must be equal."""
         objects = list(map(type, self._modules))
         objects += [attributes[name] for attributes in self._dictionaries for name in _DICTS]
         for dictionaries in (self._attributes, self._inner):
