@@ -268,8 +268,6 @@ def _print_plan(result: Report) -> None:
     print_table(heads, [_cells(group) for group in groups])
     for group in groups:
         print(f"  {group[0]['phase']}, {_layers(group)}: {group[0]['why']}")
-        if group[0]["shares"]:
-            print(f"    chunks of {', '.join(f'{share:.0%}' for share in group[0]['shares'])} of the tokens")
     if result.tail_bytes:
         print(f"  after the backward: {result.tail_bytes / 1e6:.1f} MB of gradients")
 

@@ -56,14 +56,13 @@ class Template:
 
 
 def makespans_ms(
-    jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention = IDEAL, host_ms: float = 0.0
+    jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: Contention = IDEAL
 ) -> list[np.ndarray]:
     """When each candidate would be through.
 
     Args:
-        jobs: an order, and the times of its tasks in ms, [tasks, candidates].
+        jobs: an order, the times of its tasks in ms, [tasks, candidates], and when the host has issued them, [tasks].
         contention: how lanes slow each other down.
-        host_ms: what a launch costs the host.
 
     Returns:
         Per job: [candidates], in ms.
@@ -72,39 +71,40 @@ def makespans_ms(
         return []
     # Walking is quicker for one order with many candidates, stepping for many orders with few.
     if contention == IDEAL and len(jobs) <= 4:
-        return [_walk(template, task_ms, host_ms) for template, task_ms in jobs]
-    return _play(jobs, contention, host_ms)
+        return [_walk(*job) for job in jobs]
+    return _play(jobs, contention)
 
 
-def _walk(template: Template, task_ms: np.ndarray, host_ms: float) -> np.ndarray:
+def _walk(template: Template, task_ms: np.ndarray, issue_ms: np.ndarray) -> np.ndarray:
     end_ms = np.empty_like(task_ms, dtype=float)
     for index, after in enumerate(template.after):
-        start_ms = host_ms * template.launched[index]
+        start_ms = issue_ms[index]
         for needed in after:
             start_ms = np.maximum(start_ms, end_ms[needed])
         end_ms[index] = start_ms + task_ms[index]
     return end_ms.max(axis=0) if template.after else np.zeros(task_ms.shape[1])
 
 
-def _play(jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention, host_ms: float) -> list[np.ndarray]:
-    counts = [task_ms.shape[1] for _, task_ms in jobs]
+def _play(jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: Contention) -> list[np.ndarray]:
+    counts = [task_ms.shape[1] for _, task_ms, _ in jobs]
     starts = np.cumsum([0, *counts])
-    width = 1 + max((len(tasks) for template, _ in jobs for tasks in template.lane_tasks), default=0)
+    width = 1 + max((len(tasks) for template, _, _ in jobs for tasks in template.lane_tasks), default=0)
     # Rows of one table: order by order, task by task. One more task than a lane has ends it: its needs are never met.
     needs = np.full((_NUM_LANES, _NUM_LANES, len(jobs) * width), _NEVER)
     issue_ms = np.zeros((_NUM_LANES, len(jobs) * width))
     work_ms = np.zeros((_NUM_LANES, width, starts[-1]))
-    for job, (template, task_ms) in enumerate(jobs):
+    for job, (template, task_ms, issued_ms) in enumerate(jobs):
         for lane, tasks in enumerate(template.lane_tasks):
             here = slice(job * width, job * width + len(tasks))
             needs[lane, :, here] = template.needs[lane].T
-            issue_ms[lane, here] = host_ms * template.launched[tasks]
+            issue_ms[lane, here] = issued_ms[tasks]
             work_ms[lane, : len(tasks), starts[job] : starts[job + 1]] = task_ms[tasks]
     columns = np.arange(starts[-1])
     row = np.repeat(np.arange(len(jobs)) * width, counts)
-    left_tasks = np.repeat([len(template.after) for template, _ in jobs], counts)
+    left_tasks = np.repeat([len(template.after) for template, _, _ in jobs], counts)
     instant_ms = 1e-13 * work_ms.sum(axis=(0, 1)) + 1e-300
     result_ms = np.zeros(starts[-1])
+    has_host = bool(issue_ms.any())
 
     done = np.zeros((_NUM_LANES, starts[-1]), dtype=np.int64)
     left_ms = work_ms[:, 0].copy()
@@ -127,7 +127,7 @@ def _play(jobs: Sequence[tuple[Template, np.ndarray]], contention: Contention, h
                 done[second] >= needs[lane, second][at[lane]]
             )
         until_ms = np.inf
-        if host_ms:
+        if has_host:
             early_ms = np.stack([issue_ms[lane][at[lane]] for lane in range(_NUM_LANES)]) - now_ms
             held = ready & (early_ms > instant_ms)
             until_ms = np.where(held, early_ms, np.inf).min(axis=0)

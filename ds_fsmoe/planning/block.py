@@ -8,11 +8,11 @@ else to do; what is too long for it makes the layer longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Literal
 
+from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Draft, Lane, Schedule
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
 
@@ -36,69 +36,41 @@ class BlockPlan:
     """How one layer is run in one phase.
 
     Raises:
-        ValueError: shares that are not positive or do not sum to 1, or an unknown order.
+        ValueError: a degree below 1, or an unknown order.
     """
 
-    shares: tuple[float, ...] = (1.0,)
-    """Of the tokens, one per chunk."""
+    degree: int = 1
+    """The number of chunks."""
     links: Links = "shared"
     """The traffic of the MoE part: all in one stream; on its own links, all gathers before all reduces; or each reduce
     ahead of the gather two chunks later."""
     late_dw: int = 0
     """In so many of the last chunks the experts' weight gradients wait until all input gradients are on their way."""
-    held_dw: int = 0
-    """So many of those wait until the rest of the layer has been computed, too: until its last collective."""
-    carried_dw: int = 0
-    """So many of those wait until the next layer's first tokens are on their way: the lane is idle until they come."""
     moe_slices: tuple[Slice, ...] = ()
     dense_slices: tuple[Slice, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.shares or not all(share > 0 for share in self.shares) or not abs(sum(self.shares) - 1) < 1e-6:
-            raise ValueError(f"shares = {self.shares}: must be above 0 and sum to 1")
+        if self.degree < 1:
+            raise ValueError(f"degree = {self.degree}: must be at least 1")
         if self.links not in ORDERS:
             raise ValueError(f"links = {self.links!r}: the choices are {', '.join(ORDERS)}")
 
-    @property
-    def degree(self) -> int:
-        """Number of chunks."""
-        return len(self.shares)
-
     def without_ages(self) -> BlockPlan:
-        """For a layer looked at alone: all its gradients are from before."""
+        """Return the plan for a layer that is looked at alone: all its gradients are from before."""
         moe, dense = (
             tuple(replace(each, newest_layer=-1) for each in slices) for slices in (self.moe_slices, self.dense_slices)
         )
         return replace(self, moe_slices=moe, dense_slices=dense)
 
 
-def equal_shares(degree: int) -> tuple[float, ...]:
-    """Chunks of one size.
-
-    Raises:
-        ValueError: a degree below 1.
-    """
-    if degree < 1:
-        raise ValueError(f"degree = {degree}: must be at least 1")
-    return (1.0 / degree,) * degree
-
-
 @dataclass
 class Passed:
-    """What later tasks can wait for, and what is still to be done for earlier layers."""
+    """What gradients can wait for."""
 
-    layer: dict[int, int] = field(default_factory=dict)
-    """Layer -> the task with which it was through: its dense gradients exist."""
+    layer: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Layer -> the tasks with which it was through: its dense gradients exist."""
     experts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Layer -> the tasks after which the gradients of its experts exist; not there before the last is written."""
-    carried: list[Callable[[], None]] = field(default_factory=list)
-    """What waits for the next layer: weight gradients, each call appends one."""
-
-    def add_carried(self) -> None:
-        """Append what was carried here."""
-        for add in self.carried:
-            add()
-        self.carried = []
+    """Layer -> the tasks after which the gradients of its experts exist."""
 
 
 def add_block(
@@ -120,39 +92,22 @@ def add_block(
     last = tuple(after)
     for each in work.before:
         last = (_add(draft, each, layer, last),)
-    passed.add_carried()
     last, weights_done, late = _add_moe(draft, work.moe, plan, layer, last, passed)
-    held_from = len(late) - min(plan.held_dw, len(late))
-    carried_from = len(late) - min(plan.carried_dw, plan.held_dw, len(late))
-
-    def add_late(chunk: int, inputs: tuple[int, ...]) -> None:
-        weights_done.append(_add(draft, work.moe.expert_dw, layer, inputs, chunk, plan))
-
-    def all_done() -> None:
-        passed.experts[layer] = tuple(weights_done)
-
-    for each in late[:held_from]:
-        add_late(*each)
-    # Gradients of this layer's own experts come last: they wait for what is held.
-    own = [each for each in plan.dense_slices if each.newest_layer == layer]
-    others = [each for each in plan.dense_slices if each.newest_layer != layer]
+    for chunk, inputs in late:
+        weights_done.append(_add(draft, work.moe.expert_dw, layer, inputs, chunk, plan, work.moe.capacity))
+    passed.experts[layer] = tuple(weights_done)
+    # A run of the MoE part is over when all its lanes are: the rest of the layer waits for weight gradients, too.
+    if late:
+        last = tuple(dict.fromkeys((*last, *weights_done)))
     # Behind the first collective, so that a slice that needs both links does not hold it up.
     open_at = next((i + 1 for i, each in enumerate(work.after) if Lane.COMPUTE not in each.lanes), 0)
     for i, each in enumerate((*work.after, None)):
         if i == open_at:
-            _add_slices(draft, others, layer, passed, len(plan.moe_slices))
+            _add_slices(draft, plan.dense_slices, layer, passed, len(plan.moe_slices))
         if each is not None:
             last = (_add(draft, each, layer, last),)
-    for each in late[held_from:carried_from]:
-        add_late(*each)
-    passed.carried = [partial(add_late, *each) for each in late[carried_from:]]
-    if passed.carried:
-        passed.carried.append(all_done)
-    else:
-        all_done()
-    _add_slices(draft, own, layer, passed, len(plan.moe_slices) + len(others))
     if last:
-        passed.layer[layer] = last[-1]
+        passed.layer[layer] = last
     return last
 
 
@@ -175,7 +130,7 @@ def _add_moe(
 
     def step(chunk: int, works: Iterable[Work]) -> None:
         for each in works:
-            at[chunk] = (_add(draft, each, layer, at[chunk], chunk, plan, stream),)
+            at[chunk] = (_add(draft, each, layer, at[chunk], chunk, plan, moe.capacity, stream),)
 
     def experts(chunk: int) -> None:
         if chunk >= late_from:
@@ -220,12 +175,13 @@ def _add(
     after: Iterable[int],
     chunk: int | None = None,
     plan: BlockPlan | None = None,
+    capacity: int | None = None,
     stream: Lane | None = None,
 ) -> int:
     """Append one operation, or with a plan one chunk of it; in one stream of traffic, on that."""
     lanes, size = work.lanes, work.size
     if plan is not None and chunk is not None:
-        size *= plan.shares[chunk]
+        size *= chunk_shares(capacity, plan.degree)[chunk]
         if plan.links == "shared" and stream is not None and Lane.COMPUTE not in lanes:
             lanes = (stream,)
     return draft.add(work.kind, *lanes, chunk=chunk or 0, size=size, after=after, layer=layer, launches=work.launches)
@@ -236,30 +192,21 @@ def _add_slices(draft: Draft, slices: Iterable[Slice], layer: int, passed: Passe
         needs: Sequence[int] = ()
         if each.newest_layer >= 0:
             is_expert = each.kind == EXPERT_GRAD
-            exist = passed.experts if is_expert else passed.layer
+            exist: dict[int, tuple[int, ...]] = passed.experts if is_expert else passed.layer
             if each.newest_layer not in exist:
                 raise ValueError(
                     f"layer {layer}: {each.kind} of layer {each.newest_layer} is sent before it exists: "
                     "move the slice to a later window"
                 )
-            needs = passed.experts[each.newest_layer] if is_expert else (passed.layer[each.newest_layer],)
+            needs = exist[each.newest_layer]
         draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=needs, layer=layer)
 
 
 def block_schedule(work: BlockWork, plan: BlockPlan, layer: int = 0) -> Schedule:
-    """One layer in one phase, as in the middle of many equal ones: what the one before carried over, it does."""
-    draft, passed = Draft(), Passed()
-    _carry_in(draft, work, plan, layer, passed)
-    add_block(draft, work, plan, layer, (), passed)
+    """Write one layer in one phase as a schedule."""
+    draft = Draft()
+    add_block(draft, work, plan, layer, (), Passed())
     return draft.finish()
-
-
-def _carry_in(draft: Draft, work: BlockWork, plan: BlockPlan, layer: int, passed: Passed) -> None:
-    """As if an equal layer had come before."""
-    late = plan.late_dw if work.moe.expert_dw is not None else 0
-    count = min(plan.carried_dw, plan.held_dw, late, plan.degree)
-    for chunk in range(plan.degree - count, plan.degree):
-        passed.carried.append(partial(_add, draft, work.moe.expert_dw, layer, (), chunk, plan))
 
 
 def model_schedule(
@@ -268,7 +215,6 @@ def model_schedule(
     phase: Literal["forward", "backward"],
     tail: Sequence[Slice] = (),
     forward_plans: Sequence[BlockPlan] = (),
-    endless: bool = False,
 ) -> Schedule:
     """Layer after layer, in the order in which the phase meets them.
 
@@ -278,21 +224,13 @@ def model_schedule(
         phase: which. A layer that recomputes runs its forward again, ahead of its backward.
         tail: slices of gradients that travel when all layers are through.
         forward_plans: one per layer, in the same order; needed where layers recompute.
-        endless: these layers are the middle of many: the first does what one like the last would carry over to it,
-            and what the last carries over is not done here.
     """
     draft, passed = Draft(), Passed()
-    if endless and layers:
-        _carry_in(draft, getattr(layers[-1], phase), plans[-1], 0, passed)
     last: tuple[int, ...] = ()
     for index, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
         if phase == "backward" and layer.recompute:
             last = add_block(draft, layer.forward, forward_plans[index], index, last, Passed())
         last = add_block(draft, getattr(layer, phase), plan, index, last, passed)
-    if not endless:
-        passed.add_carried()
-    # The tail waits for everything: for the weight gradients that were put off, too.
-    everything = tuple(dict.fromkeys((*last, *(each for done in passed.experts.values() for each in done))))
     for index, each in enumerate(tail):
-        draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=everything, layer=len(layers))
+        draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=last, layer=len(layers))
     return draft.finish()

@@ -14,28 +14,26 @@ from functools import lru_cache
 import numpy as np
 
 from ds_fsmoe.planning.batch import Template, makespans_ms
-from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule, equal_shares
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule
+from ds_fsmoe.planning.chunks import chunk_shares
+from ds_fsmoe.planning.cost import Cost, LinearCost
 from ds_fsmoe.planning.degree import NOTHING, Load, Phase, bounds_ms
 from ds_fsmoe.planning.schedule import HOLD, Lane
-from ds_fsmoe.planning.timeline import IDEAL, Contention
+from ds_fsmoe.planning.timeline import IDEAL, Contention, HostCost
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A way to run a layer in equal chunks."""
+    """A way to run a layer: its number of chunks, and the order of its tasks."""
 
     degree: int
     links: Links = "paper"
     late_dw: int = 0
-    held_dw: int = 0
-    carried_dw: int = 0
 
     def plan(self, moe_slices: tuple[Slice, ...] = (), dense_slices: tuple[Slice, ...] = ()) -> BlockPlan:
-        """The same with the gradients that travel meanwhile."""
-        put_off = self.late_dw, self.held_dw, self.carried_dw
-        return BlockPlan(equal_shares(self.degree), self.links, *put_off, moe_slices, dense_slices)
+        """Return the same with the gradients that travel meanwhile."""
+        return BlockPlan(self.degree, self.links, self.late_dw, moe_slices, dense_slices)
 
 
 class BlockTimes:
@@ -44,26 +42,23 @@ class BlockTimes:
     def __init__(
         self,
         work: BlockWork,
-        costs: Mapping[str, LinearCost],
+        costs: Mapping[str, Cost],
         contention: Contention = IDEAL,
-        host_ms: float = 0.0,
+        host_ms: HostCost = 0.0,
         grad_lanes: tuple[Lane, ...] = (Lane.INTER,),
+        is_serial: bool = False,
     ) -> None:
         """
         Args:
             work: what the layer does.
             costs: kind -> cost.
             contention: how lanes slow each other down.
-            host_ms: what a launch costs the host.
+            host_ms: what a launch costs the host, or kind -> what one of that kind does.
             grad_lanes: the links that gradients cross.
+            is_serial: whether all tasks run one after another.
         """
-        self.work, self.costs, self.contention, self.host_ms, self.grad_lanes = (
-            work,
-            costs,
-            contention,
-            host_ms,
-            grad_lanes,
-        )
+        self.work, self.costs, self.grad_lanes, self.is_serial = work, costs, grad_lanes, is_serial
+        self.contention, self.host_ms = (IDEAL, 0.0) if is_serial else (contention, host_ms)
         moe = work.moe
         self.is_papers = (
             grad_lanes == (Lane.INTER,)
@@ -71,9 +66,10 @@ class BlockTimes:
             and len(moe.enter) == 1
             and all(each.lanes == (Lane.INTER,) for each in (*moe.enter, *moe.leave))
             and all(each.lanes == (Lane.INTRA,) for each in (*moe.gather, *moe.reduce))
+            and all(isinstance(costs[each.kind], LinearCost) for each in (*moe.collectives, moe.expert))
         )
         """Whether its groups lie as the paper's do: all-to-alls and gradients between nodes, the rest inside."""
-        self._ideal = self.is_papers and contention == IDEAL and not host_ms
+        self._ideal = self.is_papers and not is_serial and self.contention == IDEAL and not host_ms
         self._before_ms, self._after_ms = (self._sum_ms(each) for each in (work.before, work.after))
 
     def _sum_ms(self, works: Sequence[Work]) -> float:
@@ -86,7 +82,9 @@ class BlockTimes:
 
     def has_closed_form(self, order: Order) -> bool:
         """Whether this order needs no simulation."""
-        return self._ideal and not order.late_dw and (order.links != "reduce_first" or order.degree < 2)
+        capacity = self.work.moe.capacity
+        is_even = not capacity or capacity % order.degree == 0
+        return self._ideal and is_even and not order.late_dw and (order.links != "reduce_first" or order.degree < 2)
 
     def phase(self, links: Links = "paper", grad_ms: float = 0.0) -> Phase:
         """The MoE part as the closed form knows it."""
@@ -125,24 +123,6 @@ class BlockTimes:
             self._simulate([orders[index] for index in rest], moe_grad_ms, dense_grad_ms, result_ms, rest)
         return result_ms
 
-    def linear_program(self, order: Order, moe_grad_ms: float, dense_grad_ms: float) -> _LinearProgram:
-        """Per task of this order: its time without its size, its time for all tokens, its chunk, what it waits for."""
-        alpha_ms, size_ms, cut = self._slots()
-        form, windows = _form(self.work), (moe_grad_ms > 0, dense_grad_ms > 0)
-        template, slots, chunks = _template(form, order, self.grad_lanes, *windows)
-        fixed_ms = np.concatenate([alpha_ms + np.where(cut, 0.0, size_ms), [0.0, moe_grad_ms, dense_grad_ms]])
-        scaled_ms = np.concatenate([np.where(cut, size_ms, 0.0), np.zeros(3)])
-        return fixed_ms[slots].tolist(), scaled_ms[slots].tolist(), chunks, template.after
-
-    def _slots(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Per operation: start-up in ms, the rest in ms, whether it is cut."""
-        whole = _works(self.work)
-        return (
-            np.array([self.costs[each.kind].alpha_ms * each.launches for each, _ in whole]),
-            np.array([self.costs[each.kind].beta_ms * each.size for each, _ in whole]),
-            np.array([is_cut for _, is_cut in whole]),
-        )
-
     def _simulate(
         self,
         orders: Sequence[Order],
@@ -151,7 +131,6 @@ class BlockTimes:
         result_ms: np.ndarray,
         rows: Sequence[int],
     ) -> None:
-        alpha_ms, size_ms, cut = self._slots()
         form = _form(self.work)
         # A slice that is not there must not hold up a lane: candidates with and without one are different orders.
         for has_moe, has_dense in sorted({*zip(moe_grad_ms > 0, dense_grad_ms > 0, strict=True)}):
@@ -159,25 +138,48 @@ class BlockTimes:
             grads_ms = np.stack([np.zeros(len(columns)), moe_grad_ms[columns], dense_grad_ms[columns]])
             jobs = []
             for order in orders:
-                template, slots, _ = _template(form, order, self.grad_lanes, bool(has_moe), bool(has_dense))
-                slot_ms = alpha_ms + np.where(cut, size_ms / order.degree, size_ms)
-                slot_ms = np.repeat(slot_ms[:, None], len(columns), axis=1)
-                jobs.append((template, np.concatenate([slot_ms, grads_ms])[slots]))
-            for row, times_ms in zip(rows, makespans_ms(jobs, self.contention, self.host_ms), strict=True):
+                template, slots = _template(
+                    form, order, self.grad_lanes, bool(has_moe), bool(has_dense), self.is_serial
+                )
+                chunk_ms = self._chunk_ms(order.degree)
+                slot_ms = np.concatenate([np.repeat(chunk_ms[:, None], len(columns), axis=1), grads_ms])
+                jobs.append((template, slot_ms[slots], self._issue_ms(slots, len(chunk_ms), template.launched)))
+            for row, times_ms in zip(rows, makespans_ms(jobs, self.contention), strict=True):
                 result_ms[row, columns] = times_ms
 
+    def _chunk_ms(self, degree: int) -> np.ndarray:
+        """Time of every operation, chunk by chunk for those that are cut, in the order of :func:`_places`."""
+        shares = chunk_shares(self.work.moe.capacity, degree)
+        times_ms: list[float] = []
+        for each, is_cut in _works(self.work):
+            cost = self.costs[each.kind]
+            times_ms += [cost.ms(each.size * share, each.launches) for share in (shares if is_cut else (1.0,))]
+        return np.array(times_ms)
 
-_LinearProgram = tuple[list[float], list[float], list[int], tuple[tuple[int, ...], ...]]
+    def _issue_ms(self, slots: np.ndarray, count: int, launched: np.ndarray) -> np.ndarray:
+        """When the host has issued each task of a template."""
+        if not isinstance(self.host_ms, Mapping):
+            return self.host_ms * launched
+        degree = (count - len(self.work.before) - len(self.work.after)) // len(_cut(self.work.moe))
+        of_slots = [
+            self.host_ms.get(each.kind, 0.0) * each.launches
+            for each, is_cut in _works(self.work)
+            for _ in range(degree if is_cut else 1)
+        ]
+        launch_ms = max(self.host_ms.values(), default=0.0)
+        return np.cumsum(np.array([*of_slots, 0.0, launch_ms, launch_ms])[slots])
+
+
+def _cut(moe: MoEWork) -> list[Work]:
+    """Every operation that is cut."""
+    return [*moe.enter, *moe.gather, *moe.computations, *moe.reduce, *moe.leave]
 
 
 def _works(block: BlockWork) -> list[tuple[Work, bool]]:
     """Every operation, and whether it is cut."""
-    moe = block.moe
-    split = [each for each in (moe.expert_dx, moe.expert_dw) if each is not None]
-    cut = [*moe.enter, *moe.gather, moe.expert, *split, *moe.reduce, *moe.leave]
     return [
         *((each, False) for each in block.before),
-        *((each, True) for each in cut),
+        *((each, True) for each in _cut(block.moe)),
         *((each, False) for each in block.after),
     ]
 
@@ -195,19 +197,34 @@ def _form(block: BlockWork) -> _Form:
 
 @lru_cache(maxsize=4096)
 def _template(
-    form: _Form, order: Order, grad_lanes: tuple[Lane, ...], has_moe: bool, has_dense: bool
-) -> tuple[Template, np.ndarray, list[int]]:
-    """The order of a block of this form, and per task the place of its time (the operations as ``_works`` lists them,
-    then nothing, the MoE window's slice, the other window's) and its chunk."""
+    form: _Form, order: Order, grad_lanes: tuple[Lane, ...], has_moe: bool, has_dense: bool, is_serial: bool
+) -> tuple[Template, np.ndarray]:
+    """The order of a block of this form, and per task the place of its time: the operations as ``_works`` lists them,
+    those that are cut chunk by chunk, then nothing, the MoE window's slice, the other window's."""
     names = iter(range(sum(map(len, form))))
     parts = [tuple(Work(str(next(names)), lanes, 0.0, launches) for lanes, launches in part) for part in form]
     before, enter, gather, (expert,), split, reduce, leave, after = parts
     moe = MoEWork(enter, gather, expert, reduce, leave, *split)
-    count = sum(map(len, form))
+    works, first = [], 0
+    block = BlockWork(before, moe, after)
+    starts: dict[str, int] = {}
+    for each, is_cut in _works(block):
+        starts[each.kind] = first
+        first += order.degree if is_cut else 1
+        works.append(is_cut)
     slices = [
-        (Slice(str(count + place), grad_lanes, 0.0),) if there else ()
-        for place, there in ((1, has_moe), (2, has_dense))
+        (Slice(str(-place), grad_lanes, 0.0),) if there else () for place, there in ((1, has_moe), (2, has_dense))
     ]
-    schedule = block_schedule(BlockWork(before, moe, after), order.plan(*slices))
-    slots = [count if task.kind == HOLD else int(task.kind) for task in schedule.tasks]
-    return Template.of(schedule), np.array(slots), [min(task.chunk, order.degree - 1) for task in schedule.tasks]
+    schedule = block_schedule(block, order.plan(*slices))
+    if is_serial:
+        schedule = schedule.in_one_lane()
+    is_cut_kind = dict(zip(starts, works, strict=True))
+
+    def slot(kind: str, chunk: int) -> int:
+        if kind == HOLD:
+            return first
+        if kind not in starts:
+            return first - int(kind)
+        return starts[kind] + (chunk if is_cut_kind[kind] else 0)
+
+    return Template.of(schedule), np.array([slot(task.kind, task.chunk) for task in schedule.tasks])

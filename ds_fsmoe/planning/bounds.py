@@ -5,23 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.chunks import chunk_shares
+from ds_fsmoe.planning.cost import Cost, LinearCost, least_ms
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.shares import SMALLEST
-from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, Work
+from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Work
 
 
-def lower_bound_ms(
-    work: BlockWork, costs: Mapping[str, LinearCost], max_degree: int = 16, grad_ms: float = 0.0
-) -> float:
-    """A time that one layer takes in one phase in any order this package can write down, at any degree up to
-    ``max_degree``, equal chunks or not, among layers that are equal to it.
+def lower_bound_ms(work: BlockWork, costs: Mapping[str, Cost], max_degree: int = 16, grad_ms: float = 0.0) -> float:
+    """Return a time that one layer takes in one phase in any order this package can write down, at any degree up to
+    ``max_degree``.
 
-    It is the larger of two kinds of bound. The longest chain: what comes before the MoE part, the MoE part's own
-    bound, what comes after. And for each lane all its work, after the shortest possible time to its first task.
-    Inside the MoE part: a chunk has to go all the way (the longest chunk is at least an equal one), and each lane has
-    to do all its work between the shortest way to it and the shortest way from it. Weight gradients can be put off,
-    even into the next layer, so they count for their lane only.
+    It is the larger of two bounds. One after another come what is before the MoE part, the MoE part's own bound, and
+    what is after it. And the link between nodes has to do all its work, gradients included. Inside the MoE part a chunk
+    has to go all the way, and each lane has to do all its work between the shortest way to it and the shortest way from
+    it.
 
     Args:
         work: the layer.
@@ -29,82 +26,74 @@ def lower_bound_ms(
         max_degree: the highest degree.
         grad_ms: gradients that this layer has to make room for on the inter-node link.
     """
-    chain_ms = _chain_ms(work, costs, max_degree)
-    return max(chain_ms, _computed_ms(work, costs), _inter_ms(work, costs) + grad_ms)
+    rest_ms = sum(_whole_ms(each, costs) for each in (*work.before, *work.after))
+    return max(rest_ms + _moe_ms(work.moe, costs, max_degree), _inter_ms(work, costs) + grad_ms)
 
 
-def _chain_ms(work: BlockWork, costs: Mapping[str, LinearCost], max_degree: int) -> float:
-    """What comes one after the other."""
+def _whole_ms(work: Work, costs: Mapping[str, Cost]) -> float:
+    """The least that an operation can take, cut as suits it best."""
+    cost = costs[work.kind]
+    return cost.ms(work.size, work.launches) if isinstance(cost, LinearCost) else least_ms(cost, work.size)
 
-    def ms(each: Work, share: float = 1.0) -> float:
-        return costs[each.kind].ms(each.size * share, each.launches)
 
-    def sum_ms(works: Sequence[Work], share: float = 1.0) -> float:
-        return sum(ms(each, share) for each in works)
+def _moe_ms(moe: MoEWork, costs: Mapping[str, Cost], max_degree: int) -> float:
+    def sum_ms(works: Sequence[Work], share: float) -> float:
+        return sum(costs[each.kind].ms(each.size * share, each.launches) for each in works)
 
-    moe = work.moe
-    needed = moe.expert if moe.expert_dx is None else moe.expert_dx
+    degree = max_degree if moe.capacity is None else min(max_degree, moe.capacity)
+    shares = chunk_shares(moe.capacity, degree)
+    experts_ms = _whole_ms(moe.expert, costs)
+    needed = moe.expert
+    if moe.expert_dx is not None and moe.expert_dw is not None:
+        needed = moe.expert_dx
+        experts_ms = min(experts_ms, sum(_whole_ms(each, costs) for each in (moe.expert_dx, moe.expert_dw)))
     way = [*moe.enter, *moe.gather, needed, *moe.reduce, *moe.leave]
-    first = SMALLEST / max_degree
-    moe_ms = sum_ms(way, 1.0 / max_degree)
+    bound_ms = sum_ms(way, max(shares))
     for lane in Lane:
-        mine = [i for i, each in enumerate(way) if each.lanes[0] is lane]
+        mine = [place for place, each in enumerate(way) if each.lanes[0] is lane]
         if not mine:
             continue
-        head_ms, tail_ms = sum_ms(way[: mine[0]], first), sum_ms(way[mine[-1] + 1 :], first)
-        moe_ms = max(moe_ms, head_ms + sum(ms(way[i]) for i in mine) + tail_ms)
-    before_ms, after_ms = sum_ms(work.before), sum_ms(work.after)
-    return before_ms + moe_ms + after_ms
+        own_ms = experts_ms if lane is Lane.COMPUTE else sum(_whole_ms(way[place], costs) for place in mine)
+        head_ms = sum_ms(way[: mine[0]], min(shares))
+        # Weight gradients may come when all tokens have left.
+        tail_ms = 0.0 if needed is moe.expert_dx and lane is Lane.COMPUTE else sum_ms(way[mine[-1] + 1 :], min(shares))
+        bound_ms = max(bound_ms, head_ms + own_ms + tail_ms)
+    return bound_ms
 
 
-def _computed_ms(work: BlockWork, costs: Mapping[str, LinearCost]) -> float:
-    """What has to be computed, in one piece."""
-
-    def ms(each: Work) -> float:
-        return costs[each.kind].ms(each.size, each.launches)
-
-    moe = work.moe
-
-    experts_ms = ms(moe.expert)
-    if moe.expert_dx is not None and moe.expert_dw is not None:
-        experts_ms = min(experts_ms, ms(moe.expert_dx) + ms(moe.expert_dw))
-    return experts_ms + sum(ms(each) for each in (*work.before, *work.after) if Lane.COMPUTE in each.lanes)
-
-
-def _inter_ms(work: BlockWork, costs: Mapping[str, LinearCost]) -> float:
+def _inter_ms(work: BlockWork, costs: Mapping[str, Cost]) -> float:
     """What only the link between nodes can do, in one piece."""
-    moe = work.moe
-    works = (*work.before, *moe.enter, *moe.gather, *moe.reduce, *moe.leave, *work.after)
-    return sum(costs[each.kind].ms(each.size, each.launches) for each in works if each.lanes[0] is Lane.INTER)
+    works = (*work.before, *work.moe.collectives, *work.after)
+    return sum(_whole_ms(each, costs) for each in works if each.lanes[0] is Lane.INTER)
 
 
 def step_bounds_ms(
-    layers: Sequence[Layer], costs: Mapping[str, LinearCost], max_degree: int = 16, carried: Sequence[Gradient] = ()
+    layers: Sequence[Layer], costs: Mapping[str, Cost], max_degree: int = 16, carried: Sequence[Gradient] = ()
 ) -> tuple[float, float]:
-    """The same for a whole forward and a whole backward: layer after layer, or all that one lane has to do.
+    """Return the same for a whole forward and a whole backward.
 
     Args:
         layers: of the model.
-        costs: kind -> cost.
+        costs: kind -> cost, for layers without costs of their own.
         max_degree: the highest degree.
         carried: gradients that wait when the backward begins.
     """
-    # Layer by layer only what comes one after the other counts: computation may move from one layer to the next.
-    forwards = [layer.forward for layer in layers]
-    backwards = [part for layer in layers for part in _backward_parts(layer)]
-    chain_ms = {each: _chain_ms(each, costs, max_degree) for each in {*forwards, *backwards}}
-    forward_ms, backward_ms = (
-        max(sum(chain_ms[each] for each in parts), sum(_computed_ms(each, costs) for each in parts))
-        for parts in (forwards, backwards)
+
+    def parts(layer: Layer) -> list[tuple[BlockWork, Mapping[str, Cost]]]:
+        own = layer.costs
+        again = [(layer.forward, own.forward if own else costs)] if layer.recompute else []
+        return [*again, (layer.backward, own.backward if own else costs)]
+
+    forward_ms = sum(
+        lower_bound_ms(each.forward, each.costs.forward if each.costs else costs, max_degree) for each in layers
     )
+    backwards = [part for layer in layers for part in parts(layer)]
+    backward_ms = sum(lower_bound_ms(work, of_work, max_degree) for work, of_work in backwards)
+    of_layers = costs if not layers or layers[-1].costs is None else layers[-1].costs.backward
     # Gradients can travel together, so each kind has to be launched once.
     gradients = (*carried, *(each for layer in layers for each in layer.gradients))
     between = [each for each in gradients if Lane.INTER in each.lanes]
-    grads_ms = sum(costs[each.kind].ms(each.size_bytes, 0) for each in between)
-    grads_ms += sum(costs[kind].alpha_ms for kind in {each.kind for each in between})
-    traffic_ms = sum(_inter_ms(each, costs) for each in backwards)
+    grads_ms = sum(of_layers[each.kind].ms(each.size_bytes, 0) for each in between)
+    grads_ms += sum(of_layers[kind].ms(0.0) for kind in {each.kind for each in between})
+    traffic_ms = sum(_inter_ms(work, of_work) for work, of_work in backwards)
     return forward_ms, max(backward_ms, traffic_ms + grads_ms)
-
-
-def _backward_parts(layer: Layer) -> tuple[BlockWork, ...]:
-    return (layer.forward, layer.backward) if layer.recompute else (layer.backward,)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.paper import load_bed, steady_state
 from ds_fsmoe.planning.plan import Planner
 from ds_fsmoe.planning.presets import Switches
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
+from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Shape, Work, layer_work
 
@@ -61,8 +62,9 @@ def timeline(name: str) -> tuple[str, Timeline]:
 def _figure_3(system: _System) -> tuple[str, Timeline]:
     bed = load_bed("b")
     layer = layer_work(Shape(2, 512, 4096, 8192, bed.num_experts, 2, 2.4, "gpt", 32), bed.groups)
-    orders = (Order(system.degree, system.switches.links),)
-    plan = Planner(bed.costs).plan(steady_state(layer), system.switches, layer.gradients, lambda _backward: orders)
+    order = Order(system.degree, system.switches.links)
+    space = SearchSpace.fixed(order, order)
+    plan = Planner(bed.costs).plan(steady_state(layer), space, system.switches.gradients, layer.gradients)
     return system.title, plan.timelines(bed.costs)[1]
 
 
@@ -77,5 +79,5 @@ def _figure_4(chunk_ms: tuple[float, float, float, float], grad_ms: float) -> Ti
         (Work(REDUCE, (Lane.INTRA,), s),),
         (Work(A2A_OUT, (Lane.INTER,), a),),
     )
-    plan = BlockPlan(equal_shares(degree), "paper", moe_slices=(Slice(GRAD, (Lane.INTER,), grad_ms),))
+    plan = BlockPlan(degree, "paper", moe_slices=(Slice(GRAD, (Lane.INTER,), grad_ms),))
     return simulate(block_schedule(BlockWork((), moe, ()), plan), costs)

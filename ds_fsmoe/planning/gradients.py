@@ -21,8 +21,8 @@ from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 
 CHUNK_BYTES = 30 * 2**20
 """Lina's best size of a slice (its section 4)."""
-Mode = Literal["exposed", "dense_only", "fixed_chunk", "adaptive"]
-MODES: tuple[Mode, ...] = ("exposed", "dense_only", "fixed_chunk", "adaptive")
+Mode = Literal["off", "dense_only", "fixed_chunk", "adaptive"]
+MODES: tuple[Mode, ...] = ("off", "dense_only", "fixed_chunk", "adaptive")
 SOLVERS = ("dp", "de")
 
 
@@ -171,7 +171,7 @@ def partition(
     queue = _Queue(pieces, num_steps)
     if not queue.pieces:
         return Partition(((),) * len(windows), (), 0.0)
-    if mode == "exposed":
+    if mode == "off":
         return queue.partition([0] * len(windows), queue.tail_ms(0))
     if mode == "dense_only":
         return _evaluated(queue, windows, _dense_only(queue, windows))

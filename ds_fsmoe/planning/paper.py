@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from ds_fsmoe.planning.best import plan_by_name
 from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase, choose_exact, makespan_ms
 from ds_fsmoe.planning.grid import MODELS, table_4
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import Planner
+from ds_fsmoe.planning.plan import Planner, plan_by_name
 from ds_fsmoe.planning.presets import PRESETS
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import Layer, Shape, kind_costs, layer_work

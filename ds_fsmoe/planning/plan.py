@@ -1,27 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole model planned: a degree and an order for every layer and phase, and a window for every gradient."""
+"""The one decider: a degree and an order for every layer and phase, an all-to-all, and a window for every gradient.
+
+A cluster's file and measurements come here alike, as :class:`~ds_fsmoe.planning.layer_costs.LayerCosts`; ``ds_fsmoe
+plan`` prints what comes out, and training runs it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
 from ds_fsmoe.planning.block_times import BlockTimes, Order
-from ds_fsmoe.planning.choose import Choice, choose, choose_as_the_paper
-from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.degree import smallest_of_best
-from ds_fsmoe.planning.gradients import CHUNK_BYTES, Partition, Piece, Window, check_solver, partition
-from ds_fsmoe.planning.presets import Switches
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane, Schedule
-from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
+from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.gradients import CHUNK_BYTES, Mode, Partition, Piece, Window, check_solver, partition
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.presets import BEST, Switches, preset
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane, Schedule, Task
+from ds_fsmoe.planning.search import MIN_GAIN, Choice, PhaseTimes, SearchSpace, choose
+from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, play
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 
-SOLVERS = {"exact": choose, "slsqp": choose_as_the_paper}
+SOLVERS = ("exact", "slsqp")
 MAX_DEGREE = 256
+SHARED_LINK = 0.8
+"""From this slowdown on two links are one: both at once gain less than a tenth."""
 _CURVE_POINTS = 17
 _Price = Callable[[np.ndarray], np.ndarray]
 """Time of gradients in a window -> how much longer the layer gets."""
@@ -38,12 +45,18 @@ class Settings:
     contention: Contention = IDEAL
     """How lanes slow each other down, as the plan assumes."""
     host_ms: float = 0.0
-    """What a launch costs the host."""
+    """What a launch costs the host, where a layer has no costs of its own."""
     max_degree: int = 16
     solver: str = "exact"
     gradient_solver: str = "dp"
     chunk_bytes: int = CHUNK_BYTES
     seed: int = 0
+    is_serial: bool = False
+    """Whether tasks run one after another, whatever their lane."""
+    shared_link: bool = False
+    """Whether both links are one wire, even if they were not seen to slow each other down."""
+    min_gain: float = MIN_GAIN
+    """What ``best`` has to gain for cutting a layer."""
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.max_degree, int) and not isinstance(self.max_degree, bool)
@@ -54,6 +67,18 @@ class Settings:
             raise ValueError(f"host_ms = {self.host_ms}: must be a finite number of at least 0")
         if self.solver not in SOLVERS:
             raise ValueError(f"solver = {self.solver!r}: the choices are {', '.join(SOLVERS)}")
+
+    def space(self, schedule: str, without: Sequence[str] = ()) -> SearchSpace:
+        """Return what a schedule by name leaves open here.
+
+        Raises:
+            ValueError: an unknown schedule.
+        """
+        shared = self.shared_link or self.contention.links >= SHARED_LINK
+        found = SearchSpace.of(
+            schedule, self.max_degree, shared_link=shared, min_gain=self.min_gain, without=tuple(without)
+        )
+        return replace(found, solver=self.solver)
 
 
 @dataclass(frozen=True)
@@ -68,195 +93,334 @@ class ModelPlan:
     """Gradients that travel when the backward is over."""
     forward_choices: tuple[Choice, ...]
     backward_choices: tuple[Choice, ...]
-    endless: bool = False
-    """Whether these layers are the middle of many."""
+    alltoalls: tuple[str, ...] = ()
+    """Names, in the order of the forward; empty where there was nothing to choose."""
+    alltoalls_ms: tuple[Mapping[str, float], ...] = field(default=(), compare=False)
+    """All-to-all -> what both phases of the layer take with it."""
+
+    def choices(self, index: int) -> tuple[Choice, Choice]:
+        """Return how a layer is run, counted from the front, forward and backward."""
+        return self.forward_choices[index], self.backward_choices[-1 - index]
+
+    def blocks(self, index: int) -> tuple[BlockPlan, BlockPlan]:
+        """Return the plans of a layer, counted from the front, forward and backward."""
+        return self.forward[index], self.backward[-1 - index]
+
+    def without_gradients(self) -> ModelPlan:
+        """Return the same plan for layers whose gradients are summed with nobody."""
+        backward = tuple(replace(each, moe_slices=(), dense_slices=()) for each in self.backward)
+        return replace(self, backward=backward, tail=())
 
     def schedules(self) -> tuple[Schedule, Schedule]:
-        """Of the forward and of the backward."""
+        """Return the schedules of the forward and of the backward."""
         return (
             model_schedule(self.layers, self.forward, "forward"),
-            model_schedule(self.layers[::-1], self.backward, "backward", self.tail, self.forward[::-1], self.endless),
+            model_schedule(self.layers[::-1], self.backward, "backward", self.tail, self.forward[::-1]),
         )
 
     def timelines(
-        self, costs: Mapping[str, LinearCost], contention: Contention = IDEAL, host_ms: float = 0.0
+        self,
+        costs: Mapping[str, Cost],
+        contention: Contention = IDEAL,
+        host_ms: float = 0.0,
+        is_serial: bool = False,
     ) -> tuple[Timeline, Timeline]:
-        """Both phases, played."""
-        forward, backward = (simulate(each, costs, contention, host_ms) for each in self.schedules())
+        """Play both phases.
+
+        Args:
+            costs: kind -> cost, for layers without costs of their own.
+            contention: how lanes slow each other down.
+            host_ms: what a launch costs the host, for the same layers.
+            is_serial: whether all tasks run one after another.
+        """
+        written = LayerCosts.written(costs, host_ms)
+        forward, backward = (
+            self._timeline(schedule, phase == 1, written, contention, is_serial)
+            for phase, schedule in enumerate(self.schedules())
+        )
         return forward, backward
 
-    def step_ms(self, costs: Mapping[str, LinearCost], contention: Contention = IDEAL, host_ms: float = 0.0) -> float:
-        """Predicted time of a step's forward and backward."""
-        return sum(each.makespan_ms for each in self.timelines(costs, contention, host_ms))
+    def _timeline(
+        self, schedule: Schedule, backward: bool, written: LayerCosts, contention: Contention, is_serial: bool
+    ) -> Timeline:
+        layers = self.layers[::-1] if backward else self.layers
+        same = [a.degree == b.degree for a, b in zip(self.forward[::-1], self.backward, strict=True)]
+        work_ms, launch_ms = [], []
+        for task in schedule.tasks:
+            # The tail comes after the last layer.
+            at = min(task.layer, len(layers) - 1)
+            costs, host_ms = (layers[at].costs or written).of(backward, not backward or same[at])
+            if task.kind not in costs:
+                raise ValueError(f"no cost for {task.kind}: there are costs for {', '.join(sorted(costs))}")
+            work_ms.append(costs[task.kind].ms(task.size, task.launches))
+            launch_ms.append(task.launches * _host_ms(host_ms, task))
+        if is_serial:
+            return play(schedule.in_one_lane(), work_ms, [0.0] * len(work_ms))
+        return play(schedule, work_ms, list(itertools.accumulate(launch_ms)), contention)
+
+    def step_ms(
+        self,
+        costs: Mapping[str, Cost],
+        contention: Contention = IDEAL,
+        host_ms: float = 0.0,
+        is_serial: bool = False,
+    ) -> float:
+        """Predict the time of a step's forward and backward."""
+        return sum(each.makespan_ms for each in self.timelines(costs, contention, host_ms, is_serial))
+
+
+def _host_ms(host_ms: float | Mapping[str, float], task: Task) -> float:
+    if not isinstance(host_ms, Mapping):
+        return host_ms
+    if not task.launches:
+        return 0.0
+    if task.kind not in host_ms:
+        raise ValueError(f"no cost of the host for {task.kind}: there are costs for {', '.join(sorted(host_ms))}")
+    return host_ms[task.kind]
 
 
 @dataclass
 class Planner:
     """Plans layers on one cluster. Equal layers are planned once."""
 
-    costs: Mapping[str, LinearCost]
+    costs: Mapping[str, Cost]
+    """Kind of task -> cost, for layers without costs of their own."""
     settings: Settings = field(default_factory=Settings)
-    _times: dict[tuple[BlockWork, tuple[Lane, ...]], BlockTimes] = field(default_factory=dict)
-    _choices: dict[tuple, Choice] = field(default_factory=dict)
-    _pairs: dict[tuple, tuple[tuple[Order, ...], tuple[Order, ...]]] = field(default_factory=dict)
+    _times: dict[tuple, BlockTimes] = field(default_factory=dict)
+    _choices: dict[tuple, tuple[Choice, Choice]] = field(default_factory=dict)
     _curves: dict[tuple, tuple[_Price, _Price]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._written = LayerCosts.written(self.costs, self.settings.host_ms)
 
     def plan(
         self,
         layers: Sequence[Layer],
-        switches: Switches,
+        spaces: SearchSpace | Sequence[SearchSpace],
+        mode: Mode,
         carried: Sequence[Gradient] = (),
-        open_orders: Callable[[bool], tuple[Order, ...]] | None = None,
     ) -> ModelPlan:
         """Plan a step.
 
         Args:
             layers: in the order of the forward.
-            switches: the system.
+            spaces: what may be chosen from, for all layers or for each.
+            mode: when gradients travel.
             carried: gradients that wait when the backward begins, as in the middle of a larger model.
-            open_orders: whether backward -> the orders to choose from, where that is more than the switches say.
         """
-        orders = {
-            backward: open_orders(backward) if open_orders else switches.orders(self.settings.max_degree, backward)
-            for backward in (False, True)
-        }
+        of_layers = [spaces] * len(layers) if isinstance(spaces, SearchSpace) else list(spaces)
         # Layers that are equal are planned once, and told apart by a number from here on.
-        numbers: dict[Layer, int] = {}
-        kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]
-        pairs = [(orders[False], orders[True])] * len(numbers)
-        if switches.pipeline == "common" and open_orders is None:
-            pairs = [self._common(layer, orders[False], orders[True]) for layer in numbers]
-        forwards = [self._choose(layer.forward, pairs[kind][0]) for layer, kind in numbers.items()]
-        split = self._partition(list(numbers), kinds[::-1], pairs, switches, carried)
-        chosen: dict[tuple, Choice] = {}
-        backward, plans = [], []
+        numbers: dict[tuple[Layer, SearchSpace], int] = {}
+        kinds = [numbers.setdefault(each, len(numbers)) for each in zip(layers, of_layers, strict=True)]
+        alone = [self.choose(*each) for each in numbers]
+        # A system of one degree chooses it without its gradients.
+        final = [
+            SearchSpace.fixed(*(each.order for each in pair)) if space.common_degree else space
+            for (_, space), pair in zip(numbers, alone, strict=True)
+        ]
+        distinct = [layer for layer, _ in numbers]
+        split = self._partition(distinct, kinds[::-1], alone, final, mode, carried)
+        pairs, plans = [], []
         for index, kind in enumerate(kinds[::-1]):
             moe, dense = split.slices[2 * index : 2 * index + 2]
-            key = (kind, *(tuple((each.kind, each.size_bytes) for each in slices) for slices in (moe, dense)))
-            if key not in chosen:
-                chosen[key] = self._choose(layers[-1 - index].backward, pairs[kind][1], moe, dense)
-            backward.append(chosen[key])
-            plans.append(chosen[key].order.plan(moe, dense))
-        forward = [forwards[kind] for kind in kinds]
+            pair = self.choose(distinct[kind], final[kind], moe) if moe or final[kind].common_degree else alone[kind]
+            pairs.append(pair)
+            plans.append(pair[1].order.plan(moe, dense))
         return ModelPlan(
             tuple(layers),
-            tuple(choice.order.plan() for choice in forward),
+            tuple(pair[0].order.plan() for pair in pairs[::-1]),
             tuple(plans),
             split.tail,
-            tuple(forward),
-            tuple(backward),
-            bool(carried),
+            tuple(pair[0] for pair in pairs[::-1]),
+            tuple(pair[1] for pair in pairs),
         )
 
-    def times(self, work: BlockWork, slices: Sequence[Slice | Gradient] = ()) -> BlockTimes:
-        """Times of a layer in one phase."""
-        lanes = slices[0].lanes if slices else (Lane.INTER,)
-        key = (work, lanes)
-        if key not in self._times:
-            self._times[key] = BlockTimes(work, self.costs, self.settings.contention, self.settings.host_ms, lanes)
-        return self._times[key]
+    def plan_options(
+        self,
+        options: Sequence[Mapping[str, Layer]],
+        spaces: SearchSpace | Sequence[SearchSpace],
+        mode: Mode,
+    ) -> ModelPlan:
+        """Plan a step whose layers may exchange tokens by one of several all-to-alls.
 
-    def _choose(
-        self, work: BlockWork, orders: tuple[Order, ...], moe: tuple[Slice, ...] = (), dense: tuple[Slice, ...] = ()
-    ) -> Choice:
-        moe_ms, dense_ms = (
-            sum(self.costs[each.kind].ms(each.size_bytes) for each in slices) for slices in (moe, dense)
-        )
-        key = (work, orders, moe_ms, dense_ms, *(each.lanes for each in (*moe, *dense)))
+        Args:
+            options: layer by layer, name of an all-to-all -> the layer with it; another than the first is taken where
+                it gains more than :data:`~ds_fsmoe.planning.search.MIN_GAIN`.
+            spaces, mode: see :meth:`plan`.
+        """
+        of_layers = [spaces] * len(options) if isinstance(spaces, SearchSpace) else list(spaces)
+        names, times = [], []
+        for layers, space in zip(options, of_layers, strict=True):
+            of_names = {name: sum(each.time_ms for each in self.choose(layer, space)) for name, layer in layers.items()}
+            first, best = next(iter(of_names)), min(of_names, key=of_names.__getitem__)
+            names.append(best if of_names[best] < (1 - MIN_GAIN) * of_names[first] else first)
+            times.append(of_names)
+        chosen = [layers[name] for layers, name in zip(options, names, strict=True)]
+        return replace(self.plan(chosen, of_layers, mode), alltoalls=tuple(names), alltoalls_ms=tuple(times))
+
+    def choose(self, layer: Layer, space: SearchSpace, moe: tuple[Slice, ...] = ()) -> tuple[Choice, Choice]:
+        """Choose how the MoE part of a layer is run, forward and backward.
+
+        Args:
+            layer: which.
+            space: what may be chosen from.
+            moe: slices of gradients that travel in its backward.
+        """
+        costs = layer.costs or self._written
+        grad_ms = sum(costs.backward[each.kind].ms(each.size_bytes) for each in moe)
+        lanes = _lanes(moe)
+        key = layer.forward.moe, layer.backward.moe, costs, space, grad_ms, lanes
         if key not in self._choices:
-            self._choices[key] = SOLVERS[self.settings.solver](
-                self.times(work, (*moe, *dense)), orders, moe_ms, dense_ms
+            self._choices[key] = choose(
+                self._phase_times(layer, False),
+                self._phase_times(layer, True, lanes, grad_ms),
+                space,
+                uses_rng=costs.uses_rng,
+                relative_residual=costs.relative_residual,
             )
         return self._choices[key]
 
-    def _common(
-        self, layer: Layer, forward: tuple[Order, ...], backward: tuple[Order, ...]
-    ) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
-        """One degree for both phases: the one with the smallest sum. Gradients do not enter into it."""
-        key = layer, forward, backward
-        if key not in self._pairs:
-            self._pairs[key] = self._common_uncached(*key)
-        return self._pairs[key]
+    def _phase_times(
+        self, layer: Layer, backward: bool, lanes: tuple[Lane, ...] = (Lane.INTER,), grad_ms: float = 0.0
+    ) -> PhaseTimes:
+        costs, work = layer.costs or self._written, layer.backward if backward else layer.forward
+        moe = BlockWork((), work.moe, ())
+        return PhaseTimes(
+            self.times(moe, costs, backward, lanes),
+            self.times(moe, costs, backward, lanes, same_chunks=False) if backward and costs.rechunked else None,
+            None if self.settings.contention == IDEAL else self.times(moe, costs, backward, lanes, contention=IDEAL),
+            grad_ms,
+        )
 
-    def _common_uncached(
-        self, layer: Layer, forward: tuple[Order, ...], backward: tuple[Order, ...]
-    ) -> tuple[tuple[Order, ...], tuple[Order, ...]]:
-        phases = []
-        for orders, work in ((forward, layer.forward), (backward, layer.backward)):
-            times_ms = self.times(work).times_ms(orders)[:, 0]
-            best_ms: dict[int, tuple[float, Order]] = {}
-            for order, time_ms in zip(orders, times_ms, strict=True):
-                if order.degree not in best_ms or time_ms < best_ms[order.degree][0]:
-                    best_ms[order.degree] = (time_ms, order)
-            phases.append(best_ms)
-        degrees = sorted(phases[0])
-        degree = degrees[smallest_of_best([phases[0][each][0] + phases[1][each][0] for each in degrees])]
-        return (phases[0][degree][1],), (phases[1][degree][1],)
+    def times(
+        self,
+        work: BlockWork,
+        costs: LayerCosts | None = None,
+        backward: bool = False,
+        lanes: tuple[Lane, ...] = (Lane.INTER,),
+        *,
+        same_chunks: bool = True,
+        contention: Contention | None = None,
+    ) -> BlockTimes:
+        """Return the times of a block in one phase.
+
+        Args:
+            work: the block.
+            costs: of its tasks; ``None``: the cluster's.
+            backward: which phase.
+            lanes: the links that gradients cross.
+            same_chunks: whether the backward has the chunks of the forward.
+            contention: how lanes slow each other down; ``None``: as the settings say.
+        """
+        costs = costs or self._written
+        contention = self.settings.contention if contention is None else contention
+        key = work, costs, backward, lanes, same_chunks, contention
+        if key not in self._times:
+            of_phase, host_ms = costs.of(backward, same_chunks)
+            self._times[key] = BlockTimes(work, of_phase, contention, host_ms, lanes, self.settings.is_serial)
+        return self._times[key]
 
     def _partition(
         self,
-        kinds_of_layers: Sequence[Layer],
+        layers: Sequence[Layer],
         kinds: Sequence[int],
-        pairs: Sequence[tuple[tuple[Order, ...], tuple[Order, ...]]],
-        switches: Switches,
+        alone: Sequence[tuple[Choice, Choice]],
+        spaces: Sequence[SearchSpace],
+        mode: Mode,
         carried: Sequence[Gradient],
     ) -> Partition:
-        def piece(gradient: Gradient, layer: int) -> Piece:
-            return Piece(gradient.kind, gradient.lanes, gradient.size_bytes, self.costs[gradient.kind], layer)
+        def piece(gradient: Gradient, layer: Layer, index: int) -> Piece:
+            cost = (layer.costs or self._written).backward[gradient.kind]
+            return Piece(gradient.kind, gradient.lanes, gradient.size_bytes, cost, index)
 
-        grads = [*carried, *(each for layer in kinds_of_layers for each in layer.gradients)]
+        grads = [*carried, *(each for layer in layers for each in layer.gradients)]
         # What is sent at the end has no use for windows, and finding out what they cost takes time.
-        prices: list[tuple[_Price, _Price]] = [(np.zeros_like, np.zeros_like)] * len(kinds_of_layers)
-        if grads and switches.gradients != "exposed":
+        prices: list[tuple[_Price, _Price]] = [(np.zeros_like, np.zeros_like)] * len(layers)
+        if grads and mode != "off":
             prices = [
-                self._windows(layer.backward, pair[1], grads)
-                for layer, pair in zip(kinds_of_layers, pairs, strict=True)
+                self._windows(layer, pair[1], space, _lanes(grads))
+                for layer, pair, space in zip(layers, alone, spaces, strict=True)
             ]
-        pieces = [piece(each, -1) for each in carried]
+        pieces = [piece(each, layers[kinds[0]], -1) for each in carried]
         windows = []
         for index, kind in enumerate(kinds):
-            gradients = kinds_of_layers[kind].gradients
+            layer = layers[kind]
             windows.append(Window(index, "moe", len(pieces), prices[kind][0]))
             # The experts' gradients of a layer exist before the layer is through, the others only then.
-            pieces += [piece(each, index) for each in gradients if each.kind == EXPERT_GRAD]
+            pieces += [piece(each, layer, index) for each in layer.gradients if each.kind == EXPERT_GRAD]
             windows.append(Window(index, "dense", len(pieces), prices[kind][1]))
-            pieces += [piece(each, index) for each in gradients if each.kind != EXPERT_GRAD]
+            pieces += [piece(each, layer, index) for each in layer.gradients if each.kind != EXPERT_GRAD]
+        settings = self.settings
         return partition(
             pieces,
             windows,
-            switches.gradients,
-            solver=self.settings.gradient_solver,
-            chunk_bytes=self.settings.chunk_bytes,
-            seed=self.settings.seed,
+            mode,
+            solver=settings.gradient_solver,
+            chunk_bytes=settings.chunk_bytes,
+            seed=settings.seed,
         )
 
     def _windows(
-        self, work: BlockWork, orders: tuple[Order, ...], gradients: Sequence[Gradient]
+        self, layer: Layer, alone: Choice, space: SearchSpace, lanes: tuple[Lane, ...]
     ) -> tuple[_Price, _Price]:
-        """For both windows of a layer, the degree re-chosen for every time of gradients."""
-        lanes = gradients[0].lanes if gradients else (Lane.INTER,)
-        key = (work, orders, lanes)
+        """Price both windows of a layer, the degree re-chosen for every time of gradients."""
+        costs, moe = layer.costs or self._written, layer.backward.moe
+        key = layer.backward, costs, space, lanes, alone.order
         if key in self._curves:
             return self._curves[key]
-        times = self.times(work, gradients)
+        orders = [alone.order]
+        if space.asked[1] is None and not costs.uses_rng:
+            most = moe.capacity or MAX_DEGREE
+            orders += [each for each in space.orders(True, moe.expert_dw is not None) if each.degree <= most]
+        orders = list(dict.fromkeys(orders))
+        times = self.times(BlockWork((), moe, ()), costs, True, lanes)
+        whole = self.times(layer.backward, costs, True, lanes)
         alone_ms = times.times_ms(orders)[:, 0]
-        first = smallest_of_best(alone_ms)
-        base_ms = float(alone_ms[first])
+        base_ms = float(alone_ms.min())
         if all(times.has_closed_form(order) for order in orders):
 
-            def moe(grad_ms: np.ndarray) -> np.ndarray:
+            def priced(grad_ms: np.ndarray) -> np.ndarray:
                 return times.times_ms(orders, grad_ms).min(axis=0) - base_ms
 
             def dense(grad_ms: np.ndarray) -> np.ndarray:
-                return np.maximum(0.0, grad_ms - times.after_ms)
+                return np.maximum(0.0, grad_ms - whole.after_ms)
 
+            prices: tuple[_Price, _Price] = priced, dense
         else:
-            grid_ms = np.linspace(0.0, 1.5 * base_ms, _CURVE_POINTS)
+            grid_ms = np.linspace(0.0, 1.5 * max(base_ms, whole.after_ms), _CURVE_POINTS)
             few = _promising(orders, alone_ms, times.times_ms(orders, grid_ms[[_CURVE_POINTS // 3, -1]]))
-            moe = _Curve(grid_ms, times.times_ms(few, grid_ms).min(axis=0) - base_ms)
-            dense = _Curve(grid_ms, times.times_ms([orders[first]], 0.0, grid_ms)[0] - base_ms)
-        self._curves[key] = moe, dense
-        return moe, dense
+            moe_ms = times.times_ms(few, grid_ms).min(axis=0)
+            dense_ms = whole.times_ms([alone.order], 0.0, grid_ms)[0]
+            prices = _Curve(grid_ms, moe_ms - moe_ms[0]), _Curve(grid_ms, dense_ms - dense_ms[0])
+        self._curves[key] = prices
+        return prices
+
+
+def _lanes(gradients: Sequence[Slice | Gradient]) -> tuple[Lane, ...]:
+    return gradients[0].lanes if gradients else (Lane.INTER,)
+
+
+def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: Sequence[Gradient] = ()) -> ModelPlan:
+    """Plan a step the way a named system would.
+
+    Raises:
+        ValueError: no such name, with those there are.
+    """
+    return planner.plan(layers, planner.settings.space(name), mode_of(name), carried)
+
+
+def mode_of(schedule: str) -> Mode:
+    """Return when gradients travel in a schedule by name."""
+    return "adaptive" if schedule == BEST else preset(schedule).gradients
+
+
+def plan_by_switches(
+    planner: Planner, switches: Switches, layers: Sequence[Layer], carried: Sequence[Gradient] = ()
+) -> ModelPlan:
+    """Plan a step the way a system of these switches would."""
+    settings = planner.settings
+    space = replace(SearchSpace.of_switches(switches, settings.max_degree), solver=settings.solver)
+    return planner.plan(layers, space, switches.gradients, carried)
 
 
 def _promising(orders: Sequence[Order], *times_ms: np.ndarray) -> list[Order]:

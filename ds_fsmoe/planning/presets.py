@@ -27,31 +27,29 @@ class Switches:
     links: Links = "shared"
     """Traffic inside and between nodes: in one stream; side by side, all gathers before all reduces; or with each
     reduce ahead of the gathers that come two chunks later."""
-    gradients: Mode = "exposed"
+    gradients: Mode = "off"
     """Gradients: after the backward; beside the dense part of each layer; in slices of one size; in slices that fit."""
     split_dw: bool = False
     """Whether weight gradients of the experts may wait until the input gradients are on their way."""
 
-    def orders(self, max_degree: int, backward: bool) -> tuple[Order, ...]:
-        """Every way to run a layer that these switches leave open, smaller degrees first."""
+    def orders(self, max_degree: int, splits: bool) -> tuple[Order, ...]:
+        """Every way to run a layer that these switches leave open, smaller degrees first.
+
+        Args:
+            max_degree: the largest degree.
+            splits: whether there are weight gradients that can be put off.
+        """
         degrees = (1,) if self.pipeline == "off" else range(1, max_degree + 1)
         return tuple(
-            Order(degree, self.links, *late)
+            Order(degree, self.links, late)
             for degree in degrees
-            for late in (late_choices(degree) if self.split_dw and backward else ((0, 0, 0),))
+            for late in (late_choices(degree) if self.split_dw and splits else (0,))
         )
 
 
-def late_choices(degree: int, carry: bool = False) -> tuple[tuple[int, int, int], ...]:
-    """How many weight gradients to put off, how many of those to hold until the layer's end, and how many of those to
-    carry into the next layer: a few of the last ones, half, or all; more choices gain nothing."""
-    some = {0, 1, 2, (degree + 1) // 2, degree}
-    return tuple(
-        (late, held, carried)
-        for late in sorted({1, min(2, degree), degree})
-        for held in sorted(each for each in some if each <= min(late, 2))
-        for carried in (sorted(each for each in some if each <= held) if carry else (0,))
-    )
+def late_choices(degree: int) -> tuple[int, ...]:
+    """How many weight gradients to put off: one, two or all; more choices gain nothing."""
+    return tuple(sorted({1, min(2, degree), degree}))
 
 
 def deepspeed() -> Switches:

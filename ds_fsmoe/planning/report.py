@@ -10,15 +10,14 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from ds_fsmoe.planning.best import plan_by_name
-from ds_fsmoe.planning.block import BlockPlan, block_schedule, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
-from ds_fsmoe.planning.choose import Choice
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.search import Choice
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
 
@@ -122,7 +121,7 @@ class Report:
 
     def plan_groups(self) -> list[list[dict[str, Any]]]:
         """The same, neighbours with one degree and order together: they may differ in what gradients they send."""
-        decided = ("phase", "degree", "order", "shares")
+        decided = ("phase", "degree", "order")
         return [list(same) for _, same in groupby(self.plan_rows(), key=lambda row: [row[name] for name in decided])]
 
     def _row(self, phase: str, index: int, block: BlockPlan, choice: Choice) -> dict[str, Any]:
@@ -132,11 +131,7 @@ class Report:
         if key not in self._rows:
             slices = (*block.moe_slices, *block.dense_slices)
             grads_ms = sum(self.costs[each.kind].ms(each.size_bytes) for each in slices)
-            late = (
-                f", {block.late_dw} weight gradients late ({block.held_dw} held, {block.carried_dw} carried over)"
-                if block.late_dw
-                else ""
-            )
+            late = f", {block.late_dw} weight gradients late" if block.late_dw else ""
             self._rows[key] = {
                 "phase": phase,
                 "degree": block.degree,
@@ -145,7 +140,6 @@ class Report:
                 "bound_ms": lower_bound_ms(work, self.costs, self.settings.max_degree, grads_ms),
                 "moe_bytes": sum(each.size_bytes for each in block.moe_slices),
                 "dense_bytes": sum(each.size_bytes for each in block.dense_slices),
-                "shares": [] if block.shares == equal_shares(block.degree) else list(block.shares),
                 "why": choice.explain(),
             }
         return self._rows[key]
@@ -199,7 +193,8 @@ def report(
     if preset_name not in NAMES:
         raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
     costs = kind_costs(cluster, groups, alltoall)
-    layers = (layer_work(shape, groups, alltoall, recompute),) * (num_layers // groups.pp)
+    # Chunks are whole slots, as they are in training.
+    layers = (layer_work(shape, groups, alltoall, recompute, whole_slots=True),) * (num_layers // groups.pp)
     planner = Planner(costs, settings)
     plans = {name: plan_by_name(planner, name, layers) for name in NAMES}
     times_ms = {

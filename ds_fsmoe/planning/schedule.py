@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -44,6 +44,8 @@ MP_REDUCE = "MP_REDUCE"
 ROUTE = "ROUTE"
 ORDER = "ORDER"
 RESTORE = "RESTORE"
+REST = "REST"
+"""All that a model does beside the experts' parts of its layers, measured as a whole."""
 # Slices of gradients: of what every data-parallel rank holds, and of experts among those that hold the same ones.
 GRAD = "GRAD"
 EXPERT_GRAD = "EXPERT_GRAD"
@@ -102,6 +104,10 @@ class Schedule:
     def launched(self) -> tuple[int, ...]:
         """How many launches the host has made when it has issued each task."""
         return tuple(itertools.accumulate(task.launches for task in self.tasks))
+
+    def in_one_lane(self) -> Schedule:
+        """Return the same tasks, one after another."""
+        return Schedule(tuple(replace(task, lane=Lane.COMPUTE) for task in self.tasks))
 
     def degree(self, kind: str = EXPERT) -> int:
         """Number of chunks of a kind of task."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_fsmoe.planning.cost import Cost
@@ -148,16 +148,29 @@ def simulate(
     if missing:
         raise ValueError(f"no cost for {', '.join(missing)}: there are costs for {', '.join(sorted(costs))}")
     work_ms = [costs[task.kind].ms(task.size, task.launches) for task in schedule.tasks]
+    return play(schedule, work_ms, _issue_ms(schedule, host_ms), contention)
+
+
+def play(
+    schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float], contention: Contention = IDEAL
+) -> Timeline:
+    """Play a schedule whose tasks have been priced.
+
+    Args:
+        schedule: what is to be done.
+        work_ms: what each task takes alone.
+        issue_ms: when the host has issued each task.
+        contention: how lanes slow each other down.
+    """
     if contention == IDEAL:
-        return _walk(schedule, work_ms, host_ms)
-    return _play(schedule, work_ms, contention, host_ms)
+        return _walk(schedule, work_ms, issue_ms)
+    return _play(schedule, work_ms, issue_ms, contention)
 
 
-def _walk(schedule: Schedule, work_ms: list[float], host_ms: HostCost) -> Timeline:
+def _walk(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float]) -> Timeline:
     """Without contention a task's times follow from those before it in the list."""
     spans: list[Span] = []
     last_of_lane: dict[Lane, int] = {}
-    issue_ms = _issue_ms(schedule, host_ms)
     for index, task in enumerate(schedule.tasks):
         start_ms, waited_for = issue_ms[index], None
         for needed in (*task.after, *_present(last_of_lane.get(task.lane))):
@@ -185,10 +198,9 @@ def _present(index: int | None) -> tuple[int, ...]:
     return () if index is None else (index,)
 
 
-def _play(schedule: Schedule, work_ms: list[float], contention: Contention, host_ms: HostCost) -> Timeline:
+def _play(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float], contention: Contention) -> Timeline:
     """With contention a task's speed depends on what else is running, so time goes from event to event."""
     lanes = list(Lane)
-    issue_ms = _issue_ms(schedule, host_ms)
     queues = [schedule.lanes[lane] for lane in lanes]
     slowdown_of = _slowdowns(lanes, contention)
     num = len(schedule.tasks)

@@ -20,6 +20,7 @@ from typing import Literal
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups, Placement
+from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -37,6 +38,7 @@ from ds_fsmoe.planning.schedule import (
     MP_REDUCE,
     ORDER,
     REDUCE,
+    REST,
     RESTORE,
     ROUTE,
     SOFTMAX,
@@ -45,6 +47,7 @@ from ds_fsmoe.planning.schedule import (
 
 GEMMS = {"gpt": 2, "mixtral": 3}
 """Matrix products of an expert: two layers, or the three of SwiGLU."""
+HALVES = (EXPERT_DX, EXPERT_DW)
 AllToAll = Literal["flat", "2dh"]
 ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh")
 
@@ -123,6 +126,18 @@ class MoEWork:
     expert_dx: Work | None = None
     """In backward: the part of ``expert`` that the tokens' way back waits for; ``expert_dw`` is the rest."""
     expert_dw: Work | None = None
+    capacity: int | None = None
+    """Slots per expert, C: chunks are whole slots. ``None``: rows can be cut anywhere."""
+
+    @property
+    def computations(self) -> tuple[Work, ...]:
+        """What the experts do: whole, and in the backward in two parts as well."""
+        return tuple(each for each in (self.expert, self.expert_dx, self.expert_dw) if each is not None)
+
+    @property
+    def collectives(self) -> tuple[Work, ...]:
+        """All traffic, in the order of time."""
+        return (*self.enter, *self.gather, *self.reduce, *self.leave)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +168,22 @@ class Layer:
     gradients: tuple[Gradient, ...]
     recompute: bool = False
     """Whether the forward runs once more ahead of the backward."""
+    costs: LayerCosts | None = None
+    """What its tasks cost, where that was measured for this kind of layer; ``None``: as the planner's cluster says."""
 
 
-def layer_work(shape: Shape, groups: Groups, alltoall: AllToAll = "flat", recompute: bool = False) -> Layer:
-    """Bytes and floating-point operations of one layer on one rank (paper, section 2; in bytes, not elements).
+def layer_work(
+    shape: Shape, groups: Groups, alltoall: AllToAll = "flat", recompute: bool = False, whole_slots: bool = False
+) -> Layer:
+    """Count the bytes and floating-point operations of one layer on one rank (paper, section 2; bytes, not elements).
+
+    Args:
+        shape: of the layer.
+        groups: the ranks that run it.
+        alltoall: in one task, or in two.
+        recompute: whether the forward runs once more ahead of the backward.
+        whole_slots: whether chunks are whole slots of the capacity, as they are where the layer is run; the paper's
+            formulas cut anywhere.
 
     Raises:
         ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks.
@@ -191,15 +218,16 @@ def layer_work(shape: Shape, groups: Groups, alltoall: AllToAll = "flat", recomp
     moved_bytes = (shape.F + 1) * tokens_S * row_bytes
     order, restore = (Work(kind, (Lane.COMPUTE,), moved_bytes) for kind in (ORDER, RESTORE))
 
+    capacity = max(1, math.ceil(shape.F * tokens_S / shape.E)) if whole_slots else None
     forward = BlockWork(
         (*mp_gather, attention, softmax, *mp_reduce, route, order),
-        MoEWork(enter, gather, expert, reduce, leave),
+        MoEWork(enter, gather, expert, reduce, leave, capacity=capacity),
         (restore,),
     )
     twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
     backward = BlockWork(
         (restore,),
-        MoEWork(enter, gather, twice, reduce, leave, replace(expert, kind=EXPERT_DX), replace(expert, kind=EXPERT_DW)),
+        MoEWork(enter, gather, twice, reduce, leave, *(replace(expert, kind=each) for each in HALVES), capacity),
         # What the forward reduced, the backward gathers, and the other way round.
         (
             order,
@@ -213,7 +241,8 @@ def layer_work(shape: Shape, groups: Groups, alltoall: AllToAll = "flat", recomp
     dense_bytes = round(shape.attention_weights / groups.mp + shape.M * shape.E) * shape.dtype_bytes
     expert_bytes = local_e * gemms * shape.M * (shape.H // groups.esp) * shape.dtype_bytes
     gradients = tuple(
-        Gradient(kind, at[group].lanes, size_bytes)
+        # Where a group crosses both kinds of links, slices hold the slower one alone.
+        Gradient(kind, at[group].lanes[:1], size_bytes)
         for kind, group, size_bytes in ((GRAD, "dp", dense_bytes), (EXPERT_GRAD, "edp", expert_bytes))
         if at[group].size > 1
     )
@@ -245,7 +274,7 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
     Raises:
         ValueError: the cluster has no number for an operation that a group needs.
     """
-    costs = {HOLD: LinearCost(0.0, 0.0)}
+    costs = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
     for kind, name in (
         *((each, "gemm") for each in (EXPERT, EXPERT_DX, EXPERT_DW)),
         (ATTENTION, "attention"),

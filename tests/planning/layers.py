@@ -7,7 +7,8 @@ import random
 
 from hypothesis import strategies as st
 
-from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
+from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase
 from ds_fsmoe.planning.groups import Groups
@@ -34,6 +35,7 @@ from ds_fsmoe.planning.schedule import (
     Lane,
     Schedule,
 )
+from ds_fsmoe.planning.search import Choice, PhaseTimes, SearchSpace, choose
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, layer_work
 
@@ -98,10 +100,16 @@ def bare_block(phase: Phase) -> tuple[BlockWork, dict[str, LinearCost]]:
     return BlockWork((), moe, ()), costs
 
 
+def choice_of(times: BlockTimes, orders: list[Order], grad_ms: float = 0.0, solver: str = "exact") -> Choice:
+    """What is chosen of these orders for one phase alone."""
+    phase = PhaseTimes(times, grad_ms=grad_ms)
+    return choose(phase, phase, SearchSpace(lambda backward, splits: orders, solver=solver))[0]
+
+
 def bare_schedule(phase: Phase, degree: int, with_gradient: bool = True) -> Schedule:
     """The schedule of ``bare_block``, the gradient as one slice behind the last tokens that come in."""
     slices = (Slice(GRAD, (Lane.INTER,), 0.0),) if with_gradient else ()
-    return block_schedule(bare_block(phase)[0], BlockPlan(equal_shares(degree), phase.links, moe_slices=slices))
+    return block_schedule(bare_block(phase)[0], BlockPlan(degree, phase.links, moe_slices=slices))
 
 
 def simulated_ms(phase: Phase, degree: int, with_gradient: bool = True) -> float:

@@ -72,9 +72,10 @@ def test_random_schedules_take_exactly_what_the_definition_says(
         [Fraction(0 if t.kind == HOLD else rng.choice([0, 1, 2, 3, 5, 8])) for t in schedule.tasks] for _ in range(3)
     ]
     table = np.array([[float(each) for each in column] for column in work]).T
-    (batch,) = makespans_ms([(template, table)], contention, float(host_ms))
-    jobs = [(template, table)] * 5  # so many that the other way of walking is taken
-    assert all(np.allclose(each, batch, rtol=1e-12, atol=0) for each in makespans_ms(jobs, contention, float(host_ms)))
+    issue_ms = float(host_ms) * template.launched
+    (batch,) = makespans_ms([(template, table, issue_ms)], contention)
+    jobs = [(template, table, issue_ms)] * 5  # so many that the other way of walking is taken
+    assert all(np.allclose(each, batch, rtol=1e-12, atol=0) for each in makespans_ms(jobs, contention))
     for column in range(3):
         expected = float(exact_ms(schedule, work[column], kappa, traffic, host_ms))
         costs = {t.kind: LinearCost(float(w), 0.0) for t, w in zip(schedule.tasks, work[column], strict=True)}
@@ -90,7 +91,8 @@ def test_different_schedules_at_once_do_not_mix(contention: Contention) -> None:
     for _ in range(30):
         schedule = random_schedule(rng, rng.randint(1, 30))
         work = np.array([[0.0 if t.kind == HOLD else rng.random() for _ in range(4)] for t in schedule.tasks])
-        jobs.append((Template.of(schedule), work))
+        template = Template.of(schedule)
+        jobs.append((template, work, 0.01 * template.launched))
         kinds = [t.kind for t in schedule.tasks]
         expected.append(
             [
@@ -103,7 +105,7 @@ def test_different_schedules_at_once_do_not_mix(contention: Contention) -> None:
                 for column in work.T
             ]
         )
-    for got, right in zip(makespans_ms(jobs, contention, 0.01), expected, strict=True):
+    for got, right in zip(makespans_ms(jobs, contention), expected, strict=True):
         assert got == pytest.approx(right, rel=1e-9)
 
 
@@ -112,9 +114,10 @@ def test_times_scale_with_the_unit_they_are_given_in(scale: float) -> None:
     rng = random.Random(2)
     schedule = random_schedule(rng, 25)
     work = np.array([[0.0 if t.kind == HOLD else rng.random()] for t in schedule.tasks])
+    template, at_once = Template.of(schedule), np.zeros(len(work))
     for contention in (IDEAL, Contention(0.5, 0.25)):
-        (once,) = makespans_ms([(Template.of(schedule), work)], contention)
-        (scaled,) = makespans_ms([(Template.of(schedule), work * scale)], contention)
+        (once,) = makespans_ms([(template, work, at_once)], contention)
+        (scaled,) = makespans_ms([(template, work * scale, at_once)], contention)
         assert scaled == pytest.approx(once * scale, rel=1e-9, abs=0)
         costs = {t.kind: LinearCost(float(w[0]) * scale, 0.0) for t, w in zip(schedule.tasks, work, strict=True)}
         assert simulate(schedule, costs, contention).makespan_ms == pytest.approx(once[0] * scale, rel=1e-9, abs=1e-10)
@@ -123,5 +126,5 @@ def test_times_scale_with_the_unit_they_are_given_in(scale: float) -> None:
 def test_nothing_at_all_takes_no_time() -> None:
     empty = Template.of(Draft().finish())
     for contention in (IDEAL, Contention(0.5)):
-        (times,) = makespans_ms([(empty, np.zeros((0, 2)))], contention)
+        (times,) = makespans_ms([(empty, np.zeros((0, 2)), np.zeros(0))], contention)
         assert times.tolist() == [0.0, 0.0]

@@ -13,7 +13,7 @@ from ds_fsmoe.planning.gradients import MODES, Partition, Piece, Window, partiti
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from tests.planning.queues import by_brute_force_ms, dense, expert, extra_ms, random_queue, window
 
-WAYS = [("exposed", "dp"), ("dense_only", "dp"), ("fixed_chunk", "dp"), ("adaptive", "dp"), ("adaptive", "de")]
+WAYS = [("off", "dp"), ("dense_only", "dp"), ("fixed_chunk", "dp"), ("adaptive", "dp"), ("adaptive", "de")]
 COST = LinearCost(0.5, 1e-6)
 
 
@@ -193,7 +193,7 @@ def test_a_partition_is_the_same_every_time(solver: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "adaptiv"}, "mode = 'adaptiv': the choices are exposed, dense_only, fixed_chunk, adaptive"),
+        ({"mode": "adaptiv"}, "mode = 'adaptiv': the choices are off, dense_only, fixed_chunk, adaptive"),
         ({"solver": "ga"}, "solver = 'ga': the choices are dp, de"),
         ({"chunk_bytes": 0}, "chunk_bytes = 0: must be a whole number of at least 1"),
         ({"num_steps": 0}, "num_steps = 0"),

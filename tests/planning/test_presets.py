@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, late_choices, preset
@@ -48,9 +48,9 @@ def layer(a2a: float = 4.0, gather: float = 3.0, expert: float = 6.0, reduce: fl
     return BlockWork((), moe, (Work("NEXT", COMPUTE, 2.0),))
 
 
-def schedule_of(links: str, degree: int, grads: int = 0, dense: int = 0, late: tuple[int, ...] = ()) -> Schedule:
+def schedule_of(links: str, degree: int, grads: int = 0, dense: int = 0, late: int = 0) -> Schedule:
     slices = [tuple(Slice(GRAD, INTER, 2.0) for _ in range(each)) for each in (grads, dense)]
-    return block_schedule(layer(), BlockPlan(equal_shares(degree), links, *(late or (0, 0, 0)), *slices))
+    return block_schedule(layer(), BlockPlan(degree, links, late, *slices))
 
 
 def rows(schedule: Schedule) -> dict[str, str]:
@@ -64,7 +64,7 @@ def rows(schedule: Schedule) -> dict[str, str]:
 
 
 def by_name(name: str, degree: int, grads: int = 0, dense: int = 0) -> dict[str, str]:
-    orders = {order.degree: order for order in preset(name).orders(16, backward=True)}
+    orders = {order.degree: order for order in preset(name).orders(16, splits=True)}
     return rows(schedule_of(orders[degree].links, degree, grads, dense))
 
 
@@ -112,10 +112,8 @@ def test_reduce_first_sends_a_reduce_ahead_of_later_gathers() -> None:
 
 
 def test_split_weight_gradients_fill_the_end() -> None:
-    assert rows(schedule_of("paper", 3, late=(3, 0, 0)))["compute"] == "X1 X2 X3 W1 W2 W3 N1"
-    assert rows(schedule_of("paper", 3, late=(2, 0, 0)))["compute"] == "E1 X2 X3 W2 W3 N1"
-    assert rows(schedule_of("paper", 3, late=(3, 1, 0)))["compute"] == "X1 X2 X3 W1 W2 N1 W3"
-    assert rows(schedule_of("paper", 3, late=(3, 2, 1)))["compute"] == "W3 X1 X2 X3 W1 N1 W2"
+    assert rows(schedule_of("paper", 3, late=3))["compute"] == "X1 X2 X3 W1 W2 W3 N1"
+    assert rows(schedule_of("paper", 3, late=2))["compute"] == "E1 X2 X3 W2 W3 N1"
 
 
 def test_the_dense_part_waits_for_every_chunk_to_come_back() -> None:
@@ -129,8 +127,8 @@ def test_the_dense_part_waits_for_every_chunk_to_come_back() -> None:
 def test_the_presets_are_the_papers_systems() -> None:
     assert NAMES == ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best")
     assert {name: dataclasses.astuple(make()) for name, make in PRESETS.items()} == {
-        "deepspeed": ("off", "shared", "exposed", False),
-        "tutel": ("common", "shared", "exposed", False),
+        "deepspeed": ("off", "shared", "off", False),
+        "tutel": ("common", "shared", "off", False),
         "tutel_improved": ("common", "shared", "dense_only", False),
         "pipemoe_lina": ("common", "shared", "fixed_chunk", False),
         "fsmoe_no_iio": ("per_phase", "shared", "adaptive", False),
@@ -142,32 +140,27 @@ def test_the_presets_are_the_papers_systems() -> None:
 
 def test_every_switch_alone_changes_only_what_it_says() -> None:
     plain = Switches()
-    assert plain.orders(8, backward=True) == (Order(1, "shared"),)
+    assert plain.orders(8, splits=True) == (Order(1, "shared"),)
     for links in ("shared", "paper", "reduce_first"):
-        assert Switches(links=links).orders(8, backward=True) == (Order(1, links),)
+        assert Switches(links=links).orders(8, splits=True) == (Order(1, links),)
     for pipeline in ("common", "per_phase"):
         for backward in (False, True):
             orders = Switches(pipeline=pipeline).orders(8, backward)
             assert orders == tuple(Order(degree, "shared") for degree in range(1, 9))
-    for mode in ("exposed", "dense_only", "fixed_chunk", "adaptive"):
-        assert Switches(gradients=mode).orders(8, backward=True) == plain.orders(8, backward=True)
+    for mode in ("off", "dense_only", "fixed_chunk", "adaptive"):
+        assert Switches(gradients=mode).orders(8, splits=True) == plain.orders(8, splits=True)
     split = Switches(split_dw=True)
-    assert split.orders(8, backward=False) == plain.orders(8, backward=False)
-    assert {order.links for order in split.orders(8, backward=True)} == {"shared"}
-    assert {order.degree for order in split.orders(8, backward=True)} == {1}
-    assert all(order.late_dw == 1 and order.carried_dw == 0 for order in split.orders(8, backward=True))
+    assert split.orders(8, splits=False) == plain.orders(8, splits=False)
+    assert {order.links for order in split.orders(8, splits=True)} == {"shared"}
+    assert {order.degree for order in split.orders(8, splits=True)} == {1}
+    assert all(order.late_dw == 1 for order in split.orders(8, splits=True))
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 8, 64])
 def test_what_is_put_off_is_within_what_there_is(degree: int) -> None:
-    for carry in (False, True):
-        found = late_choices(degree, carry)
-        assert len(set(found)) == len(found)
-        for late, held, carried in found:
-            assert 1 <= late <= degree
-            assert 0 <= carried <= held <= late
-            assert carry or carried == 0
-        assert {late for late, _, _ in found} >= {1, degree}
+    found = late_choices(degree)
+    assert found == tuple(sorted(set(found)))
+    assert (found[0], found[-1]) == (1, degree)
 
 
 def test_links_that_contend_can_turn_overlap_into_a_loss() -> None:
@@ -175,7 +168,7 @@ def test_links_that_contend_can_turn_overlap_into_a_loss() -> None:
     work = layer(a2a=10.0, gather=10.0, expert=0.1, reduce=10.0)
 
     def time_ms(links: str, contention: Contention) -> float:
-        return simulate(block_schedule(work, BlockPlan(equal_shares(4), links)), COSTS, contention).makespan_ms
+        return simulate(block_schedule(work, BlockPlan(4, links)), COSTS, contention).makespan_ms
 
     assert time_ms("paper", Contention()) < time_ms("shared", Contention())
     assert time_ms("paper", Contention(1.2)) > time_ms("shared", Contention(1.2)) == time_ms("shared", Contention())
@@ -184,16 +177,10 @@ def test_links_that_contend_can_turn_overlap_into_a_loss() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shares": ()}, "shares = .*: must be above 0 and sum to 1"),
-        ({"shares": (0.5, 0.4)}, "shares = .*: must be above 0 and sum to 1"),
-        ({"shares": (1.5, -0.5)}, "shares = .*: must be above 0 and sum to 1"),
-        ({"shares": (1.0, 0.0)}, "shares = .*: must be above 0 and sum to 1"),
-        ({"shares": (float("nan"),)}, "shares = .*: must be above 0 and sum to 1"),
+        ({"degree": 0}, "degree = 0: must be at least 1"),
         ({"links": "both"}, "links = 'both': the choices are shared, paper, reduce_first"),
     ],
 )
 def test_an_impossible_plan_of_a_layer_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BlockPlan(**change)
-    with pytest.raises(ValueError, match="degree = 0: must be at least 1"):
-        equal_shares(0)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, HOLD, REDUCE, Draft, Lane, Schedule, Task
@@ -38,9 +38,8 @@ def random_schedule(rng: random.Random, layout: str) -> Schedule:
     degree, lanes = rng.randint(1, 9), grad_lanes_of(layout)
     grads = [tuple(Slice(GRAD, lanes, 400 * rng.random()) for _ in range(rng.randint(0, 2))) for _ in range(2)]
     late = rng.randint(0, degree) if work.moe.expert_dw else 0
-    held = rng.randint(0, late)
     links = rng.choice(["shared", "paper", "reduce_first"])
-    plan = BlockPlan(equal_shares(degree), links, late, held, rng.randint(0, held), *grads)
+    plan = BlockPlan(degree, links, late, *grads)
     return block_schedule(work, plan)
 
 

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one call of a layer moves and multiplies, and a layer as the planner sees it, made from that.
+
+Letters: E experts of all ranks, C slots per expert, M width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.planning.chunks import chunk_shares
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.schedule import EXPERT_DW, EXPERT_GRAD, GRAD, REST, Lane, Schedule, Task
+from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
+from ds_fsmoe.planning.workload import AllToAll, BlockWork, Gradient, Layer, MoEWork, Shape, Work, layer_work
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """What one call of a layer moves and multiplies, on one rank."""
+
+    num_experts: int
+    """E."""
+    capacity: int
+    """C."""
+    width: int
+    """M."""
+    dtype_bytes: int
+    """Of an element of what is sent, as the layer gives it; a hook may send something else."""
+    num_products: int
+    """Matrices of this rank's experts."""
+    num_weights: int
+    """Elements of those."""
+    slices_bytes: tuple[int, ...] = ()
+    """Of the gradients that travel in the same run, in their order."""
+
+
+def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAll = "flat") -> MoEWork:
+    """Return the experts' part of a layer, uncut, with the sizes of a call."""
+    # Every slot travels, with a token or without: as many tokens as slots, each sent once.
+    slots = shape.num_experts * shape.capacity
+    sent = Shape(
+        B=groups.mp,
+        L=max(1, slots),
+        M=shape.width,
+        H=groups.esp,
+        E=shape.num_experts,
+        K=1,
+        capacity_factor=None,
+        heads=1,
+        dtype_bytes=shape.dtype_bytes,
+    )
+    layer = layer_work(sent, groups, alltoall)
+    moe = (layer.backward if backward else layer.forward).moe
+    # Each expert here meets its slots of all ranks that share it: those of esp ranks, and of all that send it tokens.
+    rows = shape.capacity * groups.ep * groups.esp
+    flops, launches = 2 * rows * shape.num_weights, max(1, shape.num_products)
+
+    def expert(work: Work | None, times: int = 1) -> Work | None:
+        return work and replace(work, size=times * flops, launches=times * launches)
+
+    return replace(
+        moe,
+        expert=expert(moe.expert, 1 + backward),
+        expert_dx=expert(moe.expert_dx),
+        expert_dw=expert(moe.expert_dw),
+        capacity=max(1, shape.capacity),
+    )
+
+
+def layer_of_call(
+    groups: Groups,
+    shape: CallShape,
+    costs: LayerCosts,
+    alltoall: AllToAll = "flat",
+    rest_ms: tuple[float, float] = (0.0, 0.0),
+    gradients: tuple[Gradient, ...] = (),
+) -> Layer:
+    """Return a layer to be planned.
+
+    Args:
+        groups: that run it.
+        shape: of a call.
+        costs: of its tasks; one of REST has to take its size in ms.
+        alltoall: in one task, or in two.
+        rest_ms: what comes behind it until the next layer, forward and backward.
+        gradients: that its backward leaves.
+    """
+    blocks = []
+    for backward, time_ms in zip((False, True), rest_ms, strict=True):
+        moe = moe_work(groups, backward, shape, alltoall)
+        if EXPERT_DW not in costs.backward:
+            moe = replace(moe, expert_dx=None, expert_dw=None)
+        if not costs.is_per_launch:
+            moe = _launched_once(moe)
+        rest = (Work(REST, (Lane.COMPUTE,), time_ms, launches=0),) if time_ms else ()
+        blocks.append(BlockWork((), moe, rest))
+    return Layer(blocks[0], blocks[1], gradients, costs=costs)
+
+
+def _launched_once(moe: MoEWork) -> MoEWork:
+    def once(work: Work | None) -> Work | None:
+        return work and replace(work, launches=1)
+
+    return replace(moe, expert=once(moe.expert), expert_dx=once(moe.expert_dx), expert_dw=once(moe.expert_dw))
+
+
+def sized(schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Schedule:
+    """Return the same tasks in the same order, each as large as it is in a call."""
+    moe = moe_work(plan.groups, plan.backward, shape, plan.alltoall)
+    work_of = {each.kind: each for each in (*moe.collectives, *moe.computations)}
+    shares = chunk_shares(moe.capacity, plan.block.degree)
+
+    def with_size(task: Task) -> Task:
+        if task.kind in (GRAD, EXPERT_GRAD):
+            return replace(task, size=shape.slices_bytes[task.chunk])
+        work = work_of.get(task.kind)
+        return task if work is None else replace(task, size=work.size * shares[task.chunk], launches=work.launches)
+
+    return Schedule(tuple(map(with_size, schedule.tasks)))
+
+
+def call_timeline(
+    schedule: Schedule,
+    plan: PhasePlan,
+    shape: CallShape,
+    costs: LayerCosts,
+    same_chunks: bool = True,
+    contention: Contention = IDEAL,
+    is_serial: bool = False,
+) -> Timeline:
+    """Play one phase of one call.
+
+    Args:
+        schedule: what is run of the plan, gradients that travel with it included.
+        plan: of the phase.
+        shape: of the call.
+        costs: of its tasks.
+        same_chunks: whether the backward has the chunks of the forward.
+        contention: how lanes slow each other down.
+        is_serial: whether all tasks run one after another.
+
+    Raises:
+        ValueError: a cost is missing.
+    """
+    run = sized(schedule, plan, shape)
+    if not costs.is_per_launch:
+        run = Schedule(tuple(replace(task, launches=min(1, task.launches)) for task in run.tasks))
+    of_phase, host_ms = costs.of(plan.backward, same_chunks)
+    if is_serial:
+        return simulate(run.in_one_lane(), of_phase)
+    return simulate(run, of_phase, contention, host_ms)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans that are worth being tried: the one that is predicted to be the fastest, and those near it.
+
+How long experts wait for tokens hangs on which rank is late, and no prediction knows that, so steps may have the last
+word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.planning.block import Links
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.plan import ModelPlan, Planner
+from ds_fsmoe.planning.search import SearchSpace
+from ds_fsmoe.planning.timeline import IDEAL
+from ds_fsmoe.planning.workload import Layer
+
+TRIED_DEGREES = (1, 2, 3, 4)
+"""Besides those that are predicted to be fastest. More chunks than these seldom gain."""
+_Orders = tuple[Order, Order]
+
+
+@dataclass(frozen=True)
+class Search:
+    """Everything that plans of one model are chosen from."""
+
+    planner: Planner
+    options: Sequence[Mapping[str, Layer]]
+    """Layer by layer, name of an all-to-all -> the layer with it, the one that is run now first."""
+    space: SearchSpace
+    mode: Mode
+    links: Links
+    """The order of layers whose degrees are given."""
+    uncut: Sequence[bool]
+    """Layer by layer, whether it may not be cut."""
+
+    def fastest(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
+        """Return the plan that is predicted to be the fastest.
+
+        Args:
+            space: what may be chosen from, if not all.
+            planner: by whose clock, if not this one's.
+        """
+        space = space or self.space
+        spaces = [space.uncut(self.links) if uncut else space for uncut in self.uncut]
+        return (planner or self.planner).plan_options(self.options, spaces, self.mode)
+
+    def candidates(self) -> list[ModelPlan]:
+        """Return plans to try: what is predicted to be the fastest, which stands first; what would be if lanes did not
+        slow each other down; and both phases uncut, and in two, three and four chunks, in each of the orders that may
+        be chosen."""
+        isolated = Planner(self.planner.costs, replace(self.planner.settings, contention=IDEAL))
+        found = [self.fastest(), self._again(self.fastest(planner=isolated))]
+        if self.space.asked == (None, None):
+            capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]
+            most = max(1, min((each for each in capacities if each is not None), default=0))
+            orders = [order for backward in (False, True) for order in self.space.orders(backward, False)]
+            open_degrees = {order.degree for order in orders}
+            degrees = [each for each in TRIED_DEGREES if each in open_degrees and each <= most]
+            found += [self.fastest(self.space.with_degrees(each, each, self.links)) for each in degrees]
+            # More lanes at once take more of the processors, which is hard to predict where ranks share them.
+            others = dict.fromkeys(order.links for order in orders if order.links != self.links)
+            found += [
+                self.fastest(self.space.with_degrees(each, each, other))
+                for other in others
+                for each in degrees
+                if each > 1
+            ]
+        return _distinct(found)
+
+    def refinements(self, kept: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
+        """Return neighbours of the plan that was the fastest of those tried, which stands first: with the forward and
+        the backward that were, each by itself, the fastest; and both with more or fewer weight gradients put off.
+
+        Args:
+            kept: the fastest plan.
+            forward, backward: the plan with the fastest forward, and that with the fastest backward.
+        """
+
+        def joined(index: int) -> _Orders:
+            own, first, second = (each.choices(index) for each in (kept, forward, backward))
+            pair = first[0].order, second[1].order
+            layer = self.options[index][kept.alltoalls[index]]
+            must_match = self.space.common_degree or bool(layer.costs and layer.costs.uses_rng)
+            is_allowed = forward.alltoalls[index] == backward.alltoalls[index] == kept.alltoalls[index]
+            if not is_allowed or (must_match and pair[0].degree != pair[1].degree):
+                return own[0].order, own[1].order
+            return pair
+
+        def with_late(index: int, pair: _Orders, late_of: Callable[[int], int]) -> _Orders:
+            layer = self.options[index][kept.alltoalls[index]]
+            wanted = replace(pair[1], late_dw=late_of(pair[1].degree))
+            is_open = wanted in self.space.orders(True, layer.backward.moe.expert_dw is not None)
+            return (pair[0], wanted) if is_open else pair
+
+        count = range(len(self.options))
+        bases = [[_orders(kept, index) for index in count], [joined(index) for index in count]]
+        near = [*bases]
+        for late_of in (lambda _: 0, lambda _: 1, lambda degree: degree):
+            near += [[with_late(index, pair, late_of) for index, pair in enumerate(base)] for base in bases]
+        return _distinct([self._run_as(kept.alltoalls, orders) for orders in near])
+
+    def _again(self, plan: ModelPlan) -> ModelPlan:
+        """The same plan, timed by this clock."""
+        return self._run_as(plan.alltoalls, [_orders(plan, index) for index in range(len(self.options))])
+
+    def _run_as(self, alltoalls: Sequence[str], orders: Sequence[_Orders]) -> ModelPlan:
+        options = [{name: each[name]} for each, name in zip(self.options, alltoalls, strict=True)]
+        return self.planner.plan_options(options, [SearchSpace.fixed(*each) for each in orders], self.mode)
+
+
+def _orders(plan: ModelPlan, index: int) -> _Orders:
+    forward, backward = plan.choices(index)
+    return forward.order, backward.order
+
+
+def _distinct(plans: Sequence[ModelPlan]) -> list[ModelPlan]:
+    """Each way to run the layers once: gradients follow from it."""
+    found: dict[tuple, ModelPlan] = {}
+    for plan in plans:
+        key = plan.alltoalls, tuple(_orders(plan, index) for index in range(len(plan.layers)))
+        found.setdefault(key, plan)
+    return list(found.values())

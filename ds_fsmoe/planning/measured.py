@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured, as data: operations, what a layer's tasks follow from, and how lanes slow each other down."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_fsmoe.planning.cost import Cost, Fit, LinearCost, fit, fit_switched
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_IN_NODE,
+    A2A_OUT,
+    A2A_OUT_NODE,
+    EXPERT,
+    EXPERT_DW,
+    EXPERT_DX,
+    EXPERT_GRAD,
+    GATHER,
+    GRAD,
+    HOLD,
+    REDUCE,
+    REST,
+    Lane,
+)
+from ds_fsmoe.planning.timeline import Contention
+
+ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = "all-to-all", "all-gather", "reduce-scatter"
+IN_NODES, BETWEEN_NODES = "all-to-all inside nodes", "all-to-all between nodes"
+"""The two parts of one in two tasks."""
+LINKS = (ALL_TO_ALL, IN_NODES, BETWEEN_NODES, ALL_GATHER, REDUCE_SCATTER)
+FORWARD, BACKWARD = "experts forward", "experts backward"
+BACKWARD_ANEW = "experts backward, cut anew"
+DX, DW = "experts dX", "experts dW"
+GRADIENTS, EXPERT_GRADIENTS = "all-reduce of gradients", "all-reduce of experts' gradients"
+GATE, ORDER = "gate", "order and back"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """An operation, measured."""
+
+    unit: str
+    """Of the sizes."""
+    sizes: tuple[float, ...]
+    times_ms: tuple[float, ...]
+    """Medians, one per size."""
+    issued_ms: tuple[float, ...] = ()
+    """What it takes the host to issue it, one per size; none where whoever issues it does it."""
+
+    @property
+    def issue_ms(self) -> float:
+        """What issuing a task of any size takes: the host's part hardly depends on how many rows there are."""
+        return statistics.median(self.issued_ms) if self.issued_ms else 0.0
+
+    @cached_property
+    def fit(self) -> Fit:
+        """A line through the measurements."""
+        return fit(self.sizes, self.times_ms)
+
+    @cached_property
+    def best_fit(self) -> Fit:
+        """The best description: of messages two lines, where one does not do."""
+        return fit_switched(self.sizes, self.times_ms) if self.unit == "byte" else self.fit
+
+    @property
+    def cost(self) -> Cost:
+        """The cost as it was fitted best."""
+        return self.best_fit.cost
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """The measured operations of one kind of layer."""
+
+    operations: Mapping[str, Timing]
+    """By the names above. Collectives per byte: of what an all-to-all sends, an all-gather ends with, a reduce-scatter
+    starts from. Experts per floating-point operation of their matrix products. Gate and order per token."""
+    task_ms: float
+    """What a task costs the host beside its work: to hand it to a lane, and to wait for what it needs."""
+    uses_rng: bool
+    """Whether the experts draw random numbers: then forward and backward have to be cut alike."""
+
+    @property
+    def has_separate_dw(self) -> bool:
+        """Whether weight gradients can be put off."""
+        return DW in self.operations
+
+    @property
+    def relative_residual(self) -> float:
+        """How far what was measured of the planned operations typically lies off its lines, of all that they take with
+        the whole capacity."""
+        planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
+        total_ms = sum(each.times_ms[-1] for each in planned)
+        return sum(each.best_fit.typical_residual_ms for each in planned) / total_ms if total_ms else 0.0
+
+    def costs(self, issues_ahead: bool = False) -> LayerCosts:
+        """Return what a plan has to know of it.
+
+        Args:
+            issues_ahead: whether one thread hands out the tasks of all lanes, ahead of them, as to a GPU: then what
+                that takes adds up over lanes. Else a lane does its tasks itself, and each bears its own cost.
+        """
+        forward, backward, rechunked = (self._costs(*each, issues_ahead) for each in _PHASES)
+        hosts = [self._issue_ms(*each) if issues_ahead else 0.0 for each in _PHASES]
+        return LayerCosts(
+            forward,
+            backward,
+            rechunked if BACKWARD_ANEW in self.operations else None,
+            *hosts,
+            is_per_launch=False,
+            uses_rng=self.uses_rng,
+            relative_residual=self.relative_residual,
+        )
+
+    def _costs(self, backward: bool, same_chunks: bool, issues_ahead: bool) -> dict[str, Cost]:
+        at, names = self.operations, self._names(backward, same_chunks)
+        found: dict[str, Cost] = {kind: at[name].cost for kind, name in names.items() if name in at}
+        if EXPERT_DW in found:
+            # The sum of its parts, of half the size each: measured apart from them, it differs by the noise of the
+            # clock, and putting weight gradients off would seem to gain that.
+            dx, dw = at[DX].fit.cost, at[DW].fit.cost
+            assert isinstance(dx, LinearCost)
+            assert isinstance(dw, LinearCost)
+            found[EXPERT] = LinearCost(dx.alpha_ms + dw.alpha_ms, (dx.beta_ms + dw.beta_ms) / 2)
+        task_ms = 0.0 if issues_ahead else self.task_ms
+        # Slices of gradients are cut by a formula that knows lines only.
+        found |= {kind: at[names[kind]].fit.cost for kind in (GRAD, EXPERT_GRAD) if kind in found}
+        return {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)} | {
+            kind: cost.plus(task_ms) for kind, cost in found.items()
+        }
+
+    def _issue_ms(self, backward: bool, same_chunks: bool) -> dict[str, float]:
+        """Kind of task -> what one takes the thread that issues it, handing it to its lane included."""
+        at = self.operations
+        names = {kind: name for kind, name in self._names(backward, same_chunks).items() if name in at}
+        found = {kind: at[name].issue_ms for kind, name in names.items()}
+        if EXPERT_DW in found:
+            found[EXPERT] = found[EXPERT_DX] + found[EXPERT_DW]
+        return {kind: self.task_ms + each_ms for kind, each_ms in found.items()}
+
+    def _names(self, backward: bool, same_chunks: bool) -> dict[str, str]:
+        """Kind of task -> the operation that is measured for it."""
+        at = self.operations
+        anew = BACKWARD_ANEW if BACKWARD_ANEW in at and not same_chunks else BACKWARD
+        between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
+        names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
+        names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER}
+        names |= {EXPERT: anew, EXPERT_DX: DX, EXPERT_DW: DW} if backward else {EXPERT: FORWARD}
+        return names | ({GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS} if backward else {})
+
+
+_PHASES = ((False, True), (True, True), (True, False))
+"""(backward, same chunks)."""
+
+
+@dataclass(frozen=True)
+class Slowdowns:
+    """How much lanes slow each other down."""
+
+    factors: Mapping[tuple[Lane, Lane], float]
+    """(slowed, by) -> how many times as long its tasks take while the other is at work; at least 1."""
+
+    def contention(self) -> Contention:
+        """Return them as the planner knows them: one number for each kind of pair, the mean where there are several."""
+
+        def more(pairs: Sequence[tuple[Lane, Lane]]) -> float:
+            found = [self.factors[pair] - 1.0 for pair in pairs if pair in self.factors]
+            return sum(found) / len(found) if found else 0.0
+
+        inter, intra, compute = Lane.INTER, Lane.INTRA, Lane.COMPUTE
+        return Contention(
+            links=more([(inter, intra), (intra, inter)]),
+            compute=more([(compute, inter), (compute, intra)]),
+            traffic=more([(inter, compute), (intra, compute)]),
+        )
+
+    def pays(self) -> dict[tuple[Lane, Lane], float]:
+        """Pair of lanes -> how much work both do at once, in units of what one alone does: 2 is ideal, 1 no gain."""
+        pairs = itertools.combinations(Lane, 2)
+        return {(a, b): 1 / self.factors[a, b] + 1 / self.factors[b, a] for a, b in pairs if (a, b) in self.factors}

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the experts' part of one layer is run in one phase: data that is simulated and executed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane, Schedule
+from ds_fsmoe.planning.workload import AllToAll, BlockWork, Shape, layer_work
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """How the experts' part of a layer is run in one phase."""
+
+    block: BlockPlan
+    groups: Groups
+    backward: bool
+    alltoall: AllToAll = "flat"
+    """One task, or (``"2dh"``) two on two lanes where the EP groups lie on both kinds of links."""
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Its tasks."""
+        return self.sending(())
+
+    def sending(self, kinds: tuple[str, ...]) -> Schedule:
+        """Return the same with slices of gradients, GRAD or EXPERT_GRAD, in this order."""
+        if kinds not in self._schedules:
+            self._schedules[kinds] = self._schedule(kinds)
+        return self._schedules[kinds]
+
+    @cached_property
+    def _schedules(self) -> dict[tuple[str, ...], Schedule]:
+        return {}
+
+    def _schedule(self, kinds: tuple[str, ...]) -> Schedule:
+        # Sizes are of no importance to what is run, so those of one row stand for all.
+        sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
+        work = layer_work(sizes, self.groups, self.alltoall)
+        moe = (work.backward if self.backward else work.forward).moe
+        lanes = gradient_lanes(self.groups)
+        slices = tuple(Slice(kind, lanes[kind], 1.0) for kind in kinds)
+        block = BlockPlan(self.block.degree, self.block.links, self.block.late_dw, slices)
+        return block_schedule(BlockWork((), moe, ()), block)
+
+
+def gradient_lanes(groups: Groups) -> dict[str, tuple[Lane, ...]]:
+    """Kind of gradient -> the lane that its slices travel on in a layer's schedule.
+
+    Where a group crosses both kinds of links, that is the slower one alone: of the other they need a fraction, and
+    holding it would keep the layer's own traffic waiting. Experts of this layer may have nobody to be summed with, and
+    those of another with another ``ep_size`` do.
+    """
+    at = groups.placements
+    return {GRAD: at["dp"].lanes[:1], EXPERT_GRAD: (at["edp"].lanes or at["dp"].lanes)[:1]}

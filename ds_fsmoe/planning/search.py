@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of many ways to run the MoE part of a layer is taken, forward and backward, and why.
+
+Every degree and order that a system leaves open is priced, in both phases. A plan that cuts has to gain more than
+measurements are off by; phases whose experts draw random numbers, and systems that have one degree, are cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, Slice, block_schedule
+from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
+from ds_fsmoe.planning.presets import BEST, Switches, late_choices, preset
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.timeline import simulate
+
+MIN_GAIN = 0.03
+"""``best`` cuts a layer where that is predicted to gain more than this share of its time; less is lost in the noise."""
+LANE_NAMES = {Lane.COMPUTE: "computation", Lane.INTRA: "intra-node link", Lane.INTER: "inter-node link"}
+_TIMED = "a gradient of so many ms"
+
+Degree = int | None
+"""``None``: to be chosen."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What may be chosen from."""
+
+    orders: Callable[[bool, bool], Sequence[Order]]
+    """(backward, whether weight gradients can be put off) -> ways to run a layer, smaller degrees first; of the same
+    degree, the first wins where others are not faster."""
+    common_degree: bool = False
+    """Whether both phases have to have one degree."""
+    min_gain: float = 0.0
+    """The share of its time that a layer has to gain for being run in another way than the first."""
+    asked: tuple[Degree, Degree] = (None, None)
+    """Degrees for (forward, backward) that are not to be chosen."""
+    asked_links: Links = "paper"
+    """The order in which a layer is run whose degree is asked for."""
+    solver: str = "exact"
+    """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
+
+    @classmethod
+    def of_switches(cls, switches: Switches, max_degree: int) -> SearchSpace:
+        """Return what a system leaves open."""
+        return cls(
+            lambda backward, splits: switches.orders(max_degree, backward and splits), switches.pipeline == "common"
+        )
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str,
+        max_degree: int,
+        *,
+        shared_link: bool = False,
+        min_gain: float = MIN_GAIN,
+        without: Sequence[str] = (),
+    ) -> SearchSpace:
+        """Return what a schedule by name leaves open.
+
+        Args:
+            schedule: as in ``fsmoe.schedule``.
+            max_degree: the largest degree to be considered.
+            shared_link: whether both links are one wire, so that ``best`` takes them for one lane.
+            min_gain: what ``best`` has to gain by cutting.
+            without: of "reduce_first" and "late_dw", what ``best`` is not to use.
+
+        Raises:
+            ValueError: an unknown schedule.
+        """
+        return _space(schedule, max_degree, shared_link, min_gain, tuple(without))
+
+    @classmethod
+    def fixed(cls, forward: Order, backward: Order) -> SearchSpace:
+        """Return the one way to run a layer that is given."""
+        return _fixed(forward, backward)
+
+    def with_degrees(self, forward: Degree, backward: Degree, links: Links) -> SearchSpace:
+        """Return the same with degrees that are not to be chosen."""
+        return replace(self, asked=(forward, backward), asked_links=links)
+
+    def uncut(self, links: Links) -> SearchSpace:
+        """Return the same for layers that may not be cut.
+
+        Args:
+            links: their order, where none of these ways leaves a layer uncut.
+        """
+        return _uncut(self, links)
+
+
+# Spaces are kept, so that equal ones are one: planners remember choices by them.
+@lru_cache(maxsize=1024)
+def _space(schedule: str, max_degree: int, shared_link: bool, min_gain: float, without: tuple[str, ...]) -> SearchSpace:
+    if schedule != BEST:
+        return SearchSpace.of_switches(preset(schedule), max_degree)
+    links = ("shared",) if shared_link else tuple(each for each in ORDERS if each not in without)
+    late = "late_dw" not in without
+    return SearchSpace(
+        lambda backward, splits: _open_orders(max_degree, links, backward and splits and late), min_gain=min_gain
+    )
+
+
+@lru_cache(maxsize=1024)
+def _uncut(space: SearchSpace, links: Links) -> SearchSpace:
+    def orders(backward: bool, splits: bool) -> Sequence[Order]:
+        return [each for each in space.orders(backward, splits) if each.degree == 1] or [Order(1, links)]
+
+    return replace(space, orders=orders, asked=(None, None))
+
+
+@lru_cache(maxsize=1024)
+def _fixed(forward: Order, backward: Order) -> SearchSpace:
+    return SearchSpace(lambda is_backward, splits: (backward if is_backward else forward,))
+
+
+def _open_orders(max_degree: int, links: Sequence[Links], may_put_off: bool) -> tuple[Order, ...]:
+    # The first is stock's schedule; on lanes of their own, its collectives leave the other link to gradients.
+    first = Order(1, links[-1])
+    found = [first]
+    for degree in range(1, max_degree + 1):
+        late = (0, *late_choices(degree)) if may_put_off else (0,)
+        found += [Order(degree, order, each) for each in late for order in links if degree > 1 or order != "paper"]
+    return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the MoE part of a layer is run in one phase, and why so."""
+
+    order: Order
+    time_ms: float
+    """Predicted, with the gradients that travel in it."""
+    isolated_ms: float
+    """The same if lanes did not slow each other down."""
+    uncut_ms: float
+    """The same in the first way with one chunk, which is stock's schedule where that may be chosen."""
+    runner_up: Degree
+    """The best other degree, the other phase being what it is or, where both have to be alike, as this one; ``None`` if
+    there was none."""
+    runner_up_ms: float | None
+    """What this phase takes with it: it may be less, where the other phase takes more or a cut does not gain enough."""
+    auto_degree: int
+    """What would have been chosen, had nothing been asked for."""
+    auto_ms: float
+    both_ms: float = 0.0
+    """Predicted, of both phases."""
+    runner_up_both_ms: float | None = None
+    """The same with the runner-up."""
+    bottleneck: str = ""
+    paper_case: int | None = None
+    """The case (1 to 4) of the paper's figure 4; ``None`` where its figure does not speak of such a layer."""
+
+    @property
+    def block(self) -> BlockPlan:
+        """The plan without gradients."""
+        return self.order.plan()
+
+    def explain(self) -> str:
+        """Say in one sentence what was chosen and why."""
+        case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
+        late = f", {self.order.late_dw} late weight gradients" if self.order.late_dw else ""
+        runner = "no other was allowed"
+        if self.runner_up_ms is not None:
+            margin = self.runner_up_ms / self.time_ms - 1.0 if self.time_ms else 0.0
+            runner = f"{self.runner_up} takes {margin:+.1%}"
+        return (
+            f"degree {self.order.degree}{late}: the MoE part takes {self.time_ms:.3f} ms, bound by the "
+            f"{self.bottleneck}{case}; {runner}"
+        )
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """The MoE part of a layer in one phase."""
+
+    same: BlockTimes
+    """Where the backward has the chunks of the forward."""
+    other: BlockTimes | None = None
+    """Where it has others; ``None``: that makes no difference."""
+    isolated: BlockTimes | None = None
+    """``same`` on lanes that do not slow each other down; ``None``: they do not."""
+    grad_ms: float = 0.0
+    """Time of the gradients that travel in it."""
+
+    def of(self, same_chunks: bool) -> BlockTimes:
+        """Return the times that hold for such chunks."""
+        return self.same if same_chunks or self.other is None else self.other
+
+
+class _Phase:
+    """Every degree's best way in one phase."""
+
+    def __init__(self, times: PhaseTimes, orders: Sequence[Order], min_gain: float) -> None:
+        self._differs = times.other is not None
+        self._best: dict[tuple[int, bool], tuple[float, Order]] = {}
+        self.degrees = list(dict.fromkeys(order.degree for order in orders))
+        base = orders[0] if orders[0].degree == 1 else Order(1, orders[0].links)
+        self.uncut_ms = float(times.same.times_ms([base], times.grad_ms)[0, 0])
+        """Of the first way with one chunk: what others have to gain over."""
+        for same_chunks in (True, False) if self._differs else (True,):
+            times_ms = times.of(same_chunks).times_ms(orders, times.grad_ms)[:, 0]
+            for degree in self.degrees:
+                at = [place for place, order in enumerate(orders) if order.degree == degree]
+                best = at[smallest_of_best([float(times_ms[place]) for place in at])]
+                if degree == 1 and times_ms[best] >= (1 - min_gain) * self.uncut_ms:
+                    best = at[0]
+                self._best[degree, same_chunks] = float(times_ms[best]), orders[best]
+
+    def ms(self, degree: int, same_chunks: bool) -> float:
+        return self._best[degree, same_chunks or not self._differs][0]
+
+    def order(self, degree: int, same_chunks: bool) -> Order:
+        return self._best[degree, same_chunks or not self._differs][1]
+
+
+def choose(
+    forward: PhaseTimes,
+    backward: PhaseTimes,
+    space: SearchSpace,
+    *,
+    uses_rng: bool = False,
+    relative_residual: float = 0.0,
+) -> tuple[Choice, Choice]:
+    """Choose how the MoE part of a layer is run forward and backward.
+
+    Args:
+        forward, backward: its times.
+        space: what may be chosen from.
+        uses_rng: whether both phases have to be cut alike.
+        relative_residual: how far measurements lie off what the times follow from.
+    """
+    times = forward, backward
+    # A gain that is smaller than what the costs are off by is none.
+    min_gain = max(space.min_gain, relative_residual) if space.min_gain else 0.0
+    open_phases, phases = [], []
+    for number, (phase, degree) in enumerate(zip(times, space.asked, strict=True)):
+        moe = phase.same.work.moe
+        # More chunks than slots gain nothing.
+        most = moe.capacity or max(each.degree for each in space.orders(bool(number), True))
+        splits = bool(number) and moe.expert_dw is not None
+        orders = [each for each in space.orders(bool(number), splits) if each.degree <= most]
+        open_phases.append(_Phase(phase, orders, min_gain))
+        phases.append(
+            open_phases[-1] if degree is None else _Phase(phase, [Order(degree, space.asked_links)], min_gain)
+        )
+    must_match = space.common_degree or uses_rng
+    auto = _best_pair(open_phases[0], open_phases[1], min_gain, must_match)
+    chosen = _best_pair(phases[0], phases[1], min_gain, must_match)
+    if space.solver == "slsqp" and space.asked == (None, None) and not must_match:
+        chosen = _papers(forward, open_phases[0], chosen[0]), _papers(backward, open_phases[1], chosen[1])
+    same, auto_same = chosen[0] == chosen[1], auto[0] == auto[1]
+    both_ms = sum(phase.ms(degree, same) for phase, degree in zip(phases, chosen, strict=True))
+    choices = []
+    for number, (phase, open_phase, degree) in enumerate(zip(phases, open_phases, chosen, strict=True)):
+        others = _others(number, chosen, phases, open_phases, must_match)
+        runner_up = min(others, key=lambda each: sum(others[each]), default=None)
+        order, of_phase = phase.order(degree, same), times[number]
+        found_ms = phase.ms(degree, same)
+        alone_ms = found_ms
+        if of_phase.isolated is not None:
+            alone_ms = float(of_phase.isolated.times_ms([order], of_phase.grad_ms)[0, 0])
+        choices.append(
+            Choice(
+                order,
+                found_ms,
+                alone_ms,
+                open_phase.uncut_ms,
+                runner_up,
+                None if runner_up is None else others[runner_up][0],
+                auto[number],
+                open_phase.ms(auto[number], auto_same),
+                both_ms,
+                None if runner_up is None else sum(others[runner_up]),
+                _bottleneck(of_phase.of(same), order, of_phase.grad_ms),
+                _case(of_phase.of(same), order, of_phase.grad_ms),
+            )
+        )
+    return choices[0], choices[1]
+
+
+def _papers(times: PhaseTimes, phase: _Phase, exact: int) -> int:
+    """The degree that the paper's algorithm 1 finds, where it applies: two links side by side, each with its own
+    collectives, and any degree."""
+    degrees = phase.degrees
+    is_papers = all(phase.order(each, True) == Order(each) for each in degrees)
+    if not times.same.is_papers or len(degrees) < 2 or not is_papers:
+        return exact
+    return choose_slsqp(times.same.phase(grad_ms=times.grad_ms), max(degrees)).degree
+
+
+def _others(
+    number: int, chosen: tuple[int, int], phases: Sequence[_Phase], open_phases: Sequence[_Phase], must_match: bool
+) -> dict[int, tuple[float, float]]:
+    """Every other degree of a phase -> what it takes, and what the other phase takes then.
+
+    Args:
+        number: of the phase.
+        chosen: degrees of both.
+        phases: what is asked for of both.
+        open_phases: all that could be.
+        must_match: whether the other phase has to have the same degree, where that is not asked for.
+    """
+    other = 1 - number
+    moves = must_match and phases[other] is open_phases[other]
+    found = {}
+    for degree in open_phases[number].degrees:
+        of_other = degree if moves else chosen[other]
+        if degree == chosen[number] or (moves and degree not in open_phases[other].degrees):
+            continue
+        same = degree == of_other
+        found[degree] = open_phases[number].ms(degree, same), phases[other].ms(of_other, same)
+    return found
+
+
+def _best_pair(forward: _Phase, backward: _Phase, min_gain: float, must_match: bool) -> tuple[int, int]:
+    """The degrees whose phases take the least together, where they gain enough over degree 1."""
+    pairs = [(f, b) for f in forward.degrees for b in backward.degrees]
+    if must_match:
+        # Two different ones that are both asked for stay what they are.
+        pairs = [pair for pair in pairs if pair[0] == pair[1]] or pairs
+
+    def phases_ms(pair: tuple[int, int]) -> tuple[float, float]:
+        same = pair[0] == pair[1]
+        return forward.ms(pair[0], same), backward.ms(pair[1], same)
+
+    def gains(pair: tuple[int, int]) -> bool:
+        if must_match:
+            uncut_ms = forward.uncut_ms + backward.uncut_ms
+            return pair == (1, 1) or (1, 1) not in pairs or sum(phases_ms(pair)) < (1 - min_gain) * uncut_ms
+        return all(
+            degree == 1 or 1 not in phase.degrees or time_ms < (1 - min_gain) * phase.uncut_ms
+            for phase, degree, time_ms in zip((forward, backward), pair, phases_ms(pair), strict=True)
+        )
+
+    pairs = [pair for pair in pairs if gains(pair)]
+    return pairs[smallest_of_best([sum(phases_ms(pair)) for pair in pairs])]
+
+
+def _case(times: BlockTimes, order: Order, grad_ms: float) -> int | None:
+    if times.is_papers and order.links == "paper" and not order.late_dw:
+        return paper_case(times.phase(grad_ms=grad_ms), order.degree)
+    return None
+
+
+def _bottleneck(times: BlockTimes, order: Order, grad_ms: float) -> str:
+    if times.has_closed_form(order):
+        chains_ms = bounds_ms(times.phase(order.links, grad_ms), order.degree)
+        name = BOTTLENECKS[chains_ms.index(max(chains_ms))]
+        return STREAM if order.links == "shared" and name == BOTTLENECKS[0] else name
+    # Of what the end waits for, the lane with most of it.
+    slices = (Slice(_TIMED, times.grad_lanes, grad_ms),) if grad_ms else ()
+    schedule = block_schedule(times.work, order.plan(slices))
+    costs = {**times.costs, _TIMED: LinearCost(0.0, 1.0)}
+    path = simulate(schedule, costs, times.contention).critical_path()
+    share_ms = {lane: sum(span.end_ms - span.start_ms for span in path if span.task.lane is lane) for lane in Lane}
+    return LANE_NAMES[max(share_ms, key=share_ms.__getitem__)]

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole step, predicted: with the schedule that was chosen, with stock's, and with experts sharded otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
+from ds_fsmoe.planning.call_shape import CallShape, layer_of_call
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.plan import ModelPlan, Planner
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, HOLD, REST
+from ds_fsmoe.planning.search import SearchSpace
+from ds_fsmoe.planning.timeline import IDEAL
+from ds_fsmoe.planning.workload import Layer, kind_costs
+
+_COMPUTED = (HOLD, REST, EXPERT, EXPERT_DX, EXPERT_DW)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A step without the optimizer, in milliseconds."""
+
+    chosen_ms: float
+    isolated_ms: float
+    """The same if lanes did not slow each other down."""
+    deepspeed_ms: float
+    dense_ms: float | None
+    """What no schedule changes, measured; ``None`` if no whole step has been seen."""
+    gradients_ms: float
+    """Reducing all gradients at once."""
+    exposed_ms: float
+    """What gradients make the step longer by: they find no idle link."""
+    bound_ms: float
+    """No schedule takes less."""
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as stock's schedule the chosen one is."""
+        return self.deepspeed_ms / self.chosen_ms if self.chosen_ms else 1.0
+
+
+def predict_step(
+    planner: Planner,
+    plan: ModelPlan,
+    options: Sequence[Mapping[str, Layer]],
+    dense_ms: float | None,
+    gradients_ms: float,
+) -> StepTimes:
+    """Predict the step of a plan.
+
+    Args:
+        planner: that has made it.
+        plan: of a model whose layers have costs of their own.
+        options: layer by layer, name of an all-to-all -> the layer with it, stock's first.
+        dense_ms: what no schedule changes, in both phases, which is part of the layers; ``None``: not seen.
+        gradients_ms: of reducing all gradients at once, when the backward is over.
+    """
+    settings = planner.settings
+    how = {"contention": settings.contention, "is_serial": settings.is_serial}
+    stocks = [next(iter(each.values())) for each in options]
+    stock = planner.plan([replace(each, gradients=()) for each in stocks], settings.space("deepspeed"), "off")
+
+    def least(each: Mapping[str, Layer]) -> Layer:
+        return min(each.values(), key=lambda layer: _least_ms(layer, settings.max_degree))
+
+    chosen_ms = plan.step_ms({}, **how)
+    return StepTimes(
+        chosen_ms=chosen_ms,
+        isolated_ms=plan.step_ms({}, IDEAL, is_serial=settings.is_serial),
+        deepspeed_ms=stock.step_ms({}, is_serial=settings.is_serial) + gradients_ms,
+        dense_ms=dense_ms,
+        gradients_ms=gradients_ms,
+        exposed_ms=max(0.0, chosen_ms - plan.without_gradients().step_ms({}, **how)),
+        bound_ms=sum(step_bounds_ms([least(each) for each in options], {}, settings.max_degree)),
+    )
+
+
+def _least_ms(layer: Layer, max_degree: int) -> float:
+    assert layer.costs is not None
+    return lower_bound_ms(layer.forward, layer.costs.forward, max_degree) + lower_bound_ms(
+        layer.backward, layer.costs.backward, max_degree
+    )
+
+
+def sharded_ms(
+    planner: Planner,
+    space: SearchSpace,
+    cluster: Cluster,
+    groups: Groups,
+    shape: CallShape,
+    measured: LayerCosts,
+    esp_size: int,
+) -> float | None:
+    """Return what both phases of a layer's experts' part take with experts sharded over so many ranks, the tokens of a
+    rank staying what they are; ``None`` where that cannot be, or the cluster has no number for it.
+
+    Args:
+        planner, space: with which it is planned.
+        cluster: what collectives cost among other ranks.
+        groups: of the layer as it is.
+        shape: of a call as it is.
+        measured: what its experts cost. Their products stay as large: fewer weights, of more ranks' tokens.
+        esp_size: the other one.
+    """
+    try:
+        others = replace(groups, esp=esp_size)
+        links = kind_costs(cluster, others)
+    except ValueError:
+        return None
+    sharded = replace(shape, num_weights=max(1, shape.num_weights * groups.esp // esp_size))
+    layer = layer_of_call(others, sharded, _among(links, measured))
+    return sum(each.time_ms for each in planner.choose(layer, space))
+
+
+def _among(links: Mapping, measured: LayerCosts) -> LayerCosts:
+    """The costs of a layer whose collectives cost what they do among other ranks."""
+
+    def costs(own: Mapping) -> dict:
+        return dict(links) | {kind: cost for kind, cost in own.items() if kind in _COMPUTED}
+
+    def host_ms(own: float | Mapping[str, float]) -> float | dict[str, float]:
+        if not isinstance(own, Mapping):
+            return own
+        # To issue a collective takes the host as long among other ranks, and one kind of them as long as another.
+        of_links = [each_ms for kind, each_ms in own.items() if kind not in _COMPUTED]
+        return dict.fromkeys(links, max(of_links or own.values(), default=0.0)) | dict(own)
+
+    return replace(
+        measured,
+        forward=costs(measured.forward),
+        backward=costs(measured.backward),
+        rechunked=None if measured.rechunked is None else costs(measured.rechunked),
+        forward_host_ms=host_ms(measured.forward_host_ms),
+        backward_host_ms=host_ms(measured.backward_host_ms),
+        rechunked_host_ms=host_ms(measured.rechunked_host_ms),
+    )
