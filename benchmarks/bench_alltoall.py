@@ -27,11 +27,12 @@ from ds_fsmoe import registry
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.exchanges import Exchange, exchange_in
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.wires import Wires
 
 
@@ -90,7 +91,7 @@ class Step:
         groups = all_ranks()
         exchange, wires = made(name)
         plans = (
-            PhasePlan(BlockPlan(equal_shares(degree), "paper"), groups.planned, backward, exchange.planned)
+            PhasePlan(BlockPlan(degree, "paper"), groups.planned, backward, exchange.planned)
             for backward in (False, True)
         )
         torch.manual_seed(dist.get_rank())

@@ -30,7 +30,7 @@ import ds_fsmoe
 from benchmarks.bench_gradients import Blocks, Model
 from benchmarks.harness import RESULTS
 from benchmarks.result_files import append_rows, made_with
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.runtime.groups import make_groups
 from ds_fsmoe.runtime.step_times import most_of
 
@@ -99,7 +99,7 @@ class Job:
     def timed(self, degree: int) -> list[float]:
         """A step with that degree in both phases, or with the choice: milliseconds of (forward phases, backward phases,
         all of it). Phases of the rank that waits least for others, all of it of the slowest."""
-        plain = BlockPlan(equal_shares(degree), "reduce_first") if degree else None
+        plain = BlockPlan(degree, "reduce_first") if degree else None
         for layer in self.engine.fsmoe.layers.values():
             inner = layer.deepspeed_moe
             plans = (inner.pipeline.forward, inner.pipeline.backward)

@@ -27,10 +27,11 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.shards import shard_expert
-from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, Links
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.runtime.groups import make_groups
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.wires import Wires
 
 
@@ -61,8 +62,8 @@ class Step:
             expert, _ = shard_expert(expert, groups.rank % esp, esp)
         self.experts = expert_set([expert])
         plans = (
-            PhasePlan(BlockPlan(equal_shares(forward), links), groups.planned, backward=False),
-            PhasePlan(BlockPlan(equal_shares(backward), links, late_dw), groups.planned, backward=True),
+            PhasePlan(BlockPlan(forward, links), groups.planned, backward=False),
+            PhasePlan(BlockPlan(backward, links, late_dw), groups.planned, backward=True),
         )
         self.pipeline = Pipeline(lanes, Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group), *plans)
         self.num_experts, self.capacity = ep, layer.C

@@ -25,14 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.result_files import RESULTS, append_rows, made_with
 from ds_fsmoe.planning import paper
 from ds_fsmoe.planning.batch import Template, makespans_ms
-from ds_fsmoe.planning.best import plan_by_name
-from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.choose import choose
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase, choose_exact, choose_slsqp, makespan_ms, smallest_of_best
 from ds_fsmoe.planning.grid import MODELS
-from ds_fsmoe.planning.plan import Planner, Settings
+from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES, PRESETS, preset
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import Contention
@@ -125,7 +124,7 @@ def simulated_ms(phases: list[Phase], degree: int) -> np.ndarray:
     lane_of = {A2A_IN: Lane.INTER, GATHER: Lane.INTRA, EXPERT: Lane.COMPUTE, REDUCE: Lane.INTRA, A2A_OUT: Lane.INTER}
     enter, gather, expert, reduce, leave = (Work(kind, (lane,)) for kind, lane in lane_of.items())
     block = BlockWork((), MoEWork((enter,), (gather,), expert, (reduce,), (leave,)), ())
-    plan = BlockPlan(equal_shares(degree), "paper", moe_slices=(Slice(GRAD, (Lane.INTER,), 0.0),))
+    plan = BlockPlan(degree, "paper", moe_slices=(Slice(GRAD, (Lane.INTER,), 0.0),))
     schedule = block_schedule(block, plan)
     a, g, e, s = np.array([phase.chunk_times_ms(degree) for phase in phases]).T
     # A gradient that is not there takes no time where it would stand, and holds nothing up: the lane has its order.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.harness import Variant
 from benchmarks.layer_steps import Found, Steps
 from benchmarks.layers import Layer, Layout, Mpu, ranks_per_node
-from ds_fsmoe.step_prediction import StepTimes
+from ds_fsmoe.planning.step_time import StepTimes
 
 PRESETS = ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best")
 COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")

@@ -14,13 +14,12 @@ from typing import Any
 
 from benchmarks.emulated_layer import CUT, DTYPES, EXPERT_BACK, KINDS, Computation, whole_tasks
 from benchmarks.emulated_links import modern_node
-from ds_fsmoe.planning.best import plan_by_name
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.cost import Fit, LinearCost, fit
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.paper import steady_state
-from ds_fsmoe.planning.plan import Planner
+from ds_fsmoe.planning.plan import Planner, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import EXPERT_DW, EXPERT_DX, HOLD, Schedule
 from ds_fsmoe.planning.timeline import Timeline
@@ -170,12 +169,11 @@ def of_phase(phase: str, pair: Sequence[Any]) -> list[Any]:
 
 
 def _plan_text(block: BlockPlan) -> str:
-    uneven = "" if block.shares == equal_shares(block.degree) else " uneven"
     late = f", {block.late_dw} dW late" if block.late_dw else ""
     slices = ""
     if block.moe_slices or block.dense_slices:
         slices = f", {len(block.moe_slices)} + {len(block.dense_slices)} slices"
-    return f"{block.degree}{uneven} {block.links}{late}{slices}"
+    return f"{block.degree} {block.links}{late}{slices}"
 
 
 def link_costs(configuration: Configuration) -> Mapping[str, LinearCost]:

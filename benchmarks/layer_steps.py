@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ds_fsmoe
 from benchmarks.layers import Layer, Layout, Model, Mpu, StockGroups, ranks_per_node
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.reduction import LOOKS
 
 HOT_SHARE = 0.5
@@ -129,7 +129,7 @@ class Steps:
 
     def set_degree(self, degree: int) -> None:
         """Of both phases."""
-        self.change_blocks(lambda block: BlockPlan(equal_shares(degree), block.links))
+        self.change_blocks(lambda block: BlockPlan(degree, block.links))
 
     def change_blocks(self, change: Callable[[BlockPlan], BlockPlan]) -> None:
         """Run both phases of every layer otherwise."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Degrees chosen for the machine at hand: measure, plan, agree, and run so from then on.
+"""Degrees chosen for the machine at hand: measure, search, apply, and try.
 
 The first forward in training runs uncut and tells the sizes of each layer; the second shows what the rest of the model
 takes. At the start of the third, where all ranks are together and no layer is under way, what the layers' tasks cost is
-measured: each collective once for all layers that share its ranks, experts once for layers that are equal.
+measured; the planner makes plans of it; the best are tried for some steps, if that is asked for.
 """
 
 from __future__ import annotations
@@ -12,43 +12,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from ds_fsmoe.autotune_cache import MeasurementCache
-from ds_fsmoe.autotune_choice import (
-    Choice,
-    Found,
-    candidates,
-    describe_choice,
-    other_esp_sizes,
-    predict,
-    refinements,
-)
-from ds_fsmoe.autotune_subjects import Kind, find_kinds, largest_of_each
-from ds_fsmoe.autotune_table import Row, Told, bad_fits, describe
+from ds_fsmoe.autotune_measuring import Measured, gradients_of, measure
+from ds_fsmoe.autotune_table import Row, Told, bad_fits, describe, describe_plan, rows_of
 from ds_fsmoe.blocks import FSMoEBlock
-from ds_fsmoe.fingerprint import cluster_fingerprint
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.measured_costs import Machine, MeasuredPredictor
-from ds_fsmoe.other_times import time_gate_and_order, time_gradients
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
-from ds_fsmoe.planning.cluster import Cluster
-from ds_fsmoe.progress import Progress
-from ds_fsmoe.runtime.cluster_profile import profile_cluster
-from ds_fsmoe.runtime.corun import Slowdowns
-from ds_fsmoe.runtime.link_times import time_links
-from ds_fsmoe.runtime.measurements import Measurements, Measuring
-from ds_fsmoe.runtime.pipeline import PhasePlan
-from ds_fsmoe.runtime.profiler import is_serial, issues_ahead, profile, slowdowns_of
-from ds_fsmoe.runtime.stopwatch import Stopwatch
-from ds_fsmoe.runtime.topology import find_topology, world_size_now
-from ds_fsmoe.step_prediction import StepTimes
+from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
+from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
+from ds_fsmoe.predicted import MeasuredPredictor
+from ds_fsmoe.runtime.one_fate import OneFate
+from ds_fsmoe.runtime.topology import world_size_now
 from ds_fsmoe.trials import Trials, Tried
-from ds_fsmoe.tuned_degrees import Ways
 
 if TYPE_CHECKING:
     from ds_fsmoe.layer import FSMoELayer
@@ -56,12 +34,8 @@ if TYPE_CHECKING:
     from ds_fsmoe.running import Running
 
 _T = TypeVar("_T")
-_HOST_DEGREE = 4
-"""Chunks of the schedule by which the cost of handing out tasks is timed."""
 FORWARDS_BEFORE = 2
 """In training, before it is measured: one is slow, one shows what the rest of the model takes."""
-ONE_WIRE = 0.8
-"""From this slowdown on two links are one: both at once gain less than a tenth."""
 
 
 class Autotune:
@@ -81,29 +55,30 @@ class Autotune:
         self._is_wanted = True
         self._why_again: str | None = None
         self.took_s = 0.0
-        """Of the stage, when it ran last."""
+        """Seconds that the stage took when it ran last."""
         self.num_measured = 0
         """Operations that were timed; none where all was known."""
         self.rows: list[Row] = []
         """What was measured and chosen."""
         self.step: StepTimes | None = None
-        """Predicted."""
+        """What a step is predicted to take."""
         self.trials: Trials | None = None
+        """Trials under way, ahead of which plans are not settled."""
         self.tried: list[list[Tried]] = []
         """Rounds of trials -> what each plan took: the last word on what is run."""
-        """Under way, ahead of which plans are not settled."""
         self._refine: Callable[[int, tuple[int, int]], Trials | None] | None = None
         """The round to come: plan that is kept, and those of the fastest phases -> what is tried beside it."""
         self.predictors: dict[str, MeasuredPredictor] = {}
         """Label of a layer -> what its phases should take, since the stage has run."""
 
     def counts_forward(self) -> bool:
-        """A forward in training is about to begin: whether the stage is due ahead of it. The same on every rank."""
+        """Count a forward in training that is about to begin, and tell whether the stage is due ahead of it: the same
+        on every rank."""
         self._num_forwards += 1
         return self._is_wanted and self._num_forwards > FORWARDS_BEFORE
 
     def need_not_run(self) -> None:
-        """Plans have come from elsewhere."""
+        """Take note that plans have come from elsewhere."""
         self._is_wanted, self.trials, self._refine = False, None, None
 
     def request_again(self, reason: str) -> None:
@@ -124,10 +99,10 @@ class Autotune:
         reduction: Reduction | None = None,
         dense_ms: tuple[float, float] | None = None,
     ) -> None:
-        """Measure, choose, and change the layers' plans. Collective over all ranks, between forwards.
+        """Measure, search, and apply what was found. Collective over all ranks, between forwards.
 
         Args:
-            layers: of the engine, by label.
+            layers: of the engine, by label, in the order of the forward.
             reduction: of its gradients, if we do it.
             dense_ms: what the rest of the model takes, forward and backward.
 
@@ -137,80 +112,20 @@ class Autotune:
         """
         start_s = time.perf_counter()
         self._is_wanted = False
-        calls = self._running.first_forwards.calls
-        device = self._running.device
-        everyone, stage = Stopwatch(device), Stopwatch(device, self._group)
-        asked_nodes = self._block.topology.ranks_per_node
-        topology = find_topology(None if asked_nodes == "auto" else asked_nodes)
-        kinds = find_kinds({label: layer for label, layer in layers.items() if label in calls}, calls, self._group)
-        max_ctas, one_link = self._running.max_ctas, self._running.one_link is not None
-        fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=one_link)
-        known, source = self._known(everyone, fingerprint)
-        with Progress(_rank() == 0) as progress:
-            for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
-            dtype = self._dtype(kinds)
-            cluster = profile_cluster(for_all, topology, self._running.lanes, dtype, max_ctas=max_ctas)
-            found = self._measure(of_stage, kinds, reduction)
-        self.num_measured = everyone.num_timed + stage.num_timed
-        self._keep(everyone, fingerprint, known, cluster)
-        machine = Machine(
-            is_serial(self._running.lanes), issues_ahead(self._running.lanes, device), found.slowed.contention()
-        )
-        ways, asked = self._ways(machine), self._asked()
-        decided: tuple[list[list[Choice]], dict[int, float]] = [], {}
-        with stage.fate.of("choosing degrees"):
-            if self._is_first():
-                tried = candidates(kinds, found, machine, ways, asked, self._running.links)
-                decided = tried, other_esp_sizes(kinds, found, machine, ways, cluster, topology)
-        tried, sharded = self._from_first(decided)
-
-        def use(choices: Sequence[Choice]) -> None:
-            self._run_so(layers, kinds, choices, found, machine)
-            self.step = predict(kinds, choices, found, machine, dense_ms, reduction)
-            self.rows = [row_of(kind, choice) for kind, choice in zip(kinds, choices, strict=True)]
-
-        def row_of(kind: Kind, choice: Choice) -> Row:
-            measured = found.profiles[kind.subject.kind, choice.alltoall]
-            way = choice.alltoall, choice.alltoalls_ms
-            uncut = self._running.uncut.reasons.get(kind.labels[0], "")
-            given = (None, None) if uncut else asked
-            return Row(tuple(kind.labels), measured, choice.phases, given, *way, found.reduces(kind), uncut)
-
-        def trials_of(plans: Sequence[Sequence[Choice]]) -> Trials | None:
-            use(plans[0])
-            rounds, clock = self._block.autotune.trials, self._running.step_clock
-            if not rounds or clock is None or not kinds or len(plans) == 1:
-                return None
-            names = [" and ".join(map(describe_choice, kinds, choices)) for choices in plans]
-            return Trials(names, rounds, lambda number: use(plans[number]), clock, self._group)
-
-        def refine(kept: int, halves: tuple[int, int]) -> Trials | None:
-            forward, backward = (tried[number] for number in halves)
-            near: list[list[Choice]] = []
-            with stage.fate.of("choosing degrees"):
-                if self._is_first():
-                    near = refinements(kinds, tried[kept], (forward, backward), found, machine, ways)
-            return trials_of(self._from_first(near))
-
-        self.trials = trials_of(tried)
-        self._refine = refine if self.trials is not None and asked == (None, None) else None
-        # They hold experts, and are of no use any more.
-        calls.clear()
-        slowed = found.slowed
-        told = Told(
-            *(self.step, slowed, sharded, self._block.esp_size, self._block.schedule, cluster, self._why_again),
-            is_tried=self.trials is not None,
-        )
+        measured = measure(self._running, layers, reduction, self._group, reads_cache=self._why_again is None)
+        model = _Model(self._block, self._running, layers, measured, gradients_of(reduction), dense_ms)
+        plans = self._on_first(lambda: model.search.candidates())
+        sharded = self._on_first(model.other_esp_sizes)
+        self.num_measured = measured.num_measured
+        self.trials = self._start(model, plans)
+        can_refine = self.trials is not None and model.search.space.asked == (None, None)
+        self._refine = (lambda kept, halves: self._start_again(model, plans, kept, halves)) if can_refine else None
         self.tried.clear()
-        source = source or f"measured {self.num_measured} operations"
         self.took_s = time.perf_counter() - start_s
-        log_on_rank_0(describe(self.rows, told, self.took_s, source))
-        if bad := bad_fits(self.rows):
-            log_on_rank_0(bad, logging.WARNING)
-        self._why_again = None
+        self._tell(measured, sharded)
 
     def trial_is_over(self) -> bool:
-        """An optimizer step is over and plans are being tried: whether one has been settled on. Collective."""
+        """Take note that an optimizer step of a trial is over; tell whether a plan is settled on. Collective."""
         assert self.trials is not None
         kept = self.trials.step_is_over()
         if kept is None:
@@ -222,125 +137,150 @@ class Autotune:
         self.trials = None if refine is None else refine(kept, halves)
         return self.trials is None
 
-    def _dtype(self, kinds: Sequence[Kind]) -> torch.dtype:
-        """Of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
-        own = kinds[0].subject.sizes.dtype if kinds else None
-        of_ranks = [own]
-        if self._group is not None:
-            of_ranks = [own] * world_size_now()
-            dist.all_gather_object(of_ranks, own)
-        return next((each for each in of_ranks if each is not None), torch.float32)
+    def _apply(self, model: _Model, plan: ModelPlan) -> None:
+        """Run layers by a plan from now on."""
+        model.apply(plan, self.predictors)
+        self.step = model.predict(plan)
+        self.rows = rows_of(model.measured, model.labels, plan, model.search.space.asked, self._running.uncut.reasons)
 
-    def _known(self, everyone: Stopwatch, fingerprint: Mapping[str, object]) -> tuple[Measurements, str]:
-        """What need not be measured, the same on every rank, and where it is from."""
-        known, source = Measurements(), ""
-        cache_dir = self._block.autotune.cache_dir
-        with everyone.fate.of("reading what was measured before"):
-            if cache_dir is not None and _rank() == 0 and self._why_again is None:
-                cache = MeasurementCache(Path(cache_dir))
-                found = cache.read(fingerprint)
-                if found is not None:
-                    known, source = found, str(cache.file_of(fingerprint))
-        known, source = _from_rank_0((known, source))
-        return known, source and f"what {source} has is not measured again"
+    def _start(self, model: _Model, plans: Sequence[ModelPlan]) -> Trials | None:
+        """Apply the first plan; try the others in turns, if there are some and that is asked for."""
+        self._apply(model, plans[0])
+        rounds, clock = self._block.autotune.trials, self._running.step_clock
+        if not rounds or clock is None or not model.labels or len(plans) == 1:
+            return None
+        names = [describe_plan(model.labels, plan) for plan in plans]
+        return Trials(names, rounds, lambda number: self._apply(model, plans[number]), clock, self._group)
 
-    def _keep(
-        self, everyone: Stopwatch, fingerprint: Mapping[str, object], known: Measurements, cluster: Cluster
-    ) -> None:
-        cache_dir = self._block.autotune.cache_dir
-        if cache_dir is None or not everyone.any_rank(self.num_measured > 0):
-            return
-        of_ranks = [known]
-        if world_size_now() > 1 and self._group is not None:  # stages have measured layers of their own
-            of_ranks = [known] * world_size_now()
-            dist.all_gather_object(of_ranks, known)
-        with everyone.fate.of("keeping what was measured"):
-            if _rank() == 0:
-                joined = Measurements()
-                for each in of_ranks:
-                    joined.timings |= each.timings
-                    joined.numbers |= each.numbers
-                MeasurementCache(Path(cache_dir)).write(fingerprint, joined, cluster)
+    def _start_again(
+        self, model: _Model, plans: Sequence[ModelPlan], kept: int, halves: tuple[int, int]
+    ) -> Trials | None:
+        forward, backward = (plans[number] for number in halves)
+        near = self._on_first(lambda: model.search.refinements(plans[kept], forward, backward))
+        return self._start(model, near)
 
-    def _measure(self, measuring: Measuring, kinds: list[Kind], reduction: Reduction | None) -> Found:
-        largest = largest_of_each(kinds)
-        for kind in largest:
-            kind.find_ways(self._running)
-        links = time_links(measuring, [way.subject for kind in largest for way in kind.ways.values()])
-        profiles = {}
-        for kind in largest:
-            block = BlockPlan(equal_shares(_HOST_DEGREE), self._running.links)
-            schedule = PhasePlan(block, kind.pipeline.forward.groups, backward=False).schedule
-            measured = profile(measuring, kind.subject, self._running.lanes, schedule)
-            others = time_gate_and_order(measuring, kind) | time_gradients(measuring, kind, reduction)
-            for name, way in kind.ways.items():
-                of_links = {each: links.timings[way.subject.link_name(each)] for each in way.subject.links}
-                operations = {**of_links, **measured.operations, **others}
-                profiles[kind.subject.kind, name] = replace(measured, operations=operations)
-        found = Found({kind.subject.kind: kind.ways for kind in largest}, profiles, links, Slowdowns({}))
-        if not largest or is_serial(self._running.lanes):
-            return found
-        heaviest = max(largest, key=lambda kind: kind.subject.measured_capacity * kind.subject.sizes.width)
-        # One with a part on each link, if there is one.
-        way = max(heaviest.ways.values(), key=lambda each: len(each.subject.links))
-        slowed = slowdowns_of(measuring, way.subject, self._running.lanes, heaviest.lane_of)
-        return replace(found, slowed=slowed)
+    def _on_first(self, decide: Callable[[], _T]) -> _T:
+        """What the first rank of the stage decides. Collective over the stage, and raises on all of its ranks."""
+        decided: list[_T] = []
+        with OneFate(self._running.device, self._group).of("choosing degrees"):
+            if world_size_now() == 1 or dist.get_rank(self._group) == 0:
+                decided = [decide()]
+        if world_size_now() > 1:
+            decided = decided or [None]  # type: ignore[list-item]
+            source = 0 if self._group is None else dist.get_global_rank(self._group, 0)
+            dist.broadcast_object_list(decided, src=source, group=self._group)
+        return decided[0]
 
-    def _asked(self) -> tuple[int | None, int | None]:
-        asked = self._block.pipeline_degree
-        forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
-        return forward, backward
+    def _tell(self, measured: Measured, sharded: Mapping[int, float]) -> None:
+        assert self.step is not None
+        told = Told(
+            step=self.step,
+            slowed=measured.slowed,
+            sharded_ms=sharded,
+            esp_size=self._block.esp_size,
+            schedule=self._block.schedule,
+            cluster=measured.cluster,
+            why_again=self._why_again,
+            is_tried=self.trials is not None,
+        )
+        source = measured.source or f"measured {self.num_measured} operations"
+        log_on_rank_0(describe(self.rows, told, self.took_s, source))
+        if bad := bad_fits(self.rows):
+            log_on_rank_0(bad, logging.WARNING)
+        self._why_again = None
 
-    def _ways(self, machine: Machine) -> Ways:
-        block = self._block
-        one_wire = self._running.one_link is not None or machine.contention.links >= ONE_WIRE
-        return Ways.of(block.schedule, block.pipeline_degree.max, one_wire)
 
-    def _run_so(
+class _Model:
+    """The layers of one engine, as they were measured: what is searched, and what plans are applied to.
+
+    Args:
+        block: what is asked for.
+        running: lanes and groups of the layers.
+        layers: by label, in the order of the forward.
+        measured: of them.
+        gradients: kind and bytes of every buffer that we reduce.
+        dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
+            when it was measured; ``None``: not seen.
+    """
+
+    def __init__(
         self,
+        block: FSMoEBlock,
+        running: Running,
         layers: Mapping[str, FSMoELayer],
-        kinds: Sequence[Kind],
-        choices: Sequence[Choice],
-        found: Found,
-        machine: Machine,
+        measured: Measured,
+        gradients: Sequence[tuple[str, int]],
+        dense_ms: tuple[float, float] | None,
     ) -> None:
-        for kind, choice in zip(kinds, choices, strict=True):
-            way = found.ways[kind.subject.kind][choice.alltoall]
-            measured = found.profiles[kind.subject.kind, choice.alltoall]
-            same_cuts = choice.phases[0].block.shares == choice.phases[1].block.shares
-            for label in kind.labels:
-                pipeline = layers[label].pipeline
-                assert pipeline is not None
-                forward, backward = (
-                    replace(plan, block=phase.block, alltoall=way.planned)
-                    for phase, plan in zip(choice.phases, (pipeline.forward, pipeline.backward), strict=True)
-                )
-                exchange, legs = way.subject.wires.exchange, way.subject.wires.legs
-                wires = replace(pipeline.wires, exchange=exchange, legs=legs, reduces=found.reduces(kind))
-                layers[label].pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
-                self.predictors[label] = MeasuredPredictor(machine, measured, same_cuts)
+        self.measured = measured
+        self._layers = layers
+        self.labels = [label for label in layers if label in measured.kind_of]
+        contention = measured.slowed.contention()
+        settings = Settings(
+            contention,
+            max_degree=block.pipeline_degree.max,
+            is_serial=measured.is_serial,
+            shared_link=running.one_link is not None,
+        )
+        costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
+        of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
+        self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
+        rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - self._gradients_ms))
+        self._dense_ms = None if dense_ms is None else sum(rest_ms)
+        totals: dict[str, int] = {}
+        for kind, size in gradients:
+            if kind in of_gradients:
+                totals[kind] = totals.get(kind, 0) + size
+        asked = block.pipeline_degree
+        forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
+        space = settings.space(block.schedule)
+        asked_mode = block.gradient_partition.mode
+        self.search = Search(
+            Planner({}, settings),
+            measured.options(self.labels, rest_ms, totals),
+            space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
+            mode_of(block.schedule) if asked_mode == "auto" else asked_mode,
+            running.links,
+            [layers[label].is_uncut for label in self.labels],
+        )
 
-    def _is_first(self) -> bool:
-        return world_size_now() == 1 or dist.get_rank(self._group) == 0
+    def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:
+        """Run the layers by a plan from now on."""
+        measured = self.measured
+        for index, label in enumerate(self.labels):
+            kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
+            way, layer = kind.ways[alltoall], self._layers[label]
+            pipeline = layer.pipeline
+            assert pipeline is not None
+            blocks = [each.order.plan() for each in plan.choices(index)]
+            forward, backward = (
+                replace(phase, block=block, alltoall=way.planned)
+                for phase, block in zip((pipeline.forward, pipeline.backward), blocks, strict=True)
+            )
+            exchange, legs = way.subject.wires.exchange, way.subject.wires.legs
+            wires = replace(pipeline.wires, exchange=exchange, legs=legs, reduces=measured.reduces(kind))
+            layer.pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
+            predictors[label] = MeasuredPredictor(
+                measured.costs_of(kind, alltoall),
+                measured.slowed.contention(),
+                measured.is_serial,
+                blocks[0].degree == blocks[1].degree,
+            )
 
-    def _from_first(self, value: _T) -> _T:
-        """What the first rank of the stage has. Collective over the stage."""
+    def predict(self, plan: ModelPlan) -> StepTimes:
+        """Predict what a step with a plan takes."""
+        search = self.search
+        return predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms)
+
+    def other_esp_sizes(self) -> dict[int, float]:
+        """Predict what experts' parts of a step take with experts sharded otherwise."""
+        measured, search = self.measured, self.search
+        counted = [
+            (len(kind.labels), kind.pipeline.forward.groups, kind.sizes, measured.costs_of(kind, next(iter(kind.ways))))
+            for kind in measured.kinds
+        ]
         if world_size_now() == 1:
-            return value
-        held = [value]
-        source = 0 if self._group is None else dist.get_global_rank(self._group, 0)
-        dist.broadcast_object_list(held, src=source, group=self._group)
-        return held[0]
-
-
-def _rank() -> int:
-    return 0 if world_size_now() == 1 else dist.get_rank()
-
-
-def _from_rank_0(value: _T) -> _T:
-    """Collective over all ranks."""
-    if world_size_now() == 1:
-        return value
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
+            return {}
+        return other_esp_sizes(
+            search.planner, search.space, measured.cluster, counted, measured.topology.ranks_per_node
+        )

@@ -18,8 +18,8 @@ from typing import Any
 
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json
+from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.runtime.measurements import Measurements
-from ds_fsmoe.runtime.stopwatch import Timing
 from ds_fsmoe.whole_files import read_regular, write_whole
 
 _FORMAT = 2

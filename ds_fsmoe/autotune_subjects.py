@@ -14,11 +14,11 @@ from ds_fsmoe import registry
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.first_forwards import FirstCall
 from ds_fsmoe.layer import FSMoELayer
+from ds_fsmoe.planning.call_shape import CallShape
+from ds_fsmoe.planning.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll
-from ds_fsmoe.predicted import CallSizes
 from ds_fsmoe.runtime.agreement import check_agreement
-from ds_fsmoe.runtime.link_times import ALL_GATHER, IN_NODES, REDUCE_SCATTER
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.profiler import Subject
 from ds_fsmoe.runtime.topology import world_size_now
@@ -57,10 +57,10 @@ class Kind:
         return self.layer.pipeline
 
     @property
-    def sizes(self) -> CallSizes:
+    def sizes(self) -> CallShape:
         """For the planner. Experts are one product of all their weights: what they cost was measured as a whole."""
         at, subject = self.subject.sizes, self.subject
-        return CallSizes(subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights)
+        return CallShape(subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights)
 
     def lane_of(self, name: str) -> Lane:
         """Of a collective."""

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
+from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing
+from ds_fsmoe.planning.plan import ModelPlan
 from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.runtime.corun import Slowdowns
+from ds_fsmoe.planning.search import MIN_GAIN, Choice, Degree
+from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.runtime.link_times import Reduces
-from ds_fsmoe.runtime.profiler import LayerProfile
-from ds_fsmoe.runtime.stopwatch import Timing
-from ds_fsmoe.step_prediction import StepTimes
-from ds_fsmoe.tuned_degrees import MARGIN, Degree, PhaseChoice
+
+if TYPE_CHECKING:
+    from ds_fsmoe.autotune_measuring import Measured
 
 PAYS = 1.1
 """Below this much more work of two lanes at once, overlap is said not to pay."""
@@ -30,7 +34,7 @@ class Row:
     labels: tuple[str, ...]
     """Such as "L03"."""
     profile: LayerProfile
-    choices: tuple[PhaseChoice, PhaseChoice]
+    choices: tuple[Choice, Choice]
     """(forward, backward)."""
     asked: tuple[Degree, Degree]
     """Degrees given by hand."""
@@ -60,6 +64,59 @@ class Told:
     """What it was measured anew for."""
     is_tried: bool = False
     """Whether trials follow: steps with these and other plans, by whose times one is kept."""
+
+
+def rows_of(
+    measured: Measured,
+    labels: Sequence[str],
+    plan: ModelPlan,
+    asked: tuple[Degree, Degree],
+    uncut: Mapping[str, str],
+) -> list[Row]:
+    """Return a row for all layers that are equal and run alike.
+
+    Args:
+        measured: the layers.
+        labels: of the layers of the plan.
+        plan: how they are run.
+        asked: degrees given by hand.
+        uncut: label -> why the layer may not be cut.
+    """
+    found: dict[tuple, Row] = {}
+    for index, label in enumerate(labels):
+        kind, alltoall, choices = measured.kind_of[label], plan.alltoalls[index], plan.choices(index)
+        reason = uncut.get(kind.labels[0], "")
+        row = Row(
+            (label,),
+            measured.profile_of(kind, alltoall),
+            choices,
+            (None, None) if reason else asked,
+            alltoall,
+            plan.alltoalls_ms[index],
+            measured.reduces(kind),
+            reason,
+        )
+        key = id(kind), alltoall, *(each.order for each in choices)
+        before = found.get(key)
+        # Gradients that travel in them may differ: the first of the layers is shown.
+        found[key] = row if before is None else replace(before, labels=(*before.labels, label))
+    return list(found.values())
+
+
+def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
+    """Say in one line how a plan runs its layers: chunks and order of both phases."""
+    texts: dict[str, list[str]] = {}
+    for index, label in enumerate(labels):
+        alltoall = plan.alltoalls[index]
+        phases = " and ".join(_describe_order(each.order) for each in plan.choices(index))
+        texts.setdefault(phases if alltoall == "flat" else f"{phases} {alltoall}", []).append(label)
+    return " and ".join(
+        f"{users[0]}.. {text}" if len(users) > 1 else f"{users[0]} {text}" for text, users in texts.items()
+    )
+
+
+def _describe_order(order: Order) -> str:
+    return f"{order.degree} {order.links}" + (f" {order.late_dw} late dW" if order.late_dw else "")
 
 
 def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str:
@@ -114,13 +171,15 @@ def _costs(rows: Sequence[Row]) -> list[str]:
     ]
     for measured, labels in profiles.values():
         layers = _span(sorted(set(labels)))
-        if measured.doubt > MARGIN:
-            notes.append(f"{layers}: best cuts for a gain of more than {measured.doubt:.0%}, as measurements are off")
+        if measured.relative_residual > MIN_GAIN:
+            notes.append(
+                f"{layers}: best cuts for a gain of more than {measured.relative_residual:.0%}, as measurements are off"
+            )
         cells.append((layers, "each task, besides", f"{measured.task_ms:.4f}", "", "", "", ""))
         issued = [f"{name} {each.issue_ms:.3f}" for name, each in measured.operations.items() if each.issued_ms]
         if issued:
             notes.append(f"{layers}: one thread issues all of it, and needs for a task, in ms: {', '.join(issued)}")
-        if measured.draws:
+        if measured.uses_rng:
             notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")
     return [*_aligned(cells), *notes]
 
@@ -177,12 +236,12 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
                 notes.append(f"{layers} {phase}: not cut: {row.uncut}")
             elif block.degree == 1 and schedule == BEST:
                 notes.append(f"{layers} {phase}: stock's schedule, as nothing is predicted to gain enough over it")
-            if asked is None and (reason := _why_not_runner_up(choice, max(MARGIN, row.profile.doubt))):
+            if asked is None and (reason := _why_not_runner_up(choice, max(MIN_GAIN, row.profile.relative_residual))):
                 notes.append(f"{layers} {phase}: {reason}")
     return [*_aligned(cells), *notes]
 
 
-def _why_not_runner_up(choice: PhaseChoice, margin: float) -> str | None:
+def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
     """Why a degree is not taken with which its phase would be faster; ``None`` if there is none.
 
     Args:

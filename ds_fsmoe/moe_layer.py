@@ -28,11 +28,13 @@ from ds_fsmoe.components.routing import RoutingBase, kind_of
 from ds_fsmoe.expert_checks import agreed, by_class, by_trial
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.ops import REFERENCE, Ops
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.runtime.chunking import cut
 from ds_fsmoe.runtime.duplicates import Duplicates
 from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.runtime.wires import Wires
 from ds_fsmoe.widths import check_width, naming_widths
@@ -101,11 +103,11 @@ def token_path(
     num_experts, capacity = routing.num_experts, routing.capacity
     # An order puts rows where the routing says, so chunks that lie in one piece cost no copy.
     if duplicates is None:
-        cutting = pipeline.forward.cutting(capacity)
+        cutting = cut(capacity, pipeline.forward.block.degree)
         chunked = routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity)
     else:
         capacity = duplicates.part(routing.capacity)
-        cutting = pipeline.forward.cutting(capacity)
+        cutting = cut(capacity, pipeline.forward.block.degree)
         place = partial(duplicates.slots, num_experts=num_experts, capacity=routing.capacity, cutting=cutting)
         chunked = routing.relaid(place, duplicates.num_ranks * capacity)
     x_ECM = order.arrange(x_SM, chunked)
@@ -245,5 +247,5 @@ class MOELayer(nn.Module):
         # At the first call, because only then is the device known.
         ranks = self._wires.num_exchanging
         groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
-        plans = [PhasePlan(BlockPlan(equal_shares(each)), groups, i == 1) for i, each in enumerate(self._degrees)]
+        plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(self._degrees)]
         return Pipeline(make_lanes(device, self.overlap), self._wires, *plans)

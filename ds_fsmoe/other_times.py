@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.autotune_subjects import Kind
+from ds_fsmoe.planning.measured import EXPERT_GRADIENTS, GATE, GRADIENTS, ORDER, Timing
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.runtime.measurements import Measuring
-from ds_fsmoe.runtime.profiler import EXPERT_GRADIENTS, GATE, GRADIENTS, ORDER, untouched
-from ds_fsmoe.runtime.stopwatch import Prepare, Timing
+from ds_fsmoe.runtime.profiler import untouched
+from ds_fsmoe.runtime.stopwatch import Prepare
 
 if TYPE_CHECKING:
     from ds_fsmoe.reduction import Reduction

@@ -18,8 +18,9 @@ from ds_fsmoe.blocks import PipelineDegreeBlock
 from ds_fsmoe.engine_state import FSMoEState
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.runtime.gradient_plan import GradientPlan, Parcel
-from ds_fsmoe.runtime.pipeline import PhasePlan, uncut
+from ds_fsmoe.planning.gradient_plan import GradientPlan, Parcel
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.runtime.pipeline import uncut
 from ds_fsmoe.saving.random_states import check_random_states
 from ds_fsmoe.saving.reading import read_file
 from ds_fsmoe.saving.tags import CheckpointError
@@ -81,7 +82,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     layers, gradients = plans["layers"], plans["gradients"]
     most = _most_chunks(state.block.pipeline_degree)
     for label, each in layers.items():
-        chunks = max(len(each["forward"]["shares"]), len(each["backward"]["shares"]))
+        chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))
         if chunks > most:
             raise ValueError(f"a plan of {chunks} chunks for {label}: fsmoe.pipeline_degree allows {most}")
     for each in layers.values():
@@ -160,15 +161,18 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
     state.plans_changed()
 
 
+def _degree(facts: Mapping[str, Any]) -> int:
+    """Plans of before have a share for each chunk; that they might have been unequal never paid."""
+    return len(facts["shares"]) if "shares" in facts else facts["degree"]
+
+
 def _block(facts: Mapping[str, Any]) -> BlockPlan:
     if facts["moe_slices"] or facts["dense_slices"]:
         raise ValueError("slices of gradients in the plan of a layer that is run")
-    for name in ("late_dw", "held_dw", "carried_dw"):
-        if type(facts[name]) is not int or not 0 <= facts[name] <= len(facts["shares"]):
-            raise ValueError(f"{name} = {facts[name]!r}: must be a number of chunks")
-    return BlockPlan(
-        **(dict(facts) | {"shares": tuple(map(float, facts["shares"])), "moe_slices": (), "dense_slices": ()})
-    )
+    degree, late_dw = _degree(facts), facts["late_dw"]
+    if type(degree) is not int or type(late_dw) is not int or not 0 <= late_dw <= degree:
+        raise ValueError(f"late_dw = {late_dw!r}: must be a number of chunks, of which there are {degree!r}")
+    return BlockPlan(degree, facts["links"], late_dw)
 
 
 def _gradient_plan(facts: Mapping[str, Any]) -> GradientPlan:

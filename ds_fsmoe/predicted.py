@@ -11,21 +11,23 @@ Letters: E experts of all ranks, C slots per expert, M width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ds_fsmoe.config import ConfigError, shown
+from ds_fsmoe.planning.call_shape import CallShape, call_timeline
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
-from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Schedule, Task
-from ds_fsmoe.planning.timeline import Timeline, simulate
-from ds_fsmoe.planning.workload import AllToAll, MoEWork, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.schedule import Schedule, Task
+from ds_fsmoe.planning.timeline import Contention, Timeline
+from ds_fsmoe.planning.workload import AllToAll, kind_costs
 from ds_fsmoe.runtime.lanes import Observer
-from ds_fsmoe.runtime.pipeline import Experts, Hook, Parcel, PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Experts, Hook, Parcel, Pipeline
 from ds_fsmoe.runtime.spans import Recorder
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.trace import Tracer
@@ -35,93 +37,27 @@ if TYPE_CHECKING:
     from ds_fsmoe.runtime.gradients import GradientReducer
 
 
-@dataclass(frozen=True, slots=True)
-class CallSizes:
-    """What one call of a layer moves and multiplies, on one rank."""
-
-    num_experts: int
-    """E."""
-    capacity: int
-    """C."""
-    width: int
-    """M."""
-    dtype_bytes: int
-    """Of an element of what is sent, as the layer gives it; a hook may send something else."""
-    num_products: int
-    """Matrices of this rank's experts."""
-    num_weights: int
-    """Elements of those."""
-    slices_bytes: tuple[int, ...] = ()
-    """Of the gradients that travel in the same run, in their order."""
-
-    @classmethod
-    def of(cls, x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts | WholeExperts) -> CallSizes:
-        """Those of a call of a :class:`Pipeline`."""
-        matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
-        width, dtype_bytes = x_RM.shape[-1], x_RM.element_size()
-        return cls(num_experts, capacity, width, dtype_bytes, len(matrices), sum(matrices))
+def shape_of(x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts | WholeExperts) -> CallShape:
+    """Return the shape of a call of a :class:`Pipeline`."""
+    matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
+    width, dtype_bytes = x_RM.shape[-1], x_RM.element_size()
+    return CallShape(num_experts, capacity, width, dtype_bytes, len(matrices), sum(matrices))
 
 
-def moe_work(groups: Groups, backward: bool, sizes: CallSizes, alltoall: AllToAll = "flat") -> MoEWork:
-    """The experts' part of a layer, uncut, with the sizes of a call."""
-    # Every slot travels, with a token or without: as many tokens as slots, each sent once.
-    slots = sizes.num_experts * sizes.capacity
-    shape = Shape(
-        B=groups.mp,
-        L=max(1, slots),
-        M=sizes.width,
-        H=groups.esp,
-        E=sizes.num_experts,
-        K=1,
-        capacity_factor=None,
-        heads=1,
-        dtype_bytes=sizes.dtype_bytes,
-    )
-    layer = layer_work(shape, groups, alltoall)
-    moe = (layer.backward if backward else layer.forward).moe
-    # Each expert here meets its slots of all ranks that share it: those of esp ranks, and of all that send it tokens.
-    rows = sizes.capacity * groups.ep * groups.esp
-    flops, launches = 2 * rows * sizes.num_weights, max(1, sizes.num_products)
-
-    def expert(work: Work | None, times: int = 1) -> Work | None:
-        return work and replace(work, size=times * flops, launches=times * launches)
-
-    return replace(
-        moe, expert=expert(moe.expert, 1 + backward), expert_dx=expert(moe.expert_dx), expert_dw=expert(moe.expert_dw)
-    )
-
-
-def sized(schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Schedule:
-    """The same tasks in the same order, each as large as it is in a call."""
-    moe = moe_work(plan.groups, plan.backward, sizes, plan.alltoall)
-    work_of = {each.kind: each for each in (*moe.enter, *moe.gather, *moe.reduce, *moe.leave)}
-    work_of |= {each.kind: each for each in (moe.expert, moe.expert_dx, moe.expert_dw) if each is not None}
-    # Where the capacity is really cut: into whole slots.
-    shares = [(stop - start) / max(1, sizes.capacity) for start, stop in plan.cutting(sizes.capacity).chunks]
-
-    def with_size(task: Task) -> Task:
-        if task.kind in (GRAD, EXPERT_GRAD):
-            return replace(task, size=sizes.slices_bytes[task.chunk])
-        work = work_of.get(task.kind)
-        return task if work is None else replace(task, size=work.size * shares[task.chunk], launches=work.launches)
-
-    return Schedule(tuple(map(with_size, schedule.tasks)))
-
-
-_MOST_KEPT = 4096
-"""Timelines of all layers together."""
+_MOST_KEPT = 256
+"""Timelines of one kind of layer, for calls of as many sizes."""
 
 
 class Predicts(Protocol):
     """Knows what phases of a layer should take."""
 
-    def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Timeline:
+    def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:
         """One phase of one call.
 
         Args:
             schedule: what is run of the plan, gradients that travel with it included.
             plan: of the phase.
-            sizes: of the call.
+            shape: of the call.
 
         Raises:
             ValueError: a number is missing.
@@ -145,40 +81,50 @@ class Predictor:
     def __init__(self, name_or_path: str) -> None:
         self._name = name_or_path
         self._cluster: Cluster = load_cluster(name_or_path)
-        self._costs: dict[tuple[Groups, AllToAll], Mapping[str, LinearCost]] = {}
-        self._timelines: dict[Any, Timeline] = {}
+        self._predictors: dict[tuple[Groups, AllToAll], MeasuredPredictor] = {}
 
-    def costs(self, groups: Groups, alltoall: AllToAll = "flat") -> Mapping[str, LinearCost]:
-        """What each kind of task costs in these groups.
+    def of(self, groups: Groups, alltoall: AllToAll = "flat") -> MeasuredPredictor:
+        """Return the predictor of phases in these groups.
 
         Raises:
             ConfigError: the cluster lacks a number for one of them.
         """
         key = groups, alltoall
-        if key not in self._costs:
+        if key not in self._predictors:
             try:
-                self._costs[key] = kind_costs(self._cluster, groups, alltoall)
+                costs = kind_costs(self._cluster, groups, alltoall)
             except ValueError as error:
                 raise ConfigError(f"fsmoe.trace.cluster = {shown(self._name)}: {error}") from error
-        return self._costs[key]
+            written = LayerCosts.written(costs, self._cluster.host_ms)
+            self._predictors[key] = MeasuredPredictor(written, self._cluster.contention)
+        return self._predictors[key]
 
-    def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Timeline:
-        """One phase of one call.
+    def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:
+        """See :class:`Predicts`."""
+        return self.of(plan.groups, plan.alltoall).timeline(schedule, plan, shape)
 
-        Args:
-            schedule: what is run of the plan.
-            plan: of the phase.
-            sizes: of the call.
-        """
-        key = schedule, plan, sizes
+
+@dataclass
+class MeasuredPredictor:
+    """What the phases of one layer should take, by what its tasks cost."""
+
+    costs: LayerCosts
+    contention: Contention
+    is_serial: bool = False
+    same_chunks: bool = True
+    """Whether the backward has the chunks of the forward."""
+    _timelines: dict[tuple, Timeline] = field(default_factory=dict)
+
+    def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:
+        """See :class:`Predicts`."""
+        key = schedule, plan, shape
         if key not in self._timelines:
             if len(self._timelines) >= _MOST_KEPT:  # a capacity that follows the tokens
                 self._timelines.clear()
-            cluster = self._cluster
-            self._timelines[key] = simulate(
-                *(sized(schedule, plan, sizes), self.costs(plan.groups, plan.alltoall)),
-                *(cluster.contention, cluster.host_ms),
-            )
+            if not self.costs.is_per_launch:  # experts are one product of all their weights, as they were measured
+                shape = replace(shape, num_products=1, num_weights=max(1, shape.num_weights))
+            how = self.same_chunks, self.contention, self.is_serial
+            self._timelines[key] = call_timeline(schedule, plan, shape, self.costs, *how)
         return self._timelines[key]
 
 
@@ -209,7 +155,7 @@ class PredictedPipeline(Pipeline):
             ConfigError: the cluster lacks a number that they need.
         """
         if predictor is not None:
-            predictor.costs(pipeline.forward.groups, pipeline.forward.alltoall)
+            predictor.of(pipeline.forward.groups, pipeline.forward.alltoall)
         return cls(**vars(pipeline), tracer=tracer, predictor=predictor, predictors=predictors, clock=clock)
 
     def __call__(
@@ -227,7 +173,7 @@ class PredictedPipeline(Pipeline):
         if not is_heard and (self.tracer is None or not self.tracer.is_recording):
             return super().__call__(x_RM, num_experts, capacity, experts, hook)
         # Of this call alone: another one may come before its backward.
-        sizes = CallSizes.of(x_RM, num_experts, capacity, experts)
+        sizes = shape_of(x_RM, num_experts, capacity, experts)
         window = None if self.window is None else _Watched(self.window)
         observer = _OfCall(self, sizes, window)
         of_call = replace(self, tracer=None, clock=None, observer=observer, window=window)
@@ -257,7 +203,7 @@ class _Watched:
 class _OfCall(Observer):
     """Passes on what it is told, and says ahead of a run what is needed to predict it."""
 
-    def __init__(self, pipeline: PredictedPipeline, sizes: CallSizes, window: _Watched | None) -> None:
+    def __init__(self, pipeline: PredictedPipeline, sizes: CallShape, window: _Watched | None) -> None:
         self._pipeline = pipeline
         self._observer = pipeline.observer or pipeline.tracer
         self._plans = {"forward": pipeline.forward, "backward": pipeline.backward}

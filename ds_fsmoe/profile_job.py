@@ -19,6 +19,7 @@ from ds_fsmoe.autotune_cache import write_measurements
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.fingerprint import Fingerprint, cluster_fingerprint
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.runtime.cluster_profile import profile_cluster
 from ds_fsmoe.runtime.cluster_work import ProfileNames
 from ds_fsmoe.runtime.lanes import make_lanes
@@ -26,7 +27,7 @@ from ds_fsmoe.runtime.link_facts import link_facts
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.nccl import why_one_link
 from ds_fsmoe.runtime.one_fate import MeasuringError
-from ds_fsmoe.runtime.stopwatch import Stopwatch, Timing
+from ds_fsmoe.runtime.stopwatch import Stopwatch
 from ds_fsmoe.runtime.topology import find_topology, sizes_that_divide, world_size_now
 from ds_fsmoe.versions import VERSION
 

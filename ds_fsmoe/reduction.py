@@ -24,11 +24,12 @@ from torch import nn
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.planning.gradient_plan import GradientPlan, Supply, plan_by_rule
+from ds_fsmoe.planning.gradients import Mode
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.reduction_stages import Stage0, Stages1And2
 from ds_fsmoe.runtime.flat_gradients import FlatGradients
-from ds_fsmoe.runtime.gradient_plan import GradientPlan, Mode, Supply, plan_by_rule
 from ds_fsmoe.runtime.gradients import GradientReducer
 from ds_fsmoe.runtime.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.runtime.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time

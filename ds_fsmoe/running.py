@@ -18,8 +18,9 @@ from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.first_forwards import FirstForwards
 from ds_fsmoe.launch_order import VARIABLE
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, Links
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -37,7 +38,7 @@ from ds_fsmoe.runtime.duplicates import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.nccl import why_one_link
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.topology import layout, world_size_now
 from ds_fsmoe.runtime.trace import Tracer
@@ -186,7 +187,7 @@ class Running:
         except ValueError as error:
             raise ConfigError(f"fsmoe.alltoall = {shown(self.block.alltoall)}: {error}") from error
         plans = (
-            PhasePlan(BlockPlan(equal_shares(degree), self.links), groups.planned, backward, exchange.planned)
+            PhasePlan(BlockPlan(degree, self.links), groups.planned, backward, exchange.planned)
             for degree, backward in zip(self.degrees, (False, True), strict=True)
         )
         of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Wires

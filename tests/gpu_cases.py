@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_calls import expert_set
-from ds_fsmoe.planning.block import ORDERS, BlockPlan, equal_shares
+from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, EXPERT, EXPERT_DW, EXPERT_DX, Task
 from ds_fsmoe.planning.workload import AllToAll
 from ds_fsmoe.runtime.lanes import Lanes, Observer, SerialLanes, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.wires import Wires
 from tests.expert_cases import make_experts
 from tests.lane_cases import NEEDS_GPU, pause
@@ -145,8 +146,8 @@ def run_layer(case: Case, lanes: Lanes, device: torch.device, width: int, is_off
     legs = dict.fromkeys((A2A_IN_NODE, A2A_IN, A2A_OUT, A2A_OUT_NODE), copy.sent)
     wires = replace(copy, legs=legs if case.kind == "two legs" else {})
     blocks = (
-        BlockPlan(equal_shares(case.degrees[0]), case.links),
-        BlockPlan(equal_shares(case.degrees[1]), case.links, min(case.late_dw, case.degrees[1])),
+        BlockPlan(case.degrees[0], case.links),
+        BlockPlan(case.degrees[1], case.links, min(case.late_dw, case.degrees[1])),
     )
     plans = [PhasePlan(block, case.groups, i == 1, case.alltoall) for i, block in enumerate(blocks)]
     pipeline = Pipeline(lanes, wires, *plans, recompute=case.kind == "recompute", observer=delays)

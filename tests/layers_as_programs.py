@@ -16,14 +16,15 @@ from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
-from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, equal_shares
+from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
+from ds_fsmoe.planning.gradient_plan import Parcel
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.presets import BEST, NAMES, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
-from ds_fsmoe.runtime.gradient_plan import Parcel
 from ds_fsmoe.runtime.groups import communicator_like
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from tests.deadlocks import Devices, Program, search, slots_needed
 from tests.pretended_nccl import fake_ranks
 from tests.recorded_collectives import Tape, record
@@ -182,7 +183,7 @@ def _run(
 def _of_way(pipeline: Pipeline, way: Way, ep_size: int, tape: Tape) -> Program:
     def plan(like: PhasePlan) -> PhasePlan:
         late = way.late_dw if like.backward else 0
-        return replace(like, block=BlockPlan(equal_shares(way.degree), way.links, late))
+        return replace(like, block=BlockPlan(way.degree, way.links, late))
 
     pipeline = replace(pipeline, forward=plan(pipeline.forward), backward=plan(pipeline.backward))
     num_experts = 2 * ep_size

@@ -23,10 +23,11 @@ from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.moe_layer import token_path
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.runtime.wires import Wires
 from tests.pretended_gpu import Gpu, pretending
@@ -98,9 +99,9 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
     assert exchange.planned == case.layout.alltoall
     wires = Wires(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs, ((0, "backend"),))
     plans = (
-        PhasePlan(BlockPlan(equal_shares(case.forward), case.links), groups.planned, False, exchange.planned),
+        PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
         PhasePlan(
-            BlockPlan(equal_shares(case.backward), case.links, min(case.late_dw, case.backward)),
+            BlockPlan(case.backward, case.links, min(case.late_dw, case.backward)),
             *(groups.planned, True, exchange.planned),
         ),
     )

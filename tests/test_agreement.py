@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
 from ds_fsmoe.runtime.agreement import (
     DisagreementError,
@@ -27,7 +28,6 @@ from ds_fsmoe.runtime.agreement import (
     facts_of_versions,
     text_of_schedule,
 )
-from ds_fsmoe.runtime.pipeline import PhasePlan
 from tests.ranks import run_on_ranks
 
 ALIKE = {"fsmoe.schedule": "fsmoe", "number of MoE layers": "2", "dtypes": "bfloat16"}
@@ -217,7 +217,7 @@ def test_a_message_names_each_field_that_differs_and_no_other(stated_by: dict[in
 
 
 def phase_plan(degree: int = 2, links: str = "reduce_first", backward: bool = False, **options: object) -> PhasePlan:
-    block = BlockPlan(equal_shares(degree), links, **options)
+    block = BlockPlan(degree, links, **options)
     return PhasePlan(block, Groups(world=4, gpus_per_node=2, ep=2, esp=2), backward)
 
 
@@ -230,7 +230,7 @@ def test_plans_that_run_otherwise_have_other_facts() -> None:
         "the other phase": phase_plan(backward=True),
         "other groups": replace(phase_plan(), groups=Groups(world=4, gpus_per_node=2, ep=4)),
         "other lanes": replace(phase_plan(), groups=Groups(world=4, gpus_per_node=4, ep=2, esp=2)),
-        "cut elsewhere": replace(phase_plan(), block=BlockPlan((0.25, 0.75), "reduce_first")),
+        "cut elsewhere": replace(phase_plan(), block=BlockPlan(3, "reduce_first")),
     }
     values = {name: next(iter(facts_of_plan("L03", plan).values())) for name, plan in plans.items()}
     by_value = {value: name for name, value in values.items()}

@@ -21,9 +21,11 @@ from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.shards import shard_expert
 from ds_fsmoe.exchanges import exchange_in
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.call_shape import CallShape, sized
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -36,11 +38,10 @@ from ds_fsmoe.planning.schedule import (
     Lane,
 )
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.predicted import CallSizes, sized
 from ds_fsmoe.runtime.duplicates import SelfSplitWires
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.wires import Wires
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -56,7 +57,7 @@ LINKS = ("shared", "paper", "reduce_first")
 
 def plan(links: str = "paper", degree: int = 4, backward: bool = False, **groups: int) -> PhasePlan:
     sizes = {"world": 4, "gpus_per_node": 2, "ep": 4} | groups
-    return PhasePlan(BlockPlan(equal_shares(degree), links), Groups(**sizes), backward, "2dh")
+    return PhasePlan(BlockPlan(degree, links), Groups(**sizes), backward, "2dh")
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -109,7 +110,7 @@ def test_on_one_kind_of_link_the_schedule_is_the_flat_one(groups: dict[str, int]
 
 def test_every_task_has_its_size() -> None:
     of_phase = plan(degree=2)
-    found = sized(of_phase.schedule, of_phase, CallSizes(8, CAPACITY, WIDTH, 4, 2, 2 * WIDTH * HIDDEN))
+    found = sized(of_phase.schedule, of_phase, CallShape(8, CAPACITY, WIDTH, 4, 2, 2 * WIDTH * HIDDEN))
     sent_bytes = 8 * CAPACITY * WIDTH * 4
     for kind in TASKS:
         assert sum(task.size for task in found.tasks if task.kind == kind) == pytest.approx(sent_bytes)
@@ -181,10 +182,8 @@ def run_layer(
         )
     exchange = exchange_in(groups, alltoall)
     plans = (
-        PhasePlan(BlockPlan(equal_shares(case.forward), case.links), groups.planned, False, exchange.planned),
-        PhasePlan(
-            BlockPlan(equal_shares(case.backward), case.links, case.late_dw), groups.planned, True, exchange.planned
-        ),
+        PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
+        PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, True, exchange.planned),
     )
     kind = SelfSplitWires if self_split else Wires
     wires = kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs)

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ds_fsmoe import autotune
+from ds_fsmoe import autotune_measuring
 from ds_fsmoe.autotune import FORWARDS_BEFORE
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.timeline import Contention
-from ds_fsmoe.runtime.corun import Slowdowns
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
@@ -88,7 +92,7 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
     run.degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
     run.blocks = [(each.forward.block, each.backward.block) for each in pipelines]
     if engine.fsmoe.autotune is not None:
-        run.contention = [each.machine.contention for each in engine.fsmoe.autotune.predictors.values()]
+        run.contention = [each.contention for each in engine.fsmoe.autotune.predictors.values()]
     run.plans = {name: text for name, text in engine.fsmoe.facts().items() if name.startswith("plan ")}
     run.num_measured = None if engine.fsmoe.autotune is None else engine.fsmoe.autotune.num_measured
     run.numbers += [each.detach().clone() for each in model.parameters()]
@@ -105,7 +109,7 @@ def tuned(cache_dir: Path | str | None = None, **others: Any) -> dict[str, Any]:
 
 
 SLOWED = {(Lane.INTRA, Lane.COMPUTE): 1.5, (Lane.COMPUTE, Lane.INTRA): 1.25}
-CHOSEN = BlockPlan((0.5, 0.3, 0.2), "paper"), BlockPlan(equal_shares(4), "reduce_first", late_dw=3)
+CHOSEN = Order(3, "paper"), Order(4, "reduce_first", late_dw=3)
 
 
 def train_as_chosen(rank: int, kept: Path) -> tuple[Run, list[Contention]]:
@@ -115,18 +119,15 @@ def train_as_chosen(rank: int, kept: Path) -> tuple[Run, list[Contention]]:
         What it was like; by which contention plans were chosen.
     """
     seen: list[Contention] = []
-    choose, measure = autotune.candidates, autotune.slowdowns_of
+    choose, measure = Search.candidates, autotune_measuring.slowdowns_of
 
-    def candidates(*args: Any) -> list[list[Any]]:
-        seen.append(args[2].contention)
-        chosen = choose(*args)[0]
-        blocks = [zip(each.phases, CHOSEN, strict=True) for each in chosen]
-        phases = [tuple(replace(phase, block=block) for phase, block in pairs) for pairs in blocks]
-        return [[replace(each, phases=pair) for each, pair in zip(chosen, phases, strict=True)]]
+    def candidates(search: Search) -> list[ModelPlan]:
+        seen.append(search.planner.settings.contention)
+        return [search.fastest(SearchSpace.fixed(*CHOSEN))]
 
-    autotune.candidates, autotune.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
+    Search.candidates, autotune_measuring.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
     run = train(rank, tuned(kept), steps=1)
-    autotune.candidates, autotune.slowdowns_of = choose, measure
+    Search.candidates, autotune_measuring.slowdowns_of = choose, measure
     return run, seen
 
 
@@ -213,7 +214,7 @@ def test_what_was_measured_and_chosen_is_what_layers_are_predicted_by_and_run_by
     slowed = Contention(compute=0.25, traffic=0.5)
     for rank, each in enumerate(runs):
         run, chosen_by = each["chosen"]
-        assert run.blocks == [CHOSEN, CHOSEN]
+        assert run.blocks == [tuple(each.plan() for each in CHOSEN)] * 2
         assert run.contention == [slowed, slowed]
         assert chosen_by == [slowed] * (rank == 0)
     table = runs[0]["chosen"][0].said

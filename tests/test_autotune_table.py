@@ -4,22 +4,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ds_fsmoe.autotune_table import Row, _costs, _plans
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
-from ds_fsmoe.runtime.profiler import FORWARD, LayerProfile
-from ds_fsmoe.tuned_degrees import PhaseChoice
-from tests.measured_layers import made_up
+from ds_fsmoe.autotune_table import Row, Told, _costs, _plans, describe, describe_plan, rows_of
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.measured import FORWARD, LayerProfile, Slowdowns
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.search import Choice, SearchSpace
+from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.telemetry.plans import plans_as_data
+from tests.planning.measured_layers import Machine, layer_of, made_up
 
 
-def choice(degree: int, time_ms: float, runner_up_ms: float, both_ms: float, runner_up_both_ms: float) -> PhaseChoice:
-    block = BlockPlan(equal_shares(degree), "paper")
-    return PhaseChoice(block, time_ms, time_ms, 30.0, 3, runner_up_ms, degree, time_ms, both_ms, runner_up_both_ms)
+def choice(degree: int, time_ms: float, runner_up_ms: float, both_ms: float, runner_up_both_ms: float) -> Choice:
+    order = Order(degree, "paper")
+    return Choice(order, time_ms, time_ms, 30.0, 3, runner_up_ms, degree, time_ms, both_ms, runner_up_both_ms)
 
 
-def notes(*choices: PhaseChoice, asked: tuple[int | None, int | None] = (None, None)) -> list[str]:
+def notes(*choices: Choice, asked: tuple[int | None, int | None] = (None, None)) -> list[str]:
     row = Row(("L00",), made_up(), choices, asked, "flat", {"flat": 1.0}, ())
     return [line for line in _plans([row], "best") if line.startswith("L00 ") and ": " in line]
 
@@ -42,7 +48,7 @@ FINE = choice(2, 20.0, 21.0, 50.0, 51.0)
         ),
     ],
 )
-def test_a_runner_up_that_would_be_faster_has_its_reason(of_backward: PhaseChoice, sentence: str | None) -> None:
+def test_a_runner_up_that_would_be_faster_has_its_reason(of_backward: Choice, sentence: str | None) -> None:
     assert notes(FINE, of_backward) == ([f"L00 backward: {sentence}"] if sentence else [])
 
 
@@ -61,3 +67,55 @@ def test_what_the_host_needs_to_issue_is_said_where_it_was_measured() -> None:
 def test_a_degree_that_was_asked_for_says_so_instead() -> None:
     (said,) = notes(FINE, choice(2, 30.0, 25.0, 50.0, 51.0), asked=(None, 2))
     assert "degree 2 is given by hand" in said
+
+
+def test_the_table_has_every_number_under_its_head() -> None:
+    forward = Choice(Order(2, "paper"), 1.5, 1.25, 2.5, 3, 1.75, 2, 1.5)
+    backward = Choice(Order(4, "reduce_first", 2), 3.5, 3.25, 4.5, 1, 4.0, 4, 3.5)
+    row = Row(("L00",), made_up(1), (forward, backward), (None, None), "flat", {"flat": 5.0}, ())
+    step = StepTimes(20.0, 18.0, 30.0, 9.0, 4.0, 1.0, 15.0)
+    text = describe([row], Told(step, Slowdowns({}), {}, 1, "best", Cluster("here", 1, 2, {})), 1.0, "a test")
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    heads = "predicted [ms] isolated [ms] runner-up its [ms] degree 1 [ms] order all-to-all"
+    assert f"layers phase degree {heads}" in lines
+    assert "L00 forward 2 1.500 1.250 3 1.750 2.500 paper flat" in lines
+    assert "L00 backward 4 3.500 3.250 1 4.000 4.500 reduce_first, 2 late dW flat" in lines
+    assert (
+        "predicted: 20.000 ms (18.000 if lanes did not slow each other down), deepspeed 30.000 ms: 1.50 times" in text
+    )
+
+    # What a run records says the same.
+    stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8, tried=[])
+    keys = ("phase", "degree", "late_dw", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
+    recorded = plans_as_data({}, stage)
+    assert [tuple(choice[key] for key in keys) for choice in recorded["choices"]] == [
+        ("forward", 2, 0, 1.5, 1.25, 3, 1.75, 2.5),
+        ("backward", 4, 2, 3.5, 3.25, 1, 4.0, 4.5),
+    ]
+    assert (recorded["step"]["chosen_ms"], recorded["step"]["deepspeed_ms"]) == (20.0, 30.0)
+
+
+def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None:
+    step = StepTimes(0.0, 0.0, 0.0, None, 0.0, 0.0, 0.0)
+    cluster = Cluster("here", 1, 2, {})
+    for slowed, pays in ((1.78, False), (1.85, True), (1.0, False)):
+        factors = {(Lane.INTRA, Lane.COMPUTE): slowed, (Lane.COMPUTE, Lane.INTRA): slowed}
+        text = describe([], Told(step, Slowdowns(factors), {}, 1, "best", cluster), 1.0, "a test")
+        does = f"{Lane.COMPUTE} and {Lane.INTRA} at once do {2 / slowed:.2f} of what one does alone"
+        assert (f"{does}: overlap of these will not pay" in text) == pays
+
+
+def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
+    """Gradients that travel in a layer may change how that one is run: then it has a row of its own."""
+    first, second = (SimpleNamespace(labels=labels) for labels in (["L00", "L01", "L02"], ["L03"]))
+    kind_of = dict.fromkeys(first.labels, first) | dict.fromkeys(second.labels, second)
+    measured: Any = SimpleNamespace(kind_of=kind_of, profile_of=lambda *_: made_up(), reduces=lambda _: ())
+    planner, labels = Machine().planner(), list(kind_of)
+    layer = layer_of(made_up())
+    two, three = (SearchSpace.fixed(Order(2), Order(degree)) for degree in (2, 3))
+    plan = planner.plan_options([{"flat": layer}] * 4, [two, three, two, two], "off")
+    rows = rows_of(measured, labels, plan, (None, None), {"L03": "it has dropout"})
+    assert [row.labels for row in rows] == [("L00", "L02"), ("L01",), ("L03",)]
+    assert [row.choices[1].order.degree for row in rows] == [2, 3, 2]
+    assert [row.uncut for row in rows] == ["", "", "it has dropout"]
+    assert describe_plan(labels, plan) == "L00.. 2 paper and 2 paper and L01 2 paper and 3 paper"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.planning.cluster import UNITS, Cluster, cluster_as_json, load_cluster
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import kind_costs
@@ -22,7 +23,7 @@ from ds_fsmoe.runtime import cluster_profile, cluster_work, stopwatch
 from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.cluster_profile import profile_cluster
 from ds_fsmoe.runtime.cluster_work import COMPUTING, ProfileNames, Shape, groups_of
-from ds_fsmoe.runtime.corun import Slowdowns, slowdowns
+from ds_fsmoe.runtime.corun import slowdowns
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.one_fate import MeasuringError

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Contention, simulate
 from ds_fsmoe.runtime import corun
-from ds_fsmoe.runtime.corun import MOST_TASKS, SHORTEST_MS, Slowdowns, slowdowns
+from ds_fsmoe.runtime.corun import MOST_TASKS, SHORTEST_MS, slowdowns
 from ds_fsmoe.runtime.lanes import SerialLanes
 from ds_fsmoe.runtime.one_fate import MeasuringError
 from ds_fsmoe.runtime.stopwatch import Stopwatch

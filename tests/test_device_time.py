@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.measured import FORWARD, LayerProfile
 from ds_fsmoe.planning.schedule import EXPERT
 from ds_fsmoe.runtime import idle_times, stopwatch
 from ds_fsmoe.runtime.corun import MOST_ISSUED_MS, slowdowns
@@ -19,7 +20,7 @@ from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.idle_times import cost_of
 from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
-from ds_fsmoe.runtime.profiler import FORWARD, LayerProfile, _task_ms, issues_ahead
+from ds_fsmoe.runtime.profiler import _task_ms, issues_ahead
 from ds_fsmoe.runtime.stopwatch import FEWEST, Stopwatch
 from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.lane_cases import COMPUTE, INTER, INTRA, schedule_of

@@ -18,8 +18,8 @@ from ds_fsmoe.autotune_cache import UselessFileError, read_measurements, write_m
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.planning.cluster import cluster_as_json, load_cluster
+from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.runtime.measurements import Measurements
-from ds_fsmoe.runtime.stopwatch import Timing
 from ds_fsmoe.saving.manifest import FileSum, LayerSizes, Manifest, Sizes, read_manifest
 from ds_fsmoe.saving.pieces import Group, Index, Piece, read_index
 from ds_fsmoe.saving.reading import read_file

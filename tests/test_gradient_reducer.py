@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_fsmoe.planning.gradient_plan import GradientPlan, Supply, WindowBytes, plan_by_bytes, plan_by_rule
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
-from ds_fsmoe.runtime.gradient_plan import GradientPlan, Supply, WindowBytes, plan_by_bytes, plan_by_rule
 from ds_fsmoe.runtime.gradients import GradientReducer
 from tests.ranks import run_on_ranks
 from tests.waiting import pause

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.gradient_plan import GradientPlan, Supply
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.runtime import idle_times
-from ds_fsmoe.runtime.gradient_plan import GradientPlan, Supply
 from ds_fsmoe.runtime.idle_times import REPEATS, Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
-from ds_fsmoe.runtime.pipeline import PhasePlan
 from tests.fake_clock import SetClock
 from tests.ranks import run_on_ranks
 
@@ -62,7 +62,7 @@ def test_of_each_window_the_median_over_backwards_counts_and_of_ranks_the_least(
 
 def layer(links: Any = "paper", degree: int = 2, **groups: int) -> PhasePlan:
     sizes = {"world": 4, "gpus_per_node": 2, "ep": 2, "esp": 2} | groups
-    return PhasePlan(BlockPlan(equal_shares(degree), links), Groups(**sizes), backward=True)
+    return PhasePlan(BlockPlan(degree, links), Groups(**sizes), backward=True)
 
 
 @pytest.fixture

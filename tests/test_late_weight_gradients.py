@@ -20,11 +20,12 @@ from ds_fsmoe import GPTFeedForward, MixtralFeedForward
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.side_by_side import lay_side_by_side
-from ds_fsmoe.planning.block import ORDERS, BlockPlan, equal_shares
+from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_OUT, EXPERT, EXPERT_DW, EXPERT_DX, REDUCE, Lane, Schedule, Task
 from ds_fsmoe.runtime.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.wires import Wires
 
 # With all links in the plan; here they lead back to this rank.
@@ -80,7 +81,7 @@ def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
 
 
 def pipeline_of(lanes: Lanes, block: BlockPlan, executed: Executed, recompute: bool = False) -> Pipeline:
-    plans = PhasePlan(BlockPlan(equal_shares(3), block.links), GROUPS, False), PhasePlan(block, GROUPS, True)
+    plans = PhasePlan(BlockPlan(3, block.links), GROUPS, False), PhasePlan(block, GROUPS, True)
     return Pipeline(lanes, Wires(FlatAllToAll().exchange, None, None), *plans, recompute=recompute, observer=executed)
 
 
@@ -97,7 +98,7 @@ def run(pipeline: Pipeline, experts: list[nn.Module], products: Any = None, toge
 def test_tasks_are_done_in_the_order_of_the_plan_those_of_late_weight_gradients_too(lanes: Lanes, links: Any) -> None:
     for late in (0, 1, 2, DEGREE):
         executed = Executed()
-        pipeline = pipeline_of(lanes, BlockPlan(equal_shares(DEGREE), links, late), executed)
+        pipeline = pipeline_of(lanes, BlockPlan(DEGREE, links, late), executed)
         run(pipeline, [GPTFeedForward(WIDTH, HIDDEN) for _ in range(EXPERTS)])
         planned = pipeline.backward.schedule
         assert executed.schedules["moe/backward"] == planned
@@ -115,7 +116,7 @@ def test_tasks_are_done_in_the_order_of_the_plan_those_of_late_weight_gradients_
 def test_a_weight_gradient_that_was_put_off_waits_until_all_tokens_are_on_their_way() -> None:
     executed = Executed()
     with closing(make_lanes(torch.device("cpu"), overlap=False)) as lanes:
-        pipeline = pipeline_of(lanes, BlockPlan(equal_shares(DEGREE), "reduce_first", 2), executed)
+        pipeline = pipeline_of(lanes, BlockPlan(DEGREE, "reduce_first", 2), executed)
         run(pipeline, [GPTFeedForward(WIDTH, HIDDEN) for _ in range(EXPERTS)])
     tasks = pipeline.backward.schedule.tasks
     assert executed.names == [task.name for task in tasks]
@@ -136,7 +137,7 @@ def test_products_of_weight_gradients_are_made_in_their_own_tasks_and_nowhere_el
         experts = [kind(WIDTH, HIDDEN) for _ in range(EXPERTS)]
         assert lay_side_by_side(experts)
         with closing(make_lanes(torch.device("cpu"), overlap=False)) as lanes:
-            pipeline = pipeline_of(lanes, BlockPlan(equal_shares(DEGREE), "paper", late), executed, recompute)
+            pipeline = pipeline_of(lanes, BlockPlan(DEGREE, "paper", late), executed, recompute)
             run(pipeline, experts, products, together)
         expected = {EXPERT: list(range(DEGREE - late)), EXPERT_DW: list(range(DEGREE - late, DEGREE))}
         assert products.chunks == {each: chunks for each, chunks in expected.items() if chunks}

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan
 from tests.live_memory import LiveMemory
 
 BYTES = torch.uint8
@@ -70,7 +70,7 @@ def test_a_backward_counts_what_autograd_keeps_and_makes() -> None:
 
 def test_other_threads_are_counted_through_an_observer_of_their_lanes() -> None:
     # An EP group of two has all-to-alls, which are on lanes of their own.
-    plan = PhasePlan(BlockPlan(equal_shares(3)), Groups(world=2, gpus_per_node=1, ep=2), backward=False)
+    plan = PhasePlan(BlockPlan(3), Groups(world=2, gpus_per_node=1, ep=2), backward=False)
     lanes, made = make_lanes(torch.device("cpu")), []
     kinds = {task.kind for task in plan.schedule.tasks}
     assert any(task.lane is not Lane.COMPUTE for task in plan.schedule.tasks)

@@ -23,10 +23,11 @@ from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.shards import shard_expert
 from ds_fsmoe.moe_layer import token_path
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.wires import Wires
 from tests.covering import covering, every_case
 from tests.ranks import run_on_ranks
@@ -56,7 +57,6 @@ class Case:
     links: str = "paper"
     late_dw: int = 0
     recompute: bool = False
-    shares: tuple[float, ...] | None = None
     """Of the chunks of the forward, if they are not equal."""
     tokens: tuple[int, ...] = (23, 23, 23, 23, 23, 23, 23, 23)
     crowded: bool = False
@@ -95,7 +95,6 @@ def covering_cases(layout: tuple[int, int, int]) -> list[Case]:
 
 
 SPECIAL = [
-    Case(3, 2, shares=(0.5, 0.2, 0.3)),
     Case(4, 3, recompute=True),
     # Fewer slots than chunks; nobody, or everybody, at one expert; a rank with less than the others.
     Case(7, 5, settings=LayerSettings(k=1, drop_tokens=False), tokens=(1,) * 8),
@@ -146,10 +145,9 @@ def run_layer(case: Case, ep: int, esp: int, lanes: Lanes, observer: Observer | 
     gate.build_once(problem.weight_EM.shape[1], len(problem.experts))
     gate.double().load_state_dict({"wg.weight": problem.weight_EM})
     experts = local_experts(problem.experts, groups, ep, esp)
-    shares = case.shares or equal_shares(case.forward)
     plans = (
-        PhasePlan(BlockPlan(shares, case.links), groups.planned, backward=False),
-        PhasePlan(BlockPlan(equal_shares(case.backward), case.links, case.late_dw), groups.planned, backward=True),
+        PhasePlan(BlockPlan(case.forward, case.links), groups.planned, backward=False),
+        PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, backward=True),
     )
     wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
     pipeline = Pipeline(lanes, wires, *plans, recompute=case.recompute, observer=observer)

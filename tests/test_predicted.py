@@ -20,15 +20,17 @@ from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.config import read_block
-from ds_fsmoe.planning.block import BlockPlan, block_schedule, equal_shares
+from ds_fsmoe.planning.block import BlockPlan, block_schedule
+from ds_fsmoe.planning.call_shape import CallShape, moe_work, sized
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
-from ds_fsmoe.predicted import CallSizes, PredictedPipeline, Predictor, moe_work, sized
+from ds_fsmoe.predicted import PredictedPipeline, Predictor, shape_of
 from ds_fsmoe.runtime.lanes import SerialLanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.trace_files import range_name, rank_file, read_trace
 from ds_fsmoe.runtime.wires import Wires
@@ -73,7 +75,7 @@ def test_sizes_of_a_call_are_those_of_the_planner(
     num_experts, capacity, width, hidden, dtype_bytes = 9, 7, 13, 22, 2
     experts_here = num_experts // ep
     weights = experts_here * num_products * width * hidden // esp
-    sizes = CallSizes(num_experts, capacity, width, dtype_bytes, num_products * experts_here, weights)
+    sizes = CallShape(num_experts, capacity, width, dtype_bytes, num_products * experts_here, weights)
     # Of that many tokens the planner sends as many copies as there are slots.
     shape = Shape(
         B=1,
@@ -87,20 +89,20 @@ def test_sizes_of_a_call_are_those_of_the_planner(
         heads=1,
         dtype_bytes=dtype_bytes,
     )
-    layer = layer_work(shape, groups)
+    layer = layer_work(shape, groups, whole_slots=True)
     assert moe_work(groups, backward, sizes) == (layer.backward if backward else layer.forward).moe
 
 
 @pytest.mark.parametrize(("expert", "num_products"), [(GPTFeedForward, 2), (MixtralFeedForward, 3)])
 def test_products_of_an_expert_are_its_matrices(expert: Callable[..., torch.nn.Module], num_products: int) -> None:
     experts = expert_set([expert(5, 14) for _ in range(3)])
-    sizes = CallSizes.of(torch.zeros(6 * 7, 5, dtype=torch.bfloat16), 6, 7, experts)
-    assert sizes == CallSizes(6, 7, 5, 2, 3 * num_products, 3 * num_products * 5 * 14)
+    sizes = shape_of(torch.zeros(6 * 7, 5, dtype=torch.bfloat16), 6, 7, experts)
+    assert sizes == CallShape(6, 7, 5, 2, 3 * num_products, 3 * num_products * 5 * 14)
 
 
 def test_chunks_are_as_large_as_whole_slots_allow() -> None:
-    plan = PhasePlan(BlockPlan(equal_shares(3), "paper"), Groups(world=2, gpus_per_node=2, ep=2), backward=False)
-    sizes = CallSizes(num_experts=4, capacity=5, width=3, dtype_bytes=4, num_products=4, num_weights=100)
+    plan = PhasePlan(BlockPlan(3, "paper"), Groups(world=2, gpus_per_node=2, ep=2), backward=False)
+    sizes = CallShape(num_experts=4, capacity=5, width=3, dtype_bytes=4, num_products=4, num_weights=100)
     schedule = sized(plan.schedule, plan, sizes)
     rows = {"A2A_IN": [], "EXPERT": [], "A2A_OUT": []}
     for task in schedule.tasks:
@@ -115,8 +117,8 @@ def test_chunks_are_as_large_as_whole_slots_allow() -> None:
 
 
 def test_a_call_without_slots_costs_its_launches_alone(tmp_path: Path) -> None:
-    plan = PhasePlan(BlockPlan(equal_shares(2)), Groups(world=2, gpus_per_node=2, ep=2), backward=True)
-    timeline = Predictor(cluster_file(tmp_path)).timeline(plan.schedule, plan, CallSizes(4, 0, 3, 4, 4, 100))
+    plan = PhasePlan(BlockPlan(2), Groups(world=2, gpus_per_node=2, ep=2), backward=True)
+    timeline = Predictor(cluster_file(tmp_path)).timeline(plan.schedule, plan, CallShape(4, 0, 3, 4, 4, 100))
     took_ms = {span.task.kind: span.end_ms - span.start_ms for span in timeline.spans if span.task.kind != HOLD}
     alpha_ms = OPERATIONS["intra.all_to_all"]["alpha_ms"]
     # In the backward each product is two.
@@ -130,7 +132,7 @@ def test_a_call_without_slots_costs_its_launches_alone(tmp_path: Path) -> None:
 def test_each_call_has_the_prediction_of_its_own_sizes(make_tracer: Callable[..., Tracer], tmp_path: Path) -> None:
     """Two forwards of other sizes before the first backward."""
     groups = Groups(world=1, gpus_per_node=1)
-    plans = [PhasePlan(BlockPlan(equal_shares(2)), groups, backward=backward) for backward in (False, True)]
+    plans = [PhasePlan(BlockPlan(2), groups, backward=backward) for backward in (False, True)]
     tracer, predictor = make_tracer(1, 1), Predictor(cluster_file(tmp_path))
     plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", observer=tracer)
     pipeline = PredictedPipeline.of(plain, tracer, predictor)
@@ -270,9 +272,9 @@ def expected_timeline(cluster: str, backward: bool, chunks: list[int]) -> Timeli
     shape = Shape(
         B=1, L=NUM_EXPERTS * capacity, M=WIDTH, H=28, E=NUM_EXPERTS, K=1, capacity_factor=None, heads=1, dtype_bytes=4
     )
-    layer = layer_work(shape, groups)
+    layer = layer_work(shape, groups, whole_slots=True)
     moe = (layer.backward if backward else layer.forward).moe
-    plan = BlockPlan(tuple(each / capacity for each in chunks), "paper")
+    plan = BlockPlan(len(chunks), "paper")
     numbers = load_cluster(cluster)
     schedule = block_schedule(BlockWork((), moe, ()), plan)
     return simulate(schedule, kind_costs(numbers, groups), numbers.contention, numbers.host_ms)
@@ -351,8 +353,8 @@ def test_a_cluster_by_name_or_file_is_taken(tmp_path: Path) -> None:
 
 def test_a_cluster_without_a_number_that_a_group_needs_is_refused(tmp_path: Path) -> None:
     predictor = Predictor(cluster_file(tmp_path, without="inter.all_to_all"))
-    predictor.costs(Groups(world=2, gpus_per_node=2, ep=2))
+    predictor.of(Groups(world=2, gpus_per_node=2, ep=2))
     with pytest.raises(
         ConfigError, match=r"fsmoe\.trace\.cluster = .*operations\.inter\.all_to_all is missing, and the EP"
     ):
-        predictor.costs(Groups(world=2, gpus_per_node=1, ep=2))
+        predictor.of(Groups(world=2, gpus_per_node=1, ep=2))

@@ -15,11 +15,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe import running
+from ds_fsmoe.planning.call_shape import CallShape, sized
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, EXPERT_GRAD, GRAD, Schedule
 from ds_fsmoe.planning.timeline import Timeline, simulate
-from ds_fsmoe.predicted import CallSizes, sized
-from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.step_comparison import StepComparison
 from tests.fake_clock import FakeClock
@@ -38,9 +38,9 @@ class Fixed:
     """Predicts so much for a task of each kind, and notes what it is asked about."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Schedule, PhasePlan, CallSizes]] = []
+        self.asked: list[tuple[Schedule, PhasePlan, CallShape]] = []
 
-    def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Timeline:
+    def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: CallShape) -> Timeline:
         self.asked.append((schedule, plan, sizes))
         costs = {kind: LinearCost(cost_ms, 0.0) for kind, cost_ms in COSTS.items()}
         return simulate(sized(schedule, plan, sizes), costs)

@@ -18,30 +18,32 @@ from torch import nn
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
-from ds_fsmoe.runtime import cluster_profile, profiler
-from ds_fsmoe.runtime.corun import Slowdowns
-from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
-from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
-from ds_fsmoe.runtime.link_times import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, fastest, time_links
-from ds_fsmoe.runtime.measurements import Measurements, Measuring
-from ds_fsmoe.runtime.one_fate import MeasuringError
-from ds_fsmoe.runtime.pipeline import CallSizes, PhasePlan
-from ds_fsmoe.runtime.profiler import (
+from ds_fsmoe.planning.measured import (
+    ALL_GATHER,
+    ALL_TO_ALL,
     BACKWARD,
     BACKWARD_ANEW,
     DW,
     DX,
     FORWARD,
+    REDUCE_SCATTER,
     LayerProfile,
-    Subject,
-    measured_slots,
-    profile,
-    slowdowns_of,
+    Slowdowns,
+    Timing,
 )
-from ds_fsmoe.runtime.stopwatch import Stopwatch, Timing
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
+from ds_fsmoe.runtime import cluster_profile, profiler
+from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
+from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
+from ds_fsmoe.runtime.link_times import fastest, time_links
+from ds_fsmoe.runtime.measurements import Measurements, Measuring
+from ds_fsmoe.runtime.one_fate import MeasuringError
+from ds_fsmoe.runtime.pipeline import CallSizes
+from ds_fsmoe.runtime.profiler import Subject, measured_slots, profile, slowdowns_of
+from ds_fsmoe.runtime.stopwatch import Stopwatch
 from ds_fsmoe.runtime.wires import Wires
 from tests.fake_clock import FakeClock
 from tests.ranks import run_on_ranks
@@ -90,7 +92,7 @@ def profile_of(experts: list[nn.Module], ep: int, esp: int) -> LayerProfile:
     subject = subject_of(experts, groups, ep, esp)
     lanes = make_lanes(CPU)
     try:
-        schedule = PhasePlan(BlockPlan(equal_shares(3)), groups.planned, backward=False).schedule
+        schedule = PhasePlan(BlockPlan(3), groups.planned, backward=False).schedule
         measuring = Measuring(Stopwatch(CPU), Measurements())
         found = time_links(measuring, [subject])
         of_links = {name: found.timings[subject.link_name(name)] for name in subject.links}
@@ -208,7 +210,7 @@ def test_a_line_can_be_fitted_at_any_capacity(capacity: int) -> None:
 
 
 def test_a_task_costs_its_share_of_what_runs_of_empty_ones_take() -> None:
-    plan = PhasePlan(BlockPlan(equal_shares(3), "paper"), Groups(4, 2, ep=4), backward=False)
+    plan = PhasePlan(BlockPlan(3, "paper"), Groups(4, 2, ep=4), backward=False)
     kinds = [task.kind for task in plan.schedule.tasks]
     assert HOLD in kinds
     runs: list[Schedule] = []

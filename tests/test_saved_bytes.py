@@ -23,10 +23,11 @@ from ds_fsmoe.components.expert_calls import ExpertCall, ExpertSet, expert_set
 from ds_fsmoe.components.shards import shard_expert
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.parts import choose_parts
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.runtime.groups import make_groups
 from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.pipeline import CallSizes, PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import CallSizes, Pipeline
 from ds_fsmoe.runtime.wires import Wires
 from ds_fsmoe.saved_bytes import SavedBytes, describe, saved_bytes
 from ds_fsmoe.takeover import take_over
@@ -75,7 +76,7 @@ class Layer:
         self.gate = LinearGate(k=K, capacity_factor=1.0, top2_2nd_expert_sampling=False)
         self.gate.build_once(width, E)
         plans = (
-            PhasePlan(BlockPlan(equal_shares(degree)), self.groups.planned, backward)
+            PhasePlan(BlockPlan(degree), self.groups.planned, backward)
             for degree, backward in zip(degrees, (False, True), strict=True)
         )
         wires = Wires(FlatAllToAll().exchange, self.groups.ep_group, self.groups.esp_group)

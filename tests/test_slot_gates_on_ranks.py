@@ -18,11 +18,12 @@ from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.moe_layer import token_path
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.runtime.duplicates import Duplicates
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.wires import Wires
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, capacity_of
@@ -109,8 +110,8 @@ def run_layer(
     """One forward and backward with the tokens of one rank of the problem."""
     gate = make_gate(case, problem)
     plans = (
-        PhasePlan(BlockPlan(equal_shares(case.forward), case.links), groups.planned, backward=False),
-        PhasePlan(BlockPlan(equal_shares(case.backward), case.links, case.late_dw), groups.planned, backward=True),
+        PhasePlan(BlockPlan(case.forward, case.links), groups.planned, backward=False),
+        PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, backward=True),
     )
     wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
     x_SM = problem.x_per_rank[number].clone().requires_grad_()

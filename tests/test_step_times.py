@@ -14,14 +14,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.components.expert_calls import expert_set
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT, Schedule, Task
 from ds_fsmoe.planning.timeline import Timeline, simulate
-from ds_fsmoe.predicted import CallSizes, PredictedPipeline
+from ds_fsmoe.predicted import PredictedPipeline
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.wires import Wires
@@ -52,7 +54,7 @@ class Model:
 
     def __init__(self, clock: StepClock, lanes: Lanes, host: FakeClock, **others: Any) -> None:
         groups = Groups(world=1, gpus_per_node=1)
-        plans = [PhasePlan(BlockPlan(equal_shares(degree)), groups, degree == 1) for degree in (2, 1)]
+        plans = [PhasePlan(BlockPlan(degree), groups, degree == 1) for degree in (2, 1)]
         plain = Pipeline(lanes, Wires(lambda x, group: x, None, None), *plans, "L07")
         self.pipeline = PredictedPipeline.of(plain, others.pop("tracer", None), None, clock=clock, **others)
         self.clock, self.host = clock, host
@@ -106,7 +108,7 @@ def test_what_of_a_step_is_in_no_run_of_a_layer_is_dense(model: Model) -> None:
         assert run.in_backward or took_ms == pytest.approx([EXPERT_S * 1e3] * 2)
     label, plan, sizes = step.runs[0].about
     assert (label, plan) == ("L07", model.pipeline.forward)
-    assert sizes == CallSizes(EXPERTS, 4, WIDTH, 4, EXPERTS, EXPERTS * WIDTH * WIDTH)
+    assert sizes == CallShape(EXPERTS, 4, WIDTH, 4, EXPERTS, EXPERTS * WIDTH * WIDTH)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -238,7 +240,7 @@ class Fixed:
     def __init__(self, launch_ms: float) -> None:
         self.launch_ms = launch_ms
 
-    def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: CallSizes) -> Timeline:
+    def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: CallShape) -> Timeline:
         return simulate(schedule, {EXPERT: LinearCost(self.launch_ms, 0.0)})
 
 

@@ -13,13 +13,14 @@ from torch import nn
 
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_calls import expert_set
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import HOLD
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.runtime.groups import make_groups
 from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
+from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.trace_files import (
     merge_traces,
@@ -41,8 +42,7 @@ def pipeline_on_a_rank(rank: int, world_size: int, folder: str, esp: int) -> lis
     groups = make_groups(world_size // esp, esp, ranks_per_node=1 if esp == 1 else None)
     degrees = {"forward": 3, "backward": 2}
     plans = [
-        PhasePlan(BlockPlan(equal_shares(degree)), groups.planned, backward=phase == "backward")
-        for phase, degree in degrees.items()
+        PhasePlan(BlockPlan(degree), groups.planned, backward=phase == "backward") for phase, degree in degrees.items()
     ]
     costs = dict.fromkeys((*KINDS, HOLD), LinearCost(0.1, 0.0))
     predicted = {

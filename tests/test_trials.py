@@ -5,19 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ds_fsmoe.autotune_choice import Choice, refinements
-from ds_fsmoe.measured_costs import Machine
-from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.trials import Trials
-from ds_fsmoe.tuned_degrees import PhaseChoice, Ways
 from tests.hurry import hurry
-from tests.measured_layers import GROUPS, SIZES, made_up
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
@@ -136,72 +130,6 @@ def test_the_fastest_phases_are_found_though_a_step_was_disturbed_and_another_fa
     little, much = ([Step(5.0, 9.0), Step(5.5 + by, 8.9), Step(3.9, 10.0 + by)] for by in (0.0, 40.0))
     for rounds in ([little, quiet, quiet], [quiet, much, quiet], [quiet, quiet, much]):
         assert phases_of(rounds)[1] == (1, 2)
-
-
-def near(kept: BlockPlan, forward: BlockPlan, backward: BlockPlan, **of: Any) -> list[tuple[BlockPlan, BlockPlan]]:
-    """Neighbours of a plan whose phases are both ``kept``; two others had the fastest forward and backward."""
-    pipeline = SimpleNamespace(forward=SimpleNamespace(groups=GROUPS))
-    kind = SimpleNamespace(subject=SimpleNamespace(kind="experts"), pipeline=pipeline, sizes=SIZES)
-    measured = {each: made_up(splits=of.get("splits", True), draws=of.get("draws", False)) for each in ("flat", "2dh")}
-    alltoalls = {name: SimpleNamespace(planned=name) for name in measured}
-    found = SimpleNamespace(
-        ways={"experts": alltoalls},
-        profiles={("experts", name): each for name, each in measured.items()},
-        flat=lambda _: measured["flat"],
-    )
-
-    def choice(block: BlockPlan, alltoall: str = "flat") -> Choice:
-        phase = PhaseChoice(block, 0.0, 0.0, 0.0, None, None, 1, 0.0)
-        return Choice(alltoall, (phase, phase), {})
-
-    halves = [choice(forward)], [choice(backward, of.get("alltoall", "flat"))]
-    ways = Ways.of(of.get("schedule", "best"), 4)
-    plans = refinements([kind], [choice(kept)], halves, found, Machine(), ways)  # type: ignore[list-item, arg-type]
-    assert all(phase.time_ms > 0 and phase.isolated_ms > 0 for (each,) in plans for phase in each.phases)
-    return [(each.phases[0].block, each.phases[1].block) for (each,) in plans]
-
-
-def is_even(blocks: tuple[BlockPlan, BlockPlan]) -> bool:
-    return all(each.shares == equal_shares(each.degree) for each in blocks)
-
-
-THREE, FOUR = (BlockPlan(equal_shares(degree), "reduce_first") for degree in (3, 4))
-LATE_THREE, LATE_FOUR = replace(THREE, late_dw=3), replace(FOUR, late_dw=4)
-FIRST_LATE = replace(FOUR, late_dw=1)
-
-
-def test_neighbours_are_both_fastest_phases_and_weight_gradients_put_off_by_one_or_all() -> None:
-    found = [each for each in near(FOUR, THREE, LATE_FOUR) if is_even(each)]
-    assert found[:2] == [(FOUR, FOUR), (THREE, LATE_FOUR)]
-    assert set(found[2:]) == {(FOUR, FIRST_LATE), (FOUR, LATE_FOUR), (THREE, FOUR), (THREE, FIRST_LATE)}
-    alone = [each for each in near(FOUR, FOUR, FOUR) if is_even(each)]
-    assert alone == [(FOUR, FOUR), (FOUR, FIRST_LATE), (FOUR, LATE_FOUR)]
-
-
-def test_neighbours_are_chunks_of_other_sizes_too_alike_in_both_phases() -> None:
-    uneven = [each for each in near(FOUR, FOUR, LATE_FOUR) if not is_even(each)]
-    assert {backward.late_dw for _, backward in uneven} == {0, 4}
-    for forward, backward in uneven:
-        assert forward.shares == backward.shares
-        assert (forward.links, forward.degree, backward.links, backward.degree) == (
-            "reduce_first",
-            4,
-            "reduce_first",
-            4,
-        )
-    different = [each for each in near(FOUR, THREE, FOUR) if not is_even(each)]
-    assert {(forward.degree, backward.degree) for forward, backward in different} == {(3, 4), (4, 4)}
-
-
-def test_neighbours_keep_to_what_may_be_chosen() -> None:
-    uncut = BlockPlan(links="reduce_first")
-    assert near(uncut, uncut, uncut) == [(uncut, uncut)]
-    assert [each for each in near(FOUR, THREE, FOUR, splits=False) if is_even(each)] == [(FOUR, FOUR), (THREE, FOUR)]
-    assert near(FOUR, THREE, FOUR, splits=False, draws=True) == [(FOUR, FOUR)]
-    assert (THREE, FOUR) not in near(FOUR, THREE, FOUR, splits=False, alltoall="2dh")
-    paper = replace(FOUR, links="paper")
-    assert near(paper, paper, paper, schedule="fsmoe") == [(paper, paper)]
-    assert near(FOUR, THREE, FOUR, schedule="tutel", splits=False) == [(FOUR, FOUR)]
 
 
 def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation: int) -> dict[str, Any]:

@@ -7,22 +7,22 @@ plan`` prints what comes out, and training runs it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
+from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.cost import Cost
 from ds_fsmoe.planning.gradients import CHUNK_BYTES, Mode, Partition, Piece, Window, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.presets import BEST, Switches, preset
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane, Schedule, Task
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 from ds_fsmoe.planning.search import MIN_GAIN, Choice, PhaseTimes, SearchSpace, choose
-from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, play
+from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 
 SOLVERS = ("exact", "slsqp")
@@ -79,104 +79,6 @@ class Settings:
             schedule, self.max_degree, shared_link=shared, min_gain=self.min_gain, without=tuple(without)
         )
         return replace(found, solver=self.solver)
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """Everything that is decided about a training step."""
-
-    layers: tuple[Layer, ...]
-    """In the order of the forward; the tuples below are in the order of their phase."""
-    forward: tuple[BlockPlan, ...]
-    backward: tuple[BlockPlan, ...]
-    tail: tuple[Slice, ...]
-    """Gradients that travel when the backward is over."""
-    forward_choices: tuple[Choice, ...]
-    backward_choices: tuple[Choice, ...]
-    alltoalls: tuple[str, ...] = ()
-    """Names, in the order of the forward; empty where there was nothing to choose."""
-    alltoalls_ms: tuple[Mapping[str, float], ...] = field(default=(), compare=False)
-    """All-to-all -> what both phases of the layer take with it."""
-
-    def choices(self, index: int) -> tuple[Choice, Choice]:
-        """Return how a layer is run, counted from the front, forward and backward."""
-        return self.forward_choices[index], self.backward_choices[-1 - index]
-
-    def blocks(self, index: int) -> tuple[BlockPlan, BlockPlan]:
-        """Return the plans of a layer, counted from the front, forward and backward."""
-        return self.forward[index], self.backward[-1 - index]
-
-    def without_gradients(self) -> ModelPlan:
-        """Return the same plan for layers whose gradients are summed with nobody."""
-        backward = tuple(replace(each, moe_slices=(), dense_slices=()) for each in self.backward)
-        return replace(self, backward=backward, tail=())
-
-    def schedules(self) -> tuple[Schedule, Schedule]:
-        """Return the schedules of the forward and of the backward."""
-        return (
-            model_schedule(self.layers, self.forward, "forward"),
-            model_schedule(self.layers[::-1], self.backward, "backward", self.tail, self.forward[::-1]),
-        )
-
-    def timelines(
-        self,
-        costs: Mapping[str, Cost],
-        contention: Contention = IDEAL,
-        host_ms: float = 0.0,
-        is_serial: bool = False,
-    ) -> tuple[Timeline, Timeline]:
-        """Play both phases.
-
-        Args:
-            costs: kind -> cost, for layers without costs of their own.
-            contention: how lanes slow each other down.
-            host_ms: what a launch costs the host, for the same layers.
-            is_serial: whether all tasks run one after another.
-        """
-        written = LayerCosts.written(costs, host_ms)
-        forward, backward = (
-            self._timeline(schedule, phase == 1, written, contention, is_serial)
-            for phase, schedule in enumerate(self.schedules())
-        )
-        return forward, backward
-
-    def _timeline(
-        self, schedule: Schedule, backward: bool, written: LayerCosts, contention: Contention, is_serial: bool
-    ) -> Timeline:
-        layers = self.layers[::-1] if backward else self.layers
-        same = [a.degree == b.degree for a, b in zip(self.forward[::-1], self.backward, strict=True)]
-        work_ms, launch_ms = [], []
-        for task in schedule.tasks:
-            # The tail comes after the last layer.
-            at = min(task.layer, len(layers) - 1)
-            costs, host_ms = (layers[at].costs or written).of(backward, not backward or same[at])
-            if task.kind not in costs:
-                raise ValueError(f"no cost for {task.kind}: there are costs for {', '.join(sorted(costs))}")
-            work_ms.append(costs[task.kind].ms(task.size, task.launches))
-            launch_ms.append(task.launches * _host_ms(host_ms, task))
-        if is_serial:
-            return play(schedule.in_one_lane(), work_ms, [0.0] * len(work_ms))
-        return play(schedule, work_ms, list(itertools.accumulate(launch_ms)), contention)
-
-    def step_ms(
-        self,
-        costs: Mapping[str, Cost],
-        contention: Contention = IDEAL,
-        host_ms: float = 0.0,
-        is_serial: bool = False,
-    ) -> float:
-        """Predict the time of a step's forward and backward."""
-        return sum(each.makespan_ms for each in self.timelines(costs, contention, host_ms, is_serial))
-
-
-def _host_ms(host_ms: float | Mapping[str, float], task: Task) -> float:
-    if not isinstance(host_ms, Mapping):
-        return host_ms
-    if not task.launches:
-        return 0.0
-    if task.kind not in host_ms:
-        raise ValueError(f"no cost of the host for {task.kind}: there are costs for {', '.join(sorted(host_ms))}")
-    return host_ms[task.kind]
 
 
 @dataclass

@@ -86,6 +86,35 @@ def _least_ms(layer: Layer, max_degree: int) -> float:
     )
 
 
+def other_esp_sizes(
+    planner: Planner,
+    space: SearchSpace,
+    cluster: Cluster,
+    kinds: Sequence[tuple[int, Groups, CallShape, LayerCosts]],
+    ranks_per_node: int,
+) -> dict[int, float]:
+    """Return, for every ESP size, the predicted time of all layers' experts' parts; of each by the cluster's numbers,
+    so that they can be compared with one another.
+
+    Args:
+        planner, space: with which it is planned.
+        cluster: what collectives cost among other ranks.
+        kinds: of layers: how many, groups, shape of a call, and what was measured.
+        ranks_per_node: the most that experts are sharded over.
+    """
+    of_sizes: dict[int, float] = {}
+    if not kinds:
+        return of_sizes
+    groups = kinds[0][1]
+    for esp_size in range(1, ranks_per_node + 1):
+        if groups.stage % (groups.ep * esp_size):
+            continue
+        times_ms = [sharded_ms(planner, space, cluster, *each, esp_size) for _, *each in kinds]
+        if all(each is not None for each in times_ms):
+            of_sizes[esp_size] = sum(count * (ms or 0.0) for (count, *_), ms in zip(kinds, times_ms, strict=True))
+    return of_sizes
+
+
 def sharded_ms(
     planner: Planner,
     space: SearchSpace,

@@ -20,7 +20,7 @@ from ds_fsmoe.planning.schedule import Schedule
 from ds_fsmoe.runtime.topology import world_size_now
 
 if TYPE_CHECKING:
-    from ds_fsmoe.runtime.pipeline import PhasePlan
+    from ds_fsmoe.planning.phase_plan import PhasePlan
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # What a message holds at the most. Of a job of a thousand ranks it should still be read.
@@ -162,9 +162,8 @@ def facts_of_plan(name: str, plan: PhasePlan) -> dict[str, str]:
         name: of the layer, such as "L03".
     """
     phase = "backward" if plan.backward else "forward"
-    shares = ", ".join(f"{share:.6g}" for share in plan.block.shares)
     # The text of a schedule does not tell where chunks end, and pieces of other sizes do not fit each other either.
-    return {f"plan {name} {phase}": f"{text_of_schedule(plan.schedule)}, shares {shares}"}
+    return {f"plan {name} {phase}": f"{text_of_schedule(plan.schedule)}"}
 
 
 def facts_of_config(values: Mapping[str, object], path: str = "fsmoe") -> dict[str, str]:

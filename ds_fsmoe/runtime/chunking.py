@@ -12,12 +12,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from ds_fsmoe.planning.chunks import chunk_bounds
 from ds_fsmoe.runtime.captures import is_capturing
 
 
@@ -108,11 +109,9 @@ def _slot_table(cutting: Cutting, num_experts: int, device: torch.device) -> tor
     return torch.cat([torch.cat(rows_Ec, dim=1).view(-1), none])
 
 
-def cut(capacity: int, shares: Sequence[float]) -> Cutting:
-    """Cut the capacity into chunks of these shares, as nearly as whole slots allow; some may be empty."""
-    sums = itertools.accumulate(shares)
-    inner = [min(capacity, round(capacity * each)) for each in itertools.islice(sums, len(shares) - 1)]
-    return Cutting((0, *inner, capacity))
+def cut(capacity: int, degree: int) -> Cutting:
+    """Cut the capacity into chunks that are as equal as whole slots allow; some may be empty."""
+    return Cutting(chunk_bounds(capacity, degree))
 
 
 class ChunkedRows:

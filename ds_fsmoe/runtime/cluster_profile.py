@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.planning.cluster import UNITS, Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Draft, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.runtime.cluster_work import (
@@ -30,7 +31,6 @@ from ds_fsmoe.runtime.corun import slowdowns
 from ds_fsmoe.runtime.groups import passing_communicators
 from ds_fsmoe.runtime.lanes import Lanes
 from ds_fsmoe.runtime.measurements import Measuring
-from ds_fsmoe.runtime.stopwatch import Timing
 from ds_fsmoe.runtime.topology import Topology, world_size_now
 
 logger = logging.getLogger("ds_fsmoe")

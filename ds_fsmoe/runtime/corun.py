@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
+from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
-from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.runtime.device_time import pause_ms
 from ds_fsmoe.runtime.lanes import Lanes
 from ds_fsmoe.runtime.spans import Recorder
@@ -33,33 +32,6 @@ has to wait for room would be timed with it."""
 
 Prepare = Callable[[], Callable[[], object]]
 """Makes ready, without communication, for what may then be done many times over."""
-
-
-@dataclass(frozen=True)
-class Slowdowns:
-    """Of lanes by each other."""
-
-    factors: Mapping[tuple[Lane, Lane], float]
-    """(slowed, by) -> how many times as long its tasks take while the other is at work; at least 1."""
-
-    def contention(self) -> Contention:
-        """As the planner knows it: one number for each kind of pair, the mean where there are several."""
-
-        def more(pairs: Sequence[tuple[Lane, Lane]]) -> float:
-            found = [self.factors[pair] - 1.0 for pair in pairs if pair in self.factors]
-            return sum(found) / len(found) if found else 0.0
-
-        inter, intra, compute = Lane.INTER, Lane.INTRA, Lane.COMPUTE
-        return Contention(
-            links=more([(inter, intra), (intra, inter)]),
-            compute=more([(compute, inter), (compute, intra)]),
-            traffic=more([(inter, compute), (intra, compute)]),
-        )
-
-    def pays(self) -> dict[tuple[Lane, Lane], float]:
-        """Pair of lanes -> how much work both do at once, in units of what one alone does: 2 is ideal, 1 no gain."""
-        pairs = itertools.combinations(Lane, 2)
-        return {(a, b): 1 / self.factors[a, b] + 1 / self.factors[b, a] for a, b in pairs if (a, b) in self.factors}
 
 
 def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what: str) -> Slowdowns:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_fsmoe.planning.gradient_plan import GradientPlan, Parcel, Supply
 from ds_fsmoe.runtime.flat_gradients import FlatGradients
-from ds_fsmoe.runtime.gradient_plan import GradientPlan, Parcel, Supply
 
 MakePlan = Callable[[Sequence[Supply]], GradientPlan]
 

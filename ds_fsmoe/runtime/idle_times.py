@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.planning.cost import LinearCost, fit
-from ds_fsmoe.planning.gradients import Piece, Window, partition
+from ds_fsmoe.planning.gradient_plan import GradientPlan, Parcel, Supply, WindowBytes, plan_by_bytes
+from ds_fsmoe.planning.gradients import Mode, Piece, Window, partition
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.flat_gradients import FlatGradients
-from ds_fsmoe.runtime.gradient_plan import GradientPlan, Mode, Parcel, Supply, WindowBytes, plan_by_bytes
 from ds_fsmoe.runtime.gradients import GradientReducer
-from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.runtime.spans import Recorder, clock_of
 
 MEASURED_NUMEL = 1 << 20

@@ -11,19 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.planning.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER, Timing
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE
 from ds_fsmoe.runtime.measurements import Measuring
 from ds_fsmoe.runtime.one_fate import MeasuringError
-from ds_fsmoe.runtime.stopwatch import Prepare, Timing
+from ds_fsmoe.runtime.stopwatch import Prepare
 from ds_fsmoe.runtime.wires import REDUCE_METHODS, ReduceMethod, Wires
 
 if TYPE_CHECKING:
     from ds_fsmoe.runtime.profiler import Subject
-
-ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = "all-to-all", "all-gather", "reduce-scatter"
-IN_NODES, BETWEEN_NODES = "all-to-all inside nodes", "all-to-all between nodes"
-"""The two parts of one in two tasks."""
-LINKS = (ALL_TO_ALL, IN_NODES, BETWEEN_NODES, ALL_GATHER, REDUCE_SCATTER)
 
 Reduces = tuple[tuple[float, ReduceMethod], ...]
 """See :attr:`Wires.reduces`."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from ds_fsmoe.runtime.stopwatch import Prepare, Stopwatch, Timing
+from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.runtime.stopwatch import Prepare, Stopwatch
 
 
 @dataclass

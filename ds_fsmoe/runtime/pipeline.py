@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
-from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN_NODE,
     A2A_OUT_NODE,
@@ -32,7 +31,6 @@ from ds_fsmoe.planning.schedule import (
     Schedule,
     Task,
 )
-from ds_fsmoe.planning.workload import AllToAll, BlockWork, Shape, layer_work
 from ds_fsmoe.runtime.chunking import Cutting, cut
 from ds_fsmoe.runtime.crossings import crossings_of
 from ds_fsmoe.runtime.lanes import Body, Lanes, Observer
@@ -84,51 +82,6 @@ class Window(Protocol):
     def send(self, parcel: Parcel) -> None: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class PhasePlan:
-    """How the experts' part of a layer is run in one phase."""
-
-    block: BlockPlan
-    groups: Groups
-    backward: bool
-    alltoall: AllToAll = "flat"
-    """One task, or (``"2dh"``) two on two lanes where the EP groups lie on both kinds of links."""
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """Its tasks."""
-        return self.sending(())
-
-    def sending(self, kinds: tuple[str, ...]) -> Schedule:
-        """The same with slices of gradients, GRAD or EXPERT_GRAD, in this order."""
-        if kinds not in self._schedules:
-            self._schedules[kinds] = self._schedule(kinds)
-        return self._schedules[kinds]
-
-    @cached_property
-    def _schedules(self) -> dict[tuple[str, ...], Schedule]:
-        return {}
-
-    def _schedule(self, kinds: tuple[str, ...]) -> Schedule:
-        # Sizes are of no importance to what is run, so those of one row stand for all.
-        sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
-        work = layer_work(sizes, self.groups, self.alltoall)
-        moe = (work.backward if self.backward else work.forward).moe
-        # What waits for the rest of the layer, or for the next one, waits for the end of this part at the most.
-        at = self.groups.placements
-        # Experts of this layer may have nobody to be summed with, and those of another with another ep_size do.
-        lanes = {GRAD: at["dp"].lanes, EXPERT_GRAD: at["edp"].lanes or at["dp"].lanes}
-        # Where they cross both kinds of links, on the slower one alone: of the other they need a fraction, and holding
-        # it would keep this layer's own traffic waiting.
-        slices = tuple(Slice(kind, lanes[kind][:1], 1.0) for kind in kinds)
-        block = replace(self.block, held_dw=0, carried_dw=0, moe_slices=slices, dense_slices=())
-        return block_schedule(BlockWork((), moe, ()), block)
-
-    def cutting(self, capacity: int) -> Cutting:
-        """Where the capacity is cut."""
-        return cut(capacity, self.block.shares)
 
 
 def uncut(block: BlockPlan) -> BlockPlan:
@@ -195,7 +148,7 @@ class Pipeline:
         """Rows to the experts and back.
 
         Args:
-            x_RM: [E * C, M], chunk by chunk as ``self.forward.cutting(capacity)`` says.
+            x_RM: [E * C, M], chunk by chunk as ``cut(capacity, self.forward.block.degree)`` says.
             num_experts: E.
             capacity: C.
             experts: of this rank; as one module only where nothing is cut.
@@ -210,7 +163,7 @@ class Pipeline:
         needs_backward = torch.is_grad_enabled() and (
             x_RM.requires_grad or any(each.requires_grad for each in experts.parameters)
         )
-        cuttings = self.forward.cutting(capacity), self.backward.cutting(capacity)
+        cuttings = cut(capacity, self.forward.block.degree), cut(capacity, self.backward.block.degree)
         same = cuttings[0] == cuttings[1]
         if self.on_call is not None:
             num_ranks = self.wires.num_exchanging * self.wires.num_sharing

@@ -15,119 +15,36 @@ from functools import partial
 import torch
 from torch import nn
 
-from ds_fsmoe.planning.cost import Cost, LinearCost
+from ds_fsmoe.planning.measured import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BACKWARD,
+    BACKWARD_ANEW,
+    BETWEEN_NODES,
+    DW,
+    DX,
+    FORWARD,
+    IN_NODES,
+    REDUCE_SCATTER,
+    LayerProfile,
+    Slowdowns,
+    Timing,
+)
 from ds_fsmoe.planning.schedule import (
-    A2A_IN,
-    A2A_IN_NODE,
-    A2A_OUT,
-    A2A_OUT_NODE,
-    EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
-    EXPERT_GRAD,
-    GATHER,
-    GRAD,
     HOLD,
-    REDUCE,
     Lane,
     Schedule,
 )
-from ds_fsmoe.runtime.corun import Slowdowns, slowdowns
+from ds_fsmoe.runtime.corun import slowdowns
 from ds_fsmoe.runtime.lanes import Lanes, SerialLanes
-from ds_fsmoe.runtime.link_times import (
-    ALL_GATHER,
-    ALL_TO_ALL,
-    BETWEEN_NODES,
-    IN_NODES,
-    LINKS,
-    REDUCE_SCATTER,
-    prepared,
-)
+from ds_fsmoe.runtime.link_times import prepared
 from ds_fsmoe.runtime.measurements import Measuring
 from ds_fsmoe.runtime.pipeline import CallSizes, ExpertCall, Experts
-from ds_fsmoe.runtime.stopwatch import Prepare, Stopwatch, Timing
+from ds_fsmoe.runtime.stopwatch import Prepare, Stopwatch
 from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from ds_fsmoe.runtime.wires import Wires
 
-FORWARD, BACKWARD = "experts forward", "experts backward"
-BACKWARD_ANEW = "experts backward, cut anew"
-DX, DW = "experts dX", "experts dW"
-GRADIENTS, EXPERT_GRADIENTS = "all-reduce of gradients", "all-reduce of experts' gradients"
-GATE, ORDER = "gate", "order and back"
 _HOST_RUNS = 8
-
-
-@dataclass(frozen=True)
-class LayerProfile:
-    """The costs of one kind of layer."""
-
-    operations: Mapping[str, Timing]
-    """By the names above. Collectives per byte: of what an all-to-all sends, an all-gather ends with, a reduce-scatter
-    starts from. Experts per floating-point operation of their matrix products. Gate and order per token."""
-    task_ms: float
-    """What a task costs the host beside its work: to hand it to a lane, and to wait for what it needs."""
-    draws: bool
-    """Whether the experts draw random numbers: then forward and backward have to be cut alike."""
-
-    def costs(self, backward: bool, same_cuts: bool = True) -> dict[str, Cost]:
-        """Kind of task -> what one costs in that phase, however many launches it is.
-
-        Args:
-            backward: which phase.
-            same_cuts: whether the backward has the chunks of the forward.
-        """
-        at, names = self.operations, self._names(backward, same_cuts)
-        found: dict[str, Cost] = {kind: at[name].cost for kind, name in names.items() if name in at}
-        if EXPERT_DW in found:
-            # The sum of its parts, of half the size each: measured apart from them, it differs by the noise of the
-            # clock, and putting weight gradients off would seem to gain that.
-            dx, dw = at[DX].fit.cost, at[DW].fit.cost
-            assert isinstance(dx, LinearCost)
-            assert isinstance(dw, LinearCost)
-            found[EXPERT] = LinearCost(dx.alpha_ms + dw.alpha_ms, (dx.beta_ms + dw.beta_ms) / 2)
-        return {HOLD: LinearCost(0.0, 0.0)} | found
-
-    def issue_ms(self, backward: bool, same_cuts: bool = True) -> dict[str, float]:
-        """Kind of task -> what one takes the thread that issues it, handing it to its lane included.
-
-        Args:
-            backward: which phase.
-            same_cuts: whether the backward has the chunks of the forward.
-        """
-        at = self.operations
-        names = {kind: name for kind, name in self._names(backward, same_cuts).items() if name in at}
-        found = {kind: at[name].issue_ms for kind, name in names.items()}
-        if EXPERT_DW in found:
-            found[EXPERT] = found[EXPERT_DX] + found[EXPERT_DW]
-        return {kind: self.task_ms + each_ms for kind, each_ms in found.items()}
-
-    def _names(self, backward: bool, same_cuts: bool) -> dict[str, str]:
-        """Kind of task -> the operation that was measured for it, if it was."""
-        at = self.operations
-        anew = BACKWARD_ANEW if BACKWARD_ANEW in at and not same_cuts else BACKWARD
-        between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
-        names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
-        names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER}
-        names |= {EXPERT: anew, EXPERT_DX: DX, EXPERT_DW: DW} if backward else {EXPERT: FORWARD}
-        return names | ({GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS} if backward else {})
-
-    @property
-    def splits(self) -> bool:
-        """Whether weight gradients can be put off."""
-        return DW in self.operations
-
-    @property
-    def costs_more_cut_anew(self) -> bool:
-        """Whether it matters to the backward how the forward was cut."""
-        return BACKWARD_ANEW in self.operations
-
-    @property
-    def doubt(self) -> float:
-        """How far what was measured of the planned operations typically lies off its lines, of all that they take with
-        the whole capacity."""
-        planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
-        total_ms = sum(each.times_ms[-1] for each in planned)
-        return sum(each.best_fit.typical_residual_ms for each in planned) / total_ms if total_ms else 0.0
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,12 @@ that how long the host takes to issue it."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.planning.cost import Cost, Fit, fit, fit_switched
 from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.one_fate import OneFate
@@ -32,39 +29,6 @@ it alone."""
 
 Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """An operation, measured."""
-
-    unit: str
-    """Of the sizes."""
-    sizes: tuple[float, ...]
-    times_ms: tuple[float, ...]
-    """Medians, one per size."""
-    issued_ms: tuple[float, ...] = ()
-    """What it takes the host to issue it, one per size; none where whoever issues it does it."""
-
-    @property
-    def issue_ms(self) -> float:
-        """The same of a task of any size: the host's part hardly depends on how many rows there are."""
-        return statistics.median(self.issued_ms) if self.issued_ms else 0.0
-
-    @cached_property
-    def fit(self) -> Fit:
-        """A line through them."""
-        return fit(self.sizes, self.times_ms)
-
-    @cached_property
-    def best_fit(self) -> Fit:
-        """Of messages, two lines where one does not do."""
-        return fit_switched(self.sizes, self.times_ms) if self.unit == "byte" else self.fit
-
-    @property
-    def cost(self) -> Cost:
-        """As it was fitted best."""
-        return self.best_fit.cost
 
 
 class Stopwatch:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, Schedule, Task
+from ds_fsmoe.runtime.chunking import cut
 from ds_fsmoe.runtime.lanes import Body, Observer
 from ds_fsmoe.runtime.phase import Direction, Hook, Phase
 
@@ -150,8 +151,8 @@ class _Call:
         self.hook = hook
         self.shape = torch.Size()
         """[N, e, C, M], once the rows have arrived."""
-        self._layout = pipeline.forward.cutting(capacity)
-        self._backward_cutting = pipeline.backward.cutting(capacity)
+        self._layout = cut(capacity, pipeline.forward.block.degree)
+        self._backward_cutting = cut(capacity, pipeline.backward.block.degree)
         if max(len(self._layout.chunks), len(self._backward_cutting.chunks)) > 1:
             raise ValueError(f"{pipeline.label}: experts that are called as a whole in a layer that is cut")
         self.forward_in = self._halves("forward", pipeline.forward.schedule, {})

@@ -12,8 +12,8 @@ from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
 if TYPE_CHECKING:
     from ds_fsmoe.autotune import Autotune
     from ds_fsmoe.autotune_table import Row
+    from ds_fsmoe.planning.measured import Timing
     from ds_fsmoe.runtime.pipeline import Pipeline
-    from ds_fsmoe.runtime.stopwatch import Timing
 
 
 def plans_as_data(pipelines: Mapping[str, Pipeline], autotune: Autotune | None) -> dict[str, Any]:

@@ -8,21 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.measured_costs import Machine
 from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.call_shape import moe_work
+from ds_fsmoe.planning.measured import BACKWARD, BACKWARD_ANEW, LayerProfile, Timing
+from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
-from ds_fsmoe.predicted import moe_work
-from ds_fsmoe.runtime.profiler import BACKWARD, BACKWARD_ANEW, LayerProfile
-from ds_fsmoe.runtime.stopwatch import Timing
-from ds_fsmoe.tuned_degrees import MARGIN, Ways, choose_degrees
-from tests.measured_layers import GROUPS, SIZES, made_up
+from tests.planning.measured_layers import GROUPS, SIZES, Machine, choose_degrees, made_up
 
 MAX_DEGREE = 8
 
 
-def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order], task_ms: float = 0.0) -> list[float]:
+def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order]) -> list[float]:
     """Times by the planner's own price of a block, which knows nothing of calls and slots."""
 
     def once(work: Work | None) -> Work | None:
@@ -32,7 +30,7 @@ def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order], t
     once_launched = MoEWork(
         moe.enter, moe.gather, once(moe.expert), moe.reduce, moe.leave, once(moe.expert_dx), once(moe.expert_dw)
     )
-    costs = {kind: cost.plus(task_ms if kind != "HOLD" else 0.0) for kind, cost in profile.costs(backward).items()}
+    costs = profile.costs().of(backward)[0]
     return BlockTimes(BlockWork((), once_launched, ()), costs).times_ms(orders)[:, 0].tolist()
 
 
@@ -40,10 +38,10 @@ def by_brute_force(profile: LayerProfile, backward: bool, orders: list[Order], t
 @pytest.mark.parametrize("schedule", ["fsmoe", "fsmoe_no_iio"])
 def test_each_phase_gets_the_degree_that_is_the_fastest_of_all(schedule: str, seed: int) -> None:
     profile = made_up(seed, task_ms=0.02)
-    ways = Ways.of(schedule, MAX_DEGREE)
-    for backward, choice in enumerate(choose_degrees(GROUPS, SIZES, profile, Machine(), ways)):
-        orders = list(ways.orders(bool(backward), True))
-        times_ms = by_brute_force(profile, bool(backward), orders, 0.02)
+    space = SearchSpace.of(schedule, MAX_DEGREE)
+    for backward, choice in enumerate(choose_degrees(profile, Machine(), space)):
+        orders = list(space.orders(bool(backward), True))
+        times_ms = by_brute_force(profile, bool(backward), orders)
         best = min(range(len(orders)), key=times_ms.__getitem__)
         assert len(orders) == MAX_DEGREE
         assert choice.block == orders[best].plan()
@@ -58,15 +56,15 @@ def test_putting_weight_gradients_off_gains_nothing_by_the_noise_of_three_clocks
     # Experts alone: whatever the whole backward was measured to be, cutting it cannot help.
     nothing = {"all-to-all": 0.0, "all-gather": 0.0, "reduce-scatter": 0.0}
     profile = made_up(0, experts_backward=50.0, experts_dX=16.0, experts_dW=16.0, **nothing)
-    _, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), Ways.of("best", MAX_DEGREE))
+    _, backward = choose_degrees(profile, Machine(), SearchSpace.of("best", MAX_DEGREE))
     assert backward.block.degree == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_best_searches_every_order_and_late_weight_gradients_too(seed: int) -> None:
     profile = made_up(seed)
-    ways = Ways.of("best", MAX_DEGREE)
-    forward, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+    space = SearchSpace.of("best", MAX_DEGREE)
+    forward, backward = choose_degrees(profile, Machine(), space)
     every = [Order(1, "reduce_first")] + [
         Order(degree, links, late)
         for degree in range(2, MAX_DEGREE + 1)
@@ -74,10 +72,10 @@ def test_best_searches_every_order_and_late_weight_gradients_too(seed: int) -> N
         for late in sorted({0, 1, 2, degree})
     ]
     found_ms = by_brute_force(profile, True, every)
-    gains = min(found_ms) < (1 - MARGIN) * found_ms[0]
+    gains = min(found_ms) < (1 - MIN_GAIN) * found_ms[0]
     assert backward.time_ms == pytest.approx(min(found_ms) if gains else found_ms[0])
     found_ms = by_brute_force(profile, False, [each for each in every if not each.late_dw])
-    gains = min(found_ms) < (1 - MARGIN) * found_ms[0]
+    gains = min(found_ms) < (1 - MIN_GAIN) * found_ms[0]
     assert forward.time_ms == pytest.approx(min(found_ms) if gains else found_ms[0])
 
 
@@ -94,12 +92,12 @@ def free_to_cut(all_gather_ms: float) -> LayerProfile:
 
 
 def test_best_cuts_for_a_gain_of_more_than_three_hundredths_and_not_for_one_within_the_noise() -> None:
-    best, gains = Ways.of("best", MAX_DEGREE), []
+    best, gains = SearchSpace.of("best", MAX_DEGREE), []
     for all_gather_ms in (0.4, 1.2, 1.4, 1.7, 2.4):
         profile = free_to_cut(all_gather_ms)
         # What may be gained at all, and what is chosen.
-        any_gain, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), replace(best, margin=0.0))
-        forward, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), best)
+        any_gain, _ = choose_degrees(profile, Machine(), replace(best, min_gain=0.0))
+        forward, _ = choose_degrees(profile, Machine(), best)
         gains.append(1 - any_gain.time_ms / any_gain.uncut_ms)
         assert any_gain.block.degree > 1
         assert (forward.block.degree > 1) == (gains[-1] > 0.03)
@@ -113,9 +111,9 @@ def test_best_cuts_for_a_gain_of_more_than_three_hundredths_and_not_for_one_with
 @pytest.mark.parametrize("seed", range(3))
 def test_a_schedule_of_one_degree_gets_the_one_with_the_least_sum(schedule: str, seed: int) -> None:
     profile = made_up(seed)
-    ways = Ways.of(schedule, MAX_DEGREE)
-    forward, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
-    orders = list(ways.orders(False, True))
+    space = SearchSpace.of(schedule, MAX_DEGREE)
+    forward, backward = choose_degrees(profile, Machine(), space)
+    orders = list(space.orders(False, True))
     sums_ms = [
         sum(pair)
         for pair in zip(by_brute_force(profile, False, orders), by_brute_force(profile, True, orders), strict=True)
@@ -124,51 +122,51 @@ def test_a_schedule_of_one_degree_gets_the_one_with_the_least_sum(schedule: str,
 
 
 def test_the_schedule_that_does_not_cut_is_not_cut() -> None:
-    ways = Ways.of("deepspeed", MAX_DEGREE)
-    for choice in choose_degrees(GROUPS, SIZES, made_up(), Machine(), ways):
+    space = SearchSpace.of("deepspeed", MAX_DEGREE)
+    for choice in choose_degrees(made_up(), Machine(), space):
         assert (choice.block.degree, choice.runner_up) == (1, None)
 
 
 def test_experts_that_draw_random_numbers_are_cut_alike_in_both_phases() -> None:
-    ways = Ways.of("fsmoe", MAX_DEGREE)
+    space = SearchSpace.of("fsmoe", MAX_DEGREE)
     apart = 0
     for seed in range(12):
-        free = choose_degrees(GROUPS, SIZES, made_up(seed, splits=False), Machine(), ways)
+        free = choose_degrees(made_up(seed, splits=False), Machine(), space)
         apart += free[0].block.degree != free[1].block.degree
-        pair = choose_degrees(GROUPS, SIZES, made_up(seed, splits=False, draws=True), Machine(), ways)
+        pair = choose_degrees(made_up(seed, splits=False, uses_rng=True), Machine(), space)
         assert pair[0].block.degree == pair[1].block.degree
     assert apart > 0
 
 
-@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("uses_rng", [False, True])
 @pytest.mark.parametrize("anew", [None, 1.3])
 def test_a_runner_up_is_what_could_be_run_instead_and_both_phases_take_no_less_with_it(
-    draws: bool, anew: float | None
+    uses_rng: bool, anew: float | None
 ) -> None:
-    ways = Ways.of("fsmoe", MAX_DEGREE)
+    space = SearchSpace.of("fsmoe", MAX_DEGREE)
     faster_alone = 0
     for seed in range(12):
-        profile = made_up(seed, splits=False, draws=draws)
+        profile = made_up(seed, splits=False, uses_rng=uses_rng)
         if anew:
             at = profile.operations[BACKWARD]
             dearer = replace(at, times_ms=tuple(anew * each for each in at.times_ms))
             profile = replace(profile, operations=dict(profile.operations) | {BACKWARD_ANEW: dearer})
-        forward, backward = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+        forward, backward = choose_degrees(profile, Machine(), space)
         assert forward.both_ms == backward.both_ms == pytest.approx(forward.time_ms + backward.time_ms)
         for choice, other, asked in ((forward, backward, (1, 0)), (backward, forward, (0, 1))):
             assert choice.runner_up_both_ms >= choice.both_ms * (1 - 1e-9)
             faster_alone += choice.runner_up_ms < choice.time_ms
             # Asked for, it takes what was said.
-            degrees = (choice.runner_up,) * 2 if draws else (choice.runner_up, other.block.degree)
+            degrees = (choice.runner_up,) * 2 if uses_rng else (choice.runner_up, other.block.degree)
             pair = degrees if asked == (1, 0) else degrees[::-1]
-            found = choose_degrees(GROUPS, SIZES, profile, Machine(), ways, pair, "paper")
+            found = choose_degrees(profile, Machine(), space, pair, "paper")
             assert sum(each.time_ms for each in found) == pytest.approx(choice.runner_up_both_ms)
     # With one degree for both, a phase alone would often go faster with another.
-    assert bool(faster_alone) is draws
+    assert bool(faster_alone) is uses_rng
 
 
 def test_phases_are_cut_alike_where_cutting_anew_costs_more_than_it_gains() -> None:
-    ways = Ways.of("fsmoe", MAX_DEGREE)
+    space = SearchSpace.of("fsmoe", MAX_DEGREE)
     for seed in range(6):
         dear = made_up(seed, splits=False)
         operations = dict(dear.operations) | {
@@ -176,16 +174,16 @@ def test_phases_are_cut_alike_where_cutting_anew_costs_more_than_it_gains() -> N
                 dear.operations[BACKWARD], times_ms=tuple(100 * each for each in dear.operations[BACKWARD].times_ms)
             )
         }
-        forward, backward = choose_degrees(GROUPS, SIZES, replace(dear, operations=operations), Machine(), ways)
+        forward, backward = choose_degrees(replace(dear, operations=operations), Machine(), space)
         assert forward.block.degree == backward.block.degree
 
 
 def test_degrees_given_by_hand_are_kept_and_the_others_chosen_around_them() -> None:
     profile = made_up(3)
-    ways = Ways.of("fsmoe", MAX_DEGREE)
-    free = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+    space = SearchSpace.of("fsmoe", MAX_DEGREE)
+    free = choose_degrees(profile, Machine(), space)
     for asked in itertools.product((None, 1, 5, 11), repeat=2):
-        found = choose_degrees(GROUPS, SIZES, profile, Machine(), ways, asked, "paper")
+        found = choose_degrees(profile, Machine(), space, asked, "paper")
         for choice, degree, freely in zip(found, asked, free, strict=True):
             assert choice.block.degree == (freely.block.degree if degree is None else degree)
             assert choice.auto_degree == freely.block.degree
@@ -194,48 +192,47 @@ def test_degrees_given_by_hand_are_kept_and_the_others_chosen_around_them() -> N
 
 def test_where_one_task_runs_after_another_nothing_is_cut() -> None:
     for schedule in ("best", "fsmoe", "tutel"):
-        ways = Ways.of(schedule, MAX_DEGREE)
-        for choice in choose_degrees(GROUPS, SIZES, made_up(1), Machine(is_serial=True), ways):
+        space = SearchSpace.of(schedule, MAX_DEGREE)
+        for choice in choose_degrees(made_up(1), Machine(is_serial=True), space):
             assert choice.block.degree == 1
 
 
 def test_no_more_chunks_than_slots_are_considered() -> None:
     few = replace(SIZES, capacity=3)
-    for choice in choose_degrees(GROUPS, few, made_up(), Machine(), Ways.of("fsmoe", MAX_DEGREE)):
+    for choice in choose_degrees(made_up(), Machine(), SearchSpace.of("fsmoe", MAX_DEGREE), shape=few):
         assert choice.block.degree <= 3
 
 
 def test_a_dear_host_makes_fewer_chunks() -> None:
     for ahead in (False, True):
-        ways = Ways.of("fsmoe", MAX_DEGREE)
+        space = SearchSpace.of("fsmoe", MAX_DEGREE)
         cheap, dear = (
-            choose_degrees(GROUPS, SIZES, made_up(0, task_ms=task_ms), Machine(issues_ahead=ahead), ways)[0]
-            for task_ms in (0.0, 5.0)
+            choose_degrees(made_up(0, task_ms=task_ms), Machine(issues_ahead=ahead), space)[0] for task_ms in (0.0, 5.0)
         )
         assert dear.block.degree < cheap.block.degree
 
 
 def test_lanes_that_slow_each_other_down_to_a_standstill_are_not_worth_a_cut() -> None:
-    ways = Ways.of("best", MAX_DEGREE)
+    space = SearchSpace.of("best", MAX_DEGREE)
     for seed in range(4):
         profile = made_up(seed)
-        free = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+        free = choose_degrees(profile, Machine(), space)
         assert max(choice.block.degree for choice in free) > 1
         # Two lanes at once do no more than one: nothing is left to be gained.
         stuck = Machine(contention=Contention(links=1.0, compute=1.0, traffic=1.0))
-        for choice, freely in zip(choose_degrees(GROUPS, SIZES, profile, stuck, ways), free, strict=True):
+        for choice, freely in zip(choose_degrees(profile, stuck, space), free, strict=True):
             assert choice.block.degree == 1
             assert choice.time_ms == pytest.approx(freely.uncut_ms)
 
 
 def test_contention_is_priced_and_the_isolated_time_is_told_beside_it() -> None:
-    ways = Ways.of("fsmoe", MAX_DEGREE)
+    space = SearchSpace.of("fsmoe", MAX_DEGREE)
     busy = Machine(contention=Contention(links=0.3, compute=0.4, traffic=0.2))
     for seed in range(4):
         profile = made_up(seed)
         for choice, freely in zip(
-            choose_degrees(GROUPS, SIZES, profile, busy, ways),
-            choose_degrees(GROUPS, SIZES, profile, Machine(), ways),
+            choose_degrees(profile, busy, space),
+            choose_degrees(profile, Machine(), space),
             strict=True,
         ):
             assert freely.isolated_ms == pytest.approx(freely.time_ms)
@@ -245,14 +242,14 @@ def test_contention_is_priced_and_the_isolated_time_is_told_beside_it() -> None:
 
 def test_links_that_are_one_wire_are_one_lane_for_best() -> None:
     for seed in range(3):
-        for choice in choose_degrees(GROUPS, SIZES, made_up(seed), Machine(), Ways.of("best", MAX_DEGREE, True)):
+        for choice in choose_degrees(made_up(seed), Machine(), SearchSpace.of("best", MAX_DEGREE, shared_link=True)):
             assert choice.block.links == "shared"
 
 
 def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
     profile = made_up(0)
-    ways = Ways.of("best", MAX_DEGREE)
-    forward, _ = choose_degrees(GROUPS, SIZES, profile, Machine(), ways)
+    space = SearchSpace.of("best", MAX_DEGREE)
+    forward, _ = choose_degrees(profile, Machine(), space)
     gain = 1 - forward.time_ms / forward.uncut_ms
     assert forward.block.degree > 1
     # Off by more than the gain, up and down in turn, so that the lines stay about where they are.
@@ -263,14 +260,14 @@ def test_best_does_not_cut_for_less_than_what_the_lines_are_off_by() -> None:
         return replace(at, times_ms=tuple(times_ms))
 
     doubtful = replace(profile, operations={name: swinging(each) for name, each in profile.operations.items()})
-    assert doubtful.doubt > MARGIN
-    for choice in choose_degrees(GROUPS, SIZES, doubtful, Machine(), ways):
-        assert choice.time_ms < (1 - doubtful.doubt) * choice.uncut_ms or choice.block.degree == 1
+    assert doubtful.relative_residual > MIN_GAIN
+    for choice in choose_degrees(doubtful, Machine(), space):
+        assert choice.time_ms < (1 - doubtful.relative_residual) * choice.uncut_ms or choice.block.degree == 1
 
 
 def test_a_layer_whose_issuing_takes_longer_than_its_work_is_not_cut_where_one_thread_issues_for_all_lanes() -> None:
     """On lanes that are threads the same numbers count for nothing: there each task is done by whoever issues it."""
-    ways = Ways.of("fsmoe", MAX_DEGREE)
+    space = SearchSpace.of("fsmoe", MAX_DEGREE)
     for seed in range(3):
         profile = made_up(seed)
         degrees = {}
@@ -281,9 +278,7 @@ def test_a_layer_whose_issuing_takes_longer_than_its_work_is_not_cut_where_one_t
                 for name, timing in profile.operations.items()
             }
             bound = replace(profile, operations=operations)
-            ahead, threads = (
-                choose_degrees(GROUPS, SIZES, bound, Machine(issues_ahead=ahead), ways) for ahead in (True, False)
-            )
+            ahead, threads = (choose_degrees(bound, Machine(issues_ahead=ahead), space) for ahead in (True, False))
             degrees[issue_ms] = [each.block.degree for each in ahead]
             assert [each.block.degree for each in threads] == degrees[0.0]
             # Nothing is over before the host has issued one task of experts for each chunk.

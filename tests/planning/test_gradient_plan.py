@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
-from ds_fsmoe.runtime.gradient_plan import (
+from ds_fsmoe.planning.gradient_plan import (
     ALIGNED_ELEMENTS,
     GradientPlan,
     Parcel,
@@ -17,6 +16,7 @@ from ds_fsmoe.runtime.gradient_plan import (
     plan_by_bytes,
     plan_by_rule,
 )
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 
 MODES = ("adaptive", "fixed_chunk", "dense_only")
 

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which all-to-all is taken, which plans are worth a try, and which stand near the one that was the fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.candidates import TRIED_DEGREES, Search
+from ds_fsmoe.planning.measured import LayerProfile, Timing
+from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.planning.workload import Layer
+from tests.planning.measured_layers import Machine, layer_of, made_up
+
+UNCUT = SearchSpace.of("deepspeed", 4)
+BUSY = Machine(contention=Contention(0.4, 0.4, 0.4))
+
+
+def times(profile: LayerProfile, factor: float) -> LayerProfile:
+    """All of it in so many times the time."""
+
+    def longer(each: Timing) -> Timing:
+        return replace(each, times_ms=tuple(factor * time_ms for time_ms in each.times_ms))
+
+    return replace(profile, operations={name: longer(each) for name, each in profile.operations.items()})
+
+
+def search_of(
+    *options: dict[str, Layer],
+    space: SearchSpace | None = None,
+    machine: Machine = BUSY,
+    links: str = "reduce_first",
+    uncut: bool = False,
+) -> Search:
+    planner = machine.planner()
+    space = space or planner.settings.space("best")
+    return Search(planner, options, space, "adaptive", links, [uncut] * len(options))
+
+
+def orders_of(plan: ModelPlan, index: int = 0) -> tuple[Order, Order]:
+    forward, backward = plan.choices(index)
+    return forward.order, backward.order
+
+
+def test_another_all_to_all_is_taken_where_it_gains_more_than_the_margin_and_else_the_one_that_is_run() -> None:
+    profile = made_up(1)
+
+    def chosen(*factors: tuple[str, float]) -> ModelPlan:
+        options = {name: layer_of(times(profile, factor)) for name, factor in factors}
+        return search_of(options, space=UNCUT, machine=Machine()).fastest()
+
+    for factor, taken in ((1 - MIN_GAIN - 0.01, "2dh"), (1 - MIN_GAIN + 0.01, "flat"), (1.3, "flat")):
+        plan = chosen(("flat", 1.0), ("2dh", factor))
+        assert plan.alltoalls == (taken,)
+        (of_names,) = plan.alltoalls_ms
+        assert of_names["2dh"] == pytest.approx(factor * of_names["flat"])
+        assert sum(each.time_ms for each in plan.choices(0)) == pytest.approx(of_names[taken])
+    assert chosen(("flat", 1.0), ("1dh", 0.9), ("2dh", 0.8)).alltoalls == ("2dh",)
+
+
+def test_plans_to_be_tried_are_what_is_predicted_first_and_every_small_degree_in_every_order() -> None:
+    layer = layer_of(made_up(2), BUSY)
+    search = search_of({"flat": layer})
+    found = search.candidates()
+    tried = [orders_of(each) for each in found]
+    assert tried[0] == orders_of(search.fastest())
+    assert len(set(tried)) == len(tried)
+    cut = {(f.degree, f.links) for f, b in tried if f.degree == b.degree and f.links == b.links}
+    wanted = {(degree, links) for degree in (2, 3, 4) for links in ("shared", "paper", "reduce_first")}
+    assert wanted | {(1, "reduce_first")} <= cut
+    assert TRIED_DEGREES == (1, 2, 3, 4)
+    # All are timed on the same machine, whatever they were found by.
+    for plan in found:
+        pair = search.planner.choose(layer, SearchSpace.fixed(*orders_of(plan)))
+        assert [each.time_ms for each in plan.choices(0)] == pytest.approx([each.time_ms for each in pair])
+    by_hand = search_of({"flat": layer}, space=search.space.with_degrees(5, None, "paper"), links="paper")
+    assert {orders_of(each)[0].degree for each in by_hand.candidates()} == {5}
+
+
+def test_layers_that_may_not_be_cut_are_not_cut_by_any_candidate() -> None:
+    search = search_of({"flat": layer_of(made_up(0))}, machine=Machine(), uncut=True)
+    for plan in search.candidates():
+        assert {each.degree for each in orders_of(plan)} == {1}
+
+
+def near(kept: tuple[Order, Order], first: tuple[Order, Order], second: tuple[Order, Order], **more) -> list:
+    options = {"flat": layer_of(more.pop("profile", made_up(0)))}
+    search = search_of(options, machine=Machine(), **more)
+    plans = [search.planner.plan_options([options], SearchSpace.fixed(*each), "adaptive") for each in (kept, first)]
+    third = search.planner.plan_options([options], SearchSpace.fixed(*second), "adaptive")
+    return [orders_of(each) for each in search.refinements(*plans, third)]
+
+
+THREE, FOUR = Order(3, "reduce_first"), Order(4, "paper")
+
+
+def test_a_refinement_joins_the_fastest_halves_and_puts_off_more_and_fewer_weight_gradients() -> None:
+    found = near((THREE, THREE), (FOUR, THREE), (THREE, FOUR))
+    assert found[0] == (THREE, THREE)
+    assert set(found) == {
+        (THREE, THREE),
+        (FOUR, FOUR),
+        *((THREE, replace(THREE, late_dw=late)) for late in (1, 3)),
+        *((FOUR, replace(FOUR, late_dw=late)) for late in (1, 4)),
+    }
+
+
+def test_halves_are_not_joined_where_both_phases_have_to_be_cut_alike() -> None:
+    drawing = made_up(0, splits=False, uses_rng=True)
+    assert near((THREE, THREE), (FOUR, FOUR), (THREE, THREE), profile=drawing) == [(THREE, THREE)]
+    common = SearchSpace.of("tutel", 8)
+    shared = Order(2, "shared")
+    assert near((shared, shared), (Order(4, "shared"),) * 2, (shared, shared), space=common) == [(shared, shared)]
+
+
+def test_a_refinement_stays_within_what_may_be_chosen() -> None:
+    for space in (SearchSpace.of("fsmoe", 8), SearchSpace.of("fsmoe_no_iio", 8)):
+        for _, backward in near((THREE, THREE), (FOUR, FOUR), (FOUR, FOUR), space=space):
+            assert backward.late_dw == 0

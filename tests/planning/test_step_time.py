@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step is said to take, and the least that it could: from the numbers of its parts, and as it is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_fsmoe.planning.block import ORDERS, Links
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.bounds import lower_bound_ms
+from ds_fsmoe.planning.cluster import UNITS, Cluster, Operation
+from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.measured import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    DW,
+    DX,
+    FORWARD,
+    GRADIENTS,
+    REDUCE_SCATTER,
+    LayerProfile,
+    Timing,
+)
+from ds_fsmoe.planning.schedule import GRAD, Lane
+from ds_fsmoe.planning.search import SearchSpace
+from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step, sharded_ms
+from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.planning.workload import Gradient, Layer
+from tests.planning.measured_layers import GROUPS, SIZES, Machine, layer_of, made_up
+
+UNCUT = SearchSpace.of("deepspeed", 4)
+
+
+def alone_ms(layer: Layer, order: Order) -> float:
+    pair = Machine().planner().choose(layer, SearchSpace.fixed(order, order))
+    return sum(each.time_ms for each in pair)
+
+
+def bound_of(layer: Layer, max_degree: int = 16) -> float:
+    assert layer.costs is not None
+    phases = (layer.forward, layer.costs.forward), (layer.backward, layer.costs.backward)
+    return sum(lower_bound_ms(work, costs, max_degree) for work, costs in phases)
+
+
+@pytest.mark.parametrize("links", ORDERS)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_order_and_no_degree_is_faster_than_the_bound(links: Links, seed: int) -> None:
+    layer = layer_of(made_up(seed))
+    for degree in (1, 2, 3, 8):
+        for late in {0, 1, degree}:
+            assert alone_ms(layer, Order(degree, links, late)) >= bound_of(layer) * (1 - 1e-9)
+
+
+def switched(costs: LayerCosts, layer: Layer) -> LayerCosts:
+    """Collectives that go another way from half of their size on, and a worse one."""
+
+    def of(block: object, own: dict) -> dict:
+        sizes = {each.kind: each.size for each in block.moe.collectives}
+
+        def worse(kind: str, cost: LinearCost) -> SwitchedCost:
+            return SwitchedCost(cost, LinearCost(3 * cost.alpha_ms + 2.0, 1.5 * cost.beta_ms), sizes[kind] / 2)
+
+        return {kind: worse(kind, cost) if kind in sizes else cost for kind, cost in own.items()}
+
+    return replace(
+        costs, forward=of(layer.forward, dict(costs.forward)), backward=of(layer.backward, dict(costs.backward))
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_holds_where_pieces_cost_less_than_their_share(seed: int) -> None:
+    straight = layer_of(made_up(seed))
+    layer = replace(straight, costs=switched(straight.costs, straight))
+    fell = 0
+    for degree in (1, 2, 3, 8):
+        for links in ORDERS:
+            found_ms = alone_ms(layer, Order(degree, links))
+            assert found_ms >= bound_of(layer) * (1 - 1e-9), (degree, links)
+            fell += found_ms < 1.5 * bound_of(layer)
+    assert fell, "the bound is far below everything, so nothing was tried"
+
+
+def test_many_chunks_that_cost_nothing_by_themselves_come_near_the_bound() -> None:
+    profile = made_up()
+    through_zero = {
+        name: replace(each, times_ms=tuple(8.0 * size / each.sizes[-1] for size in each.sizes))
+        for name, each in profile.operations.items()
+    }
+    layer = layer_of(replace(profile, operations=through_zero))
+    many_ms = min(alone_ms(layer, Order(60, links, late)) for links in ORDERS for late in (0, 60))
+    assert bound_of(layer, 60) * (1 - 1e-9) <= many_ms <= 1.1 * bound_of(layer, 60)
+
+
+def cost_ms(profile: LayerProfile, *names: str) -> float:
+    """Of whole operations, one after the other."""
+    return sum(profile.operations[name].times_ms[-1] for name in names)
+
+
+@pytest.mark.parametrize(
+    ("wholes", "busiest"),
+    [
+        ({"all-to-all": 400.0}, ((ALL_TO_ALL,) * 2, (ALL_TO_ALL,) * 2)),
+        ({"all-gather": 400.0}, ((ALL_GATHER, REDUCE_SCATTER), (ALL_GATHER, REDUCE_SCATTER))),
+        ({"experts_forward": 400.0, "experts_dX": 400.0, "experts_dW": 400.0}, ((FORWARD,), (DX, DW))),
+    ],
+)
+def test_the_bound_of_a_layer_is_what_its_busiest_lanes_have_to_do(wholes: dict, busiest: tuple) -> None:
+    profile = made_up(1, **wholes)
+    wanted_ms = sum(cost_ms(profile, *names) for names in busiest)
+    # A first and a last chunk have to come and to go besides, which is little of it.
+    assert wanted_ms * (1 - 1e-9) <= bound_of(layer_of(profile)) <= 1.05 * wanted_ms
+
+
+def step_of(
+    profile: LayerProfile, num_layers: int, rest_ms: tuple[float, float], total_bytes: int, name: str = "fsmoe"
+) -> tuple[StepTimes, list[dict[str, Layer]]]:
+    gradients = (Gradient(GRAD, (Lane.INTER,), total_bytes // num_layers),) if total_bytes else ()
+    shares_ms = rest_ms[0] / num_layers, rest_ms[1] / num_layers
+    layer = layer_of(profile, rest_ms=shares_ms, gradients=gradients)
+    options, planner = [{"flat": layer}] * num_layers, Machine().planner()
+    plan = planner.plan_options(options, planner.settings.space(name), "adaptive")
+    gradients_ms = profile.costs().backward[GRAD].ms(total_bytes) if total_bytes else 0.0
+    return predict_step(planner, plan, options, sum(rest_ms), gradients_ms), options
+
+
+def with_gradients(profile: LayerProfile) -> LayerProfile:
+    """Half a millisecond, and one for each thousand bytes."""
+    reduced = Timing("byte", (1e3, 2e3, 4e3), (1.5, 2.5, 4.5))
+    return replace(profile, operations=profile.operations | {GRADIENTS: reduced})
+
+
+def test_a_step_is_its_layers_the_rest_of_the_model_and_the_gradients_that_find_no_room() -> None:
+    profile = with_gradients(made_up(3))
+    plain, options = step_of(profile, 3, (6.0, 12.0), 0)
+    planner = Machine().planner()
+    chosen = planner.choose(options[0]["flat"], SearchSpace.of("fsmoe", 16))
+    assert plain.chosen_ms == pytest.approx(18.0 + 3 * sum(each.time_ms for each in chosen))
+    assert plain.deepspeed_ms == pytest.approx(18.0 + 3 * alone_ms(options[0]["flat"], Order(1, "shared")))
+    assert plain.isolated_ms == pytest.approx(plain.chosen_ms)
+    assert (plain.exposed_ms, plain.gradients_ms, plain.dense_ms) == (0.0, 0.0, 18.0)
+    assert plain.speedup == pytest.approx(plain.deepspeed_ms / plain.chosen_ms)
+    assert plain.bound_ms <= plain.chosen_ms
+    # A few gradients find idle links, but for those of the last layer of the backward, which nothing follows.
+    few, _ = step_of(profile, 3, (6.0, 12.0), 3_000)
+    assert few.deepspeed_ms == pytest.approx(plain.deepspeed_ms + 3.5)
+    assert few.chosen_ms == pytest.approx(plain.chosen_ms + few.exposed_ms)
+    assert 1.0 <= few.exposed_ms < 3.5
+    # Many do not: the links between nodes are what the step waits for.
+    many, _ = step_of(profile, 3, (6.0, 12.0), 300_000)
+    assert many.exposed_ms > 250.0
+    assert many.bound_ms > 300.0
+    assert many.chosen_ms >= many.bound_ms
+
+
+def test_of_a_model_whose_rest_was_not_seen_only_layers_and_gradients_are_told() -> None:
+    profile = with_gradients(made_up(4))
+    options, planner = [{"flat": layer_of(profile)}] * 2, Machine().planner()
+    plan = planner.plan_options(options, planner.settings.space("fsmoe"), "off")
+    found = predict_step(planner, plan, options, None, 0.0)
+    assert found.dense_ms is None
+    assert found.chosen_ms == pytest.approx(2 * sum(each.time_ms for each in plan.choices(0)))
+    nothing = planner.plan_options([], planner.settings.space("fsmoe"), "off")
+    assert predict_step(planner, nothing, [], None, 0.0).speedup == 1.0
+
+
+def test_lanes_that_slow_each_other_down_are_told_beside_those_that_do_not() -> None:
+    machine = Machine(contention=Contention(0.3, 0.4, 0.2))
+    options, planner = [{"flat": layer_of(made_up(2), machine)}], machine.planner()
+    plan = planner.plan_options(options, planner.settings.space("fsmoe"), "off")
+    found = predict_step(planner, plan, options, None, 0.0)
+    assert found.isolated_ms < found.chosen_ms <= found.deepspeed_ms
+    pair = plan.choices(0)
+    assert found.isolated_ms == pytest.approx(sum(each.isolated_ms for each in pair))
+    assert found.chosen_ms == pytest.approx(sum(each.time_ms for each in pair))
+
+
+def test_experts_that_are_sharded_otherwise_multiply_as_much_and_send_by_the_numbers_of_the_cluster() -> None:
+    profile = made_up(3)
+    free = {name: Operation(LinearCost(0.0, 0.0)) for name in UNITS}
+    computed_ms = cost_ms(profile, FORWARD, DX, DW)
+
+    def of(esp_size: int, **costs: float) -> float | None:
+        operations = free | {name: Operation(LinearCost(ms, 0.0), ranks=2) for name, ms in costs.items()}
+        cluster = Cluster("here", 2, 2, operations)
+        return sharded_ms(Machine().planner(), UNCUT, cluster, GROUPS, SIZES, profile.costs(), esp_size)
+
+    # With half of the weights of an expert come the rows of twice as many ranks.
+    assert of(1) == pytest.approx(computed_ms)
+    assert of(2) == pytest.approx(computed_ms)
+    gathers = {"intra.all_gather": 3.0, "intra.reduce_scatter": 2.0}
+    assert of(1, **gathers) == pytest.approx(computed_ms)
+    assert of(2, **gathers) == pytest.approx(computed_ms + 2 * 5.0)
+    assert of(3) is None
+    # Where one thread issues for all lanes, a collective that was not measured takes it as long as those that were.
+    slow = made_up(3, task_ms=7.0).costs(issues_ahead=True)
+    planner = Machine(issues_ahead=True).planner()
+    ahead = sharded_ms(planner, UNCUT, Cluster("here", 2, 2, free), GROUPS, SIZES, slow, 2)
+    assert ahead is not None
+    # Five tasks in the forward, five in the backward; the results of the last one are there when it has been issued.
+    assert ahead >= 2 * 5 * 7.0
+
+
+def test_other_esp_sizes_are_priced_for_all_layers_of_every_kind() -> None:
+    profile = made_up(4)
+    cluster = Cluster("here", 2, 2, {name: Operation(LinearCost(0.25, 0.0), ranks=2) for name in UNITS})
+    kinds = [(3, GROUPS, SIZES, profile.costs()), (1, GROUPS, replace(SIZES, width=26), profile.costs())]
+
+    def priced(kinds: list) -> dict[int, float]:
+        return other_esp_sizes(Machine().planner(), UNCUT, cluster, kinds, 2)
+
+    of_all, of_each = priced(kinds), [priced([(1, *each[1:])]) for each in kinds]
+    assert set(of_all) == {1, 2}
+    for size, time_ms in of_all.items():
+        assert time_ms == pytest.approx(3 * of_each[0][size] + of_each[1][size])
+    # Gathering and reducing cost a launch each, in both phases.
+    assert of_each[0][2] == pytest.approx(of_each[0][1] + 4 * 0.25)
+    assert priced([]) == {}
