@@ -132,12 +132,12 @@ def test_what_handing_out_tasks_costs_is_the_hosts_time(timed: Timed) -> None:
     slow = Slow(CUDA)
     assert _task_ms(Stopwatch(CUDA, host=device.host), "L00", slow, schedule) == pytest.approx(1.0)
     profile = LayerProfile({}, 1.0, False)
-    assert profile.issue_ms(backward=False) == {}
+    assert dict(profile.costs(issues_ahead=True).forward_host_ms) == {}
     measuring = Measuring(Stopwatch(CUDA, host=device.host), Measurements())
     timing = measuring.timing(FORWARD, "flop", SIZES, 1.0, of_size(device, 30))
     found = LayerProfile({FORWARD: timing}, 1.0, False)
-    assert found.issue_ms(backward=False)[EXPERT] == pytest.approx(1.0 + 30 * 0.05)
-    assert found.costs(backward=False)[EXPERT].ms(0) == pytest.approx(TRUTH.alpha_ms)
+    assert found.costs(issues_ahead=True).forward_host_ms[EXPERT] == pytest.approx(1.0 + 30 * 0.05)
+    assert found.costs().forward[EXPERT].ms(0) == pytest.approx(TRUTH.alpha_ms)
 
 
 @pytest.mark.parametrize("num_kernels", [1, 60])

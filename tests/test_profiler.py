@@ -80,7 +80,7 @@ def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int)
         found,
         len(experts),
         max(1, sum(each.numel() for each in found.parameters if each.dim() > 1)),
-        found.splits,
+        found.has_separate_dw,
         False,
         CallSizes(ep * esp, CAPACITY, WIDTH, torch.float32, 1, True),
         nullcontext,
@@ -130,7 +130,7 @@ def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]
     return {
         "written": written,
         "graphs": graphs,
-        "drawing": profile_of([Counting(0.3)], ep, esp).draws,
+        "drawing": profile_of([Counting(0.3)], ep, esp).uses_rng,
         "calls": [each.calls.item() for each in experts],
         "same state": same_state,
         "gradients": [each.grad for expert in experts for each in expert.parameters()],
@@ -188,7 +188,7 @@ def test_measuring_leaves_nothing_behind(results_of: dict) -> None:
         assert each["same state"]
         assert each["gradients"] == [None] * 4
         assert each["drawing"]
-        assert not each["graphs"].draws
+        assert not each["graphs"].uses_rng
 
 
 @pytest.mark.parametrize("esp", [1, 2])
@@ -245,10 +245,10 @@ def test_the_doubt_about_a_layer_is_how_far_off_its_lines_it_is_of_all_that_it_t
 
     operations = {FORWARD: off_by(10.0, 0.1), BACKWARD: off_by(30.0, 0.0), ALL_TO_ALL: off_by(19.0, 0.0)}
     profile = LayerProfile(operations, 0.0, False)
-    assert profile.doubt == pytest.approx(1.0 / (11.0 + 30.0 + 19.0))
+    assert profile.relative_residual == pytest.approx(1.0 / (11.0 + 30.0 + 19.0))
     # What is not planned by adds nothing to it.
-    assert replace(profile, operations=operations | {DX: off_by(9.0, 0.3)}).doubt == pytest.approx(profile.doubt)
-    assert LayerProfile({}, 0.0, False).doubt == 0.0
+    assert replace(profile, operations=operations | {DX: off_by(9.0, 0.3)}).relative_residual == pytest.approx(profile.relative_residual)
+    assert LayerProfile({}, 0.0, False).relative_residual == 0.0
 
 
 # ---- clocks of several ranks
