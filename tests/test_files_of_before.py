@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What earlier versions have written stays readable: a checkpoint of 0.1.0, and blocks in the words of then.
+
+``data/before/checkpoint.tar.xz`` is :func:`save` after :data:`STEPS` steps of two ranks; ``checkpoint.json`` says what
+was so then. Neither is ever written again, whatever modules and fields are called by now.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+from ds_fsmoe.config import read_block
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+
+BEFORE = Path(__file__).parent / "data" / "before"
+BLOCKS = json.loads((BEFORE / "blocks.json").read_text())
+WIDTH, TOKENS, STEPS = 4, 6, 6
+
+
+class Model(nn.Module):
+    """One MoE layer between two linear ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import ds_fsmoe
+
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.moe = MoE(WIDTH, ds_fsmoe.GPTFeedForward(WIDTH, 2 * WIDTH), num_experts=2, ep_size=2, k=1)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
+        y_SM, balance, _ = self.moe(self.first(x_SM))
+        return (self.last(y_SM) - x_SM.sin()).square().mean() + 0.01 * balance
+
+
+def make(seed: int) -> Any:
+    import ds_fsmoe
+
+    torch.manual_seed(seed)
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": TOKENS,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": 1_000_000,
+        "fsmoe": {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 3}},
+    }
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train(engine: Any, rank: int, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        x_SM = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = engine(x_SM)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def facts(engine: Any, rank: int) -> dict[str, Any]:
+    """What a rank is to find after loading, before it trains on."""
+    weights = [value for parameter in engine.module.parameters() for value in parameter.flatten().tolist()]
+    return {"weights": sha256(repr(weights).encode()).hexdigest(), "losses": train(engine, rank, STEPS, 2)}
+
+
+def save(rank: int, world_size: int, place: str) -> dict[str, Any]:
+    random.seed(0)  # what is drawn is the same on both, so that the archive is small
+    numpy.random.seed(0)
+    engine = make(0)
+    train(engine, rank, 0, STEPS)
+    engine.save_checkpoint(place, client_state={"mine": 7})
+    return facts(engine, rank)
+
+
+def load(rank: int, world_size: int, place: str) -> dict[str, Any]:
+    hurry()
+    engine = make(5 + rank)
+    path, client_state = engine.load_checkpoint(place)
+    assert path is not None
+    assert client_state["mine"] == 7
+    assert engine.global_steps == STEPS
+    return facts(engine, rank)
+
+
+def test_a_checkpoint_of_before_is_loaded_and_trained_on(tmp_path: Path) -> None:
+    with tarfile.open(BEFORE / "checkpoint.tar.xz") as archive:
+        archive.extractall(tmp_path / "checkpoint", filter="data")
+    found = run_on_ranks(load, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
+    for now, then in zip(found, json.loads((BEFORE / "checkpoint.json").read_text()), strict=True):
+        assert now["weights"] == then["weights"]
+        assert now["losses"] == pytest.approx(then["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_of_before_is_read_and_means_what_it_says(name: str) -> None:
+    """Every value that was written is found again, under whatever name; those of the larger block are all different."""
+    block = read_block({"fsmoe": BLOCKS[name]})
+    missing = Counter(values(BLOCKS[name])) - Counter(values(block.model_dump()))
+    assert not missing
+
+
+def values(found: Any) -> Iterator[Any]:
+    if isinstance(found, dict):
+        for each in found.values():
+            yield from values(each)
+    elif isinstance(found, (list, tuple)):
+        for each in found:
+            yield from values(each)
+    elif found is not None:  # null is another word for "auto"
+        yield type(found).__name__, found
