@@ -37,6 +37,7 @@ from ds_fsmoe.measured_costs import Machine, MeasuredPredictor
 from ds_fsmoe.other_times import time_gate_and_order, time_gradients
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.progress import Progress
 from ds_fsmoe.runtime.cluster_profile import profile_cluster
 from ds_fsmoe.runtime.corun import Slowdowns
@@ -116,7 +117,6 @@ class Autotune:
         self._num_forwards = FORWARDS_BEFORE - 1
         self.trials = self._refine = None
         self._running.first_forwards.watch_again()
-        self._running.uncut.look_again()
 
     def run(
         self,
@@ -172,7 +172,7 @@ class Autotune:
         def row_of(kind: Kind, choice: Choice) -> Row:
             measured = found.profiles[kind.subject.kind, choice.alltoall]
             way = choice.alltoall, choice.alltoalls_ms
-            uncut = self._running.uncut.reasons.get(kind.labels[0], "")
+            uncut = kind.layer.fsmoe.why_uncut
             given = (None, None) if uncut else asked
             return Row(tuple(kind.labels), measured, choice.phases, given, *way, found.reduces(kind), uncut)
 
@@ -305,20 +305,12 @@ class Autotune:
         machine: Machine,
     ) -> None:
         for kind, choice in zip(kinds, choices, strict=True):
-            way = found.ways[kind.subject.kind][choice.alltoall]
             measured = found.profiles[kind.subject.kind, choice.alltoall]
-            same_cuts = choice.phases[0].block.shares == choice.phases[1].block.shares
+            forward, backward = (phase.block for phase in choice.phases)
+            plan = LayerPlan(forward, backward, choice.alltoall, found.reduces(kind))
             for label in kind.labels:
-                pipeline = layers[label].pipeline
-                assert pipeline is not None
-                forward, backward = (
-                    replace(plan, block=phase.block, alltoall=way.planned)
-                    for phase, plan in zip(choice.phases, (pipeline.forward, pipeline.backward), strict=True)
-                )
-                exchange, legs = way.subject.wires.exchange, way.subject.wires.legs
-                wires = replace(pipeline.wires, exchange=exchange, legs=legs, reduces=found.reduces(kind))
-                layers[label].pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
-                self.predictors[label] = MeasuredPredictor(machine, measured, same_cuts)
+                layers[label].fsmoe.apply(plan)
+                self.predictors[label] = MeasuredPredictor(machine, measured, forward.shares == backward.shares)
 
     def _is_first(self) -> bool:
         return world_size_now() == 1 or dist.get_rank(self._group) == 0

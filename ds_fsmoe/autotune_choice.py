@@ -104,7 +104,7 @@ def choose(
         links: the order of layers with such degrees.
     """
     groups = kind.pipeline.forward.groups
-    if kind.layer.is_uncut:
+    if kind.layer.fsmoe.is_uncut:
         ways, asked = ways.uncut(links), (None, None)
     pairs = {
         name: choose_degrees(

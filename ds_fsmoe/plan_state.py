@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_fsmoe import registry
 from ds_fsmoe.blocks import PipelineDegreeBlock
 from ds_fsmoe.engine_state import FSMoEState
-from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.runtime.gradient_plan import GradientPlan, Parcel
-from ds_fsmoe.runtime.pipeline import PhasePlan, uncut
 from ds_fsmoe.saving.random_states import check_random_states
 from ds_fsmoe.saving.reading import read_file
 from ds_fsmoe.saving.tags import CheckpointError
@@ -75,7 +74,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     Raises:
         KeyError, TypeError, ValueError: they are not such plans, or of another model.
     """
-    labels = {layer.deepspeed_moe.pipeline.label for layer in state.layers.values()}
+    labels = state.inner_layers.keys()
     if set(plans["layers"]) != labels:
         raise ValueError(f"plans of layers {sorted(plans['layers'])}: there are {sorted(labels)}")
     layers, gradients = plans["layers"], plans["gradients"]
@@ -139,20 +138,9 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
     Raises:
         DisagreementError: on every rank, if they do not have the same.
     """
-    for layer in state.layers.values():
-        inner = layer.deepspeed_moe
-        pipeline = inner.pipeline
-        wires = replace(pipeline.wires, reduces=plans.reduces[pipeline.label])
-        planned, name = pipeline.forward.alltoall, plans.alltoalls[pipeline.label]
-        if name is not None:
-            groups = state.running.groups(inner.ep_size, inner.tensor_parallel)
-            exchange = exchange_in(groups, registry.lookup("alltoall", name)())
-            wires, planned = replace(wires, exchange=exchange.whole, legs=exchange.legs), exchange.planned
-        forward, backward = (
-            PhasePlan(uncut(block) if inner.is_uncut else block, now.groups, now.backward, planned)
-            for block, now in zip(plans.blocks[pipeline.label], (pipeline.forward, pipeline.backward), strict=True)
-        )
-        inner.pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
+    for label, layer in state.inner_layers.items():
+        alltoall = plans.alltoalls[label] or layer.fsmoe.plan.alltoall
+        layer.fsmoe.apply(LayerPlan(*plans.blocks[label], alltoall, plans.reduces[label]))
     if state.autotune is not None:
         state.autotune.need_not_run()
     if plans.gradients is not None and state.reduction is not None:

@@ -37,6 +37,7 @@ from ds_fsmoe.runtime.chunking import Cutting, cut
 from ds_fsmoe.runtime.crossings import crossings_of
 from ds_fsmoe.runtime.lanes import Body, Lanes, Observer
 from ds_fsmoe.runtime.phase import Direction, Hook, Phase
+from ds_fsmoe.runtime.spans import Together
 from ds_fsmoe.runtime.whole import WholeExperts, run_whole
 from ds_fsmoe.runtime.wires import Wires
 
@@ -151,6 +152,8 @@ class CallSizes:
     """Of the forward."""
     same_cuts: bool
     """Whether the backward has the forward's chunks."""
+    num_experts: int = 0
+    """E, of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,21 @@ class Pipeline:
         forward, backward = (replace(each, block=uncut(each.block)) for each in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
+    def watched(self, observer: Observer | None = None, on_call: Callable[[CallSizes], None] | None = None) -> Pipeline:
+        """The same, with these told as well as those that are told already."""
+        observers = [each for each in (self.observer, observer) if each is not None]
+        listeners = [each for each in (self.on_call, on_call) if each is not None]
+
+        def tell_all(sizes: CallSizes) -> None:
+            for each in listeners:
+                each(sizes)
+
+        return replace(
+            self,
+            observer=Together(*observers) if len(observers) > 1 else next(iter(observers), None),
+            on_call=tell_all if listeners else None,
+        )
+
     def __call__(
         self,
         x_RM: torch.Tensor,
@@ -215,7 +233,7 @@ class Pipeline:
         if self.on_call is not None:
             num_ranks = self.wires.num_exchanging * self.wires.num_sharing
             chunks = len(cuttings[0].chunks)
-            self.on_call(CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same))
+            self.on_call(CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same, num_experts))
         if isinstance(experts, WholeExperts):
             return run_whole(self, x_RM, num_experts, capacity, experts, hook, needs_backward)
         call = experts.call(needs_backward, same_cuts=same, recompute=self.recompute)
