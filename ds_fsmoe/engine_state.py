@@ -73,8 +73,7 @@ class FSMoEState:
         self._is_settled = False
         tries, is_tuned, is_sharded = block.debug.check_experts, block.autotune.enabled, block.esp_size > 1
         self.uncut = Uncut(running.device, tries, is_tuned, is_sharded, stage_group, self._layers_uncut)
-        for layer in layers.values():
-            layer.deepspeed_moe.fsmoe.look_first = self.uncut.look
+        running.checks.append(self.uncut.look)
 
     @property
     def inner_layers(self) -> dict[str, FSMoELayer]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,3 +46,5 @@ class LayerCall:
 
 
 Instrument = Callable[[LayerCall], None]
+Check = Callable[[Any, torch.Tensor], None]
+"""``(layer, x)``: looks at a layer that is about to be called with x, and may still change how the layer is run."""

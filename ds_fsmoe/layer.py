@@ -128,8 +128,8 @@ class FSMoELayer(StockMOELayer):
         state.last_shape = hidden_states.shape
         if state.pipeline is None:
             self._run_alone()
-        if state.look_first is not None:
-            state.look_first(self, hidden_states)
+        for check in state.checks:
+            check(self, hidden_states)
         call = self._call(hidden_states)
         with _stock_times(self, call) if self.wall_clock_breakdown else nullcontext():
             for show in state.instruments:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +12,14 @@ import torch.distributed as dist
 from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.exchanges import Exchange
-from ds_fsmoe.instruments import Instrument
+from ds_fsmoe.instruments import Check, Instrument
+from ds_fsmoe.moe_layer import pipeline_without_engine
 from ds_fsmoe.parts import Parts
 from ds_fsmoe.planning.layer_plan import LayerPlan
-from ds_fsmoe.running import Running, alone
+from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.duplicates import Duplicates, TensorParallelUse
 from ds_fsmoe.runtime.groups import FSMoEGroups
-from ds_fsmoe.runtime.lanes import Observer
+from ds_fsmoe.runtime.lanes import Observer, SerialLanes
 from ds_fsmoe.runtime.pipeline import Pipeline, Window
 from ds_fsmoe.unsharded import UnshardedExperts
 
@@ -56,8 +56,8 @@ class LayerState:
         self.tensor_parallel = tensor_parallel
         self.instruments: Sequence[Instrument] = () if running is None else running.instruments
         """Shown each call of the layer."""
-        self.look_first: Callable[[Any, torch.Tensor], None] | None = None
-        """Shown the layer and its input before each call, and may still change how the layer is run."""
+        self.checks: Sequence[Check] = () if running is None else running.checks
+        """Shown the layer itself before that."""
         self.pipeline: Pipeline | None = None
         """How the layer is run; set in this class alone. ``None`` until the layer's groups are there."""
         self.plan: LayerPlan | None = None
@@ -95,7 +95,7 @@ class LayerState:
 
     def run_alone(self, group: dist.ProcessGroup | None) -> None:
         """Run the layer without an engine of ours: one task after another, among the ranks of ``group``."""
-        self.pipeline = alone(self.parts.alltoall.exchange, group)
+        self.pipeline = pipeline_without_engine(self.parts.alltoall, group, SerialLanes())
 
     def apply(self, plan: LayerPlan) -> None:
         """Run the layer by this plan from its next call on. Collective: an all-to-all may make communicators.

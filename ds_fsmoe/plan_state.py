@@ -43,13 +43,13 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
         {} if state.autotune is None else {label: row.alltoall for row in state.autotune.rows for label in row.labels}
     )
     layers = {}
-    for layer in state.layers.values():
-        pipeline = layer.deepspeed_moe.pipeline
-        layers[pipeline.label] = {
+    for label, layer in state.inner_layers.items():
+        pipeline = layer.pipeline
+        layers[label] = {
             "forward": asdict(pipeline.forward.block),
             "backward": asdict(pipeline.backward.block),
             "reduces": [list(each) for each in pipeline.wires.reduces],
-            "alltoall": alltoall_of.get(pipeline.label),
+            "alltoall": alltoall_of.get(label),
         }
     reducer = None if state.reduction is None else state.reduction.reducer
     gradients = None
@@ -62,9 +62,8 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
 class ReadPlans:
     """Plans that can be run by."""
 
-    blocks: Mapping[str, tuple[BlockPlan, BlockPlan]]
-    reduces: Mapping[str, tuple[tuple[float, str], ...]]
-    alltoalls: Mapping[str, str | None]
+    layers: Mapping[str, LayerPlan]
+    """By label."""
     gradients: tuple[GradientPlan, Any, Any] | None
 
 
@@ -74,10 +73,9 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     Raises:
         KeyError, TypeError, ValueError: they are not such plans, or of another model.
     """
-    labels = state.inner_layers.keys()
-    if set(plans["layers"]) != labels:
-        raise ValueError(f"plans of layers {sorted(plans['layers'])}: there are {sorted(labels)}")
-    layers, gradients = plans["layers"], plans["gradients"]
+    inner, layers, gradients = state.inner_layers, plans["layers"], plans["gradients"]
+    if set(layers) != inner.keys():
+        raise ValueError(f"plans of layers {sorted(layers)}: there are {sorted(inner)}")
     most = _most_chunks(state.block.pipeline_degree)
     for label, each in layers.items():
         chunks = max(len(each["forward"]["shares"]), len(each["backward"]["shares"]))
@@ -89,12 +87,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     read = None
     if gradients is not None:
         read = _gradient_plan(gradients["plan"]), gradients["windows"], gradients["ready_at"]
-    return ReadPlans(
-        {label: (_block(each["forward"]), _block(each["backward"])) for label, each in layers.items()},
-        {label: tuple((float(size), str(name)) for size, name in each["reduces"]) for label, each in layers.items()},
-        {label: each["alltoall"] for label, each in layers.items()},
-        read,
-    )
+    return ReadPlans({label: _layer(layers[label], layer.fsmoe.plan) for label, layer in inner.items()}, read)
 
 
 @dataclass(frozen=True)
@@ -139,13 +132,18 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
         DisagreementError: on every rank, if they do not have the same.
     """
     for label, layer in state.inner_layers.items():
-        alltoall = plans.alltoalls[label] or layer.fsmoe.plan.alltoall
-        layer.fsmoe.apply(LayerPlan(*plans.blocks[label], alltoall, plans.reduces[label]))
+        layer.fsmoe.apply(plans.layers[label])
     if state.autotune is not None:
         state.autotune.need_not_run()
     if plans.gradients is not None and state.reduction is not None:
         state.reduction.go_on_with(*plans.gradients)
     state.plans_changed()
+
+
+def _layer(facts: Mapping[str, Any], now: LayerPlan) -> LayerPlan:
+    reduces = tuple((float(size), str(name)) for size, name in facts["reduces"])
+    # Where nothing was measured there is no all-to-all that was chosen.
+    return LayerPlan(_block(facts["forward"]), _block(facts["backward"]), facts["alltoall"] or now.alltoall, reduces)
 
 
 def _block(facts: Mapping[str, Any]) -> BlockPlan:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +15,15 @@ from ds_fsmoe.call_observer import CallObserver
 from ds_fsmoe.config import ConfigError, shown
 from ds_fsmoe.exchanges import Exchange, exchange_in
 from ds_fsmoe.first_forwards import FirstForwards
-from ds_fsmoe.instruments import Instrument
+from ds_fsmoe.instruments import Check, Instrument
 from ds_fsmoe.launch_order import VARIABLE
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
-from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.runtime.duplicates import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups, sizes_of_mpu
-from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
+from ds_fsmoe.runtime.lanes import Lanes, make_lanes
 from ds_fsmoe.runtime.nccl import why_one_link
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
 from ds_fsmoe.runtime.step_times import StepClock
@@ -92,6 +90,8 @@ class Running:
         self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled)
         self.instruments: list[Instrument] = [self.first_forwards.watch, *self.observer.instruments]
         """Shown the calls of all layers."""
+        self.checks: list[Check] = []
+        """Shown all layers before their calls."""
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
         if self.tracer is not None:
             self._watchdog.at_end.append(self.tracer.save)
@@ -198,13 +198,3 @@ class Running:
         if self.tracer is not None:
             self.tracer.close()
         self.lanes.close()
-
-
-def alone(
-    exchange: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor], group: dist.ProcessGroup | None = None
-) -> Pipeline:
-    """For a layer that stands in no engine of ours: one task after another, among the ranks of ``group``."""
-    ranks = 1 if group is None else dist.get_world_size(group)
-    groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
-    plans = (PhasePlan(BlockPlan(), groups, backward) for backward in (False, True))
-    return Pipeline(SerialLanes(), Wires(exchange, group if ranks > 1 else None, None), *plans)

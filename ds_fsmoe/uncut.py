@@ -50,8 +50,8 @@ class Uncut:
         self._is_sharded = is_sharded
         self._group = group
         self._on_change = on_change
-        self.reasons: dict[str, str] = {}
-        """Label of a layer that is not to be cut -> why."""
+        # Label of a layer that is not to be cut -> why, as far as this rank knows.
+        self._reasons: dict[str, str] = {}
         self._seen: set[tuple[str, bool]] = set()
         self._said: set[str] = set()
         self._late: set[str] = set()
@@ -65,7 +65,7 @@ class Uncut:
         for label, layer in layers.items():
             found = _by_modules(layer)
             if found.text and self._may_be_cut(layer):
-                self.reasons[label] = found.text
+                self._reasons[label] = found.text
         self.settle(layers)
 
     def look(self, layer: FSMoELayer, x: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class Uncut:
         is_alone = world_size_now() == 1 or (group is None and not tries)
         reason = agreed(found, is_error, layer.fsmoe.path, group, is_alone, self._device)
         if reason and may_be_cut:
-            self.reasons[layer.label] = reason
+            self._reasons[layer.label] = reason
             self._leave_whole({layer.label: layer})
 
     def _look_for_hooks(self, layer: FSMoELayer) -> None:
@@ -111,7 +111,7 @@ class Uncut:
         if layer.pipeline is None or not layer.pipeline.is_cut or (reason := why_called(layer.experts)) is None:
             return
         if layer.fsmoe.capacity_group is None:  # nobody has to be asked
-            self.reasons[layer.label] = reason
+            self._reasons[layer.label] = reason
             self._leave_whole({layer.label: layer})
         elif layer.label not in self._late:
             self._late.add(layer.label)
@@ -132,15 +132,15 @@ class Uncut:
         Args:
             layers: by label.
         """
-        if not int(most_of([float(len(self.reasons))], self._device, self._group)[0]):
+        if not int(most_of([float(len(self._reasons))], self._device, self._group)[0]):
             return
-        of_ranks: list[dict[str, str]] = [self.reasons]
+        of_ranks: list[dict[str, str]] = [self._reasons]
         if world_size_now() > 1:
             of_ranks = [{}] * dist.get_world_size(self._group)
-            dist.all_gather_object(of_ranks, self.reasons, group=self._group)
+            dist.all_gather_object(of_ranks, self._reasons, group=self._group)
         # Where ranks have different reasons, the first rank's.
-        self.reasons = {label: why for reasons in reversed(of_ranks) for label, why in reasons.items()}
-        self._leave_whole({label: layers[label] for label in layers if label in self.reasons})
+        self._reasons = {label: why for reasons in reversed(of_ranks) for label, why in reasons.items()}
+        self._leave_whole({label: layers[label] for label in layers if label in self._reasons})
 
     def _may_be_cut(self, layer: FSMoELayer) -> bool:
         return self._is_tuned or (layer.pipeline is not None and layer.pipeline.is_cut)
@@ -150,9 +150,9 @@ class Uncut:
         changed = {label: layer for label, layer in layers.items() if not layer.fsmoe.is_uncut}
         paths: dict[str, list[str]] = defaultdict(list)
         for label, layer in layers.items():
-            layer.fsmoe.run_uncut(self.reasons[label])
+            layer.fsmoe.run_uncut(self._reasons[label])
         for label, layer in changed.items():
-            paths[self.reasons[label]].append(layer.fsmoe.path)
+            paths[self._reasons[label]].append(layer.fsmoe.path)
         for reason, of_reason in paths.items():
             are = f"{', '.join(of_reason)} {'is' if len(of_reason) == 1 else 'are'} run uncut"
             why = "for the same reason" if reason in self._said else f"because it would differ in chunks: {reason}"
