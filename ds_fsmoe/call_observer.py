@@ -36,7 +36,7 @@ from ds_fsmoe.runtime.groups import FSMoEGroups
 from ds_fsmoe.runtime.lanes import Observer
 from ds_fsmoe.runtime.pipeline import CallSizes as CalledWith
 from ds_fsmoe.runtime.pipeline import Experts, Parcel, Pipeline
-from ds_fsmoe.runtime.spans import Recorder
+from ds_fsmoe.runtime.spans import Together
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.topology import world_size_now
 from ds_fsmoe.runtime.trace import Tracer
@@ -110,16 +110,12 @@ class CallObserver:
         is_timed = not isinstance(call.experts, WholeExperts) or call.experts.is_timed
         clock = self.clock if is_timed and self.clock is not None and self.clock.is_listening else None
         tracer = self.tracer if call.is_training and self.tracer is not None and self.tracer.is_recording else None
-        if clock is not None or tracer is not None:
-            call.pipeline = self._watched(call.pipeline, call.experts, clock, tracer)
-
-    def _watched(
-        self, pipeline: Pipeline, experts: Experts | WholeExperts, clock: StepClock | None, tracer: Tracer | None
-    ) -> Pipeline:
-        """For one call alone: another one may come before its backward."""
-        window = None if pipeline.window is None else _MeasuredWindow(pipeline.window)
-        of_call = _OfCall(self, pipeline, experts, window, clock, tracer)
-        return replace(pipeline, window=window).watched(of_call, of_call.called)
+        if clock is None and tracer is None:
+            return
+        # For this call alone: another one may come before its backward.
+        window = None if call.pipeline.window is None else _MeasuredWindow(call.pipeline.window)
+        of_call = _OfCall(self, call.pipeline, call.experts, window, clock, tracer)
+        call.pipeline = replace(call.pipeline, window=window).watched(of_call, of_call.called)
 
 
 def sizes_of(at: CalledWith, experts: Experts | WholeExperts) -> CallSizes:
@@ -143,53 +139,37 @@ class _MeasuredWindow:
         return parcels
 
 
+@dataclass
 class _OfCall(Observer):
     """Tells the tracer and the clock of one call, and says ahead of each run what is needed to predict it."""
 
-    def __init__(
-        self,
-        asked: CallObserver,
-        pipeline: Pipeline,
-        experts: Experts | WholeExperts,
-        window: _MeasuredWindow | None,
-        clock: StepClock | None,
-        tracer: Tracer | None,
-    ) -> None:
-        self._asked = asked
-        self._plans = {"forward": pipeline.forward, "backward": pipeline.backward}
-        self._label = pipeline.label
-        self._experts = experts
-        self._window = window
-        self._clock = clock
-        self._tracer = tracer
-        self._sizes: CallSizes | None = None
-        self._recorder: Recorder | None = None
-        """Records the run that is under way."""
+    asked: CallObserver
+    pipeline: Pipeline
+    experts: Experts | WholeExperts
+    window: _MeasuredWindow | None
+    clock: StepClock | None
+    tracer: Tracer | None
 
     def called(self, at: CalledWith) -> None:
-        self._sizes = sizes_of(at, self._experts)
+        self.sizes = sizes_of(at, self.experts)
 
     def start(self, schedule: Schedule, label: str) -> None:
-        plan, sizes = self._plans[label.rpartition("/")[2]], self._sizes
-        assert sizes is not None
-        if plan.backward and self._window is not None:
-            sizes = replace(sizes, slices_bytes=self._window.slices_bytes)
-        if self._tracer is not None:
-            predictor = self._asked.predictor or self._asked.predictors().get(self._label)
-            if predictor is not None and self._tracer.is_recording:
-                self._tracer.expect(partial(predictor.timeline, schedule, plan, sizes))
-            self._tracer.start(schedule, label)
-        if self._clock is not None:
-            self._recorder = self._clock.run(schedule, label, (self._label, plan, sizes))
+        of, sizes, listeners = self.pipeline.label, self.sizes, []
+        plan = self.pipeline.backward if label.endswith("/backward") else self.pipeline.forward
+        if plan.backward and self.window is not None:
+            sizes = replace(sizes, slices_bytes=self.window.slices_bytes)
+        if self.tracer is not None and self.tracer.is_recording:
+            predictor = self.asked.predictor or self.asked.predictors().get(of)
+            if predictor is not None:
+                self.tracer.expect(partial(predictor.timeline, schedule, plan, sizes))
+            self.tracer.start(schedule, label)
+            listeners.append(self.tracer)
+        if self.clock is not None and (recorder := self.clock.run(schedule, label, (of, plan, sizes))) is not None:
+            listeners.append(recorder)
+        self.told = Together(*listeners)
 
     def begin(self, index: int, task: Task) -> None:
-        if self._tracer is not None:
-            self._tracer.begin(index, task)
-        if self._recorder is not None:
-            self._recorder.begin(index, task)
+        self.told.begin(index, task)
 
     def end(self, index: int, task: Task) -> None:
-        if self._recorder is not None:
-            self._recorder.end(index, task)
-        if self._tracer is not None:
-            self._tracer.end(index, task)
+        self.told.end(index, task)

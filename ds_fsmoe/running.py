@@ -26,9 +26,7 @@ from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
 from ds_fsmoe.runtime.nccl import why_one_link
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
-from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.topology import layout, world_size_now
-from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.watchdog import Watchdog
 from ds_fsmoe.runtime.wires import Wires
 
@@ -87,6 +85,7 @@ class Running:
         self.plan = planned_by(block, self.links)
         """By which layers are run until something else is applied to them."""
         self.observer = CallObserver.of(block, device)
+        self.tracer, self.step_clock = self.observer.tracer, self.observer.clock
         self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled)
         self.instruments: list[Instrument] = [self.first_forwards.watch, *self.observer.instruments]
         """Shown the calls of all layers."""
@@ -96,16 +95,6 @@ class Running:
         if self.tracer is not None:
             self._watchdog.at_end.append(self.tracer.save)
         self.lanes.on_error = self._watchdog.failed
-
-    @property
-    def tracer(self) -> Tracer | None:
-        """Writes the trace, if there is to be one."""
-        return self.observer.tracer
-
-    @property
-    def step_clock(self) -> StepClock | None:
-        """Times steps, where that is asked for."""
-        return self.observer.clock
 
     @property
     def max_ctas(self) -> int | None:

@@ -169,8 +169,8 @@ class Pipeline:
     recompute: bool = False
     observer: Observer | None = None
     window: Window | None = None
-    on_call: Callable[[CallSizes], None] | None = None
-    """Is told the sizes of each call, before it begins."""
+    on_call: tuple[Callable[[CallSizes], None], ...] = ()
+    """Are told the sizes of each call, before it begins."""
 
     def __post_init__(self) -> None:
         kinds = crossings_of(self.forward.schedule).kinds | crossings_of(self.backward.schedule).kinds
@@ -190,17 +190,8 @@ class Pipeline:
     def watched(self, observer: Observer | None = None, on_call: Callable[[CallSizes], None] | None = None) -> Pipeline:
         """The same, with these told as well as those that are told already."""
         observers = [each for each in (self.observer, observer) if each is not None]
-        listeners = [each for each in (self.on_call, on_call) if each is not None]
-
-        def tell_all(sizes: CallSizes) -> None:
-            for each in listeners:
-                each(sizes)
-
-        return replace(
-            self,
-            observer=Together(*observers) if len(observers) > 1 else next(iter(observers), None),
-            on_call=tell_all if listeners else None,
-        )
+        together = observers[0] if len(observers) == 1 else Together(*observers) if observers else None
+        return replace(self, observer=together, on_call=self.on_call if on_call is None else (*self.on_call, on_call))
 
     def __call__(
         self,
@@ -230,10 +221,12 @@ class Pipeline:
         )
         cuttings = self.forward.cutting(capacity), self.backward.cutting(capacity)
         same = cuttings[0] == cuttings[1]
-        if self.on_call is not None:
+        if self.on_call:
             num_ranks = self.wires.num_exchanging * self.wires.num_sharing
             chunks = len(cuttings[0].chunks)
-            self.on_call(CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same, num_experts))
+            sizes = CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same, num_experts)
+            for tell in self.on_call:
+                tell(sizes)
         if isinstance(experts, WholeExperts):
             return run_whole(self, x_RM, num_experts, capacity, experts, hook, needs_backward)
         call = experts.call(needs_backward, same_cuts=same, recompute=self.recompute)
