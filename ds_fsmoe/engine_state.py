@@ -51,7 +51,7 @@ class FSMoEState:
         self.watch: PredictionWatch | None = None
         """Compares steps with what was predicted of them, where that is asked for."""
         if running.step_clock is not None and block.autotune.watch_every:
-            labels = [layer.deepspeed_moe.label for layer in layers.values()]
+            labels = list(self.inner_layers)
             self.watch = PredictionWatch(
                 block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
             )
@@ -83,10 +83,9 @@ class FSMoEState:
     def facts(self) -> dict[str, str]:
         """What all ranks have to have alike, as short texts by name."""
         if not self._facts:
-            for layer in self.layers.values():
-                pipeline = layer.deepspeed_moe.pipeline
-                for plan in (pipeline.forward, pipeline.backward):
-                    self._facts |= facts_of_plan(pipeline.label, plan)
+            for label, layer in self.inner_layers.items():
+                for plan in (layer.pipeline.forward, layer.pipeline.backward):
+                    self._facts |= facts_of_plan(label, plan)
         return self._facts | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
 
     def at_step(self, number: int) -> None:
@@ -186,8 +185,7 @@ class FSMoEState:
 
     def after_optimizer_step(self) -> None:
         """Parameters have been changed: let gates learn from what they have counted. Collective if there are such."""
-        inner = [layer.deepspeed_moe for layer in self.layers.values()]
-        groups = [self.stage_group]
+        inner, groups = list(self.inner_layers.values()), [self.stage_group]
         # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
         if self.stage_group is not None and inner and inner[0].fsmoe.mp_group is not None:
             groups.append(inner[0].fsmoe.mp_group)
@@ -195,8 +193,10 @@ class FSMoEState:
 
     def groups(self) -> dict[str, FSMoEGroups]:
         """The groups of the layers, by DeepSpeed's name of those that share experts."""
-        inner = [layer.deepspeed_moe for layer in self.layers.values()]
-        return {each.ep_group_name: self.running.groups(each.ep_size, each.fsmoe.tensor_parallel) for each in inner}
+        return {
+            each.ep_group_name: self.running.groups(each.ep_size, each.fsmoe.tensor_parallel)
+            for each in self.inner_layers.values()
+        }
 
     def close(self) -> None:
         """Give back the reduction of gradients, and end what runs."""
@@ -213,7 +213,7 @@ class FSMoEState:
 
     def chosen(self) -> dict[str, str]:
         """What runs, a word or two per choice, in the order a token meets them."""
-        gates = sorted({_describe_gate(layer) for layer in self.layers.values()})
+        gates = sorted({_describe_gate(layer.gate) for layer in self.inner_layers.values()})
         return {
             "schedule": self.block.schedule,
             "pipeline_degree": _describe_degrees(self),
@@ -249,8 +249,7 @@ def _describe_degrees(state: FSMoEState) -> str:
     return "; ".join("forward {}, backward {}".format(*each) for each in dict.fromkeys(degrees))
 
 
-def _describe_gate(layer: StockMoE) -> str:
-    gate = layer.deepspeed_moe.gate
+def _describe_gate(gate: Any) -> str:
     if not isinstance(gate, FSMoEGate):
         return gate.describe() if isinstance(gate, GateBase) else type(gate).__name__
     return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"

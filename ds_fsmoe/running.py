@@ -26,7 +26,7 @@ from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
 from ds_fsmoe.runtime.nccl import why_one_link
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
-from ds_fsmoe.runtime.topology import layout, world_size_now
+from ds_fsmoe.runtime.topology import Layout, layout, world_size_now
 from ds_fsmoe.runtime.watchdog import Watchdog
 from ds_fsmoe.runtime.wires import Wires
 
@@ -127,21 +127,19 @@ class Running:
             max_ctas=self.max_ctas,
         )
 
+    def _layout(self, ep_size: int, esp_size: int) -> Layout:
+        sizes = {"mp_size": self.mp_size, "pp_size": self.pp_size}
+        return layout(world_size_now(), ep_size, esp_size, self.expert_before_data, **sizes)
+
     def shard_index(self, ep_size: int) -> int:
         """Which part of each of its experts this rank has. No group is made for it."""
-        sizes = {"mp_size": self.mp_size, "pp_size": self.pp_size}
-        found = layout(world_size_now(), ep_size, self.block.esp_size, self.expert_before_data, **sizes)
         rank = dist.get_rank() if world_size_now() > 1 else 0
-        return found.group_of("esp", rank).index(rank)
+        return self._layout(ep_size, self.block.esp_size).group_of("esp", rank).index(rank)
 
     def experts_by_rule(self, ep_size: int) -> list[int]:
         """For each rank of this rank's block the EP rank whose experts a script gives it, by DeepSpeed's rule. It knows
         nothing of shards: in its layout the ranks of a block are several groups of ``ep_size``."""
-        sizes = {"mp_size": self.mp_size, "pp_size": self.pp_size}
-        cut, whole = (
-            layout(world_size_now(), ep_size, esp_size, self.expert_before_data, **sizes)
-            for esp_size in (self.block.esp_size, 1)
-        )
+        cut, whole = (self._layout(ep_size, esp_size) for esp_size in (self.block.esp_size, 1))
         return [whole.group_of("ep", rank).index(rank) for rank in cut.group_of("blocks", dist.get_rank())]
 
     def exchange(self, groups: FSMoEGroups, alltoall: str) -> Exchange:

@@ -118,7 +118,8 @@ class Uncut:
             logger.warning(
                 "%s: %s; they were put on after its first forward, when the ranks had agreed to run it in chunks, and "
                 "are not called: call engine.fsmoe.look_again() on every rank after such a change",
-                *(layer.fsmoe.path, reason),
+                layer.fsmoe.path,
+                reason,
             )
 
     def look_again(self) -> None:

@@ -293,8 +293,8 @@ class _Call:
         return self._run(phase, self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
 
     def _phase(self, direction: Direction, cutting: Cutting, rows_RM: torch.Tensor) -> Phase:
-        of_call = (self.pipeline.wires, self._num_experts, self._cut_forward, self._hook)
-        return Phase(*of_call, direction, cutting, rows_RM, self.pipeline.lanes.runs_behind)
+        wires, is_behind = self.pipeline.wires, self.pipeline.lanes.runs_behind
+        return Phase(wires, self._num_experts, self._cut_forward, self._hook, direction, cutting, rows_RM, is_behind)
 
     def _run(self, phase: Phase, schedule: Schedule, compute: Mapping[str, Body]) -> torch.Tensor:
         pipeline = self.pipeline
