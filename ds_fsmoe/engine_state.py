@@ -221,7 +221,7 @@ class FSMoEState:
             "esp_size": str(self.block.esp_size),
             "gate": "; ".join(gates),
             "order": self.parts.order_name,
-            "alltoall": self.parts.alltoall_name,
+            "alltoall": self.running.plan.alltoall,
             "ops": self.parts.ops.name,
             "gradients": self.gradients,
         }

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -24,59 +24,62 @@ from ds_fsmoe.runtime.pipeline import Pipeline, Window
 from ds_fsmoe.unsharded import UnshardedExperts
 
 
+@dataclass(eq=False, repr=False)
 class LayerState:
     """What a layer inside DeepSpeed has of ours, on its one attribute ``fsmoe``.
 
     Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_uncut` and :meth:`attach`. A
     call that is under way, or waits for its backward, keeps the pipeline it began with.
-
-    Args:
-        parts: the all-to-all, hooks and operators.
-        order: what the gate's decision goes with.
-        running: of the engine; ``None`` for a layer outside of one.
-        label: of the layer, in traces.
-        path: of the layer in its model, for messages.
-        tensor_parallel: what the layer was told of the tensor parallelism around it.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        order: OrderBase,
-        running: Running | None,
-        label: str,
-        path: str,
-        tensor_parallel: TensorParallelUse,
-    ) -> None:
-        self.parts = parts
-        self.order = order
-        self.running = running
-        self.label = label
-        self.path = path
-        self.tensor_parallel = tensor_parallel
-        self.instruments: Sequence[Instrument] = () if running is None else running.instruments
+    parts: Parts
+    order: OrderBase
+    """The order that goes with the layer's gate."""
+    running: Running | None
+    """What the layers of the engine have in common; ``None`` for a layer outside of one."""
+    label: str
+    """Label of the layer, in traces."""
+    path: str
+    """Path of the layer in its model, for messages."""
+    tensor_parallel: TensorParallelUse
+
+    pipeline: Pipeline | None = None
+    """How the layer is run; set in this class alone. ``None`` until the layer's groups are there."""
+    plan: LayerPlan | None = None
+    """What was applied last; a layer that is run uncut has one chunk whatever it says."""
+    why_uncut: str = ""
+    """Why the layer is not to be cut, see :class:`~ds_fsmoe.uncut.Uncut`; empty where it may be."""
+    groups: FSMoEGroups | None = None
+    """The process groups of a layer in an engine."""
+    duplicates: Duplicates | None = None
+    """The tensor-parallel ranks that have the same tokens, if there are any."""
+    last_shape: torch.Size | None = None
+    """Shape of the last input."""
+    unsharded: UnshardedExperts | None = None
+    """The experts of this rank, where they are to be sharded and the groups are not there yet."""
+    known_experts: tuple[list, ExpertSet] | None = None
+    """Modules and parameters of the experts, and the set that was made of them."""
+    _exchanges: dict[str, Exchange] = field(default_factory=dict)
+
+    @property
+    def instruments(self) -> Sequence[Instrument]:
         """Shown each call of the layer."""
-        self.checks: Sequence[Check] = () if running is None else running.checks
+        return () if self.running is None else self.running.instruments
+
+    @property
+    def checks(self) -> Sequence[Check]:
         """Shown the layer itself before that."""
-        self.pipeline: Pipeline | None = None
-        """How the layer is run; set in this class alone. ``None`` until the layer's groups are there."""
-        self.plan: LayerPlan | None = None
-        """What was applied last; a layer that is run uncut has one chunk whatever it says."""
-        self.why_uncut = ""
-        """Why the layer is not to be cut, see :class:`~ds_fsmoe.uncut.Uncut`; empty where it may be."""
-        self.capacity_group: dist.ProcessGroup | None = None
-        self.mp_group: dist.ProcessGroup | None = None
-        """For both see :class:`~ds_fsmoe.runtime.groups.FSMoEGroups`."""
-        self.duplicates: Duplicates | None = None
-        """The tensor-parallel ranks that have the same tokens, if there are any."""
-        self.last_shape: torch.Size | None = None
-        """Shape of the last input."""
-        self.unsharded: UnshardedExperts | None = None
-        """The experts of this rank, where they are to be sharded and the groups are not there yet."""
-        self.known_experts: tuple[list, ExpertSet] | None = None
-        """Modules and parameters of the experts, and the set that was made of them."""
-        self._groups: FSMoEGroups | None = None
-        self._exchanges: dict[str, Exchange] = {}
+        return () if self.running is None else self.running.checks
+
+    @property
+    def capacity_group(self) -> dist.ProcessGroup | None:
+        """See :class:`~ds_fsmoe.runtime.groups.FSMoEGroups`."""
+        return None if self.groups is None else self.groups.capacity_group
+
+    @property
+    def mp_group(self) -> dist.ProcessGroup | None:
+        """See :class:`~ds_fsmoe.runtime.groups.FSMoEGroups`."""
+        return None if self.groups is None else self.groups.mp_group
 
     def connect(self, ep_size: int) -> FSMoEGroups:
         """Make the process groups of the layer, and run it as the block of its engine asks for. Collective.
@@ -85,8 +88,7 @@ class LayerState:
             ep_size: the ranks over which its experts are spread.
         """
         assert self.running is not None
-        groups = self._groups = self.running.groups(ep_size, self.tensor_parallel)
-        self.capacity_group, self.mp_group = groups.capacity_group, groups.mp_group
+        groups = self.groups = self.running.groups(ep_size, self.tensor_parallel)
         if self.tensor_parallel.same_tokens and groups.mp_group is not None:
             self.duplicates = Duplicates(groups.mp_group)
         self.apply(self.running.plan)
@@ -107,10 +109,10 @@ class LayerState:
             ConfigError: the all-to-all contradicts itself, on every rank.
         """
         assert self.running is not None
-        assert self._groups is not None
+        assert self.groups is not None
         if plan.alltoall not in self._exchanges:
-            self._exchanges[plan.alltoall] = self.running.exchange(self._groups, plan.alltoall)
-        pipeline = self.running.pipeline(self.label, self._groups, plan, self._exchanges[plan.alltoall])
+            self._exchanges[plan.alltoall] = self.running.exchange(self.groups, plan.alltoall)
+        pipeline = self.running.pipeline(self.label, self.groups, plan, self._exchanges[plan.alltoall])
         if self.is_uncut:
             pipeline = pipeline.uncut()
         if self.pipeline is not None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+import ds_fsmoe
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.instruments import LayerCall
 from ds_fsmoe.layer import FSMoELayer
@@ -91,6 +94,13 @@ def test_a_layer_in_an_engine_keeps_all_of_ours_in_one_attribute(layer: FSMoELay
 def test_nobody_assigns_how_a_layer_is_run(layer: FSMoELayer) -> None:
     with pytest.raises(AttributeError):
         layer.pipeline = layer.pipeline.uncut()
+    package = Path(ds_fsmoe.__file__).parent
+    found = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if re.search(r"(fsmoe|layer|inner|state)\.pipeline(, \S+)? = ", file.read_text())
+    }
+    assert found == set()
 
 
 def test_a_plan_that_is_applied_keeps_what_is_attached(layer: FSMoELayer) -> None:
