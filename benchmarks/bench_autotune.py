@@ -100,13 +100,9 @@ class Job:
         """A step with that degree in both phases, or with the choice: milliseconds of (forward phases, backward phases,
         all of it). Phases of the rank that waits least for others, all of it of the slowest."""
         plain = BlockPlan(degree, "reduce_first") if degree else None
-        for layer in self.engine.fsmoe.layers.values():
-            inner = layer.deepspeed_moe
-            plans = (inner.pipeline.forward, inner.pipeline.backward)
-            forward, backward = (
-                replace(plan, block=plain or block) for plan, block in zip(plans, self.blocks, strict=True)
-            )
-            inner.pipeline = replace(inner.pipeline, forward=forward, backward=backward)
+        forward, backward = (plain or block for block in self.blocks)
+        for layer in self.engine.fsmoe.inner_layers.values():
+            layer.fsmoe.apply(replace(layer.fsmoe.plan, forward=forward, backward=backward))
         clock = self.engine.fsmoe.running.step_clock
         clock.start()
         self.step()

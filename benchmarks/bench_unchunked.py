@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +92,13 @@ class TrainingStep:
     def peak_bytes(self) -> int:
         """Of the tensors that one more step makes, on this rank; those of before are not counted."""
         layers = [each for each in self.engine.module.modules() if isinstance(each, FSMoELayer)]
-        pipelines = [layer.pipeline for layer in layers]
         self()
         with LiveMemory() as memory:
-            for layer, pipeline in zip(layers, pipelines, strict=True):
-                layer.pipeline = replace(pipeline, observer=memory.in_every_thread())
+            for layer in layers:
+                layer.fsmoe.attach(layer.pipeline.window, memory.in_every_thread())
             self()
-        for layer, pipeline in zip(layers, pipelines, strict=True):
-            layer.pipeline = pipeline
+        for layer in layers:
+            layer.fsmoe.attach(layer.pipeline.window)
         return memory.peak
 
     def close(self) -> None:

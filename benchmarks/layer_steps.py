@@ -133,12 +133,9 @@ class Steps:
 
     def change_blocks(self, change: Callable[[BlockPlan], BlockPlan]) -> None:
         """Run both phases of every layer otherwise."""
-        for layer in self.engine.fsmoe.layers.values():
-            inner = layer.deepspeed_moe
-            forward, backward = (
-                replace(plan, block=change(plan.block)) for plan in (inner.pipeline.forward, inner.pipeline.backward)
-            )
-            inner.pipeline = replace(inner.pipeline, forward=forward, backward=backward)
+        for layer in self.engine.fsmoe.inner_layers.values():
+            plan = layer.fsmoe.plan
+            layer.fsmoe.apply(replace(plan, forward=change(plan.forward), backward=change(plan.backward)))
 
     def close(self) -> None:
         self.engine.destroy()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from ds_fsmoe.autotune_table import Row, Told, bad_fits, describe, describe_plan
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
 from ds_fsmoe.predicted import MeasuredPredictor
@@ -91,7 +91,6 @@ class Autotune:
         self._num_forwards = FORWARDS_BEFORE - 1
         self.trials = self._refine = None
         self._running.first_forwards.watch_again()
-        self._running.uncut.look_again()
 
     def run(
         self,
@@ -141,7 +140,7 @@ class Autotune:
         """Run layers by a plan from now on."""
         model.apply(plan, self.predictors)
         self.step = model.predict(plan)
-        self.rows = rows_of(model.measured, model.labels, plan, model.search.space.asked, self._running.uncut.reasons)
+        self.rows = rows_of(model.measured, model.labels, plan, model.search.space.asked)
 
     def _start(self, model: _Model, plans: Sequence[ModelPlan]) -> Trials | None:
         """Apply the first plan; try the others in turns, if there are some and that is asked for."""
@@ -241,7 +240,7 @@ class _Model:
             space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
             mode_of(block.schedule) if asked_mode == "auto" else asked_mode,
             running.links,
-            [layers[label].is_uncut for label in self.labels],
+            [layers[label].fsmoe.is_uncut for label in self.labels],
         )
 
     def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:
@@ -249,22 +248,13 @@ class _Model:
         measured = self.measured
         for index, label in enumerate(self.labels):
             kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
-            way, layer = kind.ways[alltoall], self._layers[label]
-            pipeline = layer.pipeline
-            assert pipeline is not None
-            blocks = [each.order.plan() for each in plan.choices(index)]
-            forward, backward = (
-                replace(phase, block=block, alltoall=way.planned)
-                for phase, block in zip((pipeline.forward, pipeline.backward), blocks, strict=True)
-            )
-            exchange, legs = way.subject.wires.exchange, way.subject.wires.legs
-            wires = replace(pipeline.wires, exchange=exchange, legs=legs, reduces=measured.reduces(kind))
-            layer.pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
+            forward, backward = (each.order.plan() for each in plan.choices(index))
+            self._layers[label].fsmoe.apply(LayerPlan(forward, backward, alltoall, measured.reduces(kind)))
             predictors[label] = MeasuredPredictor(
                 measured.costs_of(kind, alltoall),
                 measured.slowed.contention(),
                 measured.is_serial,
-                blocks[0].degree == blocks[1].degree,
+                forward.degree == backward.degree,
             )
 
     def predict(self, plan: ModelPlan) -> StepTimes:

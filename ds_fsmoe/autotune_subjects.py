@@ -75,7 +75,7 @@ class Kind:
         if asked != "auto" or len(self.pipeline.forward.groups.placements["ep"].lanes) < 2:
             self.ways = {asked if asked != "auto" else "flat": Way(self.subject, own)}
             return
-        groups = running.groups(self.layer.ep_size, self.layer.tensor_parallel)
+        groups = running.groups(self.layer.ep_size, self.layer.fsmoe.tensor_parallel)
         for name in ("flat", *(each for each in registry.known("alltoall") if each != "flat")):
             exchange = exchange_in(groups, registry.lookup("alltoall", name)())
             wires = replace(self.subject.wires, exchange=exchange.whole, legs=exchange.legs)
@@ -134,7 +134,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
     kind = (
         f"experts {'/'.join(modules)} of {' '.join(shapes)}, written out {splits}, width {call.sizes.width}, "
         f"{call.sizes.dtype}, recompute {pipeline.recompute}, {places['ep']}, {places['esp']}"
-        f"{', not to be cut' if layer.is_uncut else ''}"
+        f"{', not to be cut' if layer.fsmoe.is_uncut else ''}"
     )
     return Subject(
         label,

@@ -71,7 +71,6 @@ def rows_of(
     labels: Sequence[str],
     plan: ModelPlan,
     asked: tuple[Degree, Degree],
-    uncut: Mapping[str, str],
 ) -> list[Row]:
     """Return a row for all layers that are equal and run alike.
 
@@ -80,12 +79,11 @@ def rows_of(
         labels: of the layers of the plan.
         plan: how they are run.
         asked: degrees given by hand.
-        uncut: label -> why the layer may not be cut.
     """
     found: dict[tuple, Row] = {}
     for index, label in enumerate(labels):
         kind, alltoall, choices = measured.kind_of[label], plan.alltoalls[index], plan.choices(index)
-        reason = uncut.get(kind.labels[0], "")
+        reason = kind.layer.fsmoe.why_uncut
         row = Row(
             (label,),
             measured.profile_of(kind, alltoall),

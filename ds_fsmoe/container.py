@@ -7,11 +7,10 @@ on it, a class with another forward or another module in its place, it is called
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from deepspeed.moe.experts import Experts as StockExperts
 from torch import nn
 
@@ -41,27 +40,16 @@ def why_called(container: nn.Module) -> str | None:
     return None
 
 
-def whole_experts(
-    container: nn.Module, path: str, look: Callable[[torch.Tensor, torch.Tensor], None] | None
-) -> WholeExperts:
-    """The container, to be called once.
+def whole_experts(container: nn.Module, path: str) -> WholeExperts:
+    """The container of a layer, to be called once.
 
     Args:
         container: of the layer.
         path: of the layer in the model.
-        look: is shown the rows and what was made of them.
     """
-
-    def looked_at(x_NecM: torch.Tensor) -> Any:
-        y = container(x_NecM)
-        if isinstance(y, torch.Tensor) and y.numel() == x_NecM.numel():
-            look(x_NecM, y.reshape(x_NecM.shape))
-        return y
-
     name = f"{path}.deepspeed_moe.experts, a {type(container).__name__}," if path else type(container).__name__
-    called = container if look is None else looked_at
     again = partial(buffers_kept, container)
-    return WholeExperts(called, tuple(container.parameters()), name, again, is_like_stocks(container))
+    return WholeExperts(container, tuple(container.parameters()), name, again, is_like_stocks(container))
 
 
 def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:

@@ -75,7 +75,7 @@ class FSMoEEngine(DeepSpeedEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fsmoe.running.uncut.begin(self.fsmoe.inner_layers)
+        self.fsmoe.uncut.begin(self.fsmoe.inner_layers)
         check_agreement(self.fsmoe.facts(), self.fsmoe.stage_group, "how MoE layers are run")
         self._take_over_reduction()
         put_right(self)
@@ -120,7 +120,7 @@ class FSMoEEngine(DeepSpeedEngine):
             number = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
             first, _ = Numbering(layer.num_experts, inner.ep_size, state.block.esp_size).meant(number)
             state.expert_results.add(path, layer.num_experts, first, state.running.device)
-            inner.expert_results = state.expert_results
+        state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's optimizer step; before it, what its experts have made is looked at where that is asked for."""
@@ -271,12 +271,13 @@ class FSMoEEngine(DeepSpeedEngine):
             routers.is_paused = True
         for name, layer in self.fsmoe.layers.items():
             inner = layer.deepspeed_moe
-            if inner.last_shape is None:
+            shape = inner.fsmoe.last_shape
+            if shape is None:
                 raise RuntimeError(f"fsmoe_dummy_forward: {name} has not run yet, so its input's size is not known")
             weight = next(inner.experts.parameters())
             # Each layer hangs on the one before, so that the backward meets them in the order of the other ranks.
-            x = torch.zeros(inner.last_shape, dtype=weight.dtype, device=weight.device) + total.to(weight)
-            y = inner(x, torch.zeros(inner.last_shape[:-1].numel(), device=weight.device))
+            x = torch.zeros(shape, dtype=weight.dtype, device=weight.device) + total.to(weight)
+            y = inner(x, torch.zeros(shape[:-1].numel(), device=weight.device))
             total = 0.0 * (y.float().sum() + inner.l_aux.float())
         if routers is not None:
             routers.is_paused = False
@@ -328,8 +329,7 @@ class FSMoEEngine(DeepSpeedEngine):
             log_on_rank_0(sentence, logging.WARNING)
         running = Running(block, device, expert_before_data, self.mpu)
         for index, (name, layer) in enumerate(layers.items()):
-            replaced = take_over(layer, parts, block.gate, running, f"L{index:02d}")
-            layer.deepspeed_moe.path = name
+            replaced = take_over(layer, parts, block.gate, running, f"L{index:02d}", name)
             # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())

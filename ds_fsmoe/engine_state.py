@@ -23,6 +23,7 @@ from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_plan
 from ds_fsmoe.runtime.groups import FSMoEGroups
 from ds_fsmoe.step_comparison import StepComparison
+from ds_fsmoe.uncut import Uncut
 from ds_fsmoe.versions import VERSION
 
 
@@ -46,11 +47,11 @@ class FSMoEState:
         self.reduction: Reduction | None = None
         """Of gradients, where we do it."""
         self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
-        running.predictors = self._predictors
+        running.observer.predictors = self._predictors
         self.watch: PredictionWatch | None = None
         """Compares steps with what was predicted of them, where that is asked for."""
         if running.step_clock is not None and block.autotune.watch_every:
-            labels = [layer.deepspeed_moe.label for layer in layers.values()]
+            labels = list(self.inner_layers)
             self.watch = PredictionWatch(
                 block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
             )
@@ -58,8 +59,8 @@ class FSMoEState:
         """What is done with them, in words."""
 
         self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
-        for layer in layers.values():
-            layer.deepspeed_moe.router_check = self._router_check
+        if self._router_check is not None:
+            running.instruments.append(self._router_check.watch)
         self.expert_results: ExpertResults | None = None
         """Looked at before each optimizer step, where that is asked for."""
         self.telemetry: Telemetry | None = None
@@ -70,7 +71,9 @@ class FSMoEState:
         self._compared_at = 0
         self._first_step: int | None = None
         self._is_settled = False
-        running.uncut.group, running.uncut.on_change = stage_group, self._layers_uncut
+        tries, is_tuned, is_sharded = block.debug.check_experts, block.autotune.enabled, block.esp_size > 1
+        self.uncut = Uncut(running.device, tries, is_tuned, is_sharded, stage_group, self._layers_uncut)
+        running.checks.append(self.uncut.look)
 
     @property
     def inner_layers(self) -> dict[str, FSMoELayer]:
@@ -80,10 +83,9 @@ class FSMoEState:
     def facts(self) -> dict[str, str]:
         """What all ranks have to have alike, as short texts by name."""
         if not self._facts:
-            for layer in self.layers.values():
-                pipeline = layer.deepspeed_moe.pipeline
-                for plan in (pipeline.forward, pipeline.backward):
-                    self._facts |= facts_of_plan(pipeline.label, plan)
+            for label, layer in self.inner_layers.items():
+                for plan in (layer.pipeline.forward, layer.pipeline.backward):
+                    self._facts |= facts_of_plan(label, plan)
         return self._facts | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
 
     def at_step(self, number: int) -> None:
@@ -97,13 +99,13 @@ class FSMoEState:
             self._first_step = number
         elif number > self._first_step and not self._is_settled:
             self._is_settled = True
-            self.running.uncut.settle(self.inner_layers)
+            self.uncut.settle(self.inner_layers)
         if self._router_check is not None:
             self._router_check.step = number
         every = self.block.debug.check_every
         if every and number >= self._compared_at + every:
             self._compared_at = number
-            self.running.uncut.settle(self.inner_layers)
+            self.uncut.settle(self.inner_layers)
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
 
     def before_forward(self) -> None:
@@ -116,7 +118,7 @@ class FSMoEState:
             return
         clock = self.running.step_clock
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
-        self.running.uncut.settle(self.inner_layers)
+        self.uncut.settle(self.inner_layers)
         self.autotune.run(self.inner_layers, self.reduction, dense_ms)
         if self.reduction is not None:
             if self.autotune.trials is None:
@@ -142,8 +144,8 @@ class FSMoEState:
         """Look once more whether layers may be cut: to be called by every rank, between two steps, after experts have
         been changed, hooks put on their module, or dropout turned on. Collective.
         """
-        self.running.uncut.look_again()
-        self.running.uncut.begin(self.inner_layers)
+        self.uncut.look_again()
+        self.uncut.begin(self.inner_layers)
 
     def _layers_uncut(self) -> None:
         """Some layers are not cut any more, on this rank for now."""
@@ -178,21 +180,23 @@ class FSMoEState:
 
     def _plan_again(self, reason: str) -> None:
         self.plans_made_again += 1
+        self.uncut.look_again()
         self.autotune.request_again(reason)
 
     def after_optimizer_step(self) -> None:
         """Parameters have been changed: let gates learn from what they have counted. Collective if there are such."""
-        inner = [layer.deepspeed_moe for layer in self.layers.values()]
-        groups = [self.stage_group]
+        inner, groups = list(self.inner_layers.values()), [self.stage_group]
         # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
-        if self.stage_group is not None and inner and inner[0].mp_group is not None:
-            groups.append(inner[0].mp_group)
+        if self.stage_group is not None and inner and inner[0].fsmoe.mp_group is not None:
+            groups.append(inner[0].fsmoe.mp_group)
         update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
 
     def groups(self) -> dict[str, FSMoEGroups]:
         """The groups of the layers, by DeepSpeed's name of those that share experts."""
-        inner = [layer.deepspeed_moe for layer in self.layers.values()]
-        return {each.ep_group_name: self.running.groups(each.ep_size, each.tensor_parallel) for each in inner}
+        return {
+            each.ep_group_name: self.running.groups(each.ep_size, each.fsmoe.tensor_parallel)
+            for each in self.inner_layers.values()
+        }
 
     def close(self) -> None:
         """Give back the reduction of gradients, and end what runs."""
@@ -209,7 +213,7 @@ class FSMoEState:
 
     def chosen(self) -> dict[str, str]:
         """What runs, a word or two per choice, in the order a token meets them."""
-        gates = sorted({_describe_gate(layer) for layer in self.layers.values()})
+        gates = sorted({_describe_gate(layer.gate) for layer in self.inner_layers.values()})
         return {
             "schedule": self.block.schedule,
             "pipeline_degree": _describe_degrees(self),
@@ -217,7 +221,7 @@ class FSMoEState:
             "esp_size": str(self.block.esp_size),
             "gate": "; ".join(gates),
             "order": self.parts.order_name,
-            "alltoall": self.parts.alltoall_name,
+            "alltoall": self.running.plan.alltoall,
             "ops": self.parts.ops.name,
             "gradients": self.gradients,
         }
@@ -237,15 +241,15 @@ def alike(block: FSMoEBlock) -> dict[str, Any]:
 
 
 def _describe_degrees(state: FSMoEState) -> str:
-    pipelines = [layer.deepspeed_moe.pipeline for layer in state.layers.values()]
-    degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
-    return "; ".join(
-        "forward {}, backward {}".format(*each) for each in dict.fromkeys(degrees or [state.running.degrees])
-    )
+    pipelines = [layer.pipeline for layer in state.inner_layers.values()]
+    blocks = [(each.forward.block, each.backward.block) for each in pipelines]
+    # A stage of a pipeline may have no layer.
+    blocks = blocks or [(state.running.plan.forward, state.running.plan.backward)]
+    degrees = [(forward.degree, backward.degree) for forward, backward in blocks]
+    return "; ".join("forward {}, backward {}".format(*each) for each in dict.fromkeys(degrees))
 
 
-def _describe_gate(layer: StockMoE) -> str:
-    gate = layer.deepspeed_moe.gate
+def _describe_gate(gate: Any) -> str:
     if not isinstance(gate, FSMoEGate):
         return gate.describe() if isinstance(gate, GateBase) else type(gate).__name__
     return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"

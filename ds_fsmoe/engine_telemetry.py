@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.instruments import LayerCall
 from ds_fsmoe.runtime.step_times import most_of
 from ds_fsmoe.step_comparison import StepComparison
 from ds_fsmoe.telemetry.events import named, of_routers
@@ -49,9 +50,12 @@ class Telemetry:
         sizes = {label: (each.num_experts, _num_copies(each)) for label, each in self._layers.items()}
         # Of the engine itself: what it does not have it looks for in the user's model.
         self.routers = RouterMetrics(sizes, state.running.device, vars(engine).get("stage_id"))
-        for layer in self._layers.values():
-            layer.deepspeed_moe.router_metrics = self.routers
+        state.running.instruments.append(self._watch)
         self._listen(engine.global_steps)
+
+    def _watch(self, call: LayerCall) -> None:
+        if call.is_training:
+            call.gate = self.routers.after(call.gate, call.label)
 
     def _gates(self) -> dict[str, Any]:
         return {label: each.deepspeed_moe.gate for label, each in self._layers.items()}
@@ -118,6 +122,6 @@ class Telemetry:
 
 def _num_copies(layer: Any) -> int:
     """Ranks that come to a layer with the same tokens."""
-    inner = layer.deepspeed_moe
-    is_copied = inner.mp_group is not None and inner.tensor_parallel.same_tokens
-    return inner.mp_group.size() if is_copied else 1
+    state = layer.deepspeed_moe.fsmoe
+    is_copied = state.mp_group is not None and state.tensor_parallel.same_tokens
+    return state.mp_group.size() if is_copied else 1

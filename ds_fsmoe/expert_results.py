@@ -9,14 +9,18 @@ found together, once before each optimizer step.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_fsmoe.components.expert_calls import ExpertCall, ExpertSet
+from ds_fsmoe.instruments import LayerCall
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.runtime.topology import world_size_now
+from ds_fsmoe.runtime.whole import WholeExperts
 
 _MOST = 8  # that a message names
 _GIVEN, _MADE = 1, 2
@@ -53,9 +57,23 @@ class ExpertResults:
         self._found_E[path] = torch.zeros(num_experts, dtype=torch.int32, device=device)
         self._first[path] = first_expert
 
-    def around(self, experts: ExpertSet, path: str) -> ExpertSet:
-        """These experts, looked at."""
-        return _Watched(experts, self, path)  # type: ignore[return-value]
+    def watch(self, call: LayerCall) -> None:
+        """Look at what the experts of a layer make in training."""
+        if not call.is_training:
+            return
+        if isinstance(call.experts, WholeExperts):
+            call.experts = replace(call.experts, module=self._looked_at(call.experts.module, call.path))
+        else:
+            call.experts = _Watched(call.experts, self, call.path)  # type: ignore[assignment]
+
+    def _looked_at(self, module: Callable[[torch.Tensor], Any], path: str) -> Callable[[torch.Tensor], Any]:
+        def looked_at(x_NeCM: torch.Tensor) -> Any:
+            y = module(x_NeCM)
+            if isinstance(y, torch.Tensor) and y.numel() == x_NeCM.numel():
+                self.look(path, x_NeCM, y.reshape(x_NeCM.shape))
+            return y
+
+        return looked_at
 
     def look(self, path: str, x_NeCM: torch.Tensor, y_NeCM: torch.Tensor) -> None:
         """At what the experts of this rank were given and have made of it."""

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.replay import AutocastState
 from ds_fsmoe.components.written import WrittenExpert
+from ds_fsmoe.instruments import Gate, LayerCall
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.runtime.agreement import DisagreementError, check_agreement
-from ds_fsmoe.runtime.pipeline import CallSizes, Pipeline
+from ds_fsmoe.runtime.pipeline import CallSizes
 from ds_fsmoe.saved_bytes import SavedBytes, describe, saved_bytes
 
 
@@ -54,53 +55,40 @@ class FirstForwards:
         self._recompute = False
         self._is_told = False
 
-    def watch(self, label: str, experts: ExpertSet, pipeline: Pipeline, x: torch.Tensor) -> Pipeline:
-        """A layer is about to run in training; returns the pipeline to run it with.
+    def watch(self, call: LayerCall) -> None:
+        """A layer is about to be called: compare what its ranks exchange, and note how the layer is called.
+
+        In the first forward in training, and in the first in evaluation, what ranks are about to exchange is compared:
+        of different sizes it would end the process, or never come.
 
         Args:
-            label: of the layer, one for each.
-            experts: of this rank.
-            pipeline: of the layer.
-            x: [..., M], its input.
+            call: of the layer.
         """
-        if label in self._seen:
-            return pipeline
-        self._seen.add(label)
-        self._recompute = pipeline.recompute
+        key = call.label, call.is_training
+        if call.capacity_group is not None and key not in self._compared and not in_backward():
+            call.gate = self._comparing(call.gate, key, call.path, call.capacity_group)
+        if call.is_training and call.local_experts is not None and call.label not in self._seen:
+            self._seen.add(call.label)
+            self._recompute = call.pipeline.recompute
+            call.pipeline = call.pipeline.watched(on_call=partial(self._note, call, call.local_experts))
 
-        degrees = pipeline.forward.block.degree, pipeline.backward.block.degree
+    def _note(self, call: LayerCall, experts: ExpertSet, sizes: CallSizes) -> None:
+        degrees = call.pipeline.forward.block.degree, call.pipeline.backward.block.degree
+        if max(degrees) > max(1, sizes.capacity):
+            self._many.append((call.label, sizes.capacity, degrees))
+        device = call.x.device
+        for recompute, kept in self._kept.items() if not self._is_told else ():
+            kept.append(saved_bytes(experts, sizes, device, recompute))
+        if self._keeps_calls:
+            autocast = AutocastState.now(dict.fromkeys(("cpu", device.type)))
+            num_tokens = call.x.shape[:-1].numel()
+            self.calls[call.label] = FirstCall(experts, experts.written_now(), sizes, autocast, num_tokens)
 
-        def note(sizes: CallSizes) -> None:
-            if max(degrees) > max(1, sizes.capacity):
-                self._many.append((label, sizes.capacity, degrees))
-            for recompute, kept in self._kept.items() if not self._is_told else ():
-                kept.append(saved_bytes(experts, sizes, x.device, recompute))
-            if self._keeps_calls:
-                autocast = AutocastState.now(dict.fromkeys(("cpu", x.device.type)))
-                num_tokens = x.shape[:-1].numel()
-                self.calls[label] = FirstCall(experts, experts.written_now(), sizes, autocast, num_tokens)
-
-        return replace(pipeline, on_call=note)
-
-    def comparing(
-        self, gate: Callable[..., Any], label: str, path: str, is_training: bool, group: dist.ProcessGroup | None
-    ) -> Callable[..., Any]:
-        """The gate of a layer. In the first forward in training, and in the first in evaluation, what its ranks are
-        about to exchange is compared: of different sizes it would end the process, or never come.
-
-        Args:
-            gate: ``(x_SM, ...) -> routing``.
-            label, path: of the layer.
-            is_training: which of the two it is.
-            group: the ranks that have to have as many slots as this one; ``None`` for one.
-        """
-        if group is None or (label, is_training) in self._compared or in_backward():
-            return gate
-
+    def _comparing(self, gate: Gate, key: tuple[str, bool], path: str, group: dist.ProcessGroup) -> Gate:
         def compared(x_SM: torch.Tensor, *args: Any) -> Any:
             routing = gate(x_SM, *args)
             _compare(routing.capacity, x_SM, path, group)
-            self._compared.add((label, is_training))
+            self._compared.add(key)
             return routing
 
         return compared

@@ -33,7 +33,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.runtime.chunking import cut
 from ds_fsmoe.runtime.duplicates import Duplicates
-from ds_fsmoe.runtime.lanes import make_lanes
+from ds_fsmoe.runtime.lanes import Lanes, make_lanes
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.whole import WholeExperts
 from ds_fsmoe.runtime.wires import Wires
@@ -123,6 +123,23 @@ def token_path(
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
 
 
+def pipeline_without_engine(
+    alltoall: AllToAllBase, group: dist.ProcessGroup | None, lanes: Lanes, degrees: tuple[int, int] = (1, 1)
+) -> Pipeline:
+    """What runs a layer that stands in no engine of ours.
+
+    Args:
+        alltoall: which all-to-all.
+        group: the ranks that share the experts; ``None`` for this process alone.
+        lanes: on which tasks are run.
+        degrees: chunks (forward, backward).
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
+    plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(degrees)]
+    return Pipeline(lanes, Wires(alltoall.exchange, group if ranks > 1 else None, None), *plans)
+
+
 class MOELayer(nn.Module):
     """A layer put together by hand from parts, usable as any ``nn.Module``, DeepSpeed or not.
 
@@ -204,14 +221,17 @@ class MOELayer(nn.Module):
         self.return_stats = return_stats
         self.overlap = overlap
         self._degrees = degrees
-        self._wires = Wires(alltoall_impl.exchange, group if num_ranks > 1 else None, None)
+        self._alltoall = alltoall_impl
         self._running: tuple[Pipeline, ExpertSet] | None = None
         self._looked: set[bool] = set()
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
         """[..., M] to [..., M]; with ``return_stats`` a :class:`MoEOutput`."""
         if self._running is None:
-            self._running = self._make_pipeline(x.device), expert_set(list(self.experts.experts), path="MOELayer")
+            # Only now the device is known.
+            lanes = make_lanes(x.device, self.overlap)
+            experts = expert_set(list(self.experts.experts), path="MOELayer")
+            self._running = pipeline_without_engine(self._alltoall, self.group, lanes, self._degrees), experts
         if self.training not in self._looked:
             self._looked.add(self.training)
             self._leave_whole_if_need_be(x)
@@ -237,15 +257,8 @@ class MOELayer(nn.Module):
             return
         found = by_class(experts)
         found = found if found.text else by_trial(experts, x)
-        is_alone = self._wires.ep_group is None
+        is_alone = pipeline.wires.ep_group is None
         reason = agreed(found, found.kind == "shape", type(self).__name__, self.group, is_alone, x.device)
         if reason:
             self._running = pipeline.uncut(), experts
             log_on_rank_0(f"a {type(self).__name__} put together by hand is run uncut: {reason}", logging.WARNING)
-
-    def _make_pipeline(self, device: torch.device) -> Pipeline:
-        # At the first call, because only then is the device known.
-        ranks = self._wires.num_exchanging
-        groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
-        plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(self._degrees)]
-        return Pipeline(make_lanes(device, self.overlap), self._wires, *plans)

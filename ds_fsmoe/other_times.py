@@ -48,7 +48,7 @@ def time_gate_and_order(measuring: Measuring, kind: Kind) -> dict[str, Timing]:
     def order(size: int) -> Callable[[], object]:
         x_SM = tokens(size)
         routing = layer.route_unheard(x_SM, None, None)
-        return lambda: layer.order.restore(layer.order.arrange(x_SM, routing), routing)
+        return lambda: layer.fsmoe.order.restore(layer.fsmoe.order.arrange(x_SM, routing), routing)
 
     was_training = layer.gate.training
     # A gate that counts what it routes in training does not count this.
@@ -58,7 +58,8 @@ def time_gate_and_order(measuring: Measuring, kind: Kind) -> dict[str, Timing]:
     try:
         with untouched(device, layer.gate), kind.subject.surroundings():
             for name, prepare in jobs.items():
-                of_kind = f"{name} {type(layer.gate).__name__}, {type(layer.order).__name__}, {layer.num_local_experts}"
+                parts = f"{name} {type(layer.gate).__name__}, {type(layer.fsmoe.order).__name__}"
+                of_kind = f"{parts}, {layer.num_local_experts}"
                 full_name = f"{of_kind} experts a rank, width {width}, {dtype}, up to {sizes[-1]} tokens"
                 found[name] = measuring.timing(full_name, "token", sizes, 1.0, prepare)
     finally:

@@ -29,7 +29,6 @@ class Parts:
     callbacks: tuple[CallbackBase, ...]
     asked_order: str
     """Name of the order for all layers; "auto": for each the one that goes with its gate."""
-    alltoall_name: str
     ops: Ops
     _orders: dict[str, OrderBase] = field(default_factory=dict, repr=False)
 
@@ -75,10 +74,10 @@ def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
         ValueError: ``ops: "required"`` on a device without compiled ops.
     """
     ops = load_ops(block.ops, device_type, block.deterministic)
-    alltoall_name = "flat" if block.alltoall == "auto" else block.alltoall
-    alltoall = registry.lookup("alltoall", alltoall_name)()
-    _check_kind(alltoall, AllToAllBase, alltoall_name)
-    return Parts(alltoall, _make_callbacks(block), block.order, alltoall_name, ops)
+    name = "flat" if block.alltoall == "auto" else block.alltoall
+    alltoall = registry.lookup("alltoall", name)()
+    _check_kind(alltoall, AllToAllBase, name)
+    return Parts(alltoall, _make_callbacks(block), block.order, ops)
 
 
 def _check_kind(part: Any, base: type, name: str) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_fsmoe import registry
 from ds_fsmoe.blocks import PipelineDegreeBlock
 from ds_fsmoe.engine_state import FSMoEState
-from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.gradient_plan import GradientPlan, Parcel
-from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.runtime.pipeline import uncut
+from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.saving.random_states import check_random_states
 from ds_fsmoe.saving.reading import read_file
 from ds_fsmoe.saving.tags import CheckpointError
@@ -45,13 +43,13 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
         {} if state.autotune is None else {label: row.alltoall for row in state.autotune.rows for label in row.labels}
     )
     layers = {}
-    for layer in state.layers.values():
-        pipeline = layer.deepspeed_moe.pipeline
-        layers[pipeline.label] = {
+    for label, layer in state.inner_layers.items():
+        pipeline = layer.pipeline
+        layers[label] = {
             "forward": asdict(pipeline.forward.block),
             "backward": asdict(pipeline.backward.block),
             "reduces": [list(each) for each in pipeline.wires.reduces],
-            "alltoall": alltoall_of.get(pipeline.label),
+            "alltoall": alltoall_of.get(label),
         }
     reducer = None if state.reduction is None else state.reduction.reducer
     gradients = None
@@ -64,9 +62,8 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
 class ReadPlans:
     """Plans that can be run by."""
 
-    blocks: Mapping[str, tuple[BlockPlan, BlockPlan]]
-    reduces: Mapping[str, tuple[tuple[float, str], ...]]
-    alltoalls: Mapping[str, str | None]
+    layers: Mapping[str, LayerPlan]
+    """By label."""
     gradients: tuple[GradientPlan, Any, Any] | None
 
 
@@ -76,10 +73,9 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     Raises:
         KeyError, TypeError, ValueError: they are not such plans, or of another model.
     """
-    labels = {layer.deepspeed_moe.pipeline.label for layer in state.layers.values()}
-    if set(plans["layers"]) != labels:
-        raise ValueError(f"plans of layers {sorted(plans['layers'])}: there are {sorted(labels)}")
-    layers, gradients = plans["layers"], plans["gradients"]
+    inner, layers, gradients = state.inner_layers, plans["layers"], plans["gradients"]
+    if set(layers) != inner.keys():
+        raise ValueError(f"plans of layers {sorted(layers)}: there are {sorted(inner)}")
     most = _most_chunks(state.block.pipeline_degree)
     for label, each in layers.items():
         chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))
@@ -91,12 +87,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     read = None
     if gradients is not None:
         read = _gradient_plan(gradients["plan"]), gradients["windows"], gradients["ready_at"]
-    return ReadPlans(
-        {label: (_block(each["forward"]), _block(each["backward"])) for label, each in layers.items()},
-        {label: tuple((float(size), str(name)) for size, name in each["reduces"]) for label, each in layers.items()},
-        {label: each["alltoall"] for label, each in layers.items()},
-        read,
-    )
+    return ReadPlans({label: _layer(layers[label], layer.fsmoe.plan) for label, layer in inner.items()}, read)
 
 
 @dataclass(frozen=True)
@@ -140,20 +131,8 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
     Raises:
         DisagreementError: on every rank, if they do not have the same.
     """
-    for layer in state.layers.values():
-        inner = layer.deepspeed_moe
-        pipeline = inner.pipeline
-        wires = replace(pipeline.wires, reduces=plans.reduces[pipeline.label])
-        planned, name = pipeline.forward.alltoall, plans.alltoalls[pipeline.label]
-        if name is not None:
-            groups = state.running.groups(inner.ep_size, inner.tensor_parallel)
-            exchange = exchange_in(groups, registry.lookup("alltoall", name)())
-            wires, planned = replace(wires, exchange=exchange.whole, legs=exchange.legs), exchange.planned
-        forward, backward = (
-            PhasePlan(uncut(block) if inner.is_uncut else block, now.groups, now.backward, planned)
-            for block, now in zip(plans.blocks[pipeline.label], (pipeline.forward, pipeline.backward), strict=True)
-        )
-        inner.pipeline = replace(pipeline, wires=wires, forward=forward, backward=backward)
+    for label, layer in state.inner_layers.items():
+        layer.fsmoe.apply(plans.layers[label])
     if state.autotune is not None:
         state.autotune.need_not_run()
     if plans.gradients is not None and state.reduction is not None:
@@ -164,6 +143,12 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
 def _degree(facts: Mapping[str, Any]) -> int:
     """Plans of before have a share for each chunk; that they might have been unequal never paid."""
     return len(facts["shares"]) if "shares" in facts else facts["degree"]
+
+
+def _layer(facts: Mapping[str, Any], now: LayerPlan) -> LayerPlan:
+    reduces = tuple((float(size), str(name)) for size, name in facts["reduces"])
+    # Where nothing was measured there is no all-to-all that was chosen.
+    return LayerPlan(_block(facts["forward"]), _block(facts["backward"]), facts["alltoall"] or now.alltoall, reduces)
 
 
 def _block(facts: Mapping[str, Any]) -> BlockPlan:

@@ -10,12 +10,9 @@ Letters: E experts of all ranks, C slots per expert, M width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from ds_fsmoe.config import ConfigError, shown
 from ds_fsmoe.planning.call_shape import CallShape, call_timeline
@@ -23,25 +20,12 @@ from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import Schedule, Task
+from ds_fsmoe.planning.schedule import Schedule
 from ds_fsmoe.planning.timeline import Contention, Timeline
 from ds_fsmoe.planning.workload import AllToAll, kind_costs
-from ds_fsmoe.runtime.lanes import Observer
-from ds_fsmoe.runtime.pipeline import Experts, Hook, Parcel, Pipeline
-from ds_fsmoe.runtime.spans import Recorder
-from ds_fsmoe.runtime.step_times import StepClock
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.whole import WholeExperts
 
 if TYPE_CHECKING:
-    from ds_fsmoe.runtime.gradients import GradientReducer
-
-
-def shape_of(x_RM: torch.Tensor, num_experts: int, capacity: int, experts: Experts | WholeExperts) -> CallShape:
-    """Return the shape of a call of a :class:`Pipeline`."""
-    matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
-    width, dtype_bytes = x_RM.shape[-1], x_RM.element_size()
-    return CallShape(num_experts, capacity, width, dtype_bytes, len(matrices), sum(matrices))
+    pass
 
 
 _MOST_KEPT = 256
@@ -126,114 +110,3 @@ class MeasuredPredictor:
             how = self.same_chunks, self.contention, self.is_serial
             self._timelines[key] = call_timeline(schedule, plan, shape, self.costs, *how)
         return self._timelines[key]
-
-
-@dataclass(frozen=True)
-class PredictedPipeline(Pipeline):
-    """Runs as any other. In steps that are traced it tells the tracer what each phase should take; in those that are
-    timed it gives the clock the phases, with what is needed to predict them."""
-
-    tracer: Tracer | None = None
-    predictor: Predicts | None = None
-    """Of all layers, for the trace."""
-    predictors: Predictors = dict
-    """Of what was measured here: for the trace where there is no other."""
-    clock: StepClock | None = None
-
-    @classmethod
-    def of(
-        cls,
-        pipeline: Pipeline,
-        tracer: Tracer | None,
-        predictor: Predictor | None,
-        predictors: Predictors = dict,
-        clock: StepClock | None = None,
-    ) -> PredictedPipeline:
-        """That pipeline, with predictions.
-
-        Raises:
-            ConfigError: the cluster lacks a number that they need.
-        """
-        if predictor is not None:
-            predictor.of(pipeline.forward.groups, pipeline.forward.alltoall)
-        return cls(**vars(pipeline), tracer=tracer, predictor=predictor, predictors=predictors, clock=clock)
-
-    def __call__(
-        self,
-        x_RM: torch.Tensor,
-        num_experts: int,
-        capacity: int,
-        experts: Experts | WholeExperts,
-        hook: Hook | None = None,
-    ) -> torch.Tensor:
-        """See :class:`Pipeline`."""
-        if isinstance(experts, WholeExperts) and not experts.is_timed and self.clock is not None:
-            return replace(self, clock=None)(x_RM, num_experts, capacity, experts, hook)
-        is_heard = self.clock is not None and self.clock.is_listening
-        if not is_heard and (self.tracer is None or not self.tracer.is_recording):
-            return super().__call__(x_RM, num_experts, capacity, experts, hook)
-        # Of this call alone: another one may come before its backward.
-        sizes = shape_of(x_RM, num_experts, capacity, experts)
-        window = None if self.window is None else _Watched(self.window)
-        observer = _OfCall(self, sizes, window)
-        of_call = replace(self, tracer=None, clock=None, observer=observer, window=window)
-        return of_call(x_RM, num_experts, capacity, experts, hook)
-
-
-class _Watched:
-    """The window of a layer's backward, and how large what it gave to be sent is."""
-
-    def __init__(self, window: Any) -> None:
-        self._window: GradientReducer = window
-        self.slices_bytes: tuple[int, ...] = ()
-
-    def open(self, label: str) -> Sequence[Parcel]:
-        parcels = self._window.open(label)
-        flats = self._window.flats
-        self.slices_bytes = tuple((each.stop - each.first) * flats[each.flat].element_bytes for each in parcels)
-        return parcels
-
-    def send(self, parcel: Any) -> None:
-        self._window.send(parcel)
-
-    def close(self) -> None:
-        self._window.close()
-
-
-class _OfCall(Observer):
-    """Passes on what it is told, and says ahead of a run what is needed to predict it."""
-
-    def __init__(self, pipeline: PredictedPipeline, sizes: CallShape, window: _Watched | None) -> None:
-        self._pipeline = pipeline
-        self._observer = pipeline.observer or pipeline.tracer
-        self._plans = {"forward": pipeline.forward, "backward": pipeline.backward}
-        self._sizes = sizes
-        self._window = window
-        self._recorder: Recorder | None = None
-        """Of the run that is under way."""
-
-    def start(self, schedule: Schedule, label: str) -> None:
-        pipeline, sizes = self._pipeline, self._sizes
-        plan = self._plans[label.rpartition("/")[2]]
-        if plan.backward and self._window is not None:
-            sizes = replace(sizes, slices_bytes=self._window.slices_bytes)
-        if pipeline.tracer is not None and pipeline.tracer.is_recording:
-            predictor = pipeline.predictor or pipeline.predictors().get(pipeline.label)
-            if predictor is not None:
-                pipeline.tracer.expect(partial(predictor.timeline, schedule, plan, sizes))
-        if self._observer is not None:
-            self._observer.start(schedule, label)
-        if pipeline.clock is not None:
-            self._recorder = pipeline.clock.run(schedule, label, (pipeline.label, plan, sizes))
-
-    def begin(self, index: int, task: Task) -> None:
-        if self._observer is not None:
-            self._observer.begin(index, task)
-        if self._recorder is not None:
-            self._recorder.begin(index, task)
-
-    def end(self, index: int, task: Task) -> None:
-        if self._recorder is not None:
-            self._recorder.end(index, task)
-        if self._observer is not None:
-            self._observer.end(index, task)

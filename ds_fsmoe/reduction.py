@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from ds_fsmoe.runtime.flat_gradients import FlatGradients
 from ds_fsmoe.runtime.gradients import GradientReducer
 from ds_fsmoe.runtime.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.runtime.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
-from ds_fsmoe.runtime.spans import Together
 
 LOOKS = 3
 """Backwards that are looked at before gradients travel in them: the first of all is slow, two are measured."""
@@ -105,7 +103,6 @@ class Reduction:
         )
         self._idle = IdleTimes(engine.device)
         self.reducer.on_finish = self._idle.next_round
-        self._observers = [layer.pipeline.observer for layer in self._layers]
         self.look_at_plans()
         self._door.take(self.reducer)
         log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
@@ -131,18 +128,17 @@ class Reduction:
         self._watch_no_more()
 
     def _watch_no_more(self) -> None:
-        for layer, observer in zip(self._layers, self._observers, strict=True):
-            layer.pipeline = replace(layer.pipeline, window=self.reducer, observer=observer)
+        for layer in self._layers:
+            layer.fsmoe.attach(self.reducer)
 
     def look_at_plans(self) -> None:
         """Measure in the backwards of the layers' plans, which have changed: until gradients are planned."""
         if self.reducer.plan is not None:
             return
-        for layer, observer in zip(self._layers, self._observers, strict=True):
+        for layer in self._layers:
             # A graph that is older keeps the window of its own plan.
             window = TimedWindow(self.reducer, layer.pipeline.backward, self._idle)
-            together = window.recorder if observer is None else Together(observer, window.recorder)
-            layer.pipeline = replace(layer.pipeline, window=window, observer=together)
+            layer.fsmoe.attach(window, window.recorder)
 
     def _plan(self, supplies: Sequence[Supply]) -> GradientPlan:
         """The same on every rank: rank 0 of those that share dense gradients decides."""
@@ -174,7 +170,7 @@ class Reduction:
         """Give the reduction back to DeepSpeed."""
         self._door.give_back()
         for layer in self._layers:
-            layer.pipeline = replace(layer.pipeline, window=None)
+            layer.fsmoe.attach(None)
 
 
 def _memory_of(flats: Sequence[FlatGradients], is_partitioned: bool) -> str:

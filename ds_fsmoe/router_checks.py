@@ -8,13 +8,13 @@ them look together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_fsmoe.components.gate import in_backward
+from ds_fsmoe.instruments import LayerCall
 from ds_fsmoe.runtime.topology import world_size_now
 
 _MOST_RANKS = 8  # that a message names
@@ -36,20 +36,18 @@ class RouterCheck:
         self.step = 0
         """The optimizer step that is under way."""
 
-    def before(self, gate: Callable[..., Any], path: str) -> Callable[..., Any]:
-        """The gate of a layer, its input looked at first: in forwards in training, which all ranks do together.
-
-        Args:
-            gate: ``(x_SM, ...) -> routing``.
-            path: of the layer in the model.
-        """
+    def watch(self, call: LayerCall) -> None:
+        """Look at the input of a layer's gate first: in forwards in training, which all ranks do together."""
+        if not call.is_training:
+            return
+        gate = call.gate
 
         def checked(x_SM: torch.Tensor, *args: Any) -> Any:
             if not in_backward():
-                self.look_at(x_SM, path)
+                self.look_at(x_SM, call.path)
             return gate(x_SM, *args)
 
-        return checked
+        call.gate = checked
 
     def look_at(self, x_SM: torch.Tensor, path: str) -> None:
         """Collective.

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 
 from ds_fsmoe.blocks import FSMoEBlock
+from ds_fsmoe.call_observer import trace_folder
 from ds_fsmoe.config import ConfigError, shown
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.running import trace_folder
 from ds_fsmoe.runtime.topology import world_size_now
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer

@@ -21,6 +21,7 @@ from ds_fsmoe.components.gate_settings import OptionError
 from ds_fsmoe.components.shards import check_shardable, shard_expert
 from ds_fsmoe.config import ConfigError, shown
 from ds_fsmoe.layer import FSMoEGate, FSMoELayer, StockMoE, StockMOELayer, StockTopKGate
+from ds_fsmoe.layer_state import LayerState
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.running import Running
@@ -169,6 +170,7 @@ def take_over(
     gate: GateBlock | None = None,
     running: Running | None = None,
     label: str = "moe",
+    path: str = "",
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Make a stock layer ours, in place.
 
@@ -177,23 +179,23 @@ def take_over(
         parts: order, all-to-all, ops, hooks.
         gate: what the block asks for; ``None`` keeps the layer's own gate as it is.
         running: of the engine; ``None`` for a layer outside of one.
-        label: of the layer, in messages and traces.
+        label: of the layer, in traces.
+        path: of the layer in its model, for messages.
 
     Returns:
         New parameter -> the one it stands in for. Empty unless another kind of gate, or sharded experts, were asked
         for.
     """
     inner = layer.deepspeed_moe
-    inner.__class__ = FSMoELayer
-    inner.parts, inner.running, inner.label = parts, running, label
-    inner.tensor_parallel = tensor_parallel_use(layer)
-    replaced = {} if running is None else _shard_experts(layer, running)
-    replaced |= _take_over_gate(layer, gate)
+    replaced = _take_over_gate(layer, gate)
     if isinstance(inner.gate, (FSMoEGate, GateBase)):
         inner.gate.ops = parts.ops
-    inner.order = parts.order_for(inner.gate)
-    if running is not None and getattr(inner.gate, "causal", False):
-        _warn_of_later_tokens(type(inner.gate).__name__)
+    inner.__class__ = FSMoELayer
+    inner.fsmoe = LayerState(parts, parts.order_for(inner.gate), running, label, path, tensor_parallel_use(layer))
+    if running is not None:
+        replaced |= _shard_experts(layer, running)
+        if getattr(inner.gate, "causal", False):
+            _warn_of_later_tokens(type(inner.gate).__name__)
     return replaced
 
 
@@ -221,7 +223,7 @@ def _shard_experts(layer: StockMoE, running: Running) -> dict[nn.Parameter, nn.P
         return {}
     experts = layer.deepspeed_moe.experts.deepspeed_experts
     # What the shards hold for now is cut from this rank's experts; when there are groups, from the right ones.
-    layer.deepspeed_moe.unsharded = UnshardedExperts(list(experts))
+    layer.deepspeed_moe.fsmoe.unsharded = UnshardedExperts(list(experts))
     index = running.shard_index(ep_size)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for i, expert in enumerate(experts):
@@ -299,31 +301,14 @@ def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict
 
 
 def give_back(layer: StockMoE) -> None:
-    """Make one of our layers stock's again, in place: the inverse of :func:`take_over`."""
+    """Make a layer stock's again, in place: the inverse of :func:`take_over` with the layer's own gate and experts."""
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:
         inner.__class__ = StockMOELayer
-        names = (
-            "parts",
-            "order",
-            "running",
-            "router_check",
-            "expert_results",
-            "router_metrics",
-            "label",
-            "path",
-            "tensor_parallel",
-            "pipeline",
-            "is_uncut",
-            "last_shape",
-            "_known_experts",
-            "unsharded",
-        )
-        for name in names:
-            vars(inner).pop(name, None)
+        del inner.fsmoe
     if type(inner.gate) is FSMoEGate:
         inner.gate.__class__ = StockTopKGate
-        for name in ("ops", "says_entropy", "_entropy"):
+        for name in FSMoEGate.__annotations__:
             vars(inner.gate).pop(name, None)
 
 
@@ -388,7 +373,7 @@ class MoE(StockMoE):
     def set_deepspeed_parallelism(self, *args: Any, **kwargs: Any) -> None:
         """Called by DeepSpeed's engine, which makes the process groups."""
         super().set_deepspeed_parallelism(*args, **kwargs)
-        mp_group = getattr(self.deepspeed_moe, "mp_group", None)
+        mp_group = self.deepspeed_moe.fsmoe.mp_group if isinstance(self.deepspeed_moe, FSMoELayer) else None
         if self.sequence_parallel and mp_group is not None:
             experts = {id(each) for each in self.deepspeed_moe.experts.parameters()}
             alike = (each for each in self.parameters() if id(each) not in experts and not _is_split(each))

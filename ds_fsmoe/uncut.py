@@ -11,19 +11,16 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ds_fsmoe.container import why_called
 from ds_fsmoe.expert_checks import Finding, agreed, by_class, by_trial, worst_of
+from ds_fsmoe.layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.runtime.step_times import most_of
 from ds_fsmoe.runtime.topology import world_size_now
-
-if TYPE_CHECKING:
-    from ds_fsmoe.layer import FSMoELayer
 
 
 class Uncut:
@@ -34,21 +31,27 @@ class Uncut:
         tries: whether experts are tried in layers that are not cut, too, and refused if they are not row-wise.
         is_tuned: whether layers may come to be cut.
         is_sharded: whether experts are cut over ranks.
+        group: the ranks that run the same layers; ``None``: all.
+        on_change: hears that layers are run otherwise from now on.
     """
 
     def __init__(
-        self, device: torch.device, tries: bool = False, is_tuned: bool = False, is_sharded: bool = False
+        self,
+        device: torch.device,
+        tries: bool,
+        is_tuned: bool,
+        is_sharded: bool,
+        group: dist.ProcessGroup | None,
+        on_change: Callable[[], None],
     ) -> None:
         self._device = device
         self._tries = tries
         self._is_tuned = is_tuned
         self._is_sharded = is_sharded
-        self.group: dist.ProcessGroup | None = None
-        """The ranks that run the same layers; ``None``: all."""
-        self.reasons: dict[str, str] = {}
-        """Label of a layer that is not to be cut -> why."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Hears that layers are run otherwise from now on."""
+        self._group = group
+        self._on_change = on_change
+        # Label of a layer that is not to be cut -> why, as far as this rank knows.
+        self._reasons: dict[str, str] = {}
         self._seen: set[tuple[str, bool]] = set()
         self._said: set[str] = set()
         self._late: set[str] = set()
@@ -62,7 +65,7 @@ class Uncut:
         for label, layer in layers.items():
             found = _by_modules(layer)
             if found.text and self._may_be_cut(layer):
-                self.reasons[label] = found.text
+                self._reasons[label] = found.text
         self.settle(layers)
 
     def look(self, layer: FSMoELayer, x: torch.Tensor) -> None:
@@ -82,7 +85,7 @@ class Uncut:
             self._look_for_hooks(layer)
             return
         tries = self._tries and layer.training
-        may_be_cut = not layer.is_uncut and self._may_be_cut(layer)
+        may_be_cut = not layer.fsmoe.is_uncut and self._may_be_cut(layer)
         if not (may_be_cut or tries or self._is_sharded):
             return
         self._seen.add(key)
@@ -96,26 +99,27 @@ class Uncut:
             or (self._is_sharded and found.kind == "called")
         )
         # Only those that run it together are known to be here; who asks about all experts wants to hear of all ranks.
-        group = self.group if tries else layer.capacity_group
+        group = self._group if tries else layer.fsmoe.capacity_group
         is_alone = world_size_now() == 1 or (group is None and not tries)
-        reason = agreed(found, is_error, layer.path, group, is_alone, self._device)
+        reason = agreed(found, is_error, layer.fsmoe.path, group, is_alone, self._device)
         if reason and may_be_cut:
-            self.reasons[layer.label] = reason
+            self._reasons[layer.label] = reason
             self._leave_whole({layer.label: layer})
 
     def _look_for_hooks(self, layer: FSMoELayer) -> None:
         """Those that were put on a layer that is cut, after it was looked at."""
         if layer.pipeline is None or not layer.pipeline.is_cut or (reason := why_called(layer.experts)) is None:
             return
-        if layer.capacity_group is None:  # nobody has to be asked
-            self.reasons[layer.label] = reason
+        if layer.fsmoe.capacity_group is None:  # nobody has to be asked
+            self._reasons[layer.label] = reason
             self._leave_whole({layer.label: layer})
         elif layer.label not in self._late:
             self._late.add(layer.label)
             logger.warning(
                 "%s: %s; they were put on after its first forward, when the ranks had agreed to run it in chunks, and "
                 "are not called: call engine.fsmoe.look_again() on every rank after such a change",
-                *(layer.path, reason),
+                layer.fsmoe.path,
+                reason,
             )
 
     def look_again(self) -> None:
@@ -129,35 +133,34 @@ class Uncut:
         Args:
             layers: by label.
         """
-        if not int(most_of([float(len(self.reasons))], self._device, self.group)[0]):
+        if not int(most_of([float(len(self._reasons))], self._device, self._group)[0]):
             return
-        of_ranks: list[dict[str, str]] = [self.reasons]
+        of_ranks: list[dict[str, str]] = [self._reasons]
         if world_size_now() > 1:
-            of_ranks = [{}] * dist.get_world_size(self.group)
-            dist.all_gather_object(of_ranks, self.reasons, group=self.group)
+            of_ranks = [{}] * dist.get_world_size(self._group)
+            dist.all_gather_object(of_ranks, self._reasons, group=self._group)
         # Where ranks have different reasons, the first rank's.
-        self.reasons = {label: why for reasons in reversed(of_ranks) for label, why in reasons.items()}
-        self._leave_whole({label: layers[label] for label in layers if label in self.reasons})
+        self._reasons = {label: why for reasons in reversed(of_ranks) for label, why in reasons.items()}
+        self._leave_whole({label: layers[label] for label in layers if label in self._reasons})
 
     def _may_be_cut(self, layer: FSMoELayer) -> bool:
         return self._is_tuned or (layer.pipeline is not None and layer.pipeline.is_cut)
 
     def _leave_whole(self, layers: Mapping[str, FSMoELayer]) -> None:
         """From now on, those that are not yet."""
-        changed = {label: layer for label, layer in layers.items() if not layer.is_uncut}
+        changed = {label: layer for label, layer in layers.items() if not layer.fsmoe.is_uncut}
         paths: dict[str, list[str]] = defaultdict(list)
+        for label, layer in layers.items():
+            layer.fsmoe.run_uncut(self._reasons[label])
         for label, layer in changed.items():
-            layer.is_uncut = True
-            if layer.pipeline is not None and layer.pipeline.is_cut:
-                layer.pipeline = layer.pipeline.uncut()
-            paths[self.reasons[label]].append(layer.path)
+            paths[self._reasons[label]].append(layer.fsmoe.path)
         for reason, of_reason in paths.items():
             are = f"{', '.join(of_reason)} {'is' if len(of_reason) == 1 else 'are'} run uncut"
             why = "for the same reason" if reason in self._said else f"because it would differ in chunks: {reason}"
             log_on_rank_0(f"{are}, {why}", logging.WARNING)
             self._said.add(reason)
         if changed:
-            self.on_change()
+            self._on_change()
 
 
 def _by_modules(layer: FSMoELayer) -> Finding:

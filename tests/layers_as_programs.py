@@ -16,6 +16,7 @@ from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
+from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
 from ds_fsmoe.planning.gradient_plan import Parcel
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -168,8 +169,8 @@ def _programs_of(rank: int, layout: Layout, asked: Sequence[Way], one_link: bool
 def _run(
     running: Running, layout: Layout, alltoall: AllToAllBase, asked: Sequence[Way], tape: Tape
 ) -> Iterator[Program]:
-    pipeline = running.pipeline("L00", layout.ep_size, alltoall)
     groups = running.groups(layout.ep_size)
+    pipeline = running.pipeline("L00", groups, running.plan, exchange_in(groups, alltoall))
     flats = {}
     for kind, of in ((EXPERT_GRAD, "edp"), (GRAD, "dp")):
         if (group := communicator_like(groups, of)) is not None:

@@ -107,14 +107,17 @@ def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None
 
 def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     """Gradients that travel in a layer may change how that one is run: then it has a row of its own."""
-    first, second = (SimpleNamespace(labels=labels) for labels in (["L00", "L01", "L02"], ["L03"]))
+    first, second = (
+        SimpleNamespace(labels=labels, layer=SimpleNamespace(fsmoe=SimpleNamespace(why_uncut=reason)))
+        for labels, reason in ((["L00", "L01", "L02"], ""), (["L03"], "it has dropout"))
+    )
     kind_of = dict.fromkeys(first.labels, first) | dict.fromkeys(second.labels, second)
     measured: Any = SimpleNamespace(kind_of=kind_of, profile_of=lambda *_: made_up(), reduces=lambda _: ())
     planner, labels = Machine().planner(), list(kind_of)
     layer = layer_of(made_up())
     two, three = (SearchSpace.fixed(Order(2), Order(degree)) for degree in (2, 3))
     plan = planner.plan_options([{"flat": layer}] * 4, [two, three, two, two], "off")
-    rows = rows_of(measured, labels, plan, (None, None), {"L03": "it has dropout"})
+    rows = rows_of(measured, labels, plan, (None, None))
     assert [row.labels for row in rows] == [("L00", "L02"), ("L01",), ("L03",)]
     assert [row.choices[1].order.degree for row in rows] == [2, 3, 2]
     assert [row.uncut for row in rows] == ["", "", "it has dropout"]

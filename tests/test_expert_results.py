@@ -37,7 +37,7 @@ def spoil(engine: Any, layer: int, expert: int, value: float) -> None:
     """On the ranks that have this expert."""
     inner = engine.module.moes[layer].deepspeed_moe
     modules = list(inner.experts.deepspeed_experts)
-    first = inner.expert_results._first[f"moes.{layer}"]
+    first = engine.fsmoe.expert_results._first[f"moes.{layer}"]
     if first <= expert < first + len(modules):
         with torch.no_grad():
             next(modules[expert - first].parameters())[0, 0] = value

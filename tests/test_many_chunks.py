@@ -10,6 +10,7 @@ import torch
 
 from ds_fsmoe import LinearGate, MOELayer, SimpleOrder, first_forwards
 from ds_fsmoe.first_forwards import FirstForwards
+from tests.calls import call_of
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_chunks_beyond_the_slots_are_said_to_be_empty(
         )
         layer(x)
         pipeline, experts = layer._running
-        layer._running = watching.watch(label, experts, pipeline, x), experts
+        layer._running = call_of(pipeline, x, experts, watching, label), experts
         layer(x)
     watching.tell()
     watching.tell()

@@ -125,7 +125,7 @@ def trained(rank: int, world_size: int) -> dict[str, Any]:
                 losses.append(loss.item())
             name = "own" if gate is None else gate["type"]
             inner = model.moes[0].deepspeed_moe
-            names = {inner.gate.ops.name, inner.order.ops.name, engine.fsmoe.chosen()["ops"]}
+            names = {inner.gate.ops.name, inner.fsmoe.order.ops.name, engine.fsmoe.chosen()["ops"]}
             found[ops, name] = losses, names
             engine.destroy()
     return found

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe import CallbackBase, ConfigError
+from ds_fsmoe.call_observer import CallObserver, sizes_of
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
@@ -28,12 +29,14 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
-from ds_fsmoe.predicted import PredictedPipeline, Predictor, shape_of
+from ds_fsmoe.predicted import Predictor
 from ds_fsmoe.runtime.lanes import SerialLanes
+from ds_fsmoe.runtime.pipeline import CallShape as CalledWith
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.trace_files import range_name, rank_file, read_trace
 from ds_fsmoe.runtime.wires import Wires
+from tests.calls import call_of
 from tests.ranks import run_on_ranks
 from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch
 from tests.trace_cases import assert_no_overlap, assert_valid, events_of, make_tracer, row_names, written
@@ -96,7 +99,8 @@ def test_sizes_of_a_call_are_those_of_the_planner(
 @pytest.mark.parametrize(("expert", "num_products"), [(GPTFeedForward, 2), (MixtralFeedForward, 3)])
 def test_products_of_an_expert_are_its_matrices(expert: Callable[..., torch.nn.Module], num_products: int) -> None:
     experts = expert_set([expert(5, 14) for _ in range(3)])
-    sizes = shape_of(torch.zeros(6 * 7, 5, dtype=torch.bfloat16), 6, 7, experts)
+    at = CalledWith(1, 7, 5, torch.bfloat16, 1, True, 6)
+    sizes = sizes_of(at, experts)
     assert sizes == CallShape(6, 7, 5, 2, 3 * num_products, 3 * num_products * 5 * 14)
 
 
@@ -134,14 +138,13 @@ def test_each_call_has_the_prediction_of_its_own_sizes(make_tracer: Callable[...
     groups = Groups(world=1, gpus_per_node=1)
     plans = [PhasePlan(BlockPlan(2), groups, backward=backward) for backward in (False, True)]
     tracer, predictor = make_tracer(1, 1), Predictor(cluster_file(tmp_path))
-    plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", observer=tracer)
-    pipeline = PredictedPipeline.of(plain, tracer, predictor)
+    plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07")
+    observer = CallObserver(tracer, predictor=predictor)
     experts = expert_set([GPTFeedForward(5, 14) for _ in range(3)])
     for step in range(3):
         tracer.step(step)
-        outputs = [
-            pipeline(torch.randn(3 * capacity, 5, requires_grad=True), 3, capacity, experts) for capacity in (4, 11)
-        ]
+        rows = [(torch.randn(3 * capacity, 5, requires_grad=True), capacity) for capacity in (4, 11)]
+        outputs = [call_of(plain, x_RM, experts, observer)(x_RM, 3, capacity, experts) for x_RM, capacity in rows]
         for y_RM in outputs:
             y_RM.sum().backward()
     trace = written(tracer)
@@ -188,12 +191,11 @@ def test_gradients_that_travel_in_a_backward_are_as_large_as_they_are(
     groups = Groups(world=4, gpus_per_node=4, ep=2)
     plans = [PhasePlan(BlockPlan(), groups, backward=backward) for backward in (False, True)]
     tracer, gradients = make_tracer(), Gradients()
-    plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", observer=tracer)
-    pipeline = replace(PredictedPipeline.of(plain, tracer, Predictor(cluster_file(tmp_path))), window=gradients)
+    plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", window=gradients)
     tracer.step(0)
-    pipeline(
-        torch.randn(6 * 5, 7, requires_grad=True), 6, 5, expert_set([nn.Linear(7, 7) for _ in range(6)])
-    ).sum().backward()
+    x_RM, experts = torch.randn(6 * 5, 7, requires_grad=True), expert_set([nn.Linear(7, 7) for _ in range(6)])
+    observer = CallObserver(tracer, predictor=Predictor(cluster_file(tmp_path)))
+    call_of(plain, x_RM, experts, observer)(x_RM, 6, 5, experts).sum().backward()
     tracer.step(1)
     assert gradients.sent == ["opened", "GRAD", "EXPERT_GRAD", "closed"]
     events = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ds_fsmoe import running
+from ds_fsmoe import call_observer
 from ds_fsmoe.planning.call_shape import CallShape, sized
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -91,7 +91,7 @@ def engine_of(rank: int, case: Case, blocks: dict[str, Any] | None = None, **aut
     """A training whose stage is taken to have run."""
     import ds_fsmoe
 
-    running.StepClock = functools.partial(StepClock, host=CLOCK)
+    call_observer.StepClock = functools.partial(StepClock, host=CLOCK)
     model = SmallModel(case, rank)
     model.first = Slow(model.first)
     block = {"enabled": True, "metrics": "detailed"}

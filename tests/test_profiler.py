@@ -247,7 +247,8 @@ def test_the_doubt_about_a_layer_is_how_far_off_its_lines_it_is_of_all_that_it_t
     profile = LayerProfile(operations, 0.0, False)
     assert profile.relative_residual == pytest.approx(1.0 / (11.0 + 30.0 + 19.0))
     # What is not planned by adds nothing to it.
-    assert replace(profile, operations=operations | {DX: off_by(9.0, 0.3)}).relative_residual == pytest.approx(profile.relative_residual)
+    late = replace(profile, operations=operations | {DX: off_by(9.0, 0.3)})
+    assert late.relative_residual == pytest.approx(profile.relative_residual)
     assert LayerProfile({}, 0.0, False).relative_residual == 0.0
 
 

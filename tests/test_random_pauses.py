@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,8 @@ def train(rank: int, steps: int, overlap: bool) -> tuple[list[torch.Tensor], int
     for step in range(steps):
         if step == 2 and overlap:  # gradients travel in the lanes by now
             for moe in model.moes:
-                inner = moe.deepspeed_moe
-                inner.pipeline = replace(inner.pipeline, observer=pauses)
+                state = moe.deepspeed_moe.fsmoe
+                state.attach(state.pipeline.window, pauses)
         loss, _ = engine(*batch(step, rank, torch.float32))
         engine.backward(loss)
         engine.step()

@@ -132,7 +132,7 @@ def predicted_and_kept(layer: Layer) -> tuple[SavedBytes, int, Watched]:
         predictions.append(saved_bytes(layer.experts, sizes, layer.x_SM.device, layer.pipeline.recompute))
 
     watched = Watched(layer.experts)
-    layer(experts=watched, on_call=note)
+    layer(experts=watched, on_call=(note,))
     (prediction,) = predictions
     return prediction, bytes_of(watched.released), watched
 

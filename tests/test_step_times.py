@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_fsmoe.call_observer import CallObserver
 from ds_fsmoe.components.expert_calls import expert_set
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape
@@ -21,12 +22,12 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT, Schedule, Task
 from ds_fsmoe.planning.timeline import Timeline, simulate
-from ds_fsmoe.predicted import PredictedPipeline
 from ds_fsmoe.runtime.lanes import Lanes, make_lanes
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.wires import Wires
+from tests.calls import call_of
 from tests.fake_clock import FakeClock
 from tests.lane_cases import COMPUTE, CPU, NEEDS_GPU, device_of
 from tests.ranks import run_on_ranks
@@ -55,14 +56,14 @@ class Model:
     def __init__(self, clock: StepClock, lanes: Lanes, host: FakeClock, **others: Any) -> None:
         groups = Groups(world=1, gpus_per_node=1)
         plans = [PhasePlan(BlockPlan(degree), groups, degree == 1) for degree in (2, 1)]
-        plain = Pipeline(lanes, Wires(lambda x, group: x, None, None), *plans, "L07")
-        self.pipeline = PredictedPipeline.of(plain, others.pop("tracer", None), None, clock=clock, **others)
+        self.pipeline = Pipeline(lanes, Wires(lambda x, group: x, None, None), *plans, "L07")
+        self.observer = CallObserver(clock=clock, **others)
         self.clock, self.host = clock, host
         self.experts = expert_set([Sleepy(host) for _ in range(EXPERTS)])
         self.device = clock.device
 
     def layer(self, x_RM: torch.Tensor, capacity: int = 4) -> torch.Tensor:
-        return self.pipeline(x_RM, EXPERTS, capacity, self.experts)
+        return call_of(self.pipeline, x_RM, self.experts, self.observer)(x_RM, EXPERTS, capacity, self.experts)
 
     def rows(self, capacity: int = 4) -> torch.Tensor:
         return torch.randn(EXPERTS * capacity, WIDTH, requires_grad=True)
@@ -190,7 +191,7 @@ def test_on_a_gpu_events_tell_the_same() -> None:
         x_RM = torch.randn(EXPERTS * 512, 1024, device=device, requires_grad=True)
         clock.begin_forward()
         torch.cuda._sleep(20_000_000)
-        loss = model.pipeline(x_RM @ x_RM.new_ones(1024, 1024), EXPERTS, 512, model.experts).sum()
+        loss = model.layer(x_RM @ x_RM.new_ones(1024, 1024), 512).sum()
         clock.end_forward()
         clock.begin_backward()
         loss.backward()
@@ -250,12 +251,13 @@ def test_what_was_measured_gives_the_trace_its_predictions_where_no_cluster_does
     tracer, predictors = make_tracer(0, 3), {}
     with closing(make_lanes(CPU)) as lanes:
         model = Model(StepClock(CPU), lanes, FakeClock(), tracer=tracer, predictors=lambda: predictors)
-        of_cluster = replace(model.pipeline, predictor=Fixed(9.0))
+        of_cluster = replace(model.observer, predictor=Fixed(9.0))
         for step in range(3):
             tracer.step(step)
             model.layer(model.rows())
             if step == 1:
-                of_cluster(model.rows(), EXPERTS, 4, model.experts)
+                x_RM = model.rows()
+                call_of(model.pipeline, x_RM, model.experts, of_cluster)(x_RM, EXPERTS, 4, model.experts)
             predictors["L07"] = Fixed(2.0 + step)
         tracer.step(3)
     found = [(event["args"]["step"], event["args"]["ms"]) for event in events_of(written(tracer), "predicted")]

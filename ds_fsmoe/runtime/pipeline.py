@@ -35,6 +35,7 @@ from ds_fsmoe.runtime.chunking import Cutting, cut
 from ds_fsmoe.runtime.crossings import crossings_of
 from ds_fsmoe.runtime.lanes import Body, Lanes, Observer
 from ds_fsmoe.runtime.phase import Direction, Hook, Phase
+from ds_fsmoe.runtime.spans import Together
 from ds_fsmoe.runtime.whole import WholeExperts, run_whole
 from ds_fsmoe.runtime.wires import Wires
 
@@ -104,6 +105,8 @@ class CallSizes:
     """Of the forward."""
     same_cuts: bool
     """Whether the backward has the forward's chunks."""
+    num_experts: int = 0
+    """E, of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,8 @@ class Pipeline:
     recompute: bool = False
     observer: Observer | None = None
     window: Window | None = None
-    on_call: Callable[[CallSizes], None] | None = None
-    """Is told the sizes of each call, before it begins."""
+    on_call: tuple[Callable[[CallSizes], None], ...] = ()
+    """Are told the sizes of each call, before it begins."""
 
     def __post_init__(self) -> None:
         kinds = crossings_of(self.forward.schedule).kinds | crossings_of(self.backward.schedule).kinds
@@ -136,6 +139,12 @@ class Pipeline:
         """The same with one chunk in both phases."""
         forward, backward = (replace(each, block=uncut(each.block)) for each in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
+
+    def watched(self, observer: Observer | None = None, on_call: Callable[[CallSizes], None] | None = None) -> Pipeline:
+        """The same, with these told as well as those that are told already."""
+        observers = [each for each in (self.observer, observer) if each is not None]
+        together = observers[0] if len(observers) == 1 else Together(*observers) if observers else None
+        return replace(self, observer=together, on_call=self.on_call if on_call is None else (*self.on_call, on_call))
 
     def __call__(
         self,
@@ -165,10 +174,12 @@ class Pipeline:
         )
         cuttings = cut(capacity, self.forward.block.degree), cut(capacity, self.backward.block.degree)
         same = cuttings[0] == cuttings[1]
-        if self.on_call is not None:
+        if self.on_call:
             num_ranks = self.wires.num_exchanging * self.wires.num_sharing
             chunks = len(cuttings[0].chunks)
-            self.on_call(CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same))
+            sizes = CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same, num_experts)
+            for tell in self.on_call:
+                tell(sizes)
         if isinstance(experts, WholeExperts):
             return run_whole(self, x_RM, num_experts, capacity, experts, hook, needs_backward)
         call = experts.call(needs_backward, same_cuts=same, recompute=self.recompute)
@@ -235,8 +246,8 @@ class _Call:
         return self._run(phase, self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
 
     def _phase(self, direction: Direction, cutting: Cutting, rows_RM: torch.Tensor) -> Phase:
-        of_call = (self.pipeline.wires, self._num_experts, self._cut_forward, self._hook)
-        return Phase(*of_call, direction, cutting, rows_RM, self.pipeline.lanes.runs_behind)
+        wires, is_behind = self.pipeline.wires, self.pipeline.lanes.runs_behind
+        return Phase(wires, self._num_experts, self._cut_forward, self._hook, direction, cutting, rows_RM, is_behind)
 
     def _run(self, phase: Phase, schedule: Schedule, compute: Mapping[str, Body]) -> torch.Tensor:
         pipeline = self.pipeline

@@ -75,7 +75,7 @@ class Recorder(Observer):
 
 
 class Together(Observer):
-    """Several observers as one, told in turn."""
+    """Several observers as one: told of a beginning in turn, and of an end the other way round."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
@@ -89,7 +89,7 @@ class Together(Observer):
             each.begin(index, task)
 
     def end(self, index: int, task: Task) -> None:
-        for each in self._observers:
+        for each in reversed(self._observers):
             each.end(index, task)
 
 

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer inside DeepSpeed has one owner of how it is run, and gives back all that it was given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from torch import nn
+
+import ds_fsmoe
+from ds_fsmoe.blocks import FSMoEBlock
+from ds_fsmoe.instruments import LayerCall
+from ds_fsmoe.layer import FSMoELayer
+from ds_fsmoe.parts import choose_parts
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.schedule import EXPERT, Schedule
+from ds_fsmoe.running import Running
+from ds_fsmoe.runtime.lanes import Observer
+from ds_fsmoe.takeover import give_back, take_over
+from tests.lane_cases import CPU
+
+WIDTH, NUM_EXPERTS = 8, 4
+
+
+def stock_layer() -> MoE:
+    torch.manual_seed(0)
+    return MoE(WIDTH, nn.Linear(WIDTH, WIDTH), NUM_EXPERTS, k=2, use_rts=False)
+
+
+def run(layer: MoE, tokens: int = 12) -> torch.Tensor:
+    torch.manual_seed(1)
+    y_SM, aux_loss, _ = layer(torch.randn(tokens, WIDTH))
+    (y_SM.square().sum() + aux_loss).backward()
+    return y_SM.detach()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    made = Running(FSMoEBlock.model_validate({"pipeline_degree": {"forward": 2, "backward": 2}}), CPU)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def layer(running: Running) -> FSMoELayer:
+    """In an engine that consists of what layers share, its groups made."""
+    made = stock_layer()
+    take_over(made, choose_parts(running.block, "cpu"), running=running, label="L00", path="moes.0")
+    made.deepspeed_moe._set_ep_group(None)
+    return made.deepspeed_moe
+
+
+def degrees(layer: FSMoELayer) -> tuple[int, int]:
+    return layer.pipeline.forward.block.degree, layer.pipeline.backward.block.degree
+
+
+def plan(forward: int, backward: int) -> LayerPlan:
+    return LayerPlan(BlockPlan(forward), BlockPlan(backward), "flat")
+
+
+def attributes(layer: MoE) -> list[dict[str, Any]]:
+    """Of all modules, with the results of the last call left out."""
+    results = ("l_aux", "exp_counts")
+    return [{name: value for name, value in vars(each).items() if name not in results} for each in layer.modules()]
+
+
+def test_a_layer_given_back_has_what_it_had_before_and_nothing_else() -> None:
+    layer = stock_layer()
+    y_SM, classes, before = run(layer), [type(each) for each in layer.modules()], attributes(layer)
+    take_over(layer, choose_parts(FSMoEBlock(), "cpu"))
+    assert isinstance(layer.deepspeed_moe, FSMoELayer)
+    assert attributes(layer) != before
+    layer.deepspeed_moe.gate.says_entropy = True
+    run(layer)
+    give_back(layer)
+    assert [type(each) for each in layer.modules()] == classes
+    assert [each.keys() for each in attributes(layer)] == [each.keys() for each in before]
+    assert attributes(layer) == before
+    assert torch.equal(run(layer), y_SM)
+
+
+def test_a_layer_in_an_engine_keeps_all_of_ours_in_one_attribute(layer: FSMoELayer) -> None:
+    layer(torch.randn(12, WIDTH))
+    assert vars(layer).keys() - vars(stock_layer().deepspeed_moe).keys() == {"fsmoe", "l_aux", "exp_counts"}
+
+
+def test_nobody_assigns_how_a_layer_is_run(layer: FSMoELayer) -> None:
+    with pytest.raises(AttributeError):
+        layer.pipeline = layer.pipeline.uncut()
+    package = Path(ds_fsmoe.__file__).parent
+    found = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if re.search(r"(fsmoe|layer|inner|state)\.pipeline(, \S+)? = ", file.read_text())
+    }
+    assert found == set()
+
+
+def test_a_plan_that_is_applied_keeps_what_is_attached(layer: FSMoELayer) -> None:
+    assert degrees(layer) == (2, 2)
+    window, observer = object(), object()
+    layer.fsmoe.attach(window, observer)
+    layer.fsmoe.apply(plan(3, 1))
+    assert degrees(layer) == (3, 1)
+    assert (layer.pipeline.window, layer.pipeline.observer) == (window, observer)
+    layer.fsmoe.attach(None)
+    assert (layer.pipeline.window, layer.pipeline.observer) == (None, None)
+
+
+def test_a_layer_that_may_not_be_cut_stays_whole_under_every_plan(layer: FSMoELayer) -> None:
+    layer.fsmoe.run_uncut("dropout")
+    assert degrees(layer) == (1, 1)
+    layer.fsmoe.apply(plan(3, 4))
+    assert degrees(layer) == (1, 1)
+    assert layer.fsmoe.is_uncut
+
+
+def test_a_call_keeps_the_plan_it_began_with(layer: FSMoELayer) -> None:
+    chunks = []
+
+    class Spy(Observer):
+        def start(self, schedule: Schedule, label: str) -> None:
+            chunks.append((label, sum(task.kind == EXPERT for task in schedule.tasks)))
+
+    layer.fsmoe.attach(None, Spy())
+    y_SM = layer(torch.randn(12, WIDTH))
+    layer.fsmoe.apply(plan(1, 5))
+    y_SM.sum().backward()
+    layer(torch.randn(12, WIDTH)).sum().backward()
+    assert chunks == [("L00/forward", 2), ("L00/backward", 2), ("L00/forward", 1), ("L00/backward", 5)]
+
+
+def test_an_instrument_is_shown_every_call_and_may_replace_its_parts(layer: FSMoELayer) -> None:
+    seen = []
+
+    def notes(call: LayerCall) -> None:
+        gate = call.gate
+
+        def noted(x_SM: torch.Tensor, *others: Any) -> Any:
+            seen.append((call.label, call.path, call.is_training, len(x_SM)))
+            return gate(x_SM, *others)
+
+        call.gate = noted
+
+    x_SM = torch.randn(12, WIDTH)
+    layer(x_SM)
+    layer.fsmoe.running.instruments.append(notes)
+    layer(x_SM)
+    layer.eval()
+    layer(x_SM[:5])
+    assert seen == [("L00", "moes.0", True, 12), ("L00", "moes.0", False, 5)]
