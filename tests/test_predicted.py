@@ -31,7 +31,7 @@ from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
 from ds_fsmoe.predicted import Predictor
 from ds_fsmoe.runtime.lanes import SerialLanes
-from ds_fsmoe.runtime.pipeline import CallShape as CalledWith
+from ds_fsmoe.runtime.pipeline import CallSizes as CalledWith
 from ds_fsmoe.runtime.pipeline import Pipeline
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.trace_files import range_name, rank_file, read_trace
