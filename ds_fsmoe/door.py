@@ -52,6 +52,7 @@ from ds_fsmoe.takeover import (
     find_layers,
     give_back,
 )
+from ds_fsmoe.words import words_of
 
 _beneath: list[Callable[..., Any]] = [deepspeed.initialize]
 """What ours calls in its turn. The first is DeepSpeed's own function, or what another library had put in its place
@@ -113,7 +114,12 @@ def initialize(
 
 
 def _initialize(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
-    block = read_block(ds_config)
+    # Whatever is wrong, it is called as the user has written it.
+    with words_of(ds_config.get(BLOCK)).in_errors():
+        return _initialize_by(read_block(ds_config), arguments, ds_config)
+
+
+def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Any:
     model, mpu = arguments["model"], arguments["mpu"]
     if model is None:
         return _call_beneath(arguments)
