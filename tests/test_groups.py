@@ -121,16 +121,17 @@ def test_blocks_and_edp_groups_are_those_that_deepspeeds_own_table_has() -> None
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"ep_size": 2, "esp_size": 3}, r"^fsmoe.expert_tensor_parallel_size = 3: times ep_size, it must divide the 8 ranks; "
+        ({"ep_size": 2, "esp_size": 3}, r"^fsmoe.expert_tensor_parallel_size = 3: times ep_size, it must "
+                                        r"divide the 8 ranks; "
                                         r"with ep_size = 2 the choices are 1, 2, 4$"),
-        ({"ep_size": 4, "esp_size": 4}, r"fsmoe.expert_tensor_parallel_size = 4: .* with ep_size = 4 the choices are 1, 2$"),
+        ({"ep_size": 4, "esp_size": 4}, r"expert_tensor_parallel_size = 4: .* with ep_size = 4 the choices are 1, 2$"),
         ({"esp_size": 0}, r"fsmoe.expert_tensor_parallel_size = 0: .* the choices are 1, 2, 4, 8$"),
         ({"esp_size": True}, r"fsmoe.expert_tensor_parallel_size = True: "),
         ({"esp_size": 2.0}, r"fsmoe.expert_tensor_parallel_size = 2.0: "),
         ({"ep_size": 3}, r"^ep_size = 3: must divide the 8 ranks; the choices are 1, 2, 4, 8$"),
         ({"ep_size": 8, "pp_size": 2}, r"^ep_size = 8: must divide the 4 ranks of a pipeline stage; "
                                        r"the choices are 1, 2, 4$"),
-        ({"ep_size": 2, "esp_size": 4, "pp_size": 2}, r"esp_size = 4: .* a pipeline stage; .* choices are 1, 2$"),
+        ({"ep_size": 2, "esp_size": 4, "pp_size": 2}, r"_size = 4: .* a pipeline stage; .* choices are 1, 2$"),
         ({"mp_size": 3}, r"tensor-parallel size = 3: must divide the 8 ranks; the choices are 1, 2, 4, 8$"),
         ({"pp_size": 3}, r"3 pipeline stages: must divide the 8 ranks; the choices are 1, 2, 4, 8$"),
     ],

@@ -22,7 +22,13 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 
 class OptionError(ValueError):
-    """A value that an option of a part cannot have."""
+    """A value that an option of a part cannot have.
+
+    Args:
+        owner: the name of the part's class.
+        name, value: the option and what was given for it.
+        problem: what it has to be instead.
+    """
 
     def __init__(self, owner: str, name: str, value: Any, problem: str) -> None:
         super().__init__(f"{owner}: {name} = {value!r}: {problem}")
