@@ -12,7 +12,7 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -144,18 +144,10 @@ def elsewhere(path: str) -> str | None:
     return f"write it as {places[0]}" if len(places) == 1 else None
 
 
-def _fields_of_blocks(block: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
-    for name, field in block.model_fields.items():
-        words = words_for(name, field)
-        yield from ((word, f"{path}.{words[0]}") for word in words)
-        if inner := block_in(field):
-            yield from _fields_of_blocks(inner, f"{path}.{words[0]}")
-
-
-_PLACES: dict[str, list[str]] = {}
+_PLACES: dict[str, set[str]] = {}
 """Word of a field -> the paths of the fields that may be written by it, with the words of today."""
-for _name, _path in _fields_of_blocks(FSMoEBlock, BLOCK):
-    _PLACES.setdefault(_name, []).append(_path)
+for _path, _place in words_of({}).paths.items():
+    _PLACES.setdefault(_path.rpartition(".")[2], set()).add(_place)
 
 
 def _known_keys(block: type[BaseModel]) -> list[tuple[str, ...]]:
