@@ -76,6 +76,7 @@ setup(
             "ds_fsmoe[dev-planning,mpi,plot]",
             "accelerate",
             "clang-format",
+            "mypy==2.4.1",
             "packaging",
             "pip",
             "pre-commit",

@@ -4,6 +4,9 @@
 Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported when it is
 first used. In a process that a launcher has started, it asks NCCL for the order in which collectives begin: that has to
 be done ahead of the first process group (see ``launch_order.py``).
+
+Public is what ``__all__`` lists, and what a gate of one's own is made with: ``TokenChoiceGate``'s module and
+``components/gate_settings.py``. All else is internal and may change with any version.
 """
 
 from __future__ import annotations
@@ -156,7 +159,8 @@ __all__ = [
 _ask_as_rank()
 
 
-def __getattr__(name: str) -> Any:
+def _find(name: str) -> Any:
+    """Import a public name when it is first used."""
     module = _MODULE_OF_NAME.get(name)
     if module is None:
         raise AttributeError(f"module 'ds_fsmoe' has no attribute {name!r}")
@@ -171,6 +175,10 @@ def __getattr__(name: str) -> Any:
         ) from error
     globals()[name] = found
     return found
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+    __getattr__ = _find
 
 
 def __dir__() -> list[str]:

@@ -275,7 +275,10 @@ def _step(told: Told) -> list[str]:
             f"{size}{' (as it is)' if size == told.esp_size else ''} {time_ms:.3f} ms"
             for size, time_ms in told.sharded_ms.items()
         )
-        lines.append(f"  experts' parts of a step with other fsmoe.esp_size, by the cluster's numbers: {sizes}")
+        lines.append(
+            "  experts' parts of a step with another fsmoe.expert_tensor_parallel_size, by the cluster's numbers: "
+            f"{sizes}"
+        )
     return lines
 
 

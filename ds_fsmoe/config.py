@@ -11,28 +11,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from ds_fsmoe import registry
-from ds_fsmoe.blocks import AutotuneBlock, FSMoEBlock, GateBlock
-
-BLOCK = "fsmoe"
+from ds_fsmoe.blocks import AutotuneBlock, FSMoEBlock, GateBlock, block_in, words_for
+from ds_fsmoe.words import BLOCK, Words, shown, without_gone, words_of
 
 
 class ConfigError(ValueError):
     """A block that cannot be used. The message names every path, its value and the choices."""
-
-
-# What the options ask for that this version cannot do yet: path -> (values that are true of this version, why not the
-# others). Only what a user wrote is held against it, so a default never is. Whoever brings a machine removes its row.
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "solver": ((), "degrees are searched by simulating all of them in this version"),
-}
 
 
 def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
@@ -47,12 +38,15 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
     written = ds_config[BLOCK]
     if not isinstance(written, Mapping):
         raise ConfigError(f'{BLOCK} = {shown(written)}: must be an object, for example {{"enabled": true}}')
-    if written and "enabled" not in written and set(written) <= set(FSMoEBlock.model_fields):
+    if written and "enabled" not in written and set(written) <= set().union(*_known_keys(FSMoEBlock)):
         raise ConfigError(f'{BLOCK}.enabled is missing: write "enabled": true, or false for stock DeepSpeed')
+    words = words_of(written)
+    if problems := [*words.twice, *_unfit_null(written)]:
+        raise ConfigError(join_problems(problems))
     try:
-        block = FSMoEBlock.model_validate(dict(written))
+        block = FSMoEBlock.model_validate(without_gone(written))
     except ValidationError as error:
-        raise ConfigError(join_problems(_sentences(error.errors()))) from None
+        raise ConfigError(join_problems(_sentences(error.errors(), words))) from None
     if not block.enabled:
         # Stock DeepSpeed runs, so what this version can do is not asked.
         if problems := _unknown_keys_of_topk(block):
@@ -61,16 +55,16 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
     _import_plugins(block)
     _import_trusted(block)
     problems = [
-        *_refused(block),
         *_missing_parts(block),
-        *(_unknown_keys_of_topk(block) or _unknown_gate_options(block)),
+        *(_unknown_keys_of_topk(block) or _unknown_gate_options(block, written.get("gate"))),
         *_unfit_degrees(block),
         *_unfit_autotune(block),
         *_unfit_gradients(block),
         *_unknown_cluster(block),
     ]
     if problems:
-        raise ConfigError(join_problems(problems))
+        # Two phases that were written as one number have one problem.
+        raise ConfigError(join_problems(dict.fromkeys(words.as_written(each) for each in problems)))
     return block
 
 
@@ -88,107 +82,99 @@ def _refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
             raise ConfigError(f'{key} = ...: no such block in a DeepSpeed config; did you mean "{BLOCK}"?')
 
 
-def _sentences(errors: Iterable[Mapping[str, Any]]) -> list[str]:
+def _sentences(errors: Iterable[Mapping[str, Any]], words: Words) -> list[str]:
     """Pydantic's errors in this project's form, one per path: ``path = value: must be ...``."""
-    musts: dict[str, list[str]] = {}
+    musts: dict[str, dict[str, None]] = {}
     listed: set[str] = set()
     for error in errors:
         # A field of two types has an error per type, with the type as the last part of the location.
-        location = [part for part in error["loc"] if part not in ("int", "constrained-int", "literal['auto']")]
-        path = ".".join([BLOCK, *map(str, location)])
+        location = [part for part in error["loc"] if not _OF_PYDANTIC.match(str(part))]
+        path = words.as_written(".".join([BLOCK, *map(str, location)]))
         if error["type"] == "extra_forbidden":
             parent = path.rpartition(".")[0]
-            musts[_unknown_key(path, _fields_at(location[:-1]), is_listed=parent not in listed)] = []
+            musts[_unknown_key(path, _known_keys(_block_at(location[:-1])), is_listed=parent not in listed)] = {}
             listed.add(parent)
             continue
-        must = "must be an object" if error["type"] == "model_type" else error["msg"]
+        must = "must be an object" if error["type"] == "model_type" and "words" not in error["ctx"] else error["msg"]
         must = re.sub(r"^[Ii]nput should be |^must be ", "", must).replace("a valid ", "a ").replace("a int", "an int")
-        musts.setdefault(f"{path} = {shown(error['input'])}: must be ", []).append(must)
+        musts.setdefault(f"{path} = {shown(error['input'])}: must be ", {})[must] = None
     return [start + " or ".join(ends) for start, ends in musts.items()]
+
+
+_OF_PYDANTIC = re.compile(r"int$|constrained-int$|literal\['auto'\]$")
+"""What Pydantic adds to a location that is no key."""
 
 
 # What other projects, or DeepSpeed's layer, call things that are not here under that name.
 _OF_THE_MODEL = "it is an argument of MoE(...), where the model is built"
 _ELSEWHERE = {
-    "ep_size": f"{_OF_THE_MODEL}; {BLOCK}.esp_size is another thing: how many ranks share one expert",
+    "ep_size": f"{_OF_THE_MODEL}; how many ranks share one expert is {BLOCK}.expert_tensor_parallel_size",
+    "expert_model_parallel_size": "it is ep_size, an argument of MoE(...), where the model is built",
     "num_experts": _OF_THE_MODEL,
     "hidden_size": _OF_THE_MODEL,
     "use_residual": _OF_THE_MODEL,
-    "top_k": f"write it as {BLOCK}.gate.k",
-    "topk": f"write it as {BLOCK}.gate.k",
-    "moe_router_topk": f"write it as {BLOCK}.gate.k",
-    "num_chunks": f"write it as {BLOCK}.pipeline_degree.forward and .backward",
-    "expert_tensor_parallel_size": f"write it as {BLOCK}.esp_size",
+    "topk": f"write it as {BLOCK}.gate.top_k",
+    "moe_router_topk": f"write it as {BLOCK}.gate.top_k",
+    "num_experts_per_tok": f"write it as {BLOCK}.gate.top_k",
+    "moe_expert_capacity_factor": f"write it as {BLOCK}.gate.capacity_factor",
+    "a2a_ffn_overlap_degree": f"write it as {BLOCK}.num_chunks",
     "autotuning": f"write it as {BLOCK}.autotune; DeepSpeed's own autotuning stands beside {BLOCK}, not in it",
+    "solver": "leave it out: degrees are chosen by simulating all of them",
 }
 
 
-def _unknown_key(path: str, choices: list[str], is_listed: bool = True) -> str:
+def _unknown_key(path: str, choices: list[tuple[str, ...]], is_listed: bool = True) -> str:
     """A sentence with the nearest key there is, and, where they were not ``is_listed`` before, all of them."""
     name = path.rpartition(".")[2]
     if hint := elsewhere(path):
         return f"{path}: unknown key; {hint}"
-    near = difflib.get_close_matches(name, choices, n=1)
-    keys = f"the keys are {', '.join(choices)}" if is_listed else ""
+    near = difflib.get_close_matches(name, [word for each in choices for word in each], n=1)
+    keys = f"the keys are {', '.join(each[0] for each in choices)}" if is_listed else ""
     hint = f"did you mean {near[0]!r}?{' ' if keys else ''}{keys[:1].upper()}{keys[1:]}" if near else keys
     return f"{path}: unknown key" + (f"; {hint}" if hint else "")
 
 
 def elsewhere(path: str) -> str | None:
     """Where to write what a key with a well-known name stands for, if it has its place somewhere else."""
-    name = path.rpartition(".")[2]
+    parent, _, name = path.rpartition(".")
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
     # A field of another part of the block, written where it does not belong.
-    owners = [each for each in _FIELDS_OF_BLOCKS.get(name, ()) if f"{each}.{name}" != path]
-    return f"write it as {owners[0]}.{name}" if len(owners) == 1 else None
+    places = [each for each in _PLACES.get(name, ()) if each.rpartition(".")[0] != parent]
+    return f"write it as {places[0]}" if len(places) == 1 else None
 
 
-def _fields_of_blocks(block: type[BaseModel], path: str) -> Iterator[tuple[str, str]]:
-    for name, field in block.model_fields.items():
-        yield name, path
-        for each in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(each, type) and issubclass(each, BaseModel):
-                yield from _fields_of_blocks(each, f"{path}.{name}")
+_PLACES: dict[str, set[str]] = {}
+"""Word of a field -> the paths of the fields that may be written by it, with the words of today."""
+for _path, _place in words_of({}).paths.items():
+    _PLACES.setdefault(_path.rpartition(".")[2], set()).add(_place)
 
 
-_FIELDS_OF_BLOCKS: dict[str, list[str]] = {}
-for _name, _path in _fields_of_blocks(FSMoEBlock, BLOCK):
-    _FIELDS_OF_BLOCKS.setdefault(_name, []).append(_path)
+def _known_keys(block: type[BaseModel]) -> list[tuple[str, ...]]:
+    """For every field of a block the words that it may be written by, that of today first."""
+    return [words_for(name, field) for name, field in block.model_fields.items()]
 
 
-def shown(value: Any) -> str:
-    """A value as it stands in the JSON file."""
-    return json.dumps(value, default=repr)
+def _block_at(location: list[Any]) -> type[BaseModel]:
+    block: type[BaseModel] = FSMoEBlock
+    for word in location:
+        fields = block.model_fields.items()
+        block = next(inner for name, field in fields if word in words_for(name, field) and (inner := block_in(field)))
+    return block
 
 
-def _fields_at(location: list[Any]) -> list[str]:
-    block: Any = FSMoEBlock
-    for name in location:
-        annotation = block.model_fields[name].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        block = next(each for each in candidates if isinstance(each, type) and issubclass(each, BaseModel))
-    return list(block.model_fields)
-
-
-def _written(block: BaseModel, prefix: str = "") -> dict[str, Any]:
-    """Path -> value of every field that the user wrote, without the defaults."""
-    found: dict[str, Any] = {}
-    for name in block.model_fields_set:
-        value = getattr(block, name)
-        found |= _written(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {prefix + name: value}
-    return found
-
-
-def _refused(block: FSMoEBlock) -> list[str]:
-    problems = []
-    for path, value in sorted(_written(block).items()):
-        values, why = _ONLY.get(path, ((value,), ""))
-        # 1 == True in Python, so the type is compared as well.
-        if not any(value == each and type(value) is type(each) for each in values):
-            instead = f"use {' or '.join(map(shown, values))}, or leave it out" if values else "leave it out"
-            problems.append(f"{BLOCK}.{path} = {shown(value)}: not yet: {why}; {instead}")
-    return problems
+def _unfit_null(written: Mapping[str, Any]) -> list[str]:
+    gate = written.get("gate")
+    if (
+        not isinstance(gate, Mapping)
+        or gate.get("capacity_factor", 0) is not None
+        or gate.get("drop_tokens") is not True
+    ):
+        return []
+    path = f"{BLOCK}.gate"
+    return [
+        f"{path}.capacity_factor = null: must be a number with {path}.drop_tokens = true; null is room for all tokens"
+    ]
 
 
 # Schedule -> what its degrees have to be. Those not named take a degree per phase.
@@ -227,7 +213,7 @@ def _unfit_autotune(block: FSMoEBlock) -> list[str]:
             f"autotune.{name}": (getattr(block.autotune, name), getattr(idle, name))
             for name in ("cache_dir", "trials", "watch_every", "drift_threshold", "retune_on_drift")
         },
-        "pipeline_degree.max": (
+        "num_chunks.max": (
             block.pipeline_degree.max,
             1 if "max" in block.pipeline_degree.model_fields_set else 16,
         ),
@@ -242,7 +228,7 @@ def _unfit_autotune(block: FSMoEBlock) -> list[str]:
 def _unfit_degrees(block: FSMoEBlock) -> list[str]:
     asked = block.pipeline_degree
     degrees = {"forward": asked.forward, "backward": asked.backward}
-    path = f"{BLOCK}.pipeline_degree"
+    path = f"{BLOCK}.num_chunks"
     if block.schedule == "deepspeed":
         return [
             f'{path}.{phase} = {degree}: must be 1 or "auto" with {BLOCK}.schedule = "deepspeed", which does not cut'
@@ -311,10 +297,10 @@ def _unknown_keys_of_topk(block: FSMoEBlock) -> list[str]:
     """For the layers' own gate there are no options but those of the block itself."""
     if block.gate is None or block.gate.type != "topk":
         return []
-    return [_unknown_key(f"{BLOCK}.gate.{name}", list(GateBlock.model_fields)) for name in block.gate.model_extra or ()]
+    return [_unknown_key(f"{BLOCK}.gate.{name}", _known_keys(GateBlock)) for name in block.gate.model_extra or ()]
 
 
-def _unknown_gate_options(block: FSMoEBlock) -> list[str]:
+def _unknown_gate_options(block: FSMoEBlock, written: Any) -> list[str]:
     """Options that the chosen gate does not have, by the signature of its class."""
     if block.gate is None or block.gate.type == "topk" or block.gate.type not in registry.known("gate"):
         return []
@@ -323,9 +309,11 @@ def _unknown_gate_options(block: FSMoEBlock) -> list[str]:
         return []  # it takes what it is given, and answers for that itself
     names = [each.name for each in parameters]
     problems = []
-    for name, value in block.gate.options().items():
+    for name, value in block.gate.options(names).items():
         if name in names:
             continue
+        if name not in (*written, "k"):
+            name, value = "capacity_factor", None  # which stands for drop_tokens = false
         near = difflib.get_close_matches(name, names, n=1)
         listed = f"its options are {', '.join(names) or 'none'}"
         hint = f"did you mean {near[0]!r}? I{listed[1:]}" if near else listed

@@ -65,6 +65,6 @@ def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:
     for name, layer in layers.items() if esp_size > 1 else ():
         if reason := why_called(layer.deepspeed_moe.experts):
             raise LayerError(
-                f"fsmoe.esp_size = {esp_size}: {name}: {reason}; with experts cut over {esp_size} ranks there would be "
-                "parts of sums to see: use esp_size = 1"
+                f"fsmoe.expert_tensor_parallel_size = {esp_size}: {name}: {reason}; with experts cut over {esp_size} "
+                "ranks there would be parts of sums to see: use 1"
             )

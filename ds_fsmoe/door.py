@@ -52,6 +52,7 @@ from ds_fsmoe.takeover import (
     find_layers,
     give_back,
 )
+from ds_fsmoe.words import words_of
 
 _beneath: list[Callable[..., Any]] = [deepspeed.initialize]
 """What ours calls in its turn. The first is DeepSpeed's own function, or what another library had put in its place
@@ -87,12 +88,24 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[FSMoEEngine, Any, Any, Any]:
     """``deepspeed.initialize`` that honours the ``"fsmoe"`` block: same arguments, same 4-tuple.
 
     Without a block, or with ``"enabled": false``, DeepSpeed's own function runs and nothing else; a record or a trace,
     if the block asks for them, only watch it. Otherwise everything that can be wrong is checked first, on every rank,
     before any process group is made.
+
+    Args:
+        args: the script's own, of which DeepSpeed reads ``deepspeed_config`` and ``local_rank``.
+        model: any module, or a ``PipelineModule``, with ``deepspeed.moe.layer.MoE`` or :class:`ds_fsmoe.MoE` in it.
+        optimizer, model_parameters, training_data, lr_scheduler, collate_fn: DeepSpeed's, handed on as they are.
+        distributed_port, mpu, dist_init_required, mesh_param: the same.
+        config: the DeepSpeed config, as a dict or the path of a JSON file; ``config_params`` is its older name.
+        config_params: see ``config``.
+
+    Returns:
+        The engine, the optimizer, the data loader and the learning-rate scheduler. Where nothing is enabled the engine
+        is DeepSpeed's own, without ``engine.fsmoe``.
 
     Raises:
         ConfigError: the block, or DeepSpeed blocks that do not go with it.
@@ -113,7 +126,12 @@ def initialize(
 
 
 def _initialize(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
-    block = read_block(ds_config)
+    # Whatever is wrong, it is called as the user has written it.
+    with words_of(ds_config.get(BLOCK)).in_errors():
+        return _initialize_by(read_block(ds_config), arguments, ds_config)
+
+
+def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Any:
     model, mpu = arguments["model"], arguments["mpu"]
     if model is None:
         return _call_beneath(arguments)

@@ -55,6 +55,7 @@ from ds_fsmoe.takeover import (
 )
 from ds_fsmoe.unsharded import facts_of_experts
 from ds_fsmoe.versions import VERSION
+from ds_fsmoe.words import BLOCK, words_of
 
 _LOAD_OPTIONS = (
     "load_module_strict",
@@ -325,8 +326,11 @@ class FSMoEEngine(DeepSpeedEngine):
         sentences = check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu))
         sentences += [*launcher_warnings(), *untested(self.config, device.type)]
         sentences += speed_warnings(self.config, block, device.type)
+        words = words_of(self.config[BLOCK])
+        for sentence in words.old:
+            log_on_rank_0(sentence)
         for sentence in sentences:
-            log_on_rank_0(sentence, logging.WARNING)
+            log_on_rank_0(words.as_written(sentence), logging.WARNING)
         running = Running(block, device, expert_before_data, self.mpu)
         for index, (name, layer) in enumerate(layers.items()):
             replaced = take_over(layer, parts, block.gate, running, f"L{index:02d}", name)

@@ -237,7 +237,7 @@ def summary(state: FSMoEState) -> str:
 
 def alike(block: FSMoEBlock) -> dict[str, Any]:
     """What of a block has to be the same on every rank."""
-    return block.model_dump(exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
+    return block.model_dump(by_alias=True, exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
 
 
 def _describe_degrees(state: FSMoEState) -> str:

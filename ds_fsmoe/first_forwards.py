@@ -116,7 +116,7 @@ def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
     return (
         f"{label}{others}: cut into {degrees[0]} chunks forward and {degrees[1]} backward, but an expert has "
         f"{num_slots} slot(s) in a forward like this one: the chunks beyond them are empty, and each still costs its "
-        "collectives; use a smaller fsmoe.pipeline_degree"
+        "collectives; use a smaller fsmoe.num_chunks"
     )
 
 

@@ -219,9 +219,9 @@ class FSMoELayer(StockMOELayer):
                 *_, error_messages = others
                 error_messages.append(
                     f"{experts}{name} is {list(shape)} there and {list(own.shape)} here, because a rank holds shards "
-                    f"of experts with fsmoe.esp_size = {esp_size}. Load whole experts before initialize(), on rank r "
-                    "those of EP rank r % ep_size, or a checkpoint by engine.load_checkpoint(), which cuts what it "
-                    "reads"
+                    f"of experts with fsmoe.expert_tensor_parallel_size = {esp_size}. Load whole experts before "
+                    "initialize(), on rank r those of EP rank r % ep_size, or a checkpoint by "
+                    "engine.load_checkpoint(), which cuts what it reads"
                 )
                 return
 

@@ -80,7 +80,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     for label, each in layers.items():
         chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))
         if chunks > most:
-            raise ValueError(f"a plan of {chunks} chunks for {label}: fsmoe.pipeline_degree allows {most}")
+            raise ValueError(f"a plan of {chunks} chunks for {label}: fsmoe.num_chunks allows {most}")
     for each in layers.values():
         if each["alltoall"] is not None and each["alltoall"] not in registry.known("alltoall"):
             raise ValueError(f"an all-to-all {each['alltoall']!r}")

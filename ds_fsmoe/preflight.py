@@ -40,13 +40,13 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
             left = world_size // layer.ep_size
             choices = [size for size in range(1, left + 1) if left % size == 0]
             problems.append(
-                f"{BLOCK}.esp_size = {esp_size}: ep_size x esp_size must divide the {world_size} ranks; with ep_size = "
-                f"{layer.ep_size} ({name}) the choices are {', '.join(map(str, choices))}"
+                f"{BLOCK}.expert_tensor_parallel_size = {esp_size}: times ep_size, it must divide the {world_size} "
+                f"ranks; with ep_size = {layer.ep_size} ({name}) the choices are {', '.join(map(str, choices))}"
             )
         own_k = getattr(layer.deepspeed_moe.gate, "k", 1)
         k = own_k if gate is None or gate.k is None else gate.k
         if not 1 <= k <= layer.num_experts:
-            where = f"{BLOCK}.gate.k" if k != own_k else f"{name}: k"
+            where = f"{BLOCK}.gate.top_k" if k != own_k else f"{name}: k"
             problems.append(f"{where} = {k}: must be between 1 and num_experts ({layer.num_experts} in {name})")
         if gate is None:
             continue
@@ -103,8 +103,8 @@ def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_
         )
     if split is not None and esp_size > 1:
         problems.append(
-            f"{BLOCK}.esp_size = {esp_size}: with enable_expert_tensor_parallelism = True ({split}) the experts split "
-            "themselves over the tensor-parallel ranks already; set it to 1, or leave "
+            f"{BLOCK}.expert_tensor_parallel_size = {esp_size}: with enable_expert_tensor_parallelism = True ({split}) "
+            "the experts split themselves over the tensor-parallel ranks already; set it to 1, or leave "
             "enable_expert_tensor_parallelism out"
         )
     for name, layer in layers.items() if world_size is not None else ():
@@ -160,9 +160,10 @@ def check_nodes(
         if Lane.INTER in at[block.esp_size].lanes:
             inside = ", ".join(str(size) for size, place in at.items() if Lane.INTER not in place.lanes)
             sentences.append(
-                f"{BLOCK}.esp_size = {block.esp_size}: ranks that share an expert lie in {at[block.esp_size].nodes} "
-                f"nodes, so all-gathers and reduce-scatters of {block.esp_size} times the bytes of an all-to-all go "
-                f"over the link between nodes; with ep_size = {ep_size} they stay inside a node for {inside}"
+                f"{BLOCK}.expert_tensor_parallel_size = {block.esp_size}: ranks that share an expert lie in "
+                f"{at[block.esp_size].nodes} nodes, so all-gathers and reduce-scatters of {block.esp_size} times the "
+                f"bytes of an all-to-all go over the link between nodes; with ep_size = {ep_size} they "
+                f"stay inside a node for {inside}"
             )
     return sentences
 

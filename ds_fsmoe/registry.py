@@ -50,22 +50,50 @@ def register(kind: str, name: str) -> Callable[[Part], Part]:
 
 
 def register_gate(name: str) -> Callable[[Part], Part]:
-    """``register("gate", name)``."""
+    """Class decorator for a subclass of ``GateBase``: ``@register_gate("mine")``.
+
+    Args:
+        name: the word that users write in ``fsmoe.gate``.
+
+    Raises:
+        ValueError: the name is taken by another class.
+    """
     return register("gate", name)
 
 
 def register_order(name: str) -> Callable[[Part], Part]:
-    """``register("order", name)``."""
+    """Class decorator for a subclass of ``OrderBase``: ``@register_order("mine")``.
+
+    Args:
+        name: the word that users write in ``fsmoe.order``.
+
+    Raises:
+        ValueError: the name is taken by another class.
+    """
     return register("order", name)
 
 
 def register_alltoall(name: str) -> Callable[[Part], Part]:
-    """``register("alltoall", name)``."""
+    """Class decorator for a subclass of ``AllToAllBase``: ``@register_alltoall("mine")``.
+
+    Args:
+        name: the word that users write in ``fsmoe.alltoall``.
+
+    Raises:
+        ValueError: the name is taken by another class.
+    """
     return register("alltoall", name)
 
 
 def register_expert(name: str) -> Callable[[Part], Part]:
-    """``register("expert", name)``."""
+    """Class decorator for an ``nn.Module`` made with ``(model_dim, expert_dim)``: ``@register_expert("mine")``.
+
+    Args:
+        name: the word that users write in ``MOELayer(expert_impl=...)``.
+
+    Raises:
+        ValueError: the name is taken by another class.
+    """
     return register("expert", name)
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ds_fsmoe.blocks import FSMoEBlock
-from ds_fsmoe.config import BLOCK
+from pydantic import BaseModel
+
+from ds_fsmoe.blocks import FSMoEBlock, GateBlock, words_for
+from ds_fsmoe.words import BLOCK
 
 
 def schema() -> dict[str, Any]:
-    """Of a DeepSpeed config with our block: what else stands in it is DeepSpeed's, and not described."""
+    """A DeepSpeed config with our block: what else stands in it is DeepSpeed's, and not described."""
     block = FSMoEBlock.model_json_schema()
     definitions = block.pop("$defs")
+    for model, described in ((FSMoEBlock, block), (GateBlock, definitions["GateBlock"])):
+        _add_words_of_before(model, described["properties"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "DeepSpeed config with ds_fsmoe",
@@ -24,6 +28,13 @@ def schema() -> dict[str, Any]:
         "properties": {BLOCK: block},
         "$defs": definitions,
     }
+
+
+def _add_words_of_before(block: type[BaseModel], properties: dict[str, Any]) -> None:
+    for name, field in block.model_fields.items():
+        word, *old = words_for(name, field)
+        for each in old:
+            properties[each] = properties[word] | {"description": f"now called {word}", "deprecated": True}
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
             try:
                 check_shardable(expert, esp_size)
             except ValueError as error:
-                raise LayerError(f"fsmoe.esp_size = {esp_size}: {name}: {error}") from error
+                raise LayerError(f"fsmoe.expert_tensor_parallel_size = {esp_size}: {name}: {error}") from error
 
 
 def check_unused(layers: dict[str, StockMoE]) -> None:
@@ -260,7 +260,7 @@ def _replace_gate(layer: StockMoE, gate: GateBlock) -> dict[nn.Parameter, nn.Par
 def _make_gate(layer: StockMoE, gate: GateBlock, path: str = "this layer") -> GateBase:
     stock = layer.deepspeed_moe.gate
     gate_class: type[GateBase] = registry.lookup("gate", gate.type)
-    options = gate.options()
+    options = gate.options(inspect.signature(gate_class).parameters)
     with _refusals_in_words_of_the_block(options, path):
         try:
             ours = gate_class(**_inherited_options(gate_class, stock) | options)

@@ -80,9 +80,10 @@ class UnshardedExperts:
         if by_shards and not by_rule:
             log_on_rank_0(
                 f"{path}: runs of {esp} neighbouring ranks have the same experts, and ranks that should have the "
-                f"same ones by DeepSpeed's rule have not. With fsmoe.esp_size = {esp}, too, rank r has to be filled "
-                "with the experts of EP rank r % ep_size before initialize(), and what ranks have by another rule is "
-                "lost: if these are pretrained weights, fill them by that rule",
+                "same ones by DeepSpeed's rule have not. With fsmoe.expert_tensor_parallel_size = "
+                f"{esp}, too, rank r has to be filled with the experts of EP rank r % ep_size before "
+                "initialize(), and what ranks have by another rule is lost: if these are pretrained weights, "
+                "fill them by that rule",
                 logging.WARNING,
             )
 

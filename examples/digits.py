@@ -99,8 +99,8 @@ def main() -> None:
         "steps_per_print": 1_000_000,
         "fsmoe": {
             "enabled": True,
-            "gate": {"type": args.gate, "k": 2},
-            "pipeline_degree": {"forward": 2, "backward": 2},
+            "gate": {"type": args.gate, "top_k": 2},
+            "num_chunks": 2,
         },
     }
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)

@@ -46,7 +46,7 @@ class Regressor(nn.Module):
 
 def train(kind: str) -> tuple[float, float]:
     """The first and the last loss."""
-    block = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 3}} | BLOCKS[kind]
+    block = {"enabled": True, "num_chunks": {"forward": 2, "backward": 3}} | BLOCKS[kind]
     if kind == "expert":
         import extensions.bottleneck_expert  # noqa: F401 - a model is built before initialize() imports its plugins
 

@@ -82,7 +82,7 @@ def main() -> None:
         "optimizer": {"type": "Adam", "params": {"lr": 0.003, "torch_adam": True}},
         "zero_optimization": {"stage": args.stage},
         "steps_per_print": 1_000_000,
-        "fsmoe": {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 2}},
+        "fsmoe": {"enabled": True, "num_chunks": 2},
     }
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     if args.save:

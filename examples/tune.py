@@ -65,7 +65,7 @@ def main() -> None:
         "fsmoe": {
             "enabled": True,
             "autotune": {"enabled": True, "cache_dir": str(args.folder / "cache"), "trials": args.trials},
-            "pipeline_degree": {"max": 4},
+            "num_chunks": {"max": 4},
             "record": {"dir": str(args.folder / "run")},
             "trace": {"enabled": True, "start_step": args.steps - 3, "num_steps": 2},
         },

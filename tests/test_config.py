@@ -14,6 +14,7 @@ from ds_fsmoe.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts, untested
+from ds_fsmoe.words import words_of
 
 # The whole block as the documentation shows it, in values that this version can do.
 WHOLE_BLOCK = {
@@ -84,20 +85,28 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
     ("written", "sentence"),
     [
         ({"gat": {}}, "fsmoe.gat: unknown key; did you mean 'gate'? The keys are enabled, schedule, gate, order"),
-        ({"gate": {"kk": 1}}, "fsmoe.gate.kk: unknown key; did you mean 'k'? The keys are type, k, capacity_factor"),
+        (
+            {"gate": {"kk": 1}},
+            "fsmoe.gate.kk: unknown key; did you mean 'k'? The keys are type, top_k, capacity_factor",
+        ),
         ({"debug": {"zzz": 1}}, "fsmoe.debug.zzz: unknown key; the keys are check_every, hang_timeout_s"),
         ({"ep_size": 2}, "fsmoe.ep_size: unknown key; it is an argument of MoE(...), where the model is built"),
         ({"num_experts": 2}, "fsmoe.num_experts: unknown key; it is an argument of MoE(...)"),
-        ({"top_k": 2}, "fsmoe.top_k: unknown key; write it as fsmoe.gate.k"),
-        ({"gate": {"top_k": 2}}, "fsmoe.gate.top_k: unknown key; write it as fsmoe.gate.k"),
+        ({"top_k": 2}, "fsmoe.top_k: unknown key; write it as fsmoe.gate.top_k"),
+        ({"gate": {"topk": 2}}, "fsmoe.gate.topk: unknown key; write it as fsmoe.gate.top_k"),
+        ({"num_chunk": 2}, "fsmoe.num_chunk: unknown key; did you mean 'num_chunks'? The keys are enabled, sched"),
+        ({"pipeline_degre": 2}, "fsmoe.pipeline_degre: unknown key; did you mean 'pipeline_degree'? The keys are"),
         (
-            {"gate": {"type": "deepseek", "top_k": 2}},
-            'fsmoe.gate.top_k = 2: the gate "deepseek" has no such option; write it as fsmoe.gate.k',
+            {"gate": {"type": "deepseek", "num_experts_per_tok": 2}},
+            'fsmoe.gate.num_experts_per_tok = 2: the gate "deepseek" has no such option; write it as fsmoe.gate.top_k',
         ),
-        ({"k": 2}, "fsmoe.k: unknown key; write it as fsmoe.gate.k"),
-        ({"gate": {"esp_size": 2}}, "fsmoe.gate.esp_size: unknown key; write it as fsmoe.esp_size"),
+        ({"k": 2}, "fsmoe.k: unknown key; write it as fsmoe.gate.top_k"),
+        (
+            {"gate": {"esp_size": 2}},
+            "fsmoe.gate.esp_size: unknown key; write it as fsmoe.expert_tensor_parallel_size",
+        ),
         ({"cache_dir": "x"}, "fsmoe.cache_dir: unknown key; write it as fsmoe.autotune.cache_dir"),
-        ({"gate": {"enabled": True}}, "fsmoe.gate.enabled: unknown key; the keys are type, k, capacity_factor"),
+        ({"gate": {"enabled": True}}, "fsmoe.gate.enabled: unknown key; the keys are type, top_k, capacity_factor"),
         ({"enabled": "yes"}, 'fsmoe.enabled = "yes": must be a boolean'),
         ({"enabled": 1}, "fsmoe.enabled = 1: must be a boolean"),
         ({"schedule": "fsmoo"}, "fsmoe.schedule = \"fsmoo\": must be 'deepspeed', 'tutel', 'tutel_improved'"),
@@ -112,7 +121,10 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"gate": {"type": "auto"}}, 'fsmoe.gate.type = "auto": no such part; the choices are deepseek, expert'),
         ({"plugins": [""]}, 'fsmoe.plugins = "": cannot be imported'),
         ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
-        ({"gate": "topk"}, 'fsmoe.gate = "topk": must be an object'),
+        ({"gate": 3}, "fsmoe.gate = 3: must be an object or the name of a gate"),
+        ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are deepseek, expert'),
+        ({"autotune": 1}, "fsmoe.autotune = 1: must be an object or true or false"),
+        ({"debug": True}, "fsmoe.debug = true: must be an object"),
         ({"pipeline_degree": {"forward": 0}}, "fsmoe.pipeline_degree.forward = 0: must be greater than or equal to 1"),
         (
             {"pipeline_degree": {"forward": 1000}},
@@ -152,17 +164,13 @@ def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("written", "sentence"),
-    [
-        ({"solver": "slsqp"}, "fsmoe.solver"),
-    ],
-)
-def test_what_this_version_cannot_do_is_refused_and_never_ignored(written: dict, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True} | written})
-    assert sentence in str(caught.value)
-    assert "not yet" in str(caught.value)
+def test_the_solver_of_earlier_versions_may_be_written_with_the_one_value_it_could_have() -> None:
+    written = {"enabled": True, "solver": "exact"}
+    assert read_block({"fsmoe": written}) == FSMoEBlock(enabled=True)
+    assert words_of(written).old == ['fsmoe.solver = "exact" means nothing any more: leave it out']
+    assert read_block({"fsmoe": {"enabled": False, "solver": "slsqp"}}) == FSMoEBlock(enabled=False)
+    with pytest.raises(ConfigError, match=r"^fsmoe\.solver: unknown key; leave it out: degrees are chosen by sim"):
+        read_block({"fsmoe": written | {"solver": "slsqp"}})
 
 
 @pytest.mark.parametrize(
@@ -185,7 +193,7 @@ def test_an_option_of_another_mode_is_refused_and_never_ignored(written: dict, s
     ("written", "sentence"),
     [
         ({"autotune": {"cache_dir": "x"}}, 'fsmoe.autotune.cache_dir = "x": only with fsmoe.autotune.enabled = true'),
-        ({"pipeline_degree": {"max": 8}}, "fsmoe.pipeline_degree.max = 8: only with fsmoe.autotune.enabled = true"),
+        ({"num_chunks": {"max": 8}}, "fsmoe.num_chunks.max = 8: only with fsmoe.autotune.enabled = true"),
         ({"autotune": {"enabled": True}, "deterministic": True}, "go against fsmoe.deterministic = true"),
     ],
 )
@@ -201,9 +209,8 @@ def test_with_the_autotuner_every_schedule_may_have_its_degrees_chosen(schedule:
     assert read_block({"fsmoe": written}).pipeline_degree.max == 8
 
 
-def test_every_field_is_used_or_refused() -> None:
-    """A field that neither the layer reads nor this version refuses would be ignored in silence."""
-    from ds_fsmoe.config import _ONLY
+def test_every_field_is_used() -> None:
+    """A field that nothing reads would be ignored in silence."""
 
     def paths(block: Any, prefix: str = "") -> set[str]:
         found: set[str] = set()
@@ -226,16 +233,16 @@ def test_every_field_is_used_or_refused() -> None:
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
     used |= {"gradient_partition.all_used", "checkpoint.trusted"}
     used |= {"max_ctas", "metrics", "metrics_every", "record.dir", "record.stop_after"}
-    assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields} | set(_ONLY)
+    assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields}
 
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True, "solver": "slsqp", "schedule": "tutel", "order": "einsun"}})
+        read_block({"fsmoe": {"enabled": True, "schedule": "tutel", "order": "einsun"}})
     lines = str(caught.value).splitlines()
-    assert lines[0] == "4 problems:"
-    degrees = ["fsmoe.pipeline_degree.forward", "fsmoe.pipeline_degree.backward"]
-    assert [line.split(" = ")[0] for line in lines[1:]] == ["fsmoe.solver", "fsmoe.order", *degrees]
+    assert lines[0] == "3 problems:"
+    degrees = ["fsmoe.num_chunks.forward", "fsmoe.num_chunks.backward"]
+    assert [line.split(" = ")[0] for line in lines[1:]] == ["fsmoe.order", *degrees]
 
 
 def test_several_unknown_keys_list_the_known_ones_once() -> None:
@@ -251,9 +258,7 @@ def test_no_hint_names_a_field_that_is_not_there() -> None:
 
     for name, hint in _ELSEWHERE.items():
         for path in re.findall(r"fsmoe\.[\w.]+", hint):
-            block: Any = FSMoEBlock(gate=GateBlock())
-            for part in path.split(".")[1:]:
-                block = getattr(block, part)
+            assert path in words_of({}).paths
         with pytest.raises(ConfigError, match=f"fsmoe.{name}: unknown key; "):
             read_block({"fsmoe": {"enabled": True, name: 1}})
 
@@ -323,8 +328,8 @@ def layer(num_experts: int = 8, ep_size: int = 2, k: int = 1) -> SimpleNamespace
 @pytest.mark.parametrize(
     ("gate", "made", "sentence"),
     [
-        ({"k": 0}, layer(), "fsmoe.gate.k = 0: must be between 1 and num_experts (8 in h.0)"),
-        ({"k": 9}, layer(), "fsmoe.gate.k = 9: must be between 1 and num_experts (8 in h.0)"),
+        ({"k": 0}, layer(), "fsmoe.gate.top_k = 0: must be between 1 and num_experts (8 in h.0)"),
+        ({"k": 9}, layer(), "fsmoe.gate.top_k = 9: must be between 1 and num_experts (8 in h.0)"),
         ({"drop_policy": "probs"}, layer(k=2), 'fsmoe.gate.drop_policy = "probs": for k >= 3 only; k = 2 in h.0'),
         ({}, layer(ep_size=8), "h.0.ep_size = 8: must divide the 4 ranks; for 8 experts the choices are 1, 2, 4"),
     ],

@@ -82,7 +82,7 @@ def test_a_matrix_of_the_same_meaning_begins_as_the_model_has_it() -> None:
             'fsmoe.gate.drop_policy = "probs": the gate "softmoe" has no such',
         ),
         ({"type": "gshart"}, 'fsmoe.gate.type = "gshart": no such part; the choices are '),
-        ({"num_groups": 4}, "fsmoe.gate.num_groups: unknown key; the keys are type, k, capacity_factor"),
+        ({"num_groups": 4}, "fsmoe.gate.num_groups: unknown key; the keys are type, top_k, capacity_factor"),
         (
             {"type": "topk", "drop_token": True},
             "fsmoe.gate.drop_token: unknown key; did you mean 'drop_tokens'? The keys",

@@ -121,16 +121,17 @@ def test_blocks_and_edp_groups_are_those_that_deepspeeds_own_table_has() -> None
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"ep_size": 2, "esp_size": 3}, r"^fsmoe.esp_size = 3: ep_size x esp_size must divide the 8 ranks; "
+        ({"ep_size": 2, "esp_size": 3}, r"^fsmoe.expert_tensor_parallel_size = 3: times ep_size, it must "
+                                        r"divide the 8 ranks; "
                                         r"with ep_size = 2 the choices are 1, 2, 4$"),
-        ({"ep_size": 4, "esp_size": 4}, r"fsmoe.esp_size = 4: .* with ep_size = 4 the choices are 1, 2$"),
-        ({"esp_size": 0}, r"fsmoe.esp_size = 0: .* the choices are 1, 2, 4, 8$"),
-        ({"esp_size": True}, r"fsmoe.esp_size = True: "),
-        ({"esp_size": 2.0}, r"fsmoe.esp_size = 2.0: "),
+        ({"ep_size": 4, "esp_size": 4}, r"expert_tensor_parallel_size = 4: .* with ep_size = 4 the choices are 1, 2$"),
+        ({"esp_size": 0}, r"fsmoe.expert_tensor_parallel_size = 0: .* the choices are 1, 2, 4, 8$"),
+        ({"esp_size": True}, r"fsmoe.expert_tensor_parallel_size = True: "),
+        ({"esp_size": 2.0}, r"fsmoe.expert_tensor_parallel_size = 2.0: "),
         ({"ep_size": 3}, r"^ep_size = 3: must divide the 8 ranks; the choices are 1, 2, 4, 8$"),
         ({"ep_size": 8, "pp_size": 2}, r"^ep_size = 8: must divide the 4 ranks of a pipeline stage; "
                                        r"the choices are 1, 2, 4$"),
-        ({"ep_size": 2, "esp_size": 4, "pp_size": 2}, r"esp_size = 4: .* a pipeline stage; .* choices are 1, 2$"),
+        ({"ep_size": 2, "esp_size": 4, "pp_size": 2}, r"_size = 4: .* a pipeline stage; .* choices are 1, 2$"),
         ({"mp_size": 3}, r"tensor-parallel size = 3: must divide the 8 ranks; the choices are 1, 2, 4, 8$"),
         ({"pp_size": 3}, r"3 pipeline stages: must divide the 8 ranks; the choices are 1, 2, 4, 8$"),
     ],
@@ -219,7 +220,9 @@ def test_without_other_ranks_there_are_no_communicators() -> None:
     assert (alone.ep_group, alone.esp_group, alone.block_group, alone.edp_group, alone.dp_group) == (None,) * 5
     assert {at.lanes for at in alone.planned.placements.values()} == {()}
     assert (alone.rank, alone.ranks_of("ep"), alone.index_in("blocks")) == (0, (0,), 0)
-    with pytest.raises(ValueError, match=r"fsmoe.esp_size = 2: .* the 1 ranks; with ep_size = 1 the choices are 1"):
+    with pytest.raises(
+        ValueError, match=r"fsmoe.expert_tensor_parallel_size = 2: .* the 1 ranks; with ep_size = 1 the choices are 1"
+    ):
         make_groups(1, 2)
 
 

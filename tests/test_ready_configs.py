@@ -55,14 +55,15 @@ def step_by_each(rank: int, world_size: int, names: list[str]) -> dict[str, str]
         config: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
         # What needs a GPU, or a machine of several nodes.
         config["optimizer"]["params"]["torch_adam"] = True
-        config["fsmoe"]["esp_size"] = min(config["fsmoe"].get("esp_size", 1), 2)
-        config["fsmoe"].pop("autotune", None)
-        config["fsmoe"].setdefault("pipeline_degree", {}).pop("max", None)
-        if config["fsmoe"].get("schedule") in ("fsmoe", "fsmoe_no_iio"):
-            config["fsmoe"]["pipeline_degree"] |= {"forward": 2, "backward": 3}
+        block = config["fsmoe"]
+        block["expert_tensor_parallel_size"] = min(block.get("expert_tensor_parallel_size", 1), 2)
+        if block.pop("autotune", None):
+            block.pop("num_chunks", None)
+        if block.get("schedule") in ("fsmoe", "fsmoe_no_iio"):
+            block["num_chunks"] = {"forward": 2, "backward": 3}
         torch.manual_seed(0)
         expert = ds_fsmoe.GPTFeedForward(16, 32)
-        ep_size = world_size // config["fsmoe"]["esp_size"]
+        ep_size = world_size // block["expert_tensor_parallel_size"]
         model = MoE(16, expert, num_experts=8, ep_size=ep_size, k=2)
         engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         x_SM = torch.randn(24, 16, dtype=next(model.parameters()).dtype)

@@ -7,12 +7,14 @@ signature of its settings.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec
 
 from ds_fsmoe.components.gate import GateBase
 
@@ -20,7 +22,13 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 
 class OptionError(ValueError):
-    """A value that an option of a part cannot have."""
+    """A value that an option of a part cannot have.
+
+    Args:
+        owner: the name of the part's class.
+        name, value: the option and what was given for it.
+        problem: what it has to be instead.
+    """
 
     def __init__(self, owner: str, name: str, value: Any, problem: str) -> None:
         super().__init__(f"{owner}: {name} = {value!r}: {problem}")
@@ -34,14 +42,14 @@ def option(
     return field(default=default, metadata={"least": least, "above": above, "choices": choices})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CapacitySettings:
     """How many experts a token takes, how many tokens an expert takes, and who stays when it is full."""
 
     k: int = 1
     """Experts per token."""
-    capacity_factor: float = option(1.0, above=0)
-    """Slots per expert over the mean number of choices, while training."""
+    capacity_factor: float | None = option(1.0, above=0)
+    """Slots per expert over the mean number of choices, while training; ``None``: nothing is dropped."""
     eval_capacity_factor: float = option(1.0, above=0)
     """The same while evaluating."""
     min_capacity: int = option(4, least=0)
@@ -51,9 +59,13 @@ class CapacitySettings:
     drop_policy: str = option("probs", choices=("probs", "position"))
     """Who stays in a full expert: the largest ``"probs"``, or first come by ``"position"``."""
 
+    def __post_init__(self) -> None:
+        if self.capacity_factor is None:
+            object.__setattr__(self, "drop_tokens", False)
+
     def factor(self, training: bool) -> float:
-        """The capacity factor in force."""
-        return self.capacity_factor if training else self.eval_capacity_factor
+        """The capacity factor in force, where tokens are dropped."""
+        return (self.capacity_factor if training else self.eval_capacity_factor) or 1.0
 
     def check(self, owner: str) -> None:
         """Hold every field against its type and its bounds.
@@ -87,6 +99,27 @@ def _problem(value: Any, kinds: tuple[type, ...], bounds: typing.Mapping[str, An
     return None if math.isfinite(value) else "must be finite"
 
 
+P = ParamSpec("P")
+
+
+def takes_options_of(settings: Callable[P, CapacitySettings]) -> Callable[[Any], Callable[Concatenate[Any, P], None]]:
+    """A decorator that gives a gate's ``__init__`` the fields of its settings for keyword parameters.
+
+    So an editor, ``help`` and a type checker know the options of a gate, and they are written down once. What is
+    decorated is ``def __init__(self) -> None: ...``, whose body does not run.
+    """
+
+    def takes_options(declared: Any) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(declared)
+        def __init__(self: Any, *args: P.args, **options: P.kwargs) -> None:
+            SettingsGate.__init__(self, *args, **options)
+
+        __init__._takes_settings = True  # type: ignore[attr-defined]
+        return __init__
+
+    return takes_options
+
+
 class SettingsGate(GateBase):
     """A gate whose options are the fields of :attr:`Settings`, given by name.
 
@@ -99,10 +132,9 @@ class SettingsGate(GateBase):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        has_own = cls.__init__ is not SettingsGate.__init__
+        has_own = not getattr(cls.__init__, "_takes_settings", cls.__init__ is SettingsGate.__init__)
         signature = inspect.signature(cls.__init__ if has_own else cls.Settings)
-        named = list(signature.parameters.values())[1:] if has_own else _by_name(signature)
-        cls.__signature__ = inspect.Signature(named)
+        cls.__signature__ = inspect.Signature(list(signature.parameters.values())[int(has_own) :])
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -133,7 +165,3 @@ class SettingsGate(GateBase):
         settings = self.settings
         capacity = f"capacity factor {settings.capacity_factor}" if settings.drop_tokens else "nothing dropped"
         return f"{super().describe()}, k = {settings.k}, {capacity}"
-
-
-def _by_name(signature: inspect.Signature) -> list[inspect.Parameter]:
-    return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]

@@ -28,14 +28,14 @@ def check_shardable(expert: nn.Module, count: int) -> WrittenExpert:
             f"expert {type(expert).__name__} cannot be sharded: only an expert whose structure is known can be, that "
             "is GPTFeedForward, MixtralFeedForward, a subclass of ExpertBase that defines written(), and "
             "nn.Sequential(nn.Linear, activation, nn.Linear) with nn.ReLU, nn.GELU or nn.SiLU, none of them with "
-            "replaced, shared or reparametrised layers; use esp_size = 1"
+            "replaced, shared or reparametrised layers; use 1"
         )
     hidden = form.down.in_features
     if count < 1 or hidden % count:
         divisors = ", ".join(str(each) for each in range(1, hidden + 1) if hidden % each == 0)
         raise ValueError(
             f"expert {type(expert).__name__} has a hidden width of {hidden}, which {count} shards do not divide: "
-            f"choose esp_size among {divisors}"
+            f"the choices are {divisors}"
         )
     return form
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.gate import dropless_capacity, dropping_capacity
-from ds_fsmoe.components.gate_settings import CapacitySettings, SettingsGate, option
+from ds_fsmoe.components.gate_settings import CapacitySettings, SettingsGate, option, takes_options_of
 from ds_fsmoe.components.router import entropy_of, mean_over_used, which_are_used, without_autocast
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.ops.reference import Slots, with_capacity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChoiceSettings(CapacitySettings):
     """And what the auxiliary loss is made of; a model multiplies it with a factor of its own on top."""
 
@@ -55,6 +55,9 @@ class TokenChoiceGate(SettingsGate):
 
     Settings: ClassVar[type[ChoiceSettings]] = ChoiceSettings
     settings: ChoiceSettings
+
+    @takes_options_of(ChoiceSettings)
+    def __init__(self) -> None: ...
 
     def build(self, model_dim: int, num_experts: int) -> None:
         self.check_k(num_experts)

@@ -88,7 +88,7 @@ def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
         if cut:
             degrees = " and ".join(f"{degree} {phase}" for phase, degree in cut.items())
             found.append(
-                f"the layers are cut by hand ({degrees}), whether or not that pays here: leave fsmoe.pipeline_degree "
+                f"the layers are cut by hand ({degrees}), whether or not that pays here: leave fsmoe.num_chunks "
                 'out, or have degrees measured by "autotune": {"enabled": true}'
             )
         else:

@@ -167,7 +167,7 @@ def facts_of_plan(name: str, plan: PhasePlan) -> dict[str, str]:
 
 
 def facts_of_config(values: Mapping[str, object], path: str = "fsmoe") -> dict[str, str]:
-    """One fact per option of a nested config, by its path: ``fsmoe.gate.k`` -> ``2``.
+    """One fact per option of a nested config, by its path: ``fsmoe.gate.top_k`` -> ``2``.
 
     Leave out what may differ from rank to rank, such as folders of a node.
     """

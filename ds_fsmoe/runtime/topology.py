@@ -89,9 +89,9 @@ def why_not_sharded(topology: Topology, esp_size: int) -> str | None:
         return None
     nodes = ", ".join(f"{count} of {size} rank{'s' if size > 1 else ''}" for size, count in sorted(sizes.items()))
     return (
-        f"fsmoe.esp_size = {esp_size}: the nodes are not equally large ({nodes}), so some ranks that share an expert "
-        "would lie inside a node and others in two; use 1, or as many ranks on every node, or, where host names do not "
-        "tell the nodes, set fsmoe.topology.ranks_per_node"
+        f"fsmoe.expert_tensor_parallel_size = {esp_size}: the nodes are not equally large ({nodes}), so some ranks "
+        "that share an expert would lie inside a node and others in two; use 1, or as many ranks on every node, or, "
+        "where host names do not tell the nodes, set fsmoe.topology.ranks_per_node"
     )
 
 
@@ -188,7 +188,7 @@ def layout(
     Args:
         world_size: ranks of the job.
         ep_size: ranks over which the experts are spread, as the script says.
-        esp_size: ranks that share one expert, ``fsmoe.esp_size``.
+        esp_size: ranks that share one expert, ``fsmoe.expert_tensor_parallel_size``.
         expert_before_data: DeepSpeed's default, a block is a run of neighbours; ``False`` is its
             ``use_data_before_expert_parallelism``: the ranks of an EDP group are neighbours, a block strides over them.
         mp_size, pp_size: tensor-parallel ranks and pipeline stages of the rest of the model.
@@ -258,13 +258,13 @@ def _checked_stage_size(
         )
     if self_split and esp_size != 1:
         raise ValueError(
-            f"fsmoe.esp_size = {esp_size!r}: with enable_expert_tensor_parallelism the experts split themselves "
-            "already; set it to 1, or do without enable_expert_tensor_parallelism"
+            f"fsmoe.expert_tensor_parallel_size = {esp_size!r}: with enable_expert_tensor_parallelism the experts "
+            "split themselves already; set it to 1, or do without enable_expert_tensor_parallelism"
         )
     if not is_count(esp_size) or stage_size % (ep_size * esp_size):
         raise ValueError(
-            f"fsmoe.esp_size = {esp_size!r}: ep_size x esp_size must divide {ranks}; with ep_size = {ep_size} the "
-            f"choices are {sizes_that_divide(stage_size // ep_size)}"
+            f"fsmoe.expert_tensor_parallel_size = {esp_size!r}: times ep_size, it must divide {ranks}; with ep_size = "
+            f"{ep_size} the choices are {sizes_that_divide(stage_size // ep_size)}"
         )
     return stage_size
 

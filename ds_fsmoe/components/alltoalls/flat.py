@@ -12,7 +12,7 @@ from ds_fsmoe.registry import register_alltoall
 
 @register_alltoall("flat")
 class FlatAllToAll(AllToAllBase):
-    """One ``all_to_all_single``."""
+    """One ``all_to_all_single`` over all ranks of the group."""
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         y = torch.empty_like(x)

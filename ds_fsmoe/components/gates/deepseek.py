@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.components.gate import in_backward
-from ds_fsmoe.components.gate_settings import option
+from ds_fsmoe.components.gate_settings import option, takes_options_of
 from ds_fsmoe.components.router import linear_scores
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepSeekSettings(ChoiceSettings):
     """Options of the gate."""
 
@@ -50,6 +50,9 @@ class DeepSeekGate(TokenChoiceGate):
 
     Settings = DeepSeekSettings
     settings: DeepSeekSettings
+
+    @takes_options_of(DeepSeekSettings)
+    def __init__(self) -> None: ...
 
     def build(self, model_dim: int, num_experts: int) -> None:
         super().build(model_dim, num_experts)

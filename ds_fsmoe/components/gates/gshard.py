@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_fsmoe.components.gate_settings import takes_options_of
 from ds_fsmoe.components.router import linear_scores
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GShardSettings(ChoiceSettings):
     """Options of the gate."""
 
@@ -30,6 +31,9 @@ class GShardGate(TokenChoiceGate):
 
     Settings = GShardSettings
     settings: GShardSettings
+
+    @takes_options_of(GShardSettings)
+    def __init__(self) -> None: ...
 
     def build(self, model_dim: int, num_experts: int) -> None:
         super().build(model_dim, num_experts)

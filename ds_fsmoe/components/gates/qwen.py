@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_fsmoe.components.gate_settings import takes_options_of
 from ds_fsmoe.components.gates.mixtral import MixtralGate, MixtralSettings
 from ds_fsmoe.components.token_choice import Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QwenSettings(MixtralSettings):
     """Options of the gate."""
 
@@ -26,6 +27,9 @@ class QwenGate(MixtralGate):
 
     Settings = QwenSettings
     settings: QwenSettings
+
+    @takes_options_of(QwenSettings)
+    def __init__(self) -> None: ...
 
     def weights_sum_to_1(self) -> bool:
         return self.settings.norm_topk_prob

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ds_fsmoe.components.gate_settings import option
+from ds_fsmoe.components.gate_settings import option, takes_options_of
 from ds_fsmoe.components.router import linear_scores
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SwitchSettings(ChoiceSettings):
     """Options of the gate."""
 
@@ -29,6 +29,9 @@ class SwitchGate(TokenChoiceGate):
 
     Settings = SwitchSettings
     settings: SwitchSettings
+
+    @takes_options_of(SwitchSettings)
+    def __init__(self) -> None: ...
 
     def score(self, x_SM: torch.Tensor) -> Scores:
         jitter = self.settings.jitter

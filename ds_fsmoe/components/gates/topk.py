@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate_settings import CapacitySettings, OptionError, SettingsGate
+from ds_fsmoe.components.gate_settings import CapacitySettings, OptionError, SettingsGate, takes_options_of
 from ds_fsmoe.components.router import entropy_of, which_are_used
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.components.token_choice import first_capacity, last_capacity
@@ -27,7 +27,7 @@ from ds_fsmoe.registry import register_gate
 _JITTER = 1e-2  # inputs of the router are scaled by a factor in 1 +- this
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TopKSettings(CapacitySettings):
     """Everything a top-k decision depends on besides the logits. Defaults are those of ``deepspeed.moe.layer.MoE``.
 
@@ -54,6 +54,9 @@ class LinearGate(SettingsGate):
 
     Settings = TopKSettings
     settings: TopKSettings
+
+    @takes_options_of(TopKSettings)
+    def __init__(self) -> None: ...
 
     def build(self, model_dim: int, num_experts: int) -> None:
         self.check_k(num_experts)

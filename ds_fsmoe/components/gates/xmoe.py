@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_fsmoe.components.gate_settings import option
+from ds_fsmoe.components.gate_settings import option, takes_options_of
 from ds_fsmoe.components.router import linear_scores
 from ds_fsmoe.components.token_choice import ChoiceSettings, Scores, TokenChoiceGate
 from ds_fsmoe.registry import register_gate
@@ -19,7 +19,7 @@ from ds_fsmoe.registry import register_gate
 _LEAST_TEMPERATURE = 0.01
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class XMoESettings(ChoiceSettings):
     """Options of the gate."""
 
@@ -38,6 +38,9 @@ class XMoEGate(TokenChoiceGate):
 
     Settings = XMoESettings
     settings: XMoESettings
+
+    @takes_options_of(XMoESettings)
+    def __init__(self) -> None: ...
 
     def build(self, model_dim: int, num_experts: int) -> None:
         self.check_k(num_experts)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A field has the word of its field of research and the one it had before; both mean the same, errors name the one that
+was written, and blocks may be written short."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import BaseModel
+
+import ds_fsmoe
+from ds_fsmoe import registry
+from ds_fsmoe.blocks import FSMoEBlock, GateBlock, block_in, words_for
+from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.engine_state import alike
+from ds_fsmoe.schema import schema
+from ds_fsmoe.words import words_of
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel
+
+TUNED = {"autotune": {"enabled": True}}
+BOTH = [
+    ({"num_chunks": {"forward": 2, "max": 8}, **TUNED}, {"pipeline_degree": {"forward": 2, "max": 8}, **TUNED}),
+    ({"expert_tensor_parallel_size": 2}, {"esp_size": 2}),
+    ({"gate": {"top_k": 2}}, {"gate": {"k": 2}}),
+    (
+        {"gate": {"type": "deepseek", "top_k": 2, "num_groups": 2}},
+        {"gate": {"type": "deepseek", "k": 2, "num_groups": 2}},
+    ),
+]
+SHORT = [
+    ({"gate": "mixtral"}, {"gate": {"type": "mixtral"}}),
+    ({"autotune": True}, {"autotune": {"enabled": True}}),
+    ({"autotune": False}, {"autotune": {"enabled": False}}),
+    ({"trace": True}, {"trace": {"enabled": True}}),
+    ({"num_chunks": 4}, {"num_chunks": {"forward": 4, "backward": 4}}),
+    ({"pipeline_degree": 4.0}, {"num_chunks": {"forward": 4, "backward": 4}}),
+    ({"num_chunks": "auto"}, {"num_chunks": {"forward": "auto", "backward": "auto"}}),
+    ({"num_chunks": None}, {"num_chunks": {"forward": "auto", "backward": "auto"}}),
+    (
+        {"gradient_partition": {"mode": "fixed_chunk", "chunk_bytes": 3e7}},
+        {"gradient_partition": {"mode": "fixed_chunk", "chunk_bytes": 30000000}},
+    ),
+    ({"max_ctas": 8.0, "metrics_every": 2e1}, {"max_ctas": 8, "metrics_every": 20}),
+    ({"gate": {"capacity_factor": None}}, {"gate": {"drop_tokens": False}}),
+    ({"gate": {"capacity_factor": None, "eval_capacity_factor": None}}, {"gate": {"drop_tokens": False}}),
+    (
+        {"gate": {"capacity_factor": None, "eval_capacity_factor": 2}},
+        {"gate": {"drop_tokens": False, "eval_capacity_factor": 2}},
+    ),
+]
+
+
+def read(written: dict[str, Any]) -> FSMoEBlock:
+    return read_block({"fsmoe": {"enabled": True} | written})
+
+
+def refused(written: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(written)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("one", "other"), [*BOTH, *SHORT], ids=str)
+def test_two_ways_to_write_a_block_give_the_same_one(one: dict, other: dict) -> None:
+    assert read(one) == read(other)
+    assert alike(read(one)) == alike(read(other)), "ranks that write it differently agree"
+    assert read(one).model_dump(exclude_unset=True) == read(other).model_dump(exclude_unset=True), (
+        "records are the same"
+    )
+
+
+@pytest.mark.parametrize(("one", "_other"), [*BOTH, *SHORT], ids=str)
+def test_what_is_recorded_of_a_block_is_a_block_with_the_words_of_before(one: dict, _other: dict) -> None:
+    recorded = json.loads(json.dumps(read(one).model_dump(exclude_unset=True)))
+    assert not {"num_chunks", "expert_tensor_parallel_size"} & set(recorded)
+    assert read_block({"fsmoe": recorded}) == read(one)
+
+
+def test_a_word_of_before_is_said_to_have_a_new_one() -> None:
+    written = {"pipeline_degree": 2, "esp_size": 2, "gate": {"k": 2}}
+    assert words_of(written).old == [
+        "fsmoe.gate.k is now called fsmoe.gate.top_k; both work",
+        "fsmoe.esp_size is now called fsmoe.expert_tensor_parallel_size; both work",
+        "fsmoe.pipeline_degree is now called fsmoe.num_chunks; both work",
+    ]
+    assert words_of({"num_chunks": 2, "expert_tensor_parallel_size": 2, "gate": {"top_k": 2}}).old == []
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        (
+            {"esp_size": 2, "expert_tensor_parallel_size": 4},
+            "fsmoe.expert_tensor_parallel_size = 4 and fsmoe.esp_size = 2: must be one of the two, which are names of "
+            "the same; leave fsmoe.esp_size out",
+        ),
+        ({"gate": {"k": 2, "top_k": 2}}, "fsmoe.gate.top_k = 2 and fsmoe.gate.k = 2: must be one of the two"),
+        (
+            {"pipeline_degree": {"max": 8}, "num_chunks": 4},
+            'fsmoe.num_chunks = 4 and fsmoe.pipeline_degree = {"max": 8}: must be one of the two',
+        ),
+    ],
+)
+def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence: str) -> None:
+    assert refused(written).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ({"esp_size": 0}, "fsmoe.esp_size = 0: must be greater than or equal to 1"),
+        ({"expert_tensor_parallel_size": 0}, "fsmoe.expert_tensor_parallel_size = 0: must be greater than or equal"),
+        ({"gate": {"k": "2"}}, 'fsmoe.gate.k = "2": must be an integer'),
+        ({"gate": {"top_k": 2.5}}, "fsmoe.gate.top_k = 2.5: must be an integer"),
+        ({"num_chunks": {"forward": 0}}, "fsmoe.num_chunks.forward = 0: must be greater than or equal to 1 or 'auto'"),
+        ({"num_chunks": 0}, "fsmoe.num_chunks = 0: must be greater than or equal to 1 or 'auto'"),
+        ({"pipeline_degree": "x"}, "fsmoe.pipeline_degree = \"x\": must be an integer or 'auto'"),
+        ({"num_chunks": [2]}, 'fsmoe.num_chunks = [2]: must be an object or a number or "auto"'),
+        (
+            {"num_chunks": 2, "schedule": "deepspeed"},
+            'fsmoe.num_chunks = 2: must be 1 or "auto" with fsmoe.schedule = "deepspeed", which does not cut',
+        ),
+        (
+            {"pipeline_degree": "auto", "schedule": "fsmoe"},
+            'fsmoe.pipeline_degree = "auto" with fsmoe.schedule = "fsmoe": must be a number, or fsmoe.autotune.enabled',
+        ),
+        (
+            {"num_chunks": {"max": 8}, "autotune": False},
+            "fsmoe.num_chunks.max = 8: only with fsmoe.autotune = true, and it is false; leave it out",
+        ),
+        ({"autotune": True, "deterministic": True}, "fsmoe.autotune = true: degrees that follow from a clock go"),
+        ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are '),
+        (
+            {"gate": {"type": "softmoe", "top_k": 2}},
+            'fsmoe.gate.top_k = 2: the gate "softmoe" has no such option; its options are slots_per_expert, causal',
+        ),
+        (
+            {"gate": {"type": "softmoe", "capacity_factor": None}},
+            'fsmoe.gate.capacity_factor = null: the gate "softmoe" has no such option',
+        ),
+        (
+            {"gate": {"capacity_factor": None, "drop_tokens": True}},
+            "fsmoe.gate.capacity_factor = null: must be a number with fsmoe.gate.drop_tokens = true; null is room for",
+        ),
+        ({"gate": {"eval_capacity_factor": None}}, "fsmoe.gate.eval_capacity_factor = null: must be a number"),
+        ({"gradient_partition": {"chunk_bytes": 1.5}}, "fsmoe.gradient_partition.chunk_bytes = 1.5: must be an int"),
+        ({"overlap": 1.0}, "fsmoe.overlap = 1.0: must be a boolean"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_path_that_was_written(written: dict, sentence: str) -> None:
+    assert refused(written).startswith(sentence)
+    assert "\n" not in refused(written)
+
+
+@pytest.mark.parametrize("word", ["k", "top_k"])
+def test_an_error_that_needs_the_model_names_the_path_that_was_written(word: str) -> None:
+    config = Case().ds_config(fsmoe={"enabled": True, "gate": {word: 7}})
+    with pytest.raises(
+        ConfigError, match=rf"fsmoe\.gate\.{word} = 7: must be between 1 and num_experts \(4 in moes\.0\)"
+    ):
+        ds_fsmoe.initialize(model=SmallModel(Case(), rank=0), config=config)
+
+
+class GateOfAUser(ds_fsmoe.GateBase):
+    """A gate that has ``top_k`` in its signature itself."""
+
+    def __init__(self, top_k: int = 1) -> None:
+        super().__init__()
+        self.top_k = top_k
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        self.wg = torch.nn.Linear(model_dim, num_experts, bias=False)
+
+
+def test_a_gate_of_a_user_may_have_either_word_in_its_signature(monkeypatch) -> None:
+    from ds_fsmoe.parts import choose_parts
+    from ds_fsmoe.takeover import take_over
+
+    monkeypatch.setitem(registry._PARTS["gate"], "of a user", GateOfAUser)
+    block = read({"gate": {"type": "of a user", "top_k": 3}})
+    layer = SmallModel(Case(k=2), rank=0).moes[0]
+    take_over(layer, choose_parts(block, "cpu"), block.gate)
+    assert layer.deepspeed_moe.gate.top_k == 3
+
+
+def test_the_schema_knows_both_words_and_the_short_forms() -> None:
+    block = schema()["properties"]["fsmoe"]["properties"]
+    gate = schema()["$defs"]["GateBlock"]["properties"]
+    for name, words in (("pipeline_degree", block), ("esp_size", block), ("k", gate)):
+        assert words[name]["deprecated"] is True
+    assert {"num_chunks", "expert_tensor_parallel_size"} < set(block)
+    assert "top_k" in gate
+    assert {"type": "string"} in block["gate"]["anyOf"]
+    assert {"type": "boolean"} in block["autotune"]["anyOf"]
+    assert {"type": "integer", "minimum": 1, "maximum": 256} in block["num_chunks"]["anyOf"]
+
+
+def test_no_word_stands_for_two_fields_of_a_block() -> None:
+    def look(block: type[BaseModel]) -> None:
+        words = [word for name, field in block.model_fields.items() for word in words_for(name, field)]
+        assert len(words) == len(set(words))
+        for field in block.model_fields.values():
+            if inner := block_in(field):
+                look(inner)
+
+    look(FSMoEBlock)
+    assert block_in(FSMoEBlock.model_fields["gate"]) is GateBlock
+
+
+def said_at_start(rank: int, world_size: int, blocks: list[dict[str, Any]]) -> list[str]:
+    """What is logged, but for the table, at the start of an engine whose block this rank writes like that."""
+    said: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("ds_fsmoe").addHandler(Said())
+    hurry()
+    model = SmallModel(Case(expert="gpt"), rank)
+    config = Case().ds_config(fsmoe={"enabled": True} | blocks[rank])
+    ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return [each for each in said if "called" in each]
+
+
+def test_an_engine_says_on_rank_0_what_has_another_name_by_now_and_ranks_may_differ_in_names(tmp_path: Path) -> None:
+    blocks = [{"esp_size": 2, "pipeline_degree": {"forward": 2, "backward": 2}}]
+    blocks += [{"expert_tensor_parallel_size": 2, "num_chunks": 2}]
+    assert run_on_ranks(said_at_start, 2, tmp_path, blocks) == [
+        [
+            "fsmoe.esp_size is now called fsmoe.expert_tensor_parallel_size; both work",
+            "fsmoe.pipeline_degree is now called fsmoe.num_chunks; both work",
+        ],
+        [],
+    ]
