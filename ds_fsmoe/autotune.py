@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -42,10 +42,11 @@ from ds_fsmoe.runtime.cluster_profile import profile_cluster
 from ds_fsmoe.runtime.corun import Slowdowns
 from ds_fsmoe.runtime.link_times import time_links
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
+from ds_fsmoe.runtime.one_fate import from_first_rank, raise_on_all_ranks
 from ds_fsmoe.runtime.pipeline import PhasePlan
 from ds_fsmoe.runtime.profiler import is_serial, issues_ahead, profile, slowdowns_of
 from ds_fsmoe.runtime.stopwatch import Stopwatch
-from ds_fsmoe.runtime.topology import find_topology, world_size_now
+from ds_fsmoe.runtime.topology import find_topology, rank_now, world_size_now
 from ds_fsmoe.step_prediction import StepTimes
 from ds_fsmoe.trials import Trials, Tried
 from ds_fsmoe.tuned_degrees import Ways
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from ds_fsmoe.reduction import Reduction
     from ds_fsmoe.running import Running
 
-_T = TypeVar("_T")
 _HOST_DEGREE = 4
 """Chunks of the schedule by which the cost of handing out tasks is timed."""
 FORWARDS_BEFORE = 2
@@ -146,7 +146,7 @@ class Autotune:
         max_ctas, one_link = self._running.max_ctas, self._running.one_link is not None
         fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=one_link)
         known, source = self._known(everyone, fingerprint)
-        with Progress(_rank() == 0) as progress:
+        with Progress(rank_now() == 0) as progress:
             for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
             dtype = self._dtype(kinds)
             cluster = profile_cluster(for_all, topology, self._running.lanes, dtype, max_ctas=max_ctas)
@@ -158,11 +158,11 @@ class Autotune:
         )
         ways, asked = self._ways(machine), self._asked()
         decided: tuple[list[list[Choice]], dict[int, float]] = [], {}
-        with stage.fate.of("choosing degrees"):
+        with raise_on_all_ranks(stage.group, "choosing degrees"):
             if self._is_first():
                 tried = candidates(kinds, found, machine, ways, asked, self._running.links)
                 decided = tried, other_esp_sizes(kinds, found, machine, ways, cluster, topology)
-        tried, sharded = self._from_first(decided)
+        tried, sharded = from_first_rank(decided, self._group)
 
         def use(choices: Sequence[Choice]) -> None:
             self._run_so(layers, kinds, choices, found, machine)
@@ -187,10 +187,10 @@ class Autotune:
         def refine(kept: int, halves: tuple[int, int]) -> Trials | None:
             forward, backward = (tried[number] for number in halves)
             near: list[list[Choice]] = []
-            with stage.fate.of("choosing degrees"):
+            with raise_on_all_ranks(stage.group, "choosing degrees"):
                 if self._is_first():
                     near = refinements(kinds, tried[kept], (forward, backward), found, machine, ways)
-            return trials_of(self._from_first(near))
+            return trials_of(from_first_rank(near, self._group))
 
         self.trials = trials_of(tried)
         self._refine = refine if self.trials is not None and asked == (None, None) else None
@@ -235,13 +235,13 @@ class Autotune:
         """What need not be measured, the same on every rank, and where it is from."""
         known, source = Measurements(), ""
         cache_dir = self._block.autotune.cache_dir
-        with everyone.fate.of("reading what was measured before"):
-            if cache_dir is not None and _rank() == 0 and self._why_again is None:
+        with raise_on_all_ranks(everyone.group, "reading what was measured before"):
+            if cache_dir is not None and rank_now() == 0 and self._why_again is None:
                 cache = MeasurementCache(Path(cache_dir))
                 found = cache.read(fingerprint)
                 if found is not None:
                     known, source = found, str(cache.file_of(fingerprint))
-        known, source = _from_rank_0((known, source))
+        known, source = from_first_rank((known, source))
         return known, source and f"what {source} has is not measured again"
 
     def _keep(
@@ -254,8 +254,8 @@ class Autotune:
         if world_size_now() > 1 and self._group is not None:  # stages have measured layers of their own
             of_ranks = [known] * world_size_now()
             dist.all_gather_object(of_ranks, known)
-        with everyone.fate.of("keeping what was measured"):
-            if _rank() == 0:
+        with raise_on_all_ranks(everyone.group, "keeping what was measured"):
+            if rank_now() == 0:
                 joined = Measurements()
                 for each in of_ranks:
                     joined.timings |= each.timings
@@ -321,26 +321,4 @@ class Autotune:
                 self.predictors[label] = MeasuredPredictor(machine, measured, same_cuts)
 
     def _is_first(self) -> bool:
-        return world_size_now() == 1 or dist.get_rank(self._group) == 0
-
-    def _from_first(self, value: _T) -> _T:
-        """What the first rank of the stage has. Collective over the stage."""
-        if world_size_now() == 1:
-            return value
-        held = [value]
-        source = 0 if self._group is None else dist.get_global_rank(self._group, 0)
-        dist.broadcast_object_list(held, src=source, group=self._group)
-        return held[0]
-
-
-def _rank() -> int:
-    return 0 if world_size_now() == 1 else dist.get_rank()
-
-
-def _from_rank_0(value: _T) -> _T:
-    """Collective over all ranks."""
-    if world_size_now() == 1:
-        return value
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
+        return rank_now(self._group) == 0

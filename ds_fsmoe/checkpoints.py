@@ -23,6 +23,7 @@ from ds_fsmoe.optimizer_pieces import index_of, optimizer_name, refresh_masters,
 from ds_fsmoe.plan_state import RankState, go_on_with, read_rank_state
 from ds_fsmoe.progress import shown
 from ds_fsmoe.runtime.agreement import facts_of_versions
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.saving import manifest as manifests
 from ds_fsmoe.saving import tags
 from ds_fsmoe.saving.manifest import Manifest
@@ -198,9 +199,7 @@ class Checkpoints:
         """Draw and plan as when the tag was saved. Collective."""
         set_random_states(own.random)
         # Ranks of one stage have the same plans; all make communicators together or none does.
-        every = [own.plans is not None] * dist.get_world_size()
-        dist.all_gather_object(every, every[0])
-        if all(every) and own.plans is not None:
+        if all(on_every_rank(own.plans is not None)) and own.plans is not None:
             go_on_with(self._engine.fsmoe, own.plans)
 
     def _lies_alike(self, place: Path, index: Index | None) -> bool:
@@ -215,9 +214,7 @@ class Checkpoints:
             return found is None or [each.pieces for each in found.groups] == there
 
         own = self._ranks.together(f"comparing {place}", compare)
-        every = [own] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        return all(each is None or each for each in every)
+        return all(each is None or each for each in on_every_rank(own))
 
     def _check_optimizer(self, place: Path, index: Index | None) -> None:
         """Before anything is loaded: whether the states are of this optimizer."""

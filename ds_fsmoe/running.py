@@ -39,7 +39,7 @@ from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.runtime.nccl import why_one_link
 from ds_fsmoe.runtime.pipeline import PhasePlan, Pipeline
 from ds_fsmoe.runtime.step_times import StepClock
-from ds_fsmoe.runtime.topology import layout, world_size_now
+from ds_fsmoe.runtime.topology import layout, rank_now, world_size_now
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.watchdog import Watchdog
 from ds_fsmoe.runtime.wires import Wires
@@ -107,7 +107,7 @@ class Running:
         self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
         self.degrees = planned_degrees(block)
         self.links: Links = planned_links(block) if self.one_link is None else "shared"
-        rank = dist.get_rank() if world_size_now() > 1 else 0
+        rank = rank_now()
         trace = block.trace
         folder = trace_folder(block)
         self.tracer = Tracer(folder, rank, trace.start_step, trace.num_steps, device) if trace.enabled else None
@@ -157,7 +157,7 @@ class Running:
         """Which part of each of its experts this rank has. No group is made for it."""
         sizes = {"mp_size": self.mp_size, "pp_size": self.pp_size}
         found = layout(world_size_now(), ep_size, self.block.esp_size, self.expert_before_data, **sizes)
-        rank = dist.get_rank() if world_size_now() > 1 else 0
+        rank = rank_now()
         return found.group_of("esp", rank).index(rank)
 
     def experts_by_rule(self, ep_size: int) -> list[int]:

@@ -13,7 +13,7 @@ slots are added, which changes no number. And slots are numbered so that a rank'
 within it: the gather is one all-gather, without the copies that a gather along the capacity needs. (With k >= 3 choices
 the gradient of a token is added up in another order for that, and differs from stock's in its last bits.)
 
-*Parts of a sequence.* Nothing is dropped or gathered; see ``scale.py`` for what becomes of the gradients.
+*Parts of a sequence.* Nothing is dropped or gathered; see ``reduction_stages.py`` for what becomes of the gradients.
 
 Letters: E experts of all ranks, C slots per expert, c those of this rank, P ranks of an MP group, M width.
 """
