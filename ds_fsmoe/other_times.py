@@ -13,7 +13,7 @@ from ds_fsmoe.autotune_subjects import Kind
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.runtime.measurements import Measuring
 from ds_fsmoe.runtime.profiler import EXPERT_GRADIENTS, GATE, GRADIENTS, ORDER, untouched
-from ds_fsmoe.runtime.stopwatch import Prepare, Timing
+from ds_fsmoe.runtime.stopwatch import Prepare, Timing, all_reducing
 
 if TYPE_CHECKING:
     from ds_fsmoe.reduction import Reduction
@@ -89,11 +89,9 @@ def time_gradients(measuring: Measuring, kind: Kind, reduction: Reduction | None
         while len(sizes) < 3:
             sizes.append(2 * sizes[-1])
 
-        def prepare(numel: int, group: dist.ProcessGroup = group, dtype: torch.dtype = dtype) -> Callable[[], object]:
-            scratch = torch.zeros(numel, dtype=dtype, device=device)
-            return lambda: dist.all_reduce(scratch, group=group)
-
         at = placements["dp" if grad_kind == GRAD else "edp"]
         name = f"{_NAMES[grad_kind]} of {dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
-        found[_NAMES[grad_kind]] = measuring.timing(name, "byte", sizes, float(dtype.itemsize), prepare, group)
+        found[_NAMES[grad_kind]] = measuring.timing(
+            name, "byte", sizes, float(dtype.itemsize), all_reducing(dtype, device, group), group
+        )
     return found

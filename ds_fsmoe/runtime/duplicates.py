@@ -28,9 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.runtime.chunking import Cutting
-from ds_fsmoe.runtime.wires import Wires
-
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+from ds_fsmoe.runtime.wires import Wires, all_gather
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def _own_part(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _all_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    _all_gather(gathered, rows.contiguous(), group=group)
+    all_gather(gathered, rows.contiguous(), group=group)
     return gathered
 
 

@@ -34,6 +34,16 @@ Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
 
 
+def all_reducing(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Prepare:
+    """What a :class:`Stopwatch` times to know the all-reduces of a group; a size is a number of elements."""
+
+    def prepare(numel: int) -> Callable[[], object]:
+        scratch = torch.zeros(numel, dtype=dtype, device=device)
+        return lambda: dist.all_reduce(scratch, group=group)
+
+    return prepare
+
+
 @dataclass(frozen=True)
 class Timing:
     """An operation, measured."""
