@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from ds_fsmoe import registry
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.exchanges import Exchange, exchange_in
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
@@ -95,7 +95,7 @@ class Step:
         )
         torch.manual_seed(dist.get_rank())
         self.pipeline = Pipeline(lanes, wires, *plans)
-        self.experts = expert_set([GPTFeedForward(layer.M, layer.H)])
+        self.experts = ExpertSet([GPTFeedForward(layer.M, layer.H)])
         self.num_experts, self.capacity = dist.get_world_size(), layer.C
         self.x_RM = torch.randn(self.num_experts * layer.C, layer.M, requires_grad=True)
         self.dy_RM = torch.randn(self.num_experts * layer.C, layer.M)

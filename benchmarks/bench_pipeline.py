@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.shards import shard_expert
 from ds_fsmoe.planning.block import BlockPlan, Links, equal_shares
@@ -59,7 +59,7 @@ class Step:
         expert = GPTFeedForward(layer.M, layer.H)
         if esp > 1:
             expert, _ = shard_expert(expert, groups.rank % esp, esp)
-        self.experts = expert_set([expert])
+        self.experts = ExpertSet([expert])
         plans = (
             PhasePlan(BlockPlan(equal_shares(forward), links), groups.planned, backward=False),
             PhasePlan(BlockPlan(equal_shares(backward), links, late_dw), groups.planned, backward=True),

@@ -23,7 +23,7 @@ from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.order import OrderBase
@@ -220,7 +220,7 @@ class FSMoELayer(StockMOELayer):
         # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
         present = [*modules, *(parameter for module in modules for parameter in module.parameters())]
         if self._known_experts is None or [*map(id, present)] != [*map(id, self._known_experts[0])]:
-            self._known_experts = present, expert_set(modules, keep_expert_dim=True, path=self.path)
+            self._known_experts = present, ExpertSet(modules, keep_expert_dim=True, path=self.path)
         return self._known_experts[1]
 
     def _set_ep_group(self, ep_group: dist.ProcessGroup) -> None:

@@ -21,7 +21,7 @@ from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert import LocalExperts
-from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import RoutingBase, kind_of
@@ -209,7 +209,7 @@ class MOELayer(nn.Module):
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
         """[..., M] to [..., M]; with ``return_stats`` a :class:`MoEOutput`."""
         if self._running is None:
-            self._running = self._make_pipeline(x.device), expert_set(list(self.experts.experts), path="MOELayer")
+            self._running = self._make_pipeline(x.device), ExpertSet(list(self.experts.experts), path="MOELayer")
         if self.training not in self._looked:
             self._looked.add(self.training)
             self._leave_whole_if_need_be(x)

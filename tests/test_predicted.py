@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe import CallbackBase, ConfigError
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.config import read_block
@@ -93,7 +93,7 @@ def test_sizes_of_a_call_are_those_of_the_planner(
 
 @pytest.mark.parametrize(("expert", "num_products"), [(GPTFeedForward, 2), (MixtralFeedForward, 3)])
 def test_products_of_an_expert_are_its_matrices(expert: Callable[..., torch.nn.Module], num_products: int) -> None:
-    experts = expert_set([expert(5, 14) for _ in range(3)])
+    experts = ExpertSet([expert(5, 14) for _ in range(3)])
     sizes = CallSizes.of(torch.zeros(6 * 7, 5, dtype=torch.bfloat16), 6, 7, experts)
     assert sizes == CallSizes(6, 7, 5, 2, 3 * num_products, 3 * num_products * 5 * 14)
 
@@ -134,7 +134,7 @@ def test_each_call_has_the_prediction_of_its_own_sizes(make_tracer: Callable[...
     tracer, predictor = make_tracer(1, 1), Predictor(cluster_file(tmp_path))
     plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", observer=tracer)
     pipeline = PredictedPipeline.of(plain, tracer, predictor)
-    experts = expert_set([GPTFeedForward(5, 14) for _ in range(3)])
+    experts = ExpertSet([GPTFeedForward(5, 14) for _ in range(3)])
     for step in range(3):
         tracer.step(step)
         outputs = [
@@ -190,7 +190,7 @@ def test_gradients_that_travel_in_a_backward_are_as_large_as_they_are(
     pipeline = replace(PredictedPipeline.of(plain, tracer, Predictor(cluster_file(tmp_path))), window=gradients)
     tracer.step(0)
     pipeline(
-        torch.randn(6 * 5, 7, requires_grad=True), 6, 5, expert_set([nn.Linear(7, 7) for _ in range(6)])
+        torch.randn(6 * 5, 7, requires_grad=True), 6, 5, ExpertSet([nn.Linear(7, 7) for _ in range(6)])
     ).sum().backward()
     tracer.step(1)
     assert gradients.sent == ["opened", "GRAD", "EXPERT_GRAD", "closed"]

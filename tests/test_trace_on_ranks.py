@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.planning.block import BlockPlan, equal_shares
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import HOLD
@@ -53,7 +53,7 @@ def pipeline_on_a_rank(rank: int, world_size: int, folder: str, esp: int) -> lis
     lanes, tracer = make_lanes(CPU), Tracer(Path(folder), rank, 1, 2, CPU, predicted)
     wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
     layers = [Pipeline(lanes, wires, *plans, label=f"L{number:02d}", observer=tracer) for number in (2, 3)]
-    experts = expert_set([nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS * esp // world_size)], keep_expert_dim=True)
+    experts = ExpertSet([nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS * esp // world_size)], keep_expert_dim=True)
     for step in range(4):
         tracer.step(step)
         x_RM = torch.randn(EXPERTS * CAPACITY, WIDTH, requires_grad=True)
