@@ -134,14 +134,18 @@ class Checkpoints:
         elif index is None:
             ranks.together(f"reading {place}", lambda: self._check_settings(place))
         if moved:
-            ranks.together(f"moving {place}", reading.fill_optimizer)
-            log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
-            if result[1] is not None:
-                result[1].pop("optimizer", None)
+            self._fill_optimizer(place, reading, differences, result[1])
         if result[0] is not None and own is not None:
             self._go_on(own)
         ranks.on_leaders(f"reading {place}", lambda: _check_not_saved_over(place, manifest))
         return result
+
+    def _fill_optimizer(self, place: Path, reading: Reading, differences: Sequence[str], client_state: Any) -> None:
+        """Put the states of the optimizer where this job has them. Collective."""
+        self._ranks.together(f"moving {place}", reading.fill_optimizer)
+        log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
+        if client_state is not None:
+            client_state.pop("optimizer", None)
 
     def check(self, folder: Path, tag: str | None, asked: dict[str, Any]) -> tuple[str, Manifest | None] | None:
         """Before a tag is read: which one, and whether it is whole.

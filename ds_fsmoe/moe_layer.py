@@ -98,27 +98,31 @@ def token_path(
     check_width(name, x, width)
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
-    num_experts, capacity = routing.num_experts, routing.capacity
-    # An order puts rows where the routing says, so chunks that lie in one piece cost no copy.
-    if duplicates is None:
-        cutting = pipeline.forward.cutting(capacity)
-        chunked = routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity)
-    else:
-        capacity = duplicates.part(routing.capacity)
-        cutting = pipeline.forward.cutting(capacity)
-        place = partial(duplicates.slots, num_experts=num_experts, capacity=routing.capacity, cutting=cutting)
-        chunked = routing.relaid(place, duplicates.num_ranks * capacity)
+    chunked, capacity = _in_chunks(routing, pipeline, duplicates)
     x_ECM = order.arrange(x_SM, chunked)
     x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
     if duplicates is not None:
         x_RM = duplicates.drop(x_RM)
     with naming_widths(name, experts, x_RM):
-        y_RM = pipeline(x_RM, num_experts, capacity, experts, hooked if callbacks else None)
+        y_RM = pipeline(x_RM, routing.num_experts, capacity, experts, hooked if callbacks else None)
     if duplicates is not None:
         y_RM = duplicates.gather(y_RM)
-    y_ECM = y_RM.view(num_experts, chunked.capacity, y_RM.shape[-1])
+    y_ECM = y_RM.view(routing.num_experts, chunked.capacity, y_RM.shape[-1])
     y = hooked("before_moe_end_hook", order.restore(y_ECM, chunked).reshape(x.shape))
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
+
+
+def _in_chunks(routing: RoutingBase, pipeline: Pipeline, duplicates: Duplicates | None) -> tuple[RoutingBase, int]:
+    """The same routing with its slots chunk by chunk, and how many slots per expert this rank sends. An order puts rows
+    where the routing says, so chunks that lie in one piece cost no copy."""
+    num_experts, capacity = routing.num_experts, routing.capacity
+    if duplicates is None:
+        cutting = pipeline.forward.cutting(capacity)
+        return routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity), capacity
+    own_capacity = duplicates.part(capacity)
+    cutting = pipeline.forward.cutting(own_capacity)
+    place = partial(duplicates.slots, num_experts=num_experts, capacity=capacity, cutting=cutting)
+    return routing.relaid(place, duplicates.num_ranks * own_capacity), own_capacity
 
 
 class MOELayer(nn.Module):

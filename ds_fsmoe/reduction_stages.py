@@ -213,21 +213,8 @@ class Stages1And2:
             tensor.copy_(reduced)
             optimizer._add_full_reduction_to_compact_grad_partition(reduced, communication_data_type)
 
-        def hand_over() -> None:
-            """Everything that has a gradient on some rank goes through ZeRO's buckets, in one order on all ranks."""
-            present = reducer.finish()
-            optimizer.setup_buckets()
-            optimizer.reduce_ipg_grads()  # what ZeRO has been given so far, and reduces itself
-            self._is_reduced = True
-            for parameter in reducer.parameters:
-                if id(parameter) in present:
-                    self._give(parameter, reducer.place(parameter))
-                    optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
-            optimizer.reduce_ipg_grads()
-            self._is_reduced = False
-
         def epilogue() -> None:
-            hand_over()
+            self._hand_over(reducer)
             stock_epilogue()
 
         def reduce_gradients(pipeline_parallel: bool = False) -> None:
@@ -244,6 +231,20 @@ class Stages1And2:
         optimizer.reduce_gradients = reduce_gradients
         # Behind ``coalesce_grad_reduction``, where stock fills ZeRO's buckets with gradients yet to be reduced.
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
+
+    def _hand_over(self, reducer: GradientReducer) -> None:
+        """Everything that has a gradient on some rank goes through ZeRO's buckets, in one order on all ranks."""
+        optimizer = self._optimizer
+        present = reducer.finish()
+        optimizer.setup_buckets()
+        optimizer.reduce_ipg_grads()  # what ZeRO has been given so far, and reduces itself
+        self._is_reduced = True
+        for parameter in reducer.parameters:
+            if id(parameter) in present:
+                self._give(parameter, reducer.place(parameter))
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
+        optimizer.reduce_ipg_grads()
+        self._is_reduced = False
 
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
         """What ZeRO takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""
