@@ -22,13 +22,14 @@ _VERSION = operator.attrgetter("_version")
 class Pending:
     """What the weight gradients of a cut need. Shapes are those of one expert; of k at once all begin with k."""
 
-    x_NcM: torch.Tensor | None
     kept: tuple[torch.Tensor, ...]
     """From which the hidden layer follows, unless that is there."""
     h_NcH: torch.Tensor | None
     dy_RM: torch.Tensor
     deltas_RH: tuple[torch.Tensor, ...]
     """The gradient of the results of each layer of ``up``."""
+    x: torch.Tensor | None = None
+    """These are the rows, where a weight of ``up`` wants a gradient: [R, M], or [k, N, c, M]."""
 
     def hidden_rows(self, form: WrittenExpert) -> torch.Tensor:
         """Return the rows of the last layer, [R, H]."""
@@ -36,12 +37,12 @@ class Pending:
 
 
 def back_to_rows(
-    form: WrittenExpert, x_NcM: torch.Tensor | None, kept: tuple[torch.Tensor, ...], dy_NcM: torch.Tensor
+    form: WrittenExpert, kept: tuple[torch.Tensor, ...], dy_NcM: torch.Tensor
 ) -> tuple[torch.Tensor, Pending]:
     """Go back through an expert, or through k that are stacked, as autograd would.
 
     Returns:
-        The gradient of the rows, [N * c, M], and what is left to do for the weights.
+        The gradient of the rows, [N * c, M], and what is left to do for the weights, without the rows.
     """
     dy_RM = rows_of(dy_NcM)
     dh_RH = rows_gradient(form.down, dy_RM)
@@ -53,7 +54,7 @@ def back_to_rows(
     dx_RM = rows_gradient(form.up[0], deltas_RH[0])
     for linear, delta_RH in zip(form.up[1:], deltas_RH[1:], strict=True):
         dx_RM += rows_gradient(linear, delta_RH)
-    return dx_RM, Pending(x_NcM, kept if h_NcH is None else (), h_NcH, dy_RM, deltas_RH)
+    return dx_RM, Pending(kept if h_NcH is None else (), h_NcH, dy_RM, deltas_RH)
 
 
 class WrittenCall:
@@ -131,8 +132,10 @@ class WrittenCall:
     ) -> torch.Tensor:
         """:meth:`backward_dx` of what has been read already."""
         kept = self._kept(x_NcM) if self._recompute else kept
-        dx_RM, pending = back_to_rows(self.written, x_NcM if self.wants_up else None, kept, dy_NcM)
+        dx_RM, pending = back_to_rows(self.written, kept, dy_NcM)
         if self.wants_any:
+            # A copy where they are strided, so that the memory of those that came is free.
+            pending.x = rows_of(x_NcM) if self.wants_up else None
             self._pending[start, stop] = pending
         return dx_RM.view(dy_NcM.shape)
 
@@ -145,9 +148,8 @@ class WrittenCall:
         h_RH = pending.hidden_rows(self.written) if self._sums.wants(down.weight) else None
         add_gradients(self._sums, down, pending.dy_RM, h_RH)
         pending.h_NcH = h_RH = None
-        x_RM = None if pending.x_NcM is None else rows_of(pending.x_NcM)
         for up, delta_RH in zip(self.written.up, pending.deltas_RH, strict=True):
-            add_gradients(self._sums, up, delta_RH, x_RM)
+            add_gradients(self._sums, up, delta_RH, pending.x)
 
     def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)

@@ -160,7 +160,7 @@ class TogetherCall:
         h_kRH = pending.hidden_rows(first) if self._sums.wants(first.down.weight) else None
         add_stacked_gradients(self._sums, self._down, pending.dy_RM, h_kRH)
         pending.h_NcH = h_kRH = None
-        x_kRM = None if pending.x_NcM is None else rows_of(pending.x_NcM)
+        x_kRM = None if pending.x is None else rows_of(pending.x)
         for up, delta_kRH in zip(self._up, pending.deltas_RH, strict=True):
             add_stacked_gradients(self._sums, up, delta_kRH, x_kRM)
 
@@ -169,9 +169,9 @@ class TogetherCall:
         x_NkcM, *read = self._cuts.take(start, stop)
         kept = self._kept(form, x_NkcM) if self._recompute else tuple(read)
         del read
-        x_kNcM = x_NkcM.transpose(0, 1) if self._first.wants_up else None
-        dx_kRM, pending = back_to_rows(form, x_kNcM, kept, dy_NkcM.transpose(0, 1))
+        dx_kRM, pending = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
         if self._first.wants_any:
+            pending.x = x_NkcM.transpose(0, 1) if self._first.wants_up else None
             self._pending[start, stop] = pending
         return _by_rank(dx_kRM, dy_NkcM.shape)
 

@@ -20,7 +20,7 @@ Letters: E experts of all ranks, C slots per expert, c those of this rank, P ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class TensorParallelUse:
 
 
 PLAIN = TensorParallelUse()
+_Rows = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,11 @@ class Duplicates:
 
     def drop(self, x_RM: torch.Tensor) -> torch.Tensor:
         """[P * E * c, M] to the [E * c, M] that this rank sends."""
-        return _Drop.apply(x_RM, self.group)
+        return _Through.apply(x_RM, self.group, _own_part, _all_parts)
 
     def gather(self, y_RM: torch.Tensor) -> torch.Tensor:
         """[E * c, M] of each rank to [P * E * c, M], the same on all."""
-        return _Gather.apply(y_RM, self.group)
+        return _Through.apply(y_RM, self.group, _all_parts, _own_part)
 
 
 def _own_part(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -102,28 +103,18 @@ def _all_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gathered
 
 
-class _Drop(torch.autograd.Function):
+class _Through(torch.autograd.Function):
+    """``apply(rows, group, forwards, backwards)``: one of the two functions above forwards, and the other backwards."""
+
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _own_part(rows, group)
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, forwards: _Rows, backwards: _Rows):
+        ctx.group, ctx.backwards = group, backwards
+        return forwards(rows, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_parts(gradient, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_parts(rows, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own_part(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.backwards(gradient, ctx.group), None, None, None
 
 
 @dataclass(frozen=True)
