@@ -8,11 +8,9 @@ spread over all ranks and not sharded, so the EP group lies on both kinds of lin
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +20,9 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness import Case, Effort, Grid, Variant, join_on_gloo, run_grid
 from ds_fsmoe import registry
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.exchanges import Exchange, exchange_in
 from ds_fsmoe.planning.block import BlockPlan
@@ -96,7 +94,7 @@ class Step:
         )
         torch.manual_seed(dist.get_rank())
         self.pipeline = Pipeline(lanes, wires, *plans)
-        self.experts = expert_set([GPTFeedForward(layer.M, layer.H)])
+        self.experts = ExpertSet([GPTFeedForward(layer.M, layer.H)])
         self.num_experts, self.capacity = dist.get_world_size(), layer.C
         self.x_RM = torch.randn(self.num_experts * layer.C, layer.M, requires_grad=True)
         self.dy_RM = torch.randn(self.num_experts * layer.C, layer.M)
@@ -106,12 +104,7 @@ class Step:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    args = join_on_gloo(__doc__, blocks=8)
     serial, lanes = make_lanes(torch.device("cpu"), overlap=False), make_lanes(torch.device("cpu"))
     effort = Effort(blocks=args.blocks, steps=2)
     alone = (

@@ -7,13 +7,11 @@ of these three could gain on this bed. Rows go to ``benchmarks/results/bed.csv``
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness import Case, Effort, Grid, Variant, join_on_gloo, run_grid
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,7 @@ def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    args = join_on_gloo(__doc__)
     groups = node_groups()
     variants = (
         Variant("one after another", lambda load: Works(load, *groups).one_after_another),

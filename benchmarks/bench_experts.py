@@ -25,7 +25,7 @@ from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.outcome import PACKAGES
 from benchmarks.result_files import append_rows, made_with
 from ds_fsmoe import GPTFeedForward, MixtralFeedForward
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.side_by_side import lay_side_by_side
 from ds_fsmoe.components.written_together import Together
 from tests.live_memory import LiveMemory
@@ -70,7 +70,7 @@ class Step:
         experts = [expert_class(sizes.M, 4 * sizes.M).to(dtype) for _ in range(sizes.e)]
         if not lay_side_by_side(experts):
             raise RuntimeError("the experts could not be laid side by side")
-        self.experts = expert_set(experts, together=together)
+        self.experts = ExpertSet(experts, together=together)
         self.slots = sizes.R // sizes.N
         shape = (sizes.N, sizes.e, self.slots, sizes.M)
         self.x_NeCM, self.dy_NeCM = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)

@@ -9,11 +9,9 @@ no attention: what is measured is the overlap of a layer's own traffic and compu
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,9 +20,9 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness import Case, Effort, Grid, Variant, join_on_gloo, run_grid
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.shards import shard_expert
 from ds_fsmoe.planning.block import BlockPlan, Links
@@ -60,7 +58,7 @@ class Step:
         expert = GPTFeedForward(layer.M, layer.H)
         if esp > 1:
             expert, _ = shard_expert(expert, groups.rank % esp, esp)
-        self.experts = expert_set([expert])
+        self.experts = ExpertSet([expert])
         plans = (
             PhasePlan(BlockPlan(forward, links), groups.planned, backward=False),
             PhasePlan(BlockPlan(backward, links, late_dw), groups.planned, backward=True),
@@ -80,12 +78,7 @@ class Step:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    args = join_on_gloo(__doc__)
     serial, lanes = make_lanes(torch.device("cpu"), overlap=False), make_lanes(torch.device("cpu"))
 
     def made(*arguments: object) -> Callable[[Layer], Step]:

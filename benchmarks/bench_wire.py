@@ -8,12 +8,10 @@ errors to ``wire_error.csv`` beside it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,7 +20,7 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness import Case, Effort, Grid, Variant, join_on_gloo, run_grid
 from benchmarks.outcome import PACKAGES
 from benchmarks.result_files import append_rows, made_with
 from ds_fsmoe import BFloat16Wire, CallbackBase, LinearGate, MOELayer, SimpleOrder
@@ -94,12 +92,7 @@ def _relative_error(exact: Sequence[torch.Tensor], rounded: Sequence[torch.Tenso
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    args = join_on_gloo(__doc__)
     variants = (Variant("float32", Step), Variant("bfloat16 wire", lambda layer: Step(layer, [BFloat16Wire()])))
     run_grid(GRID, variants, "float32", Effort(blocks=args.blocks, steps=2), results=args.results)
     made = made_with(PACKAGES)

@@ -15,10 +15,12 @@ from ``MIN_BLOCKS_TO_JUDGE`` blocks on; of fewer there is none.
 
 from __future__ import annotations
 
+import argparse
 import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,37 @@ from benchmarks.result_files import RESULTS, append_rows, check_columns, hardwar
 from ds_fsmoe.runtime.clock import HOST, Clock
 
 # All that a benchmark needs, from one place.
-__all__ = ["AA", "RESULTS", "Case", "CaseResult", "Effort", "Goal", "Grid", "RunError", "Variant", "run_grid"]
+__all__ = [
+    "AA",
+    "RESULTS",
+    "Case",
+    "CaseResult",
+    "Effort",
+    "Goal",
+    "Grid",
+    "RunError",
+    "Variant",
+    "join_on_gloo",
+    "run_grid",
+]
+
+
+def join_on_gloo(about: str, blocks: int = 10) -> argparse.Namespace:
+    """Join this rank to a job of a benchmark that needs no DeepSpeed, and return its options: blocks and results.
+
+    Args:
+        about: the benchmark, in its first line.
+        blocks: unless others are asked for.
+    """
+    import torch.distributed as dist
+
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=blocks)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
+    args = parser.parse_args()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    return args
 
 
 @dataclass(frozen=True)

@@ -18,40 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from text_data import draw_batch, load_text, rank_generator
 
-from benchmarks.layers import AUX_LOSS_WEIGHT, Attention, Layer, Layout, Model, Mpu, gathered, ranks_per_node
+from benchmarks.layers import AUX_LOSS_WEIGHT, Attention, Layer, Layout, Model, Mpu, Through, gathered, ranks_per_node
 
 VOCABULARY = 256  # bytes
 
 
 def own_part(x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's of as many equal parts as the group has ranks."""
-    return x_SM.chunk(group.size())[group.rank()]
-
-
-class Parted(torch.autograd.Function):
-    """Of tokens that all ranks of a group have, each goes on with its own; backwards all have all gradients again."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return own_part(x_SM, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gathered(gradient, ctx.group), None
-
-
-class Joined(torch.autograd.Function):
-    """The reverse: what follows is done by every rank alike, so its gradients are whole."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return gathered(x_SM, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return own_part(gradient, ctx.group).clone(), None
+    return x_SM.chunk(group.size())[group.rank()].clone()
 
 
 class LanguageModel(Model):
@@ -86,10 +60,11 @@ class LanguageModel(Model):
         x_BLM = self.embedding(tokens_BL) + self.position(torch.arange(tokens_BL.shape[1]))
         x_SM = x_BLM.flatten(0, 1)
         if self.parted_over is not None:
-            x_SM = Parted.apply(x_SM, self.parted_over)
+            x_SM = Through.apply(x_SM, self.parted_over, own_part, gathered)
         x_SM, aux_losses = self.blocks(x_SM)
         if self.parted_over is not None:
-            x_SM = Joined.apply(x_SM, self.parted_over)
+            # What follows is done by every rank alike, so its gradients are whole.
+            x_SM = Through.apply(x_SM, self.parted_over, gathered, own_part)
         loss = F.cross_entropy(self.head(self.norm(x_SM)), targets_BL.flatten())
         # Auxiliary losses are of all tokens that a gate sees together, which differ from layout to layout.
         self.loss = loss.detach()

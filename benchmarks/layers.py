@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -188,59 +189,44 @@ def scattered(x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return parts_SM.view(group.size(), -1, x_SM.shape[1]).sum(dim=0)
 
 
-class Gathered(torch.autograd.Function):
-    """:func:`gathered` forwards, :func:`scattered` backwards."""
+def copied(x_SM: torch.Tensor, _: dist.ProcessGroup) -> torch.Tensor:
+    """The same."""
+    return x_SM.view_as(x_SM)
+
+
+def summed(x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over a group's ranks."""
+    total_SM = x_SM.clone()
+    dist.all_reduce(total_SM, group=group)
+    return total_SM
+
+
+Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+
+
+class Through(torch.autograd.Function):
+    """``apply(x_SM, group, forwards, backwards)``: one of the functions above forwards, and another backwards."""
 
     @staticmethod
-    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return gathered(x_SM, group)
+    def forward(
+        ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup, forwards: Collective, backwards: Collective
+    ) -> torch.Tensor:
+        ctx.group, ctx.backwards = group, backwards
+        return forwards(x_SM, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scattered(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.backwards(gradient, ctx.group), None, None, None
 
 
-class Scattered(torch.autograd.Function):
-    """:func:`scattered` forwards, :func:`gathered` backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return scattered(x_SM, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gathered(gradient, ctx.group), None
+def shared_by(group: dist.ProcessGroup, x_SM: torch.Tensor) -> torch.Tensor:
+    """What all ranks of a group have and each works on in part: their gradients are summed."""
+    return Through.apply(x_SM, group, copied, summed)
 
 
-class Copied(torch.autograd.Function):
-    """The same forwards, the sum over a group's ranks backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x_SM.view_as(x_SM)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class Summed(torch.autograd.Function):
-    """The sum over a group's ranks forwards, the same backwards."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = x_SM.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+def summed_up(group: dist.ProcessGroup, x_SM: torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' parts, with which all go on alike."""
+    return Through.apply(x_SM, group, summed, copied)
 
 
 class Attention(nn.Module):
@@ -268,13 +254,13 @@ class Attention(nn.Module):
     def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
         x = self.norm(x_SM)
         if self.group is not None:
-            x = (Gathered if self.scattered else Copied).apply(x, self.group)
+            x = Through.apply(x, self.group, *((gathered, scattered) if self.scattered else (copied, summed)))
         qkv = self.qkv(x).view(-1, self.layer.L, 3, self.heads, self.layer.M // self.layer.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, L, M / heads]
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         y = self.out(seen.transpose(1, 2).reshape(len(x), -1))
         if self.group is not None:
-            y = (Scattered if self.scattered else Summed).apply(y, self.group)
+            y = Through.apply(y, self.group, *((scattered, gathered) if self.scattered else (summed, copied)))
         return x_SM + y
 
 
@@ -293,7 +279,7 @@ class SplitGPT(nn.Module):
         self.bias = nn.Parameter(torch.zeros(model_dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Summed.apply(self.fc2(F.gelu(self.fc1(Copied.apply(x, self.group)))), self.group) + self.bias
+        return summed_up(self.group, self.fc2(F.gelu(self.fc1(shared_by(self.group, x))))) + self.bias
 
 
 class SplitMixtral(nn.Module):
@@ -307,8 +293,8 @@ class SplitMixtral(nn.Module):
         self.w2 = nn.Linear(hidden_dim // self.group.size(), model_dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = Copied.apply(x, self.group)
-        return Summed.apply(self.w2(F.silu(self.w1(x)) * self.w3(x)), self.group)
+        x = shared_by(self.group, x)
+        return summed_up(self.group, self.w2(F.silu(self.w1(x)) * self.w3(x)))
 
 
 class Model(nn.Module):

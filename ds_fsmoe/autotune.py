@@ -24,7 +24,7 @@ from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
 from ds_fsmoe.predicted import MeasuredPredictor
-from ds_fsmoe.runtime.one_fate import OneFate
+from ds_fsmoe.runtime.one_fate import from_first_rank, raise_on_all_ranks
 from ds_fsmoe.runtime.topology import world_size_now
 from ds_fsmoe.trials import Trials, Tried
 
@@ -161,14 +161,10 @@ class Autotune:
     def _on_first(self, decide: Callable[[], _T]) -> _T:
         """What the first rank of the stage decides. Collective over the stage, and raises on all of its ranks."""
         decided: list[_T] = []
-        with OneFate(self._running.device, self._group).of("choosing degrees"):
+        with raise_on_all_ranks(self._group, "choosing degrees"):
             if world_size_now() == 1 or dist.get_rank(self._group) == 0:
                 decided = [decide()]
-        if world_size_now() > 1:
-            decided = decided or [None]  # type: ignore[list-item]
-            source = 0 if self._group is None else dist.get_global_rank(self._group, 0)
-            dist.broadcast_object_list(decided, src=source, group=self._group)
-        return decided[0]
+        return from_first_rank(decided, self._group)[0]
 
     def _tell(self, measured: Measured, sharded: Mapping[int, float]) -> None:
         assert self.step is not None

@@ -27,9 +27,10 @@ from ds_fsmoe.progress import Progress
 from ds_fsmoe.runtime.cluster_profile import profile_cluster
 from ds_fsmoe.runtime.link_times import LinkTimes, Reduces, time_links
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
+from ds_fsmoe.runtime.one_fate import from_first_rank, on_every_rank, raise_on_all_ranks
 from ds_fsmoe.runtime.profiler import is_serial, issues_ahead, profile, slowdowns_of
 from ds_fsmoe.runtime.stopwatch import Stopwatch
-from ds_fsmoe.runtime.topology import Topology, find_topology, world_size_now
+from ds_fsmoe.runtime.topology import Topology, find_topology, rank_now
 
 if TYPE_CHECKING:
     from ds_fsmoe.layer import FSMoELayer
@@ -144,7 +145,7 @@ def measure(
     fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=running.one_link is not None)
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
     known, source = _known(everyone, cache if reads_cache else None, fingerprint)
-    with Progress(_rank() == 0) as progress:
+    with Progress(rank_now() == 0) as progress:
         for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
         cluster = profile_cluster(for_all, topology, running.lanes, _dtype(kinds, group), max_ctas=max_ctas)
         profiles, links, slowed = _layers(of_stage, kinds, reduction, running)
@@ -190,10 +191,7 @@ def _layers(
 def _dtype(kinds: Sequence[Kind], group: dist.ProcessGroup | None) -> torch.dtype:
     """Of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
     own = kinds[0].subject.sizes.dtype if kinds else None
-    of_ranks = [own]
-    if group is not None:
-        of_ranks = [own] * world_size_now()
-        dist.all_gather_object(of_ranks, own)
+    of_ranks = [own] if group is None else on_every_rank(own)
     return next((each for each in of_ranks if each is not None), torch.float32)
 
 
@@ -202,15 +200,12 @@ def _known(
 ) -> tuple[Measurements, str]:
     """What need not be measured, the same on every rank, and where it is from."""
     known, source = Measurements(), ""
-    with everyone.fate.of("reading what was measured before"):
-        if cache is not None and _rank() == 0:
+    with raise_on_all_ranks(everyone.group, "reading what was measured before"):
+        if cache is not None and rank_now() == 0:
             found = cache.read(fingerprint)
             if found is not None:
                 known, source = found, str(cache.file_of(fingerprint))
-    if world_size_now() > 1:
-        held = [known, source]
-        dist.broadcast_object_list(held, src=0)
-        known, source = held
+    known, source = from_first_rank((known, source))
     return known, source and f"what {source} has is not measured again"
 
 
@@ -222,18 +217,12 @@ def _keep(
     cluster: Cluster,
     group: dist.ProcessGroup | None,
 ) -> None:
-    of_ranks = [known]
-    if world_size_now() > 1 and group is not None:  # stages have measured layers of their own
-        of_ranks = [known] * world_size_now()
-        dist.all_gather_object(of_ranks, known)
-    with everyone.fate.of("keeping what was measured"):
-        if _rank() == 0:
+    # Stages have measured layers of their own.
+    of_ranks = [known] if group is None else on_every_rank(known)
+    with raise_on_all_ranks(everyone.group, "keeping what was measured"):
+        if rank_now() == 0:
             joined = Measurements()
             for each in of_ranks:
                 joined.timings |= each.timings
                 joined.numbers |= each.numbers
             cache.write(fingerprint, joined, cluster)
-
-
-def _rank() -> int:
-    return 0 if world_size_now() == 1 else dist.get_rank()

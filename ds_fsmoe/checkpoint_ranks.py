@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from deepspeed.runtime import engine as stock_engine
 
 from ds_fsmoe.runtime.agreement import DisagreementError, check_agreement, in_words
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.saving.tags import CheckpointError
 
 _T = TypeVar("_T")
@@ -93,8 +93,7 @@ class Ranks:
             own = str(error), ""
         elif error is not None:
             own = f"{what} failed", f"{type(error).__name__}: {error}"
-        of_ranks: list[tuple[str, str] | None] = [own] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
+        of_ranks = on_every_rank(own)
         told = []
         for problem in dict.fromkeys(each for each in of_ranks if each is not None):
             begin, cause = problem

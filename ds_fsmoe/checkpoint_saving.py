@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from ds_fsmoe.optimizer_pieces import index_of
 from ds_fsmoe.plan_state import STATE_FORMAT, is_settled, plans_of
 from ds_fsmoe.progress import shown
 from ds_fsmoe.runtime.agreement import facts_of_versions
+from ds_fsmoe.runtime.one_fate import from_first_rank, on_every_rank
 from ds_fsmoe.saving import manifest as manifests
 from ds_fsmoe.saving import pieces, tags
 from ds_fsmoe.saving.manifest import LayerSizes, Manifest, Sizes
-from ds_fsmoe.saving.pieces import Index, merged
+from ds_fsmoe.saving.pieces import merged
 from ds_fsmoe.saving.plain_files import to_disk
 from ds_fsmoe.saving.publishing import Publication
 from ds_fsmoe.saving.random_states import random_states
@@ -72,9 +73,7 @@ class Saving:
     def __init__(self, engine: Any, ranks: Ranks, folder: Path, tag: str) -> None:
         self._engine, self._ranks, self._folder, self._tag = engine, ranks, folder, tag
         # Not from a generator that the training draws from.
-        tokens = [secrets.token_hex(4)]
-        dist.broadcast_object_list(tokens, src=0)
-        self._token = tokens[0]
+        self._token = from_first_rank(secrets.token_hex(4))
         self._name = tags.unfinished_name(tag, self._token)
         self._place = folder / self._name
         self._written: list[Path] = []
@@ -146,8 +145,7 @@ class Saving:
         if sizes.mp > 1 or sizes.pp > 1 or engine.optimizer is None:
             return
         own = self._ranks.together(f"describing {place}", lambda: index_of(engine, states_file(engine, place)))
-        of_ranks: list[Index | None] = [own] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
+        of_ranks = on_every_rank(own)
         indices = [each for each in of_ranks if each is not None]
         if len(indices) == len(of_ranks):
             self._ranks.on_leaders(f"writing {place / pieces.NAME}", lambda: merged(indices).write(place))
@@ -161,8 +159,7 @@ class Saving:
         """Sum up every file, each rank some of those it sees, and write the manifest."""
         place, ranks = self._place, self._ranks
         names = ranks.together(f"listing {place}", lambda: manifests.names_in(place))
-        seen: list[Sequence[str]] = [names] * dist.get_world_size()
-        dist.all_gather_object(seen, names)
+        seen = on_every_rank(names)
 
         def sum_up() -> dict[str, Any]:
             names = sorted({each for every in seen for each in every})
@@ -175,9 +172,7 @@ class Saving:
             return {name: manifests.sum_of(place / name) for name in shown(mine, f"summing up {self._tag}")}
 
         own = ranks.together(f"summing up {place}", sum_up)
-        of_ranks: list[dict[str, Any]] = [own] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
-        files = {name: each for every in of_ranks for name, each in every.items()}
+        files = {name: each for every in on_every_rank(own) for name, each in every.items()}
         ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: self._manifest(files).write(place))
 
     def _manifest(self, files: Mapping[str, Any]) -> Manifest:

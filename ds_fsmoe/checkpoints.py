@@ -23,6 +23,7 @@ from ds_fsmoe.optimizer_pieces import index_of, optimizer_name, refresh_masters,
 from ds_fsmoe.plan_state import RankState, go_on_with, read_rank_state
 from ds_fsmoe.progress import shown
 from ds_fsmoe.runtime.agreement import facts_of_versions
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.saving import manifest as manifests
 from ds_fsmoe.saving import tags
 from ds_fsmoe.saving.manifest import Manifest
@@ -133,14 +134,18 @@ class Checkpoints:
         elif index is None:
             ranks.together(f"reading {place}", lambda: self._check_settings(place))
         if moved:
-            ranks.together(f"moving {place}", reading.fill_optimizer)
-            log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
-            if result[1] is not None:
-                result[1].pop("optimizer", None)
+            self._fill_optimizer(place, reading, differences, result[1])
         if result[0] is not None and own is not None:
             self._go_on(own)
         ranks.on_leaders(f"reading {place}", lambda: _check_not_saved_over(place, manifest))
         return result
+
+    def _fill_optimizer(self, place: Path, reading: Reading, differences: Sequence[str], client_state: Any) -> None:
+        """Put the states of the optimizer where this job has them. Collective."""
+        self._ranks.together(f"moving {place}", reading.fill_optimizer)
+        log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
+        if client_state is not None:
+            client_state.pop("optimizer", None)
 
     def check(self, folder: Path, tag: str | None, asked: dict[str, Any]) -> tuple[str, Manifest | None] | None:
         """Before a tag is read: which one, and whether it is whole.
@@ -198,9 +203,7 @@ class Checkpoints:
         """Draw and plan as when the tag was saved. Collective."""
         set_random_states(own.random)
         # Ranks of one stage have the same plans; all make communicators together or none does.
-        every = [own.plans is not None] * dist.get_world_size()
-        dist.all_gather_object(every, every[0])
-        if all(every) and own.plans is not None:
+        if all(on_every_rank(own.plans is not None)) and own.plans is not None:
             go_on_with(self._engine.fsmoe, own.plans)
 
     def _lies_alike(self, place: Path, index: Index | None) -> bool:
@@ -215,9 +218,7 @@ class Checkpoints:
             return found is None or [each.pieces for each in found.groups] == there
 
         own = self._ranks.together(f"comparing {place}", compare)
-        every = [own] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        return all(each is None or each for each in every)
+        return all(each is None or each for each in on_every_rank(own))
 
     def _check_optimizer(self, place: Path, index: Index | None) -> None:
         """Before anything is loaded: whether the states are of this optimizer."""

@@ -19,6 +19,7 @@ from ds_fsmoe.components.row_wise import NotRowWiseError, RowShapeError, check_r
 from ds_fsmoe.components.written import written_form
 from ds_fsmoe.parts import LayerError
 from ds_fsmoe.runtime.agreement import check_agreement
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.runtime.step_times import most_of
 
 Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
@@ -126,8 +127,7 @@ def agreed(
     if not is_alone:
         worst = int(most_of([float(worst)], device, group)[0])
         if worst:
-            texts *= dist.get_world_size(group)
-            dist.all_gather_object(texts, found.text, group=group)
+            texts = on_every_rank(found.text, group)
     if worst == 2:
         problem = f"{path}: {found.text}" if is_error else "row-wise"
         if not is_alone:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.runtime.link_facts import link_facts
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.runtime.topology import Topology, world_size_now
 from ds_fsmoe.versions import VERSION
 
@@ -45,9 +46,7 @@ def cluster_fingerprint(
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "links": link_facts(root, cuda=device.type == "cuda").lines(),
     }
-    of_ranks: list[dict[str, Any]] = [own] * world_size_now()
-    if world_size_now() > 1:
-        dist.all_gather_object(of_ranks, own)
+    of_ranks = on_every_rank(own)
     links = {each["host"]: each["links"] for each in reversed(of_ranks)}
     found: Fingerprint = {
         "hosts": by_ranks([each["host"] for each in of_ranks]),

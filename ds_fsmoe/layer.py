@@ -22,7 +22,7 @@ from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
 from ds_fsmoe.components.routing import Routing, RoutingBase
@@ -185,7 +185,7 @@ class FSMoELayer(StockMOELayer):
         # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
         present = [*modules, *(parameter for module in modules for parameter in module.parameters())]
         if state.known_experts is None or [*map(id, present)] != [*map(id, state.known_experts[0])]:
-            state.known_experts = present, expert_set(modules, keep_expert_dim=True, path=state.path)
+            state.known_experts = present, ExpertSet(modules, keep_expert_dim=True, path=state.path)
         return state.known_experts[1]
 
     def _set_ep_group(self, ep_group: dist.ProcessGroup) -> None:

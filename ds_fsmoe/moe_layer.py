@@ -21,7 +21,7 @@ from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert import LocalExperts
-from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import RoutingBase, kind_of
@@ -100,25 +100,16 @@ def token_path(
     check_width(name, x, width)
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
-    num_experts, capacity = routing.num_experts, routing.capacity
-    # An order puts rows where the routing says, so chunks that lie in one piece cost no copy.
-    if duplicates is None:
-        cutting = cut(capacity, pipeline.forward.block.degree)
-        chunked = routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity)
-    else:
-        capacity = duplicates.part(routing.capacity)
-        cutting = cut(capacity, pipeline.forward.block.degree)
-        place = partial(duplicates.slots, num_experts=num_experts, capacity=routing.capacity, cutting=cutting)
-        chunked = routing.relaid(place, duplicates.num_ranks * capacity)
+    chunked, capacity = _in_chunks(routing, pipeline, duplicates)
     x_ECM = order.arrange(x_SM, chunked)
     x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
     if duplicates is not None:
         x_RM = duplicates.drop(x_RM)
     with naming_widths(name, experts, x_RM):
-        y_RM = pipeline(x_RM, num_experts, capacity, experts, hooked if callbacks else None)
+        y_RM = pipeline(x_RM, routing.num_experts, capacity, experts, hooked if callbacks else None)
     if duplicates is not None:
         y_RM = duplicates.gather(y_RM)
-    y_ECM = y_RM.view(num_experts, chunked.capacity, y_RM.shape[-1])
+    y_ECM = y_RM.view(routing.num_experts, chunked.capacity, y_RM.shape[-1])
     y = hooked("before_moe_end_hook", order.restore(y_ECM, chunked).reshape(x.shape))
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
 
@@ -138,6 +129,19 @@ def pipeline_without_engine(
     groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
     plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(degrees)]
     return Pipeline(lanes, Wires(alltoall.exchange, group if ranks > 1 else None, None), *plans)
+
+
+def _in_chunks(routing: RoutingBase, pipeline: Pipeline, duplicates: Duplicates | None) -> tuple[RoutingBase, int]:
+    """The same routing with its slots chunk by chunk, and how many slots per expert this rank sends. An order puts rows
+    where the routing says, so chunks that lie in one piece cost no copy."""
+    num_experts, capacity = routing.num_experts, routing.capacity
+    if duplicates is None:
+        cutting = cut(capacity, pipeline.forward.block.degree)
+        return routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity), capacity
+    own_capacity = duplicates.part(capacity)
+    cutting = cut(own_capacity, pipeline.forward.block.degree)
+    place = partial(duplicates.slots, num_experts=num_experts, capacity=capacity, cutting=cutting)
+    return routing.relaid(place, duplicates.num_ranks * own_capacity), own_capacity
 
 
 class MOELayer(nn.Module):
@@ -230,7 +234,7 @@ class MOELayer(nn.Module):
         if self._running is None:
             # Only now the device is known.
             lanes = make_lanes(x.device, self.overlap)
-            experts = expert_set(list(self.experts.experts), path="MOELayer")
+            experts = ExpertSet(list(self.experts.experts), path="MOELayer")
             self._running = pipeline_without_engine(self._alltoall, self.group, lanes, self._degrees), experts
         if self.training not in self._looked:
             self._looked.add(self.training)

@@ -14,7 +14,7 @@ from ds_fsmoe.planning.measured import EXPERT_GRADIENTS, GATE, GRADIENTS, ORDER,
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from ds_fsmoe.runtime.measurements import Measuring
 from ds_fsmoe.runtime.profiler import untouched
-from ds_fsmoe.runtime.stopwatch import Prepare
+from ds_fsmoe.runtime.stopwatch import Prepare, all_reducing
 
 if TYPE_CHECKING:
     from ds_fsmoe.reduction import Reduction
@@ -34,9 +34,7 @@ def time_gate_and_order(measuring: Measuring, kind: Kind) -> dict[str, Timing]:
     width, dtype = kind.subject.sizes.width, kind.subject.sizes.dtype
     # As many tokens as the fullest rank has, so that all measure the same.
     num_tokens = int(measuring.watch.slowest([[float(kind.num_tokens)]])[0][0])
-    sizes = sorted({max(1, num_tokens // parts) for parts in (8, 4, 2, 1)})
-    while len(sizes) < 3:
-        sizes.append(2 * sizes[-1])
+    sizes = _sizes_up_to(num_tokens, 4)
 
     def tokens(size: int) -> torch.Tensor:
         return torch.randn(size, width, device=device).to(dtype)
@@ -87,15 +85,18 @@ def time_gradients(measuring: Measuring, kind: Kind, reduction: Reduction | None
     found: dict[str, Timing] = {}
     placements = kind.pipeline.forward.groups.placements
     for grad_kind, (group, dtype, largest) in groups.items():
-        sizes = sorted({max(1, largest // parts) for parts in (32, 16, 8, 4, 2, 1)})
-        while len(sizes) < 3:
-            sizes.append(2 * sizes[-1])
-
-        def prepare(numel: int, group: dist.ProcessGroup = group, dtype: torch.dtype = dtype) -> Callable[[], object]:
-            scratch = torch.zeros(numel, dtype=dtype, device=device)
-            return lambda: dist.all_reduce(scratch, group=group)
-
+        sizes = _sizes_up_to(largest, 6)
         at = placements["dp" if grad_kind == GRAD else "edp"]
         name = f"{_NAMES[grad_kind]} of {dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
-        found[_NAMES[grad_kind]] = measuring.timing(name, "byte", sizes, float(dtype.itemsize), prepare, group)
+        found[_NAMES[grad_kind]] = measuring.timing(
+            name, "byte", sizes, float(dtype.itemsize), all_reducing(dtype, device, group), group
+        )
     return found
+
+
+def _sizes_up_to(largest: int, count: int) -> list[int]:
+    """So many sizes by halves, or fewer where they would be the same, but at least the three that a line needs."""
+    sizes = sorted({max(1, largest >> halvings) for halvings in range(count)})
+    while len(sizes) < 3:
+        sizes.append(2 * sizes[-1])
+    return sizes

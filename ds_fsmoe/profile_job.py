@@ -26,9 +26,9 @@ from ds_fsmoe.runtime.lanes import make_lanes
 from ds_fsmoe.runtime.link_facts import link_facts
 from ds_fsmoe.runtime.measurements import Measurements, Measuring
 from ds_fsmoe.runtime.nccl import why_one_link
-from ds_fsmoe.runtime.one_fate import MeasuringError
+from ds_fsmoe.runtime.one_fate import MeasuringError, from_first_rank
 from ds_fsmoe.runtime.stopwatch import Stopwatch
-from ds_fsmoe.runtime.topology import find_topology, sizes_that_divide, world_size_now
+from ds_fsmoe.runtime.topology import find_topology, rank_now, sizes_that_divide, world_size_now
 from ds_fsmoe.versions import VERSION
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,8 +82,8 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
     """
     start_s = time.perf_counter()
     with _process_group() as device:
-        rank = dist.get_rank() if world_size_now() > 1 else 0
-        sentence = _from_rank_0(_why_not_written(out) if rank == 0 else None) or _why_not(ranks_per_node)
+        rank = rank_now()
+        sentence = from_first_rank(_why_not_written(out) if rank == 0 else None) or _why_not(ranks_per_node)
         if sentence:
             raise ValueError(sentence)
         topology = find_topology(ranks_per_node)
@@ -140,13 +140,6 @@ def _process_group() -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
-
-
-def _from_rank_0(sentence: str | None) -> str | None:
-    held = [sentence]
-    if world_size_now() > 1:
-        dist.broadcast_object_list(held, src=0)
-    return held[0]
 
 
 def _why_not_written(out: Path) -> str | None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -32,6 +31,7 @@ from ds_fsmoe.runtime.flat_gradients import FlatGradients
 from ds_fsmoe.runtime.gradients import GradientReducer
 from ds_fsmoe.runtime.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.runtime.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
+from ds_fsmoe.runtime.one_fate import from_first_rank
 
 LOOKS = 3
 """Backwards that are looked at before gradients travel in them: the first of all is slow, two are measured."""
@@ -156,10 +156,9 @@ class Reduction:
         lanes = [lanes_of[each.kind] for each in supplies]
         solver, chunk_bytes = self._asked.solver, self._asked.chunk_bytes
         plan = plan_by_time(supplies, lanes, costs, idle, self.mode, solver=solver, chunk_bytes=chunk_bytes)
-        decided = [plan]
-        dist.broadcast_object_list(decided, src=dist.get_global_rank(group, 0), group=group)
-        log_on_rank_0(_describe(decided[0], supplies, idle, self.mode))
-        return decided[0]
+        plan = from_first_rank(plan, group)
+        log_on_rank_0(_describe(plan, supplies, idle, self.mode))
+        return plan
 
     def bytes_of_plan(self) -> tuple[int, int]:
         """(all, those that travel before the backward is over), once there is a plan."""

@@ -3,6 +3,29 @@
 
 Each says whose gradients there are, what they are divided by and when, and puts what was reduced where DeepSpeed looks
 for it.
+
+*Over which ranks a gradient is summed, and by what it is divided.* The gradient wanted is that of ``L = 1/dp * sum over
+d of L_d``, where L_d is the loss that one of the dp model replicas computes from its tokens. Every rank r starts its
+backward with dL_r/dL_r = 1, and gradients cross ranks where tokens did, so what a rank finds for a parameter of its own
+is the sum of dL_r/dw over all ranks r whose tokens it worked on. The rest is counting them. A pipeline stage has mp *
+dp = ep * esp * edp ranks.
+
+- Dense parameters and gates see the rank's own tokens: summed over DP, divided by dp.
+- An expert shard works on the tokens of its whole block of ep * esp ranks: the all-to-all brings those of ep ranks, the
+  all-gather those of all esp ranks of each. The reduce-scatter adds the shards' partial outputs, y_r = sum over s of
+  y_rs, hence dL_r/dy_rs = dL_r/dy_r for every shard s: its backward is an all-gather without any factor, and the shard
+  has its dL_r/dw_s for each r of the block, complete and once. EDP has one rank in every block: summed over EDP,
+  divided by dp, and not by edp, which would leave a factor that depends on ep and esp. The bias of the output is added
+  by one shard alone, and the others' gradient of it is zero.
+- With tensor parallelism mp ranks compute the same L_d. Where they have the same tokens, each sends its 1/mp of the
+  slots and the outputs are gathered: the gather's backward takes the rank's own slice of dL_d/dy, so every slot comes
+  to an expert once, with its full gradient, and the gate has the full gradient on each of the mp ranks: all as above.
+- Where the mp ranks have other tokens of one sequence, nothing changes for experts. The gate, and whatever else the
+  layer holds alike on them, sees the rank's own tokens only: it is summed over MP first, before DeepSpeed's hooks see
+  it. An auxiliary loss is computed mp times then, and the layer divides it by mp.
+
+DeepSpeed 0.19.8 does the same at every stage: experts (``group_name`` of ``ep_size_{ep*esp}``) over EDP, all else over
+DP, both divided by dp (``_reduce_expert_gradients`` of runtime/engine.py, ``average_tensor`` of zero/stage_1_and_2.py).
 """
 
 from __future__ import annotations
@@ -190,21 +213,8 @@ class Stages1And2:
             tensor.copy_(reduced)
             optimizer._add_full_reduction_to_compact_grad_partition(reduced, communication_data_type)
 
-        def hand_over() -> None:
-            """Everything that has a gradient on some rank goes through ZeRO's buckets, in one order on all ranks."""
-            present = reducer.finish()
-            optimizer.setup_buckets()
-            optimizer.reduce_ipg_grads()  # what ZeRO has been given so far, and reduces itself
-            self._is_reduced = True
-            for parameter in reducer.parameters:
-                if id(parameter) in present:
-                    self._give(parameter, reducer.place(parameter))
-                    optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
-            optimizer.reduce_ipg_grads()
-            self._is_reduced = False
-
         def epilogue() -> None:
-            hand_over()
+            self._hand_over(reducer)
             stock_epilogue()
 
         def reduce_gradients(pipeline_parallel: bool = False) -> None:
@@ -221,6 +231,20 @@ class Stages1And2:
         optimizer.reduce_gradients = reduce_gradients
         # Behind ``coalesce_grad_reduction``, where stock fills ZeRO's buckets with gradients yet to be reduced.
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
+
+    def _hand_over(self, reducer: GradientReducer) -> None:
+        """Everything that has a gradient on some rank goes through ZeRO's buckets, in one order on all ranks."""
+        optimizer = self._optimizer
+        present = reducer.finish()
+        optimizer.setup_buckets()
+        optimizer.reduce_ipg_grads()  # what ZeRO has been given so far, and reduces itself
+        self._is_reduced = True
+        for parameter in reducer.parameters:
+            if id(parameter) in present:
+                self._give(parameter, reducer.place(parameter))
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
+        optimizer.reduce_ipg_grads()
+        self._is_reduced = False
 
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
         """What ZeRO takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""

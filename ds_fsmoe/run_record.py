@@ -8,14 +8,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.call_observer import trace_folder
 from ds_fsmoe.config import ConfigError, shown
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.runtime.topology import world_size_now
+from ds_fsmoe.runtime.one_fate import from_first_rank
+from ds_fsmoe.runtime.topology import rank_now
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer
 
@@ -54,7 +54,7 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
     watching: list[Record | StockTracer | None] = [_record(engine, block, {"layers": layers})]
     if block.trace.enabled:
         asked = block.trace
-        watching.append(StockTracer(engine, trace_folder(block), _rank(), asked.start_step, asked.num_steps))
+        watching.append(StockTracer(engine, trace_folder(block), rank_now(), asked.start_step, asked.num_steps))
     destroy = engine.destroy
 
     @functools.wraps(destroy)
@@ -79,16 +79,15 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any]) -> Record | N
         return None
     folder = None if asked.dir is None else Path(asked.dir)
     facts |= {"block": block.model_dump(exclude_unset=True)}
-    problem, record = [""], None
+    problem, record = "", None
     try:
-        record = Record(engine, folder, asked.stop_after, _rank(), facts)
+        record = Record(engine, folder, asked.stop_after, rank_now(), facts)
     except OSError as error:
-        problem = [f"fsmoe.record.dir = {shown(asked.dir)}: cannot be written to: {error}"]
-    if world_size_now() > 1:
-        # Rank 0 alone writes, and no rank may go on into a collective without it.
-        dist.broadcast_object_list(problem, src=0)
-    if record is None or problem[0]:
-        raise ConfigError(problem[0])
+        problem = f"fsmoe.record.dir = {shown(asked.dir)}: cannot be written to: {error}"
+    # Rank 0 alone writes, and no rank may go on into a collective without it.
+    problem = from_first_rank(problem)
+    if record is None or problem:
+        raise ConfigError(problem)
     _made[:] = [record]
     return record
 
@@ -96,7 +95,3 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any]) -> Record | N
 def _layer(path: str, layer: MoE) -> dict[str, Any]:
     gate = layer.deepspeed_moe.gate
     return {"path": path, "experts": layer.num_experts, "ep_size": layer.ep_size, "k": getattr(gate, "k", None)}
-
-
-def _rank() -> int:
-    return 0 if world_size_now() == 1 else dist.get_rank()

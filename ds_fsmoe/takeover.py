@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe import registry
@@ -27,6 +26,7 @@ from ds_fsmoe.parts import LayerError, Parts, choose_parts
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime.duplicates import TensorParallelUse, sum_gradients
 from ds_fsmoe.runtime.groups import has_neighbours, sizes_of_mpu, stock_names
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.unsharded import UnshardedExperts
 
 
@@ -64,9 +64,7 @@ def make_groups_on_every_stage(
         LayerError: no stage has a layer, some have none where DeepSpeed hangs over that, or stages have layers that
             are spread differently; on every rank.
     """
-    own = list(dict.fromkeys(each.deepspeed_moe.ep_size for each in layers.values()))
-    of_ranks: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
+    of_ranks = on_every_rank(list(dict.fromkeys(each.deepspeed_moe.ep_size for each in layers.values())))
     kinds = sorted({tuple(sizes) for sizes in of_ranks if sizes})
     if not kinds:
         raise LayerError("fsmoe.enabled = true, but no stage of the PipelineModule has a deepspeed.moe.layer.MoE")

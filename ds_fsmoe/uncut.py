@@ -19,6 +19,7 @@ from ds_fsmoe.container import why_called
 from ds_fsmoe.expert_checks import Finding, agreed, by_class, by_trial, worst_of
 from ds_fsmoe.layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0, logger
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.runtime.step_times import most_of
 from ds_fsmoe.runtime.topology import world_size_now
 
@@ -135,10 +136,7 @@ class Uncut:
         """
         if not int(most_of([float(len(self._reasons))], self._device, self._group)[0]):
             return
-        of_ranks: list[dict[str, str]] = [self._reasons]
-        if world_size_now() > 1:
-            of_ranks = [{}] * dist.get_world_size(self._group)
-            dist.all_gather_object(of_ranks, self._reasons, group=self._group)
+        of_ranks = on_every_rank(self._reasons, self._group)
         # Where ranks have different reasons, the first rank's.
         self._reasons = {label: why for reasons in reversed(of_ranks) for label, why in reasons.items()}
         self._leave_whole({label: layers[label] for label in layers if label in self._reasons})

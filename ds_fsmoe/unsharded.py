@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_fsmoe.components.shards import cuts_of
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.saving.numbering import Cut, cut_out
 
 _SAMPLES = 1024
@@ -73,8 +74,7 @@ class UnshardedExperts:
         self, group: dist.ProcessGroup, rules: Sequence[int], deciding: Sequence[int], esp: int, path: str
     ) -> None:
         """Ranks that are alike where shards of an expert lie, and not where DeepSpeed's rule has them alike."""
-        digests: list[str] = [""] * len(rules)
-        dist.all_gather_object(digests, self._digest(), group=group)
+        digests = on_every_rank(self._digest(), group)
         by_rule = all(digests[rank] == digests[deciding[rule]] for rank, rule in enumerate(rules))
         by_shards = all(digests[rank] == digests[rank // esp * esp] for rank in range(len(rules)))
         if by_shards and not by_rule:

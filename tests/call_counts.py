@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_fsmoe import MOELayer
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.components.gates.topk import LinearGate
 from ds_fsmoe.components.orders.sparse import SimpleOrder
@@ -122,7 +122,7 @@ def layer_counts(num_experts: int, degree: int, together: str, k: int = 2) -> di
     layer(x_SM)
     pipeline, _ = layer._running
     assert isinstance(pipeline.lanes, SerialLanes)
-    experts = expert_set(list(layer.experts.experts), together=together)
+    experts = ExpertSet(list(layer.experts.experts), together=together)
     capacity = 8
     x_RM = torch.randn(num_experts * capacity, width, requires_grad=True)
     part = counts_of(lambda: pipeline(x_RM, num_experts, capacity, experts), [x_RM, *layer.parameters()])

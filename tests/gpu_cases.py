@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -164,7 +164,7 @@ def run_layer(case: Case, lanes: Lanes, device: torch.device, width: int, is_off
     found = []
     for _ in range(2):
         x_RM, dy_RM = drawn().requires_grad_(), drawn()
-        used = expert_set(list(experts))
+        used = ExpertSet(list(experts))
         y_RM = pipeline(x_RM, NUM_EXPERTS, CAPACITY, used, hook if case.kind == "hooks" else None)
         y_RM.backward(dy_RM)
         found += [y_RM.detach(), x_RM.grad]

@@ -20,7 +20,7 @@ from ds_fsmoe import BFloat16Wire, LinearGate, SimpleOrder
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.planning.block import BlockPlan
@@ -129,7 +129,7 @@ def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
         gates.append(gate.to("cuda"))
         experts.append([each.to("cuda") for each in local_experts(problem.experts, groups, layout.ep, layout.esp)])
         callbacks.append([each() for each in HOOKS[case.hooks]])
-    sets = [_as_one(each) if case.whole else expert_set(each, keep_expert_dim=True) for each in experts]
+    sets = [_as_one(each) if case.whole else ExpertSet(each, keep_expert_dim=True) for each in experts]
 
     def layer(number: int, x_SM: torch.Tensor) -> torch.Tensor:
         parts = {"gate": gates[number], "order": SimpleOrder(), "pipeline": pipelines[number]}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,3 +124,14 @@ def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x_BLM, target_BLM = (torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
     return x_BLM.to(dtype), target_BLM.to(dtype)
+
+
+def train_steps(engine: Any, rank: int, steps: Iterable[int]) -> list[float]:
+    """Steps of a small model, in the engine's type; the losses."""
+    losses = []
+    for step in steps:
+        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses

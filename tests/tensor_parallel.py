@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.layers import Copied, Mpu, StockGroups, Summed, fix_gather
+from benchmarks.layers import Mpu, StockGroups, fix_gather, shared_by, summed_up
 from tests.small_model import EXPERT_WIDTH, EXPERTS, WIDTH
 
 
@@ -42,7 +42,7 @@ class SplitFeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         group = self.mpu.get_model_parallel_group()
-        return Summed.apply(self.fc2(torch.relu(self.fc1(Copied.apply(x, group)))), group) + self.bias
+        return summed_up(group, self.fc2(torch.relu(self.fc1(shared_by(group, x))))) + self.bias
 
 
 EXPERTS["split"] = SplitFeedForward

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.shards import shard_expert
 from ds_fsmoe.exchanges import exchange_in
@@ -192,7 +192,7 @@ def run_layer(
     generator = torch.Generator().manual_seed(rank)
     x_RM, dy_RM = torch.randn(2, num_experts * case.capacity, WIDTH, dtype=torch.float64, generator=generator)
     x_RM.requires_grad_()
-    y_RM = pipeline(x_RM, num_experts, case.capacity, expert_set(experts, keep_expert_dim=True), hook)
+    y_RM = pipeline(x_RM, num_experts, case.capacity, ExpertSet(experts, keep_expert_dim=True), hook)
     y_RM.backward(dy_RM)
     return [y_RM.detach(), x_RM.grad, *(each.grad for expert in experts for each in expert.parameters())]
 

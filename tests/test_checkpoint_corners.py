@@ -18,7 +18,7 @@ from ds_fsmoe.saving.tags import CheckpointError
 from ds_fsmoe.saving.whole import Whole
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, train_steps
 
 ADAM = {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}
 
@@ -48,13 +48,7 @@ def make(rank: int, case: Case, model_class: Any = SmallModel, scale: float = 1.
 
 def train(engine: Any, rank: int, first: int, steps: int = 2) -> list[float]:
     torch.manual_seed(first)
-    losses = []
-    for step in range(first, first + steps):
-        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_steps(engine, rank, range(first, first + steps))
 
 
 def fail_alone(rank: int, world_size: int, folder: str) -> list[str]:

@@ -22,7 +22,7 @@ from ds_fsmoe import CallbackBase
 from ds_fsmoe.runtime.trace_files import merge_traces
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, batch, train_steps
 
 STEPS = 3
 # Of the largest number of its kind, in float32 after some steps with a learning rate of 0.5.
@@ -174,12 +174,7 @@ def test_sharded_experts_train_to_the_numbers_of_whole_ones_in_every_way(
 
 def losses_of(engine: Any, rank: int, num_batches: int = STEPS) -> list[float]:
     """Train plainly, to the engine's end."""
-    losses = []
-    for step in range(num_batches):
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train_steps(engine, rank, range(num_batches))
     engine.destroy()
     return losses
 

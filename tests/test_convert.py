@@ -20,7 +20,7 @@ from ds_fsmoe.saving.pieces import MASTER
 from ds_fsmoe.saving.whole import Whole
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
-from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, batch
+from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, train_steps
 
 EXPERTS["mixtral"] = lambda: MixtralFeedForward(WIDTH, 28)
 PLAIN, CUT = Case(ep_size=2, stage=1, dtype="bf16", expert="mixtral"), Case(stage=2, expert="gpt")
@@ -51,13 +51,7 @@ def _stock(*args: Any, **options: Any) -> Any:
 
 
 def train(engine: Any, rank: int, first: int) -> list[float]:
-    losses = []
-    for step in range(first, first + STEPS):
-        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_steps(engine, rank, range(first, first + STEPS))
 
 
 def save(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ import torch
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.measured import FORWARD, LayerProfile
 from ds_fsmoe.planning.schedule import EXPERT
-from ds_fsmoe.runtime import idle_times, stopwatch
+from ds_fsmoe.runtime import stopwatch
 from ds_fsmoe.runtime.corun import MOST_ISSUED_MS, slowdowns
 from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.idle_times import cost_of
@@ -176,8 +176,8 @@ def test_reducing_gradients_costs_what_the_device_takes(timed: Timed, monkeypatc
         if op is None:
             device.launch(0.5 + 2e-5 * tensor.numel() * 4, 20)
 
-    monkeypatch.setattr(idle_times.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(idle_times.torch, "zeros", lambda *shape, **_: torch.empty(*shape).zero_())
+    monkeypatch.setattr(stopwatch.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(stopwatch.torch, "zeros", lambda *shape, **_: torch.empty(*shape).zero_())
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
     flat = SimpleNamespace(numel=80_000, dtype=torch.float32, device=CUDA, group=None, element_bytes=4)
     cost = cost_of(flat, device.host)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from tests.covering import covering, every_case
 from tests.expert_cases import (
     EVERY,
@@ -52,7 +52,7 @@ def assert_gradients_of_the_whole(name: str, cases: list[tuple]) -> None:
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     assert dx_NeCM.norm() > 1
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     for forward_sizes, backward_sizes, recompute, walk in cases:
         call = layer.call(True, same_cuts=forward_sizes == backward_sizes, recompute=recompute)
         close = {"rtol": 0, "atol": 1e-12}
@@ -66,7 +66,7 @@ def test_cuts_may_differ_although_none_were_announced(name: str) -> None:
     experts = make_experts(name)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = expert_set(experts).call(True, same_cuts=True)
+    call = ExpertSet(experts).call(True, same_cuts=True)
     forward(call, x_NeCM, [5, 5, 3])
     torch.testing.assert_close(backward(call, dy_NeCM, [2, 8, 3]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)
@@ -77,7 +77,7 @@ def test_chunks_may_come_in_any_order(name: str) -> None:
     experts = make_experts(name)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = expert_set(experts).call(True, same_cuts=False)
+    call = ExpertSet(experts).call(True, same_cuts=False)
     for start, stop in ((9, 13), (0, 4), (4, 9)):
         y_chunk = call.forward(start, stop, x_NeCM[:, :, start:stop])
         torch.testing.assert_close(y_chunk, y_NeCM[:, :, start:stop], rtol=0, atol=1e-12)
@@ -93,7 +93,7 @@ def test_a_capacity_of_zero_gives_zero_gradients(name: str) -> None:
     empty = rows(2, 3, 0, M)
     _, _, expected = by_autograd(experts, empty, empty)
     for walk in (backward, backward_split):
-        call = expert_set(experts).call(True)
+        call = ExpertSet(experts).call(True)
         assert forward(call, empty, [0, 0]).shape == (2, 3, 0, M)
         assert walk(call, empty, [0, 0, 0]).shape == (2, 3, 0, M)
         found = call.gradients()
@@ -105,7 +105,7 @@ def test_a_capacity_of_zero_gives_zero_gradients(name: str) -> None:
 def test_two_calls_in_flight_keep_their_own(name: str) -> None:
     experts = make_experts(name)
     inputs = [(rows(2, 3, C, M, seed=seed), rows(2, 3, C, M, seed=seed + 10)) for seed in (1, 2)]
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     calls = [layer.call(True) for _ in inputs]
     for call, (x_NeCM, _) in zip(calls, inputs, strict=True):
         forward(call, x_NeCM, [6, 7])
@@ -120,7 +120,7 @@ def test_the_backward_may_be_walked_again(name: str) -> None:
     experts = make_experts(name)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = expert_set(experts).call(True)
+    call = ExpertSet(experts).call(True)
     forward(call, x_NeCM, [6, 7])
     for factor in (1, -2):
         torch.testing.assert_close(backward(call, dy_NeCM * factor, [6, 7]), dx_NeCM * factor, rtol=0, atol=1e-12)
@@ -134,7 +134,7 @@ def test_results_are_memory_of_their_own(name: str) -> None:
         experts = make_experts(name, count)
         x_NeCM, dy_NeCM = rows(2, count, C, M), rows(2, count, C, M, seed=2)
         _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-        call = expert_set(experts).call(True)
+        call = ExpertSet(experts).call(True)
         for start, stop in bounds([6, 7]):
             y_chunk = call.forward(start, stop, x_NeCM[:, :, start:stop])
             assert y_chunk.is_contiguous()
@@ -160,7 +160,7 @@ def test_gradients_that_autograd_hands_out_twice_are_summed_apart() -> None:
     experts = [TwoOffsets()]
     x_NeCM, dy_NeCM = rows(2, 1, C, M), rows(2, 1, C, M, seed=2)
     _, _, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = expert_set(experts).call(True)
+    call = ExpertSet(experts).call(True)
     forward(call, x_NeCM, [5, 5, 3])
     backward(call, dy_NeCM, [5, 5, 3])
     assert_gradients(call.gradients(), gradients, atol=1e-12)
@@ -171,7 +171,7 @@ def test_experts_may_share_parameters() -> None:
     experts[1].fc1 = experts[0].fc1
     both = [*experts, make_experts("bottleneck", 1)[0]]
     both[2].outer = experts[0].fc2
-    layer = expert_set(both)
+    layer = ExpertSet(both)
     assert len(layer.parameters) == 4 + 2 + 5
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     x_leaf = x_NeCM.clone().requires_grad_()
@@ -204,7 +204,7 @@ def test_one_chunk_has_the_bits_of_autograd(name: str, dtype: torch.dtype) -> No
             plain_NeCM = x_NeCM.contiguous() if count == 1 else x_NeCM
             y_NeCM, dx_NeCM, gradients = by_autograd(experts, plain_NeCM, dy_NeCM)
             for walk in (backward, backward_split):
-                call = expert_set(experts).call(True)
+                call = ExpertSet(experts).call(True)
                 assert torch.equal(call.forward(0, slots, x_NeCM), y_NeCM)
                 assert torch.equal(walk(call, dy_NeCM, [slots]), dx_NeCM)
                 for found, expected in zip(call.gradients(), gradients, strict=True):
@@ -222,7 +222,7 @@ def test_one_chunk_has_the_bits_of_stock_which_keeps_the_dimension_of_experts(na
     leaf = x_NeCM.clone().requires_grad_()
     y_NeCM = stock(leaf)
     y_NeCM.backward(dy_NeCM)
-    call = expert_set(list(stock.deepspeed_experts), keep_expert_dim=True).call(True)
+    call = ExpertSet(list(stock.deepspeed_experts), keep_expert_dim=True).call(True)
     assert torch.equal(call.forward(0, 53, x_NeCM), y_NeCM)
     assert torch.equal(call.backward(0, 53, dy_NeCM), leaf.grad)
     for found, parameter in zip(call.gradients(), stock.parameters(), strict=True):
@@ -239,7 +239,7 @@ def test_a_module_sees_the_dimensions_it_is_promised() -> None:
 
     for keep_expert_dim, shape in ((False, (2, 5, M)), (True, (2, 1, 5, M))):
         seen.clear()
-        layer = expert_set([Looks(), Looks()], keep_expert_dim)
+        layer = ExpertSet([Looks(), Looks()], keep_expert_dim)
         for recompute in (False, True):
             call = layer.call(True, recompute=recompute)
             y_NeCM = call.forward(0, 5, x_NeCM := rows(2, 2, 5, M))
@@ -262,7 +262,7 @@ def test_bf16_gradients_of_many_chunks_err_at_most_twice_as_much_as_those_of_one
     for num_chunks in (2, 3, 5, 16):
         sizes = [slots // num_chunks] * (num_chunks - 1)
         sizes.append(slots - sum(sizes))
-        call = expert_set(experts).call(True)
+        call = ExpertSet(experts).call(True)
         ours = forward(call, x_NeCM, sizes), backward(call, dy_NeCM, sizes), call.gradients()
         each_with_its_truth = ((*y_and_dx, *gradients) for *y_and_dx, gradients in (ours, plain, exact))
         for found, other, truth in zip(*each_with_its_truth, strict=True):
@@ -275,7 +275,7 @@ def test_bf16_gradients_of_many_chunks_err_at_most_twice_as_much_as_those_of_one
 
 
 def test_wrong_shapes_and_slots_are_refused() -> None:
-    call = expert_set(make_experts("gpt gelu")).call(True)
+    call = ExpertSet(make_experts("gpt gelu")).call(True)
     with pytest.raises(ValueError, match=r"rows of slots \[0, 5\) are \(2, 3, 6, 7\): must be \[N, 3 experts, 5 slots"):
         call.forward(0, 5, rows(2, 3, 6, M))
     with pytest.raises(ValueError, match=r"\(2, 4, 5, 7\)"):
@@ -302,6 +302,6 @@ def test_an_expert_that_changes_the_number_of_rows_is_named(keep_expert_dim: boo
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x[..., 1:, :]
 
-    call = expert_set([Shortens()], keep_expert_dim).call(True)
+    call = ExpertSet([Shortens()], keep_expert_dim).call(True)
     with pytest.raises(ValueError, match="expert Shortens made"):
         call.forward(0, 5, rows(2, 1, 5, M))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.cuts import Cuts
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from tests.expert_cases import (
     EVERY,
     EVERY_WRITTEN,
@@ -86,7 +86,7 @@ def test_no_more_is_kept_than_autograd_keeps(name: str, shape: tuple[int, int], 
             linear.requires_grad_(not (frozen == "all" or frozen == ("up" if is_up else "down")))
     theirs = bytes_kept_by_autograd(experts, rows(num_ranks, count, C, M))
     for sizes in ([13], [5, 5, 3]):
-        call = expert_set(experts).call(True)
+        call = ExpertSet(experts).call(True)
         forward(call, x_NeCM := rows(num_ranks, count, C, M), sizes)
         ours = sum(each.untyped_storage().nbytes() for each in tensors_within(call).values())
         assert 0 < ours <= theirs
@@ -96,7 +96,7 @@ def test_no_more_is_kept_than_autograd_keeps(name: str, shape: tuple[int, int], 
 
 @EVERY
 def test_without_a_backward_nothing_is_kept(name: str) -> None:
-    call = expert_set(make_experts(name)).call(False)
+    call = ExpertSet(make_experts(name)).call(False)
     x_NeCM = rows(2, 3, C, M)
     forward(call, x_NeCM, [6, 7])
     watched = weakref.ref(x_NeCM)
@@ -110,7 +110,7 @@ def test_without_a_backward_nothing_is_kept(name: str) -> None:
 
 @EVERY
 def test_recompute_keeps_the_rows_alone(name: str) -> None:
-    experts = expert_set(make_experts(name))
+    experts = ExpertSet(make_experts(name))
     call = experts.call(True, recompute=True)
     x_NeCM = rows(2, 3, C, M)
     forward(call, x_NeCM, [6, 7])
@@ -125,7 +125,7 @@ def test_recompute_keeps_the_rows_alone(name: str) -> None:
 @EVERY
 def test_a_hook_on_a_parameter_runs_once_on_what_the_call_returns(name: str) -> None:
     """That is, not here: whoever puts the gradients into autograd has it run."""
-    experts = expert_set(make_experts(name))
+    experts = ExpertSet(make_experts(name))
     seen: list[torch.Tensor] = []
     for parameter in experts.parameters:
         if parameter.requires_grad:
@@ -140,7 +140,7 @@ def test_a_hook_on_a_parameter_runs_once_on_what_the_call_returns(name: str) -> 
 def test_announcing_other_cuts_keeps_no_graph() -> None:
     experts = make_experts("bottleneck")
     for same_cuts in (True, False):
-        call = expert_set(experts).call(True, same_cuts=same_cuts)
+        call = ExpertSet(experts).call(True, same_cuts=same_cuts)
         forward(call, rows(2, 3, C, M), [6, 7])
         graphs = [each for each in tensors_within(call).values() if each.grad_fn is not None]
         assert bool(graphs) is same_cuts
@@ -186,7 +186,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_keep_theirs(name: str)
                 parameter.requires_grad_(position != frozen and frozen != num_parameters)
         y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
         for walk in (backward, backward_split):
-            call = expert_set(experts).call(True)
+            call = ExpertSet(experts).call(True)
             torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
             torch.testing.assert_close(walk(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
             assert_gradients(call.gradients(), gradients, atol=1e-12)
@@ -195,7 +195,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_keep_theirs(name: str)
 def test_the_set_lists_every_parameter_in_order_and_owns_none() -> None:
     experts = [*make_experts("gpt gelu", 2), *make_experts("identity", 1), *make_experts("bottleneck", 1)]
     experts[0].fc1.weight.requires_grad_(False)
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     expected = [each for expert in experts for each in expert.parameters()]
     assert [*map(id, layer.parameters)] == [*map(id, expected)]
     assert not isinstance(layer, nn.Module)
@@ -203,18 +203,18 @@ def test_the_set_lists_every_parameter_in_order_and_owns_none() -> None:
 
 def test_parameters_replaced_after_the_set_was_made_are_refused() -> None:
     experts = make_experts("gpt gelu")
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     experts[1].fc1.weight = nn.Parameter(experts[1].fc1.weight.detach().clone())
-    with pytest.raises(RuntimeError, match="replaced after expert_set"):
+    with pytest.raises(RuntimeError, match="replaced after ExpertSet"):
         layer.call(True)
     with pytest.raises(ValueError, match="at least one expert"):
-        expert_set([])
+        ExpertSet([])
 
 
 @EVERY_WRITTEN
 def test_a_weight_changed_before_the_backward_is_refused_as_autograd_does(name: str) -> None:
     experts = make_experts(name)
-    call = expert_set(experts).call(True)
+    call = ExpertSet(experts).call(True)
     forward(call, rows(2, 3, C, M), [13])
     with torch.no_grad():
         next(experts[1].parameters()).mul_(2)

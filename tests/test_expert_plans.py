@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from ds_fsmoe.components import expert_calls
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
-from ds_fsmoe.components.expert_calls import ExpertSet, expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.linears import UnbiasedShardLinear
 from ds_fsmoe.components.side_by_side import lay_side_by_side
 from ds_fsmoe.components.written import WRITTEN_ACTIVATIONS, WrittenFeedForward
@@ -31,7 +31,7 @@ HOOK_MAKERS: list[Callable[[nn.Module], object]] = [
 def made(name: str = "gpt gelu", count: int = 3, together: str = "always") -> tuple[list[nn.Module], ExpertSet]:
     experts = make_experts(name, count)
     assert lay_side_by_side(experts)
-    return experts, expert_set(experts, together=together)
+    return experts, ExpertSet(experts, together=together)
 
 
 def check(experts: list[nn.Module], layer: ExpertSet) -> None:
@@ -201,7 +201,7 @@ def test_parameters_that_are_others_are_refused(change: Callable[[list[nn.Module
     layer.call(True)
     change(experts)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="were replaced after expert_set"):
+        with pytest.raises(RuntimeError, match="were replaced after ExpertSet"):
             layer.call(True)
 
 
@@ -220,7 +220,7 @@ def test_another_type_is_another_plan() -> None:
 
 def test_dropout_follows_the_mode_of_its_module() -> None:
     experts = [nn.Sequential(nn.Linear(M, M), nn.Dropout(0.5)).double() for _ in range(2)]
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     x_NeCM = torch.ones(1, 2, C, M, dtype=torch.float64)
     for is_training in (True, False, True):
         for expert in experts:
@@ -249,7 +249,7 @@ def test_what_an_unknown_expert_remembers_is_not_held_for_it() -> None:
             return self.last
 
     expert = Remembers(M, M).double()
-    layer = expert_set([expert])
+    layer = ExpertSet([expert])
     for _ in range(2):
         forward(layer.call(True), rows(2, 1, C, M), [13])
     last = weakref.ref(expert.last)
@@ -282,7 +282,7 @@ def test_a_form_that_somebody_else_writes_is_asked_for_in_every_call() -> None:
             return WrittenFeedForward(self.up, WRITTEN_ACTIVATIONS[options["name"]], self.down)
 
     experts = [Mine().double() for _ in range(3)]
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     check(experts, layer)
     options["name"] = "silu"  # which no look at the module shows
     assert layer.splits
@@ -311,12 +311,12 @@ def test_cuts_that_went_at_once_and_alone_are_read_across() -> None:
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     for recompute in (False, True):
         for sizes in ([20, 50, 30], [100], [10, 20, 60, 10], [5, 5, 10, 45, 15, 20]):
-            call = expert_set(experts).call(True, same_cuts=False, recompute=recompute)
+            call = ExpertSet(experts).call(True, same_cuts=False, recompute=recompute)
             torch.testing.assert_close(forward(call, x_NeCM, [20, 50, 30]), y_NeCM, rtol=0, atol=1e-12)
             call.restore(call.release())
             torch.testing.assert_close(backward(call, dy_NeCM, sizes), dx_NeCM, rtol=0, atol=1e-12)
             assert_gradients(call.gradients(), gradients, atol=1e-12)
-    call = expert_set(experts).call(True)
+    call = ExpertSet(experts).call(True)
     call.forward(0, 20, x_NeCM[:, :, :20])
     for start, stop in ((10, 70), (5, 10)):
         with pytest.raises(ValueError, match="were given twice"):

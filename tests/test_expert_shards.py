@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert import ExpertArgs
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.components.shards import shard_expert
@@ -74,7 +74,7 @@ def test_results_of_all_shards_sum_to_those_of_the_expert(name: str, count: int)
     expert, x = make_expert(name), rows(2, 5, M)
     shards = make_shards(expert, count)
     torch.testing.assert_close(sum(shard(x) for shard in shards), expert(x), rtol=0, atol=1e-13)
-    through_calls = sum(expert_set([shard]).call(False).forward(0, 5, x.unsqueeze(1)) for shard in shards)
+    through_calls = sum(ExpertSet([shard]).call(False).forward(0, 5, x.unsqueeze(1)) for shard in shards)
     torch.testing.assert_close(through_calls.squeeze(1), expert(x), rtol=0, atol=1e-13)
 
 
@@ -104,7 +104,7 @@ def test_gradients_of_all_shards_are_those_of_the_expert(name: str, count: int, 
     for shard in make_shards(expert, count):
         if hooked:
             shard.register_forward_hook(lambda *_: None)
-        layer = expert_set([shard])
+        layer = ExpertSet([shard])
         assert layer.splits is not hooked
         call = layer.call(True)
         for start, stop in ((0, 4), (4, 11)):
@@ -132,7 +132,7 @@ def test_the_last_bias_counts_once_whatever_the_others_hold(name: str) -> None:
         assert (bias.grad == 0).all()
         assert (next(shard.parameters()).grad != 0).any()
         bias.requires_grad_(False)
-        expert_call = expert_set([shard]).call(True)
+        expert_call = ExpertSet([shard]).call(True)
         expert_call.forward(0, 5, x.view(1, 1, 5, M))
         expert_call.backward(0, 5, x.view(1, 1, 5, M))
         assert expert_call.gradients()[-1] is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from tests.expert_cases import C, H, M, assert_gradients, backward, bounds, by_autograd, forward, make_experts, rows
 
 
@@ -26,7 +26,7 @@ def test_under_autocast_results_and_gradients_are_autograd_s(name: str, keep_in_
     assert name == "bottleneck" or y_NeCM.dtype is torch.bfloat16
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        call = expert_set(experts).call(True, recompute=recompute)
+        call = ExpertSet(experts).call(True, recompute=recompute)
         assert not call.splits
         assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
         if keep_in_region:
@@ -42,7 +42,7 @@ def test_a_backward_inside_autocast_of_a_forward_outside_is_not_cast() -> None:
         experts = make_experts(name, dtype=torch.float32)
         x_NeCM, dy_NeCM = rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
         y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-        call = expert_set(experts).call(True, recompute=True)
+        call = ExpertSet(experts).call(True, recompute=True)
         assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(call.backward(0, C, dy_NeCM), dx_NeCM)
@@ -51,7 +51,7 @@ def test_a_backward_inside_autocast_of_a_forward_outside_is_not_cast() -> None:
 
 def test_a_call_without_backward_under_autocast_leaves_later_gradients_alone() -> None:
     experts = make_experts("bottleneck", dtype=torch.float32)
-    layer, x_NeCM = expert_set(experts), rows(2, 3, C, M, dtype=torch.float32)
+    layer, x_NeCM = ExpertSet(experts), rows(2, 3, C, M, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         forward(layer.call(False), x_NeCM, [C])
         call = layer.call(True)
@@ -69,7 +69,7 @@ def dropout_experts() -> list[nn.Module]:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_with_equal_cuts_is_that_of_autograd_with_the_same_seed(recompute: bool) -> None:
     experts = dropout_experts()
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     torch.manual_seed(9)
     leaf = x_NeCM.clone().requires_grad_()
@@ -94,7 +94,7 @@ def test_an_expert_in_eval_mode_draws_nothing_and_a_graph_is_right_there_too() -
     experts = [expert.eval() for expert in dropout_experts()]
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = expert_set(experts).call(True, same_cuts=False)
+    call = ExpertSet(experts).call(True, same_cuts=False)
     torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
     torch.testing.assert_close(backward(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)
@@ -103,7 +103,7 @@ def test_an_expert_in_eval_mode_draws_nothing_and_a_graph_is_right_there_too() -
 def test_nothing_is_recorded_for_a_caller_with_grad_enabled() -> None:
     for name in ("gpt gelu", "bottleneck"):
         x_NeCM = rows(2, 3, C, M).requires_grad_()
-        call = expert_set(make_experts(name)).call(True)
+        call = ExpertSet(make_experts(name)).call(True)
         y_NeCM = forward(call, x_NeCM, [6, 7])
         dx_NeCM = backward(call, y_NeCM, [6, 7])
         assert not y_NeCM.requires_grad
@@ -120,7 +120,7 @@ def test_a_result_that_depends_on_nothing_has_zero_gradients_of_rows_and_none_of
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.weight if self.of_weight else self.weight.detach()).expand(x.shape)
 
-    call = expert_set([Constant(False), Constant(True)]).call(True)
+    call = ExpertSet([Constant(False), Constant(True)]).call(True)
     dy_NeCM = rows(2, 2, C, M)
     assert (forward(call, rows(2, 2, C, M), [6, 7]) == 1).all()
     assert (backward(call, dy_NeCM, [6, 7]) == 0).all()

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from tests.expert_cases import (
     EVERY_WRITTEN,
@@ -33,7 +33,7 @@ from tests.expert_cases import (
 @EVERY_WRITTEN
 def test_weight_gradients_of_written_experts_are_left_for_later(name: str) -> None:
     experts = make_experts(name)
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     assert layer.splits
     call = layer.call(True)
     assert call.splits
@@ -48,7 +48,7 @@ def test_weight_gradients_of_written_experts_are_left_for_later(name: str) -> No
 
 @pytest.mark.parametrize("name", GRAPH)
 def test_other_experts_do_not_split(name: str) -> None:
-    layer = expert_set([*make_experts("gpt gelu", 2), *make_experts(name, 1)])
+    layer = ExpertSet([*make_experts("gpt gelu", 2), *make_experts(name, 1)])
     assert not layer.splits
     assert not layer.call(True).splits
 
@@ -68,7 +68,7 @@ def test_hooks_run_once_for_each_chunk(name: str, kind: str, on_submodule: bool)
     experts = make_experts(name)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     assert layer.splits
     seen: list[str] = []
     handle = HOOKS[kind](next(iter(experts[1].children())) if on_submodule else experts[1], seen)
@@ -83,7 +83,7 @@ def test_hooks_run_once_for_each_chunk(name: str, kind: str, on_submodule: bool)
 
 
 def test_hooks_for_all_modules_run() -> None:
-    layer = expert_set(make_experts("gpt relu"))
+    layer = ExpertSet(make_experts("gpt relu"))
     seen: list[str] = []
     handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(type(m).__name__))
     try:
@@ -100,7 +100,7 @@ def test_a_hook_may_replace_what_an_expert_returns() -> None:
     experts[2].register_forward_hook(lambda module, args, output: output * 3)
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = expert_set(experts).call(True, same_cuts=False)
+    call = ExpertSet(experts).call(True, same_cuts=False)
     torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
     torch.testing.assert_close(backward(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)
@@ -185,7 +185,7 @@ def test_what_is_not_exactly_a_known_expert_goes_through_autograd(kind: str) -> 
     experts = [NOT_WHAT_THEY_SEEM[kind]().double() for _ in range(2)]
     x_NeCM, dy_NeCM = rows(2, 2, C, M), rows(2, 2, C, M, seed=2)
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    layer = expert_set(experts)
+    layer = ExpertSet(experts)
     assert not layer.splits
     call = layer.call(True, same_cuts=False)
     torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
@@ -194,13 +194,13 @@ def test_what_is_not_exactly_a_known_expert_goes_through_autograd(kind: str) -> 
 
 
 def test_a_subclass_that_computes_the_same_is_still_written_out() -> None:
-    assert expert_set([type("Named", (GPTFeedForward,), {"note": "mine"})(M, H)]).splits
+    assert ExpertSet([type("Named", (GPTFeedForward,), {"note": "mine"})(M, H)]).splits
 
 
 def test_every_registered_expert_is_written_out() -> None:
     assert "gpt" in registry.known("expert")
     for name in ("gpt", "mixtral"):
-        assert expert_set([registry.lookup("expert", name)(M, H)]).splits
+        assert ExpertSet([registry.lookup("expert", name)(M, H)]).splits
 
 
 def test_a_plain_expert_need_not_be_written_out() -> None:
@@ -209,4 +209,4 @@ def test_a_plain_expert_need_not_be_written_out() -> None:
             return args.tokens * 2
 
     assert Scale().written() is None
-    assert not expert_set([Scale()]).splits
+    assert not ExpertSet([Scale()]).splits

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import ExpertCall, expert_set
+from ds_fsmoe.components.expert_calls import ExpertCall, ExpertSet
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.components.gradient_sums import GradientSums
 from ds_fsmoe.components.shards import shard_expert
@@ -72,7 +72,7 @@ def assert_as_autograd(
 
 @EVERY_WRITTEN
 def test_every_pair_of_cuts_gives_the_gradients_of_the_whole(name: str, alone: list[str]) -> None:
-    layer = expert_set(experts := side_by_side(name), together="always")
+    layer = ExpertSet(experts := side_by_side(name), together="always")
     for forward_sizes, backward_sizes, recompute, walk in covering(
         CUTS, CUTS, (False, True), (backward, backward_split)
     ):
@@ -94,7 +94,7 @@ def test_no_bit_changes_where_it_is_done_by_itself(name: str, dtype: torch.dtype
         found = []
         for together in ("never", "auto"):
             alone.clear()
-            call = expert_set(experts, together=together).call(True)
+            call = ExpertSet(experts, together=together).call(True)
             y_NeCM, dx_NeCM = forward(call, x_NeCM, [slots]), backward(call, dy_NeCM, [slots])
             found.append([y_NeCM, dx_NeCM, *call.gradients()])
             assert bool(alone) is (together == "never")
@@ -110,7 +110,7 @@ def test_many_chunks_in_half_precision_err_no_more_than_one_by_one(kind: str) ->
     exact = by_autograd([copy.deepcopy(each).double() for each in experts], x_NeCM.double(), dy_NeCM.double())[2]
     errors = []
     for together in ("never", "auto"):
-        call = expert_set(experts, together=together).call(True)
+        call = ExpertSet(experts, together=together).call(True)
         forward(call, x_NeCM, [32] * 11)
         backward(call, dy_NeCM, [32] * 11)
         errors.append([float((a.double() - b).norm()) for a, b in zip(call.gradients(), exact, strict=True)])
@@ -144,7 +144,7 @@ def computed_alone(alone: list[str], experts: list[nn.Module], slots: int, num_r
     weight = next(experts[0].parameters())
     width = experts[0].w1.in_features if isinstance(experts[0], MixtralFeedForward) else experts[0].fc1.in_features
     alone.clear()
-    expert_set(experts).call(True).forward(0, slots, rows(num_ranks, len(experts), slots, width, dtype=weight.dtype))
+    ExpertSet(experts).call(True).forward(0, slots, rows(num_ranks, len(experts), slots, width, dtype=weight.dtype))
     return len(alone)
 
 
@@ -174,7 +174,7 @@ def test_on_a_cpu_as_many_go_together_as_have_8_megabytes_of_one_weight(monkeypa
     found = []
     for together, expected in (("never", []), ("auto", [2, 2]), ("always", [5])):
         numbers.clear()
-        call = expert_set(experts, together=together).call(True)
+        call = ExpertSet(experts, together=together).call(True)
         found.append([forward(call, x_NeCM, [3]), backward(call, dy_NeCM, [3]), *call.gradients()])
         assert numbers == expected
         assert all(torch.equal(*pair) for pair in zip(found[0], found[-1], strict=True))
@@ -193,7 +193,7 @@ def test_under_autocast_experts_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     experts = side_by_side("gpt gelu", 3, 32, 64, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x_NeCM = rows(1, 3, 5, 32, dtype=torch.float32)
-        y_NeCM = expert_set(experts, together="always").call(True).forward(0, 5, x_NeCM)
+        y_NeCM = ExpertSet(experts, together="always").call(True).forward(0, 5, x_NeCM)
         assert torch.equal(y_NeCM, torch.stack([expert(x_NeCM[:, i]) for i, expert in enumerate(experts)], dim=1))
 
 
@@ -201,7 +201,7 @@ def test_a_hook_on_one_expert_runs_and_its_neighbours_stay_together(alone: list[
     experts = side_by_side("gpt silu", 5)
     seen: list[str] = []
     experts[2].fc1.register_forward_hook(lambda module, args, y: seen.append("hook") or 2 * y)
-    call = expert_set(experts, together="always").call(True)
+    call = ExpertSet(experts, together="always").call(True)
     assert_as_autograd(call, experts)
     assert seen == ["hook"] * 3  # two chunks, and once in what they are compared with
     assert not alone
@@ -210,7 +210,7 @@ def test_a_hook_on_one_expert_runs_and_its_neighbours_stay_together(alone: list[
 def test_experts_of_other_kinds_and_activations_are_kept_apart(alone: list[str]) -> None:
     relu, gelu = side_by_side("gpt relu", 2), side_by_side("gpt gelu", 2)
     experts = [*relu, *gelu, *make_experts("mixtral", 1), *make_experts("bottleneck", 1), *side_by_side("mixtral", 2)]
-    assert_as_autograd(expert_set(experts, together="always").call(True), experts)
+    assert_as_autograd(ExpertSet(experts, together="always").call(True), experts)
     assert alone == ["forward", "forward", "dx_of", "dx_of"]
 
 
@@ -223,7 +223,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_keep_theirs(name: str,
             for expert in experts:
                 for position, parameter in enumerate(expert.parameters()):
                     parameter.requires_grad_(position != frozen and frozen != num_parameters)
-            assert_as_autograd(expert_set(experts, together="always").call(True), experts, walk=walk)
+            assert_as_autograd(ExpertSet(experts, together="always").call(True), experts, walk=walk)
     assert not alone
 
 
@@ -236,7 +236,7 @@ def test_shards_together_sum_to_the_experts(name: str, alone: list[str]) -> None
         shards = [shard_expert(expert, index, 3)[0] for expert in experts]
         assert lay_side_by_side(shards)
         _, _, gradients = by_autograd(shards, x_NeCM, dy_NeCM)
-        call = expert_set(shards, together="always").call(True)
+        call = ExpertSet(shards, together="always").call(True)
         y_NeCM = y_NeCM - forward(call, x_NeCM, [6, 7])
         dx_NeCM = dx_NeCM - backward(call, dy_NeCM, [3, 3, 7])
         assert_gradients(call.gradients(), gradients, atol=1e-12)
@@ -246,7 +246,7 @@ def test_shards_together_sum_to_the_experts(name: str, alone: list[str]) -> None
 
 def test_no_rows_give_zero_gradients(alone: list[str]) -> None:
     experts, empty = side_by_side("gpt gelu"), rows(2, 3, 0, M)
-    call = expert_set(experts, together="always").call(True)
+    call = ExpertSet(experts, together="always").call(True)
     assert forward(call, empty, [0, 0]).shape == backward_split(call, empty, [0, 0]).shape == (2, 3, 0, M)
     for gradient, parameter in zip(call.gradients(), nn.ModuleList(experts).parameters(), strict=True):
         assert gradient.shape == parameter.shape
@@ -262,7 +262,7 @@ def test_kept_tensors_that_somebody_has_moved_are_used_where_they_are(alone: lis
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
     _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     for recompute in (False, True):
-        call = expert_set(experts, together="always").call(True, recompute=recompute)
+        call = ExpertSet(experts, together="always").call(True, recompute=recompute)
         forward(call, x_NeCM, [6, 7])
         call.restore([None if each is None else each.clone() for each in call.release()])
         torch.testing.assert_close(backward(call, dy_NeCM, [6, 3, 4]), dx_NeCM, rtol=0, atol=1e-12)
@@ -272,7 +272,7 @@ def test_kept_tensors_that_somebody_has_moved_are_used_where_they_are(alone: lis
 
 def test_a_weight_that_is_moved_before_the_backward_is_found_where_it_is(alone: list[str]) -> None:
     experts = side_by_side("gpt gelu")
-    call = expert_set(experts, together="always").call(True)
+    call = ExpertSet(experts, together="always").call(True)
     y_NeCM = forward(call, x_NeCM := rows(2, 3, C, M), [13])
     assert not alone
     experts[1].fc2.weight.data = experts[1].fc2.weight.data.clone()
@@ -285,7 +285,7 @@ def test_a_weight_that_is_moved_before_the_backward_is_found_where_it_is(alone: 
 
 def test_a_weight_changed_before_the_backward_is_refused() -> None:
     experts = side_by_side("mixtral")
-    call = expert_set(experts, together="always").call(True)
+    call = ExpertSet(experts, together="always").call(True)
     forward(call, rows(2, 3, C, M), [13])
     with torch.no_grad():
         experts[2].w2.weight.mul_(2)

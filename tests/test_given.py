@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -21,6 +20,7 @@ from ds_fsmoe.cli import main
 from ds_fsmoe.commands.compare import find_given
 from ds_fsmoe.given import read_given, take_option
 from ds_fsmoe.log import logger
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT, START, launch
 
@@ -116,17 +116,6 @@ def test_run_and_install_refuse_a_wrong_block_before_the_script_begins(
     )
 
 
-class Said(logging.Handler):
-    """What the log was told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def give(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Where the config was -> whose engine it became, with a block given from outside."""
 
@@ -144,14 +133,14 @@ def give(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
     ds_fsmoe.install({"enabled": True, "order": "einsum"})
     door.warn_if_unused()
-    assert "has done nothing" in listening.said.pop()
+    assert "has done nothing" in listening.lines.pop()
     look("no MoE layer", torch.nn.Linear(7, 7), config=own)
     door.warn_if_unused()
     said = "Linear has no deepspeed.moe.layer.MoE, so the fsmoe block given from outside is not for it"
-    assert [said in listening.said[0], "has done nothing" in listening.said[1]] == [True, True]
+    assert [said in listening.lines[0], "has done nothing" in listening.lines[1]] == [True, True]
     look("no block", config=plain)
     look("a block of its own", config=own)
-    assert any("takes the place of the one in the script's own config" in each for each in listening.said)
+    assert any("takes the place of the one in the script's own config" in each for each in listening.lines)
     look("config_params", config_params=plain)
     look("a file", config=str(file))
     args = Namespace(deepspeed_config=str(file))
@@ -160,9 +149,9 @@ def give(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     assert (plain, own["fsmoe"]) == ({"train_micro_batch_size_per_gpu": 1}, {"enabled": True, "order": "sparse"})
     ds_fsmoe.install()
     look("a second install", config=plain)
-    listening.said.clear()
+    listening.lines.clear()
     door.warn_if_unused()
-    assert not listening.said
+    assert not listening.lines
     ds_fsmoe.install({"enabled": False})
     look("stock from outside", config=own)
     ds_fsmoe.uninstall()

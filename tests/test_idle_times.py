@@ -18,8 +18,7 @@ from ds_fsmoe.planning.gradient_plan import GradientPlan, Supply
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRAD, Lane
-from ds_fsmoe.runtime import idle_times
-from ds_fsmoe.runtime.idle_times import REPEATS, Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
+from ds_fsmoe.runtime.idle_times import Idle, IdleTimes, TimedWindow, plan_by_time
 from tests.fake_clock import SetClock
 from tests.ranks import run_on_ranks
 
@@ -114,33 +113,6 @@ def test_a_lane_that_nothing_of_the_layer_is_on_is_idle_as_long_as_the_layer_tak
     assert any(task.lane is Lane.INTER for task in plan.sending((GRAD,)).tasks)
     last = len(plan.schedule.tasks) - 1
     assert passed(clock, opened, plan, {0: (0.0, 5.0), last: (5.0, 23.0)}, 30.0).moe_ms == 23.0
-
-
-# ---- what reducing costs
-
-
-@pytest.mark.parametrize("factors", [(0.5, 1.0, 9.0), (9.0, 0.5, 1.0), (1.0, 9.0, 0.5)])
-def test_the_cost_of_reducing_is_a_line_through_medians_of_the_rank_that_waited_least(
-    factors: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    truth, clock, calls = LinearCost(0.5, 2e-5), SetClock(), []
-
-    def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
-        if op is None:
-            repeat = len(calls) // 3
-            calls.append(tensor.numel())
-            # The first of all does not count; of those that do, one was disturbed and one was fast by chance.
-            clock.now_ms += truth.ms(tensor.numel() * 4) * (0.1, *factors)[repeat] + 20.0
-        else:
-            # Another rank came last, and so did not wait for the 20 ms that this one did.
-            assert op == dist.ReduceOp.MIN
-            tensor -= 20.0
-
-    monkeypatch.setattr(idle_times.dist, "all_reduce", all_reduce)
-    flat = SimpleNamespace(numel=80_000, dtype=torch.float32, device=CPU, group=None, element_bytes=4)
-    cost = cost_of(flat, clock)  # type: ignore[arg-type]
-    assert (cost.alpha_ms, cost.beta_ms) == (pytest.approx(truth.alpha_ms), pytest.approx(truth.beta_ms))
-    assert calls == [5_000, 20_000, 80_000] * (1 + REPEATS)
 
 
 # ---- the plan

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe import GPTFeedForward, MixtralFeedForward
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.side_by_side import lay_side_by_side
 from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
@@ -88,7 +88,7 @@ def pipeline_of(lanes: Lanes, block: BlockPlan, executed: Executed, recompute: b
 def run(pipeline: Pipeline, experts: list[nn.Module], products: Any = None, together: Any = "auto") -> None:
     """One forward and backward."""
     x_RM = torch.randn(EXPERTS * CAPACITY, WIDTH, requires_grad=True)
-    y_RM = pipeline(x_RM, EXPERTS, CAPACITY, expert_set(experts, together=together))
+    y_RM = pipeline(x_RM, EXPERTS, CAPACITY, ExpertSet(experts, together=together))
     with products or nullcontext():
         y_RM.sum().backward()
     assert all(each.grad is not None for expert in experts for each in expert.parameters())

@@ -18,6 +18,7 @@ import torch
 from ds_fsmoe.saving.manifest import NAME, sum_of
 from ds_fsmoe.saving.tags import CheckpointError
 from tests.hurry import hurry
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, batch
 from tests.test_checkpoint_corners import ADAM, make, train
@@ -173,29 +174,18 @@ def test_what_is_not_a_whole_checkpoint_of_regular_files_is_refused_on_every_ran
 # ---- what is said when it is saved
 
 
-class Heard(logging.Handler):
-    """Warnings of ours."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def what_is_lost(rank: int, world_size: int, folder: str) -> list[list[str]]:
     hurry()
-    heard = Heard()
+    heard = Said(logging.WARNING)
     logging.getLogger("ds_fsmoe").addHandler(heard)
     engine = make(rank, Case(stage=1, accumulation=3, k=2))
     kept: dict[str, Any] = {"numbers": np.ones(3), "names": [np.array(["a"])], "day": np.datetime64("2020-01-01")}
     found = []
 
     def saved(**state: Any) -> None:
-        heard.said.clear()
+        heard.lines.clear()
         engine.save_checkpoint(folder, "tag", **state)
-        found.append([each for each in heard.said if "tag" in each])
+        found.append([each for each in heard.lines if "tag" in each])
 
     saved()
     for micro in range(3):

@@ -16,7 +16,7 @@ from ds_fsmoe.saving.tags import CheckpointError
 from ds_fsmoe.saving.whole import Whole
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, train_steps
 
 BEFORE, AFTER = 3, 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,13 +57,7 @@ def make(rank: int, layout: Layout, scale: float = 1.0, lr: float = 0.02, extra:
 
 
 def train(engine: Any, rank: int, first: int, steps: int) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_steps(engine, rank, range(first, first + steps))
 
 
 def save_sources(rank: int, world_size: int, numbers: list[int], folder: str) -> dict[int, list[float]]:

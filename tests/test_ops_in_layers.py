@@ -22,7 +22,7 @@ from ds_fsmoe.ops import REFERENCE, Ops  # noqa: E402
 from tests.ops_cases import compiled_ops  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
 from tests.samples import sampled  # noqa: E402
-from tests.small_model import Case, SmallModel, batch  # noqa: E402
+from tests.small_model import Case, SmallModel, train_steps  # noqa: E402
 
 S, M, E, H = 61, 13, 7, 17
 needs_compiler = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
@@ -117,12 +117,7 @@ def trained(rank: int, world_size: int) -> dict[str, Any]:
             engine, *_ = ds_fsmoe.initialize(
                 model=model, model_parameters=list(model.parameters()), config=case.ds_config(fsmoe=block)
             )
-            losses = []
-            for step in range(3):
-                loss, _ = engine(*batch(step, rank, torch.float32))
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
+            losses = train_steps(engine, rank, range(3))
             name = "own" if gate is None else gate["type"]
             inner = model.moes[0].deepspeed_moe
             names = {inner.gate.ops.name, inner.fsmoe.order.ops.name, engine.fsmoe.chosen()["ops"]}

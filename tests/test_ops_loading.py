@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 from ds_fsmoe.ops import load_ops, loading, report  # noqa: E402
+from tests.logged import Said  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
 from tests.waiting import make_older  # noqa: E402
 
@@ -137,15 +138,6 @@ def test_our_locks_are_looked_for_where_torch_puts_them(tmp_path: Path, monkeypa
     assert not lock.is_stale
 
 
-class Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def load_where_rank_1_cannot(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     """What two attempts gave on this rank, and what it said; nothing stands in the way of rank 0, it seems."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"extensions{rank}")
@@ -155,7 +147,7 @@ def load_where_rank_1_cannot(rank: int, world_size: int, folder: Path) -> dict[s
         builder = type(loading.import_op_builder().builders("cpu")["fsmoe_cpu"])
         builder.load = lambda self, verbose=False: None
         builder.will_compile = lambda self: False
-    listener = Listener()
+    listener = Said(logging.WARNING)
     logging.getLogger("ds_fsmoe").addHandler(listener)
     names = [load_ops("auto", "cpu").name for _ in range(2)]
     try:
@@ -163,7 +155,7 @@ def load_where_rank_1_cannot(rank: int, world_size: int, folder: Path) -> dict[s
         refused = None
     except RuntimeError as err:
         refused = str(err)
-    return {"names": names, "said": listener.said, "refused": refused}
+    return {"names": names, "said": listener.lines, "refused": refused}
 
 
 def test_what_one_rank_cannot_have_no_rank_uses(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_fsmoe import LinearGate, SimpleOrder
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.shards import shard_expert
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.planning.block import BlockPlan
@@ -158,7 +158,7 @@ def run_layer(case: Case, ep: int, esp: int, lanes: Lanes, observer: Observer | 
         gate=gate,
         order=SimpleOrder(),
         pipeline=pipeline,
-        experts=expert_set(experts, keep_expert_dim=True),
+        experts=ExpertSet(experts, keep_expert_dim=True),
         group=groups.block_group,
     )
     dy_SM = problem.dy_per_rank[groups.rank]

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_fsmoe import CallbackBase, ConfigError
 from ds_fsmoe.call_observer import CallObserver, sizes_of
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.config import read_block
@@ -98,7 +98,7 @@ def test_sizes_of_a_call_are_those_of_the_planner(
 
 @pytest.mark.parametrize(("expert", "num_products"), [(GPTFeedForward, 2), (MixtralFeedForward, 3)])
 def test_products_of_an_expert_are_its_matrices(expert: Callable[..., torch.nn.Module], num_products: int) -> None:
-    experts = expert_set([expert(5, 14) for _ in range(3)])
+    experts = ExpertSet([expert(5, 14) for _ in range(3)])
     at = CalledWith(1, 7, 5, torch.bfloat16, 1, True, 6)
     sizes = sizes_of(at, experts)
     assert sizes == CallShape(6, 7, 5, 2, 3 * num_products, 3 * num_products * 5 * 14)
@@ -140,7 +140,7 @@ def test_each_call_has_the_prediction_of_its_own_sizes(make_tracer: Callable[...
     tracer, predictor = make_tracer(1, 1), Predictor(cluster_file(tmp_path))
     plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07")
     observer = CallObserver(tracer, predictor=predictor)
-    experts = expert_set([GPTFeedForward(5, 14) for _ in range(3)])
+    experts = ExpertSet([GPTFeedForward(5, 14) for _ in range(3)])
     for step in range(3):
         tracer.step(step)
         rows = [(torch.randn(3 * capacity, 5, requires_grad=True), capacity) for capacity in (4, 11)]
@@ -193,7 +193,7 @@ def test_gradients_that_travel_in_a_backward_are_as_large_as_they_are(
     tracer, gradients = make_tracer(), Gradients()
     plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", window=gradients)
     tracer.step(0)
-    x_RM, experts = torch.randn(6 * 5, 7, requires_grad=True), expert_set([nn.Linear(7, 7) for _ in range(6)])
+    x_RM, experts = torch.randn(6 * 5, 7, requires_grad=True), ExpertSet([nn.Linear(7, 7) for _ in range(6)])
     observer = CallObserver(tracer, predictor=Predictor(cluster_file(tmp_path)))
     call_of(plain, x_RM, experts, observer)(x_RM, 6, 5, experts).sum().backward()
     tracer.step(1)

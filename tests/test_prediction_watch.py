@@ -20,6 +20,7 @@ from ds_fsmoe.planning.timeline import Span, Timeline
 from ds_fsmoe.prediction_watch import PredictionWatch
 from ds_fsmoe.runtime.step_times import MeasuredRun, MeasuredStep
 from ds_fsmoe.step_comparison import Compared, StepComparison
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 
 PLANS = {
@@ -75,15 +76,6 @@ def step_of(rest_ms: float = 80.0, batches: int = 1, label: str = "L00", **times
         runs.append(MeasuredRun(f"{label}/{direction}", direction == "backward", schedule, timeline, about))
     inside_ms = sum(run.timeline.makespan_ms for run in runs)
     return MeasuredStep(batches, batches, rest_ms / 4, inside_ms + 3 * rest_ms / 4, tuple(runs))
-
-
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.runtime.step_times import StepClock
 from ds_fsmoe.step_comparison import StepComparison
 from tests.fake_clock import FakeClock
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, Case, SmallModel, batch
 
@@ -238,17 +239,6 @@ def test_a_step_without_a_backward_is_compared_with_its_like(runs: list[dict[str
 
 
 # ---- drift
-
-
-class Said(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def drift(rank: int, world_size: int) -> dict[bool, tuple[list[tuple[int, str]], list[str]]]:

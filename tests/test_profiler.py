@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
@@ -72,7 +72,7 @@ class Counting(nn.Module):
 
 
 def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int) -> Subject:
-    found = expert_set(experts)
+    found = ExpertSet(experts)
     return Subject(
         "L00",
         "/".join(type(each).__name__ for each in experts),

@@ -19,7 +19,7 @@ from ds_fsmoe import GPTFeedForward, LinearGate, MixtralFeedForward, SimpleOrder
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.cuts import Cuts
-from ds_fsmoe.components.expert_calls import ExpertCall, ExpertSet, expert_set
+from ds_fsmoe.components.expert_calls import ExpertCall, ExpertSet
 from ds_fsmoe.components.shards import shard_expert
 from ds_fsmoe.moe_layer import token_path
 from ds_fsmoe.parts import choose_parts
@@ -72,7 +72,7 @@ class Layer:
         experts = [EXPERTS[kind](width, hidden).to(dtype) for _ in range(E // ep)]
         if esp > 1:
             experts = [shard_expert(expert, self.groups.index_in("esp"), esp)[0] for expert in experts]
-        self.experts = expert_set(experts, keep_expert_dim=True)
+        self.experts = ExpertSet(experts, keep_expert_dim=True)
         self.gate = LinearGate(k=K, capacity_factor=1.0, top2_2nd_expert_sampling=False)
         self.gate.build_once(width, E)
         plans = (

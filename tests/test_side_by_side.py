@@ -12,7 +12,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_fsmoe.components.expert import LocalExperts
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.side_by_side import lay_side_by_side, stacked
 from ds_fsmoe.components.written_together import TogetherCall
@@ -123,7 +123,7 @@ def test_together_they_take_less_additional_memory_than_their_gradients(name: st
     x_NeCM, dy_NeCM = rows(*shape, dtype=torch.float32), rows(*shape, seed=2, dtype=torch.float32)
     peaks = []
     for together in ("never", "auto"):
-        layer = expert_set(experts, together=together)
+        layer = ExpertSet(experts, together=together)
         with LiveMemory() as memory:
             call = layer.call(True)
             y_NeCM = forward(call, x_NeCM, [shape[2]])

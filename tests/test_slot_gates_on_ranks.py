@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.moe_layer import token_path
@@ -121,7 +121,7 @@ def run_layer(
         gate=gate,
         order=registry.lookup("order", gate.gives.order if case.order == "auto" else case.order)(),
         pipeline=Pipeline(lanes, wires, *plans, recompute=case.recompute),
-        experts=expert_set(experts, keep_expert_dim=True),
+        experts=ExpertSet(experts, keep_expert_dim=True),
         group=groups.block_group,
         duplicates=duplicates,
     )

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.call_observer import CallObserver
-from ds_fsmoe.components.expert_calls import expert_set
+from ds_fsmoe.components.expert_calls import ExpertSet
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cost import LinearCost
@@ -59,7 +59,7 @@ class Model:
         self.pipeline = Pipeline(lanes, Wires(lambda x, group: x, None, None), *plans, "L07")
         self.observer = CallObserver(clock=clock, **others)
         self.clock, self.host = clock, host
-        self.experts = expert_set([Sleepy(host) for _ in range(EXPERTS)])
+        self.experts = ExpertSet([Sleepy(host) for _ in range(EXPERTS)])
         self.device = clock.device
 
     def layer(self, x_RM: torch.Tensor, capacity: int = 4) -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_on_a_gpu_events_tell_the_same() -> None:
         clock = StepClock(device)
         model = Model(clock, lanes, FakeClock())
         experts = nn.ModuleList(nn.Linear(1024, 1024, device=device) for _ in range(EXPERTS))
-        model.experts = expert_set(list(experts))
+        model.experts = ExpertSet(list(experts))
         clock.start()
         x_RM = torch.randn(EXPERTS * 512, 1024, device=device, requires_grad=True)
         clock.begin_forward()

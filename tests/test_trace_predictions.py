@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was predicted beside what was measured, and the summary of both."""
+"""What was predicted beside what was measured."""
 
 from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable
-from contextlib import closing
-
-import pytest
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.schedule import Schedule, Task
+from ds_fsmoe.planning.schedule import Task
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
-from ds_fsmoe.runtime.lanes import Lanes, SerialLanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
+from ds_fsmoe.runtime.lanes import Lanes
 from ds_fsmoe.runtime.trace import Tracer
 from ds_fsmoe.runtime.trace_files import (
     TracedRun,
-    summary,
     trace_of,
 )
 from tests.fake_clock import FakeClock
-from tests.lane_cases import COMPUTE, INTER, INTRA
+from tests.lane_cases import COMPUTE
 from tests.trace_cases import (
     assert_no_overlap,
     assert_valid,
@@ -35,7 +29,6 @@ from tests.trace_cases import (
     two_chunks,
     written,
 )
-from tests.waiting import LIMIT_S
 
 FIXTURES = (lanes, make_tracer)  # which pytest finds by their names here
 
@@ -128,50 +121,3 @@ def test_tasks_next_to_each_other_by_nanoseconds_do_not_overlap_in_microseconds(
     assert_no_overlap(json.loads(json.dumps(trace)))
     # As a viewer reads them that has nothing but floats.
     assert all(int(float(event["ts"])) == event["ts"] for event in events_of(trace))
-
-
-# ---- summary
-
-
-def test_the_summary_has_the_means_of_each_label() -> None:
-    tasks = (Task("A2A_IN", INTER), Task("EXPERT", COMPUTE), Task("A2A_OUT", INTER))
-
-    def traced(number: int, label: str, *spans_ms: tuple[int, int] | None, predicted_ms: float = 0) -> TracedRun:
-        spans_ns = [None if span is None else (span[0] * 10**6, span[1] * 10**6) for span in spans_ms]
-        timeline = Timeline((Span(tasks[0], 0.0, predicted_ms, None),)) if predicted_ms else None
-        return TracedRun(number, label, number, tasks, number * 10**9, spans_ns, timeline)
-
-    backward = [
-        traced(0, "L03/backward", (1, 4), (2, 6), (6, 9), predicted_ms=7),
-        traced(1, "L03/backward", (11, 16), (12, 18), (18, 21), predicted_ms=9),
-    ]
-    others = [traced(2, "L03/forward", (1, 4), (4, 9), (9, 10)), traced(3, "L03/backward", (0, 50), (0, 99), None)]
-    forward, both = {"label": "L03/fwd"}, {"label": "L03/bwd"}
-    both |= {"runs": 2, "ms": 9.0, "busy_ms": {"compute": 5.0, "intra": 0.0, "inter": 7.0}, "predicted_ms": 8.0}
-    forward |= {"runs": 1, "ms": 9.0, "busy_ms": {"compute": 5.0, "intra": 0.0, "inter": 4.0}, "predicted_ms": None}
-    expected = [both | {"hidden": 0.25}, forward | {"hidden": 0.0}]
-    assert summary(trace_of(0, "here", backward + others, {})) == expected
-    halves = [trace_of(rank, "here", backward[rank::2], {})["traceEvents"] for rank in range(2)]
-    assert summary({"traceEvents": halves[0] + halves[1]}) == [expected[0]]
-
-
-def test_the_share_hidden_is_that_of_the_lanes(make_tracer: Callable[..., Tracer]) -> None:
-    schedule = Schedule((Task("A2A_IN", INTER), Task("GATHER", INTRA), Task("EXPERT", COMPUTE)))
-    clock, all_three = FakeClock(), threading.Barrier(3, timeout=LIMIT_S)
-    tracer = make_tracer(host=clock)
-
-    def together(task: Task) -> None:
-        all_three.wait()
-        if task.kind == "EXPERT":
-            clock.sleep(0.1)
-        all_three.wait()
-
-    tracer.step(0)
-    with closing(ThreadLanes()) as threads:
-        run(threads, tracer, schedule, "L00/forward", together)
-    run(SerialLanes(), tracer, schedule, "L01/forward", lambda task: clock.sleep(0.02))
-    tracer.step(1)
-    at_once, one_by_one = summary(written(tracer))
-    assert at_once["hidden"] == pytest.approx(2 / 3, abs=1e-3)
-    assert one_by_one["hidden"] == pytest.approx(0, abs=1e-3)
-    assert list(one_by_one["busy_ms"].values()) == pytest.approx([20.0] * 3)

@@ -15,7 +15,7 @@ from tests.covering import covering, every_case
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
 from tests.samples import sampled
-from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch
+from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch, train_steps
 
 LEARNING_RATE, STEPS = 0.5, 3
 
@@ -29,12 +29,7 @@ def train_with_deepspeed(rank: int, world_size: int, cases: list[Case]) -> list[
         model = SmallModel(case, rank)
         config = case.ds_config(fsmoe={"enabled": True}, gradient_clipping=0.0)
         engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        losses = []
-        for step in range(STEPS * case.accumulation):
-            loss, _ = engine(*batch(step, rank, torch.float32))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = train_steps(engine, rank, range(STEPS * case.accumulation))
         first_expert = rank % case.ep_size * (NUM_EXPERTS // case.ep_size)
         parameters = {global_name(n, first_expert): p.detach().clone() for n, p in model.named_parameters()}
         results.append((losses, parameters))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.log import logger
 from ds_fsmoe.runtime.agreement import DisagreementError
 from tests.hurry import hurry
+from tests.logged import Said
 from tests.ranks import run_on_ranks
-from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, batch
+from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, train_steps
 
 STEPS = 2
 CASE = Case(2, 1, "fp32", 1, 2, moe_options=(("top2_2nd_expert_sampling", False),), expert="gpt")
@@ -35,17 +35,6 @@ class Marked(GPTFeedForward):
     def __init__(self) -> None:
         super().__init__(WIDTH, 28, activation="relu")
         self.register_buffer("mark", torch.zeros(3, dtype=torch.bfloat16))
-
-
-class Said(logging.Handler):
-    """What the log was told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def drawn(rank: int, case: Case = CASE) -> SmallModel:
@@ -66,12 +55,7 @@ def begin(model: SmallModel, block: dict[str, Any] | None, case: Case = CASE, **
 
 
 def train(rank: int, engine: Any) -> list[float]:
-    losses = []
-    for step in range(STEPS):
-        loss, _ = engine(*batch(step, rank, next(engine.module.parameters()).dtype))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train_steps(engine, rank, range(STEPS))
     engine.destroy()
     return losses
 
@@ -104,7 +88,7 @@ def train_in_both(rank: int, world_size: int, folder: str) -> dict[str, tuple[li
     cut = begin(drawn(rank + 9), CUT)
     assert cut.load_checkpoint(folder, "stock", load_module_only=True)[0] is not None
     found["stock's checkpoint"] = train(rank, stock), train(rank, cut)
-    assert not [each for each in listening.said if WRONG_RULE in each]
+    assert not [each for each in listening.lines if WRONG_RULE in each]
     return found
 
 
@@ -136,7 +120,7 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     listening = Said()
     logger.addHandler(listening)
     begin(SmallModel(CASE, rank // 2), CUT).destroy()
-    found["warned"] = [each.partition(":")[0] for each in listening.said if WRONG_RULE in each]
+    found["warned"] = [each.partition(":")[0] for each in listening.lines if WRONG_RULE in each]
 
     model = SmallModel(CASE, rank)
     model.moes[1].deepspeed_moe.experts.deepspeed_experts[1].requires_grad_(rank % 2 == 1)

@@ -193,7 +193,7 @@ class ExpertSet:
         together: Together = "auto",
     ) -> None:
         if not experts:
-            raise ValueError("expert_set needs at least one expert")
+            raise ValueError("ExpertSet needs at least one expert")
         self.experts = tuple(experts)
         self.keep_expert_dim = keep_expert_dim
         self.path = path
@@ -271,7 +271,7 @@ class ExpertSet:
     def _plan_now(self) -> ExpertPlan:
         if not self._plan.still_holds():
             if self._ids != self._present_ids():
-                raise RuntimeError("the experts' parameters were replaced after expert_set(...): call it again")
+                raise RuntimeError("the experts' parameters were replaced after ExpertSet(...): call it again")
             self._plan, self._places = ExpertPlan(self.experts, self.parameters), None
         return self._plan
 
@@ -290,10 +290,3 @@ class ExpertSet:
         else:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
         return ["cpu"] if accelerator is None or accelerator.type == "cpu" else ["cpu", accelerator.type]
-
-
-def expert_set(
-    experts: Sequence[nn.Module], keep_expert_dim: bool = False, path: str = "", together: Together = "auto"
-) -> ExpertSet:
-    """The experts of one rank, to be called chunk by chunk; see :class:`ExpertSet`."""
-    return ExpertSet(experts, keep_expert_dim, path, together)

@@ -109,6 +109,11 @@ def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear, x: torch.Ten
     return linear(x)
 
 
+def rows_gradient(linear: nn.Linear | LinearWeights | StackedLinear, dy_RO: torch.Tensor) -> torch.Tensor:
+    """The gradient of the results [R, O] to that of the rows [R, I]; [k, R, O] to [k, R, I] for a stacked one."""
+    return torch.bmm(dy_RO, linear.weight_kOI) if type(linear) is StackedLinear else dy_RO @ linear.weight
+
+
 def add_gradients(
     sums: GradientSums, linear: nn.Linear | LinearWeights, dy_RO: torch.Tensor, x_RI: torch.Tensor | None
 ) -> None:

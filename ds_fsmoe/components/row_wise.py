@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -52,30 +54,8 @@ def check_row_wise(
     x_NcM = torch.randn(_RANKS, _SLOTS, model_dim, generator=generator).to(device, dtype)
     other_NcM = torch.randn(_RANKS, _SLOTS, model_dim, generator=generator).to(device, dtype)
 
-    def call(x_NcM: torch.Tensor) -> torch.Tensor:
-        x = (x_NcM.unsqueeze(1) if keep_expert_dim else x_NcM).clone()
-        y = expert(x)
-        y = y[0] if isinstance(y, tuple) else y
-        if y.shape != x.shape:
-            raise RowShapeError(
-                f"expert {type(expert).__name__} made {tuple(y.shape)} of {tuple(x.shape)}: an expert must return a "
-                "row of the same width for every row"
-            )
-        return y.squeeze(1) if keep_expert_dim else y
-
-    def differs(one: torch.Tensor, other: torch.Tensor) -> bool:
-        # Products of other heights add in another order: some roundings are allowed, and no more.
-        tolerance = min(1000 * max(torch.finfo(each).eps for each in (dtype, one.dtype)), 0.02)
-        one, other = one.double(), other.double()
-        largest = float(one.nan_to_num().abs().max())
-        return not torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
-
-    def refuse(why: str) -> NotRowWiseError:
-        return NotRowWiseError(
-            f"expert {type(expert).__name__} is not row-wise: {why}. Rows are computed in chunks, so each row of the "
-            "result may depend on the same row of the input alone"
-        )
-
+    call = partial(_called, expert, keep_expert_dim)
+    differs = partial(_differs, dtype)
     state = RandomState.now(device)
     with torch.no_grad(), buffers_kept(expert), state.replayed():
         y_NcM = call(x_NcM)
@@ -88,8 +68,35 @@ def check_row_wise(
             changed_NcM[rank, slot] = x_NcM[rank, slot]
             with state.replayed():  # the same numbers: dropout takes out the same elements
                 if differs(call(changed_NcM)[rank, slot], y_NcM[rank, slot]):
-                    raise refuse("a row of its result changes when other rows do")
+                    raise _not_row_wise(expert, "a row of its result changes when other rows do")
         for start, stop in () if draws else ((0, 2), (2, _SLOTS)):
             if differs(call(x_NcM[:, start:stop]), y_NcM[:, start:stop]):
-                raise refuse("a row of its result depends on the row's place or on the number of rows")
+                raise _not_row_wise(expert, "a row of its result depends on the row's place or on the number of rows")
     return draws
+
+
+def _called(expert: nn.Module, keep_expert_dim: bool, x_NcM: torch.Tensor) -> torch.Tensor:
+    x = (x_NcM.unsqueeze(1) if keep_expert_dim else x_NcM).clone()
+    y = expert(x)
+    y = y[0] if isinstance(y, tuple) else y
+    if y.shape != x.shape:
+        raise RowShapeError(
+            f"expert {type(expert).__name__} made {tuple(y.shape)} of {tuple(x.shape)}: an expert must return a "
+            "row of the same width for every row"
+        )
+    return y.squeeze(1) if keep_expert_dim else y
+
+
+def _differs(dtype: torch.dtype, one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Products of other heights add in another order: some roundings are allowed, and no more.
+    tolerance = min(1000 * max(torch.finfo(each).eps for each in (dtype, one.dtype)), 0.02)
+    one, other = one.double(), other.double()
+    largest = float(one.nan_to_num().abs().max())
+    return not torch.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def _not_row_wise(expert: nn.Module, why: str) -> NotRowWiseError:
+    return NotRowWiseError(
+        f"expert {type(expert).__name__} is not row-wise: {why}. Rows are computed in chunks, so each row of the "
+        "result may depend on the same row of the input alone"
+    )

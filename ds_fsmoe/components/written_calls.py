@@ -12,22 +12,49 @@ import torch
 from ds_fsmoe.components.cuts import Cuts
 from ds_fsmoe.components.expert_plan import PlannedExpert
 from ds_fsmoe.components.gradient_sums import GradientSums
-from ds_fsmoe.components.linears import add_gradients, apply_linear
+from ds_fsmoe.components.linears import add_gradients, apply_linear, rows_gradient
+from ds_fsmoe.components.written import WrittenExpert
 
 _VERSION = operator.attrgetter("_version")
 
 
 @dataclass
-class _Pending:
-    """What the weight gradients of a cut need: R = N * c rows."""
+class Pending:
+    """What the weight gradients of a cut need. Shapes are those of one expert; of k at once all begin with k."""
 
-    x_RM: torch.Tensor | None
     kept: tuple[torch.Tensor, ...]
     """From which the hidden layer follows, unless that is there."""
     h_NcH: torch.Tensor | None
     dy_RM: torch.Tensor
     deltas_RH: tuple[torch.Tensor, ...]
     """The gradient of the results of each layer of ``up``."""
+    x: torch.Tensor | None = None
+    """These are the rows, where a weight of ``up`` wants a gradient: [R, M], or [k, N, c, M]."""
+
+    def hidden_rows(self, form: WrittenExpert) -> torch.Tensor:
+        """Return the rows of the last layer, [R, H]."""
+        return rows_of(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
+
+
+def back_to_rows(
+    form: WrittenExpert, kept: tuple[torch.Tensor, ...], dy_NcM: torch.Tensor
+) -> tuple[torch.Tensor, Pending]:
+    """Go back through an expert, or through k that are stacked, as autograd would.
+
+    Returns:
+        The gradient of the rows, [N * c, M], and what is left to do for the weights, without the rows.
+    """
+    dy_RM = rows_of(dy_NcM)
+    dh_RH = rows_gradient(form.down, dy_RM)
+    dh_NcH = dh_RH.view(*dy_NcM.shape[:-1], dh_RH.shape[-1])
+    del dh_RH
+    deltas_NcH, h_NcH = form.backward_hidden(dh_NcH, kept)
+    deltas_RH = tuple(map(rows_of, deltas_NcH))
+    del dh_NcH, deltas_NcH
+    dx_RM = rows_gradient(form.up[0], deltas_RH[0])
+    for linear, delta_RH in zip(form.up[1:], deltas_RH[1:], strict=True):
+        dx_RM += rows_gradient(linear, delta_RH)
+    return dx_RM, Pending(kept if h_NcH is None else (), h_NcH, dy_RM, deltas_RH)
 
 
 class WrittenCall:
@@ -58,7 +85,7 @@ class WrittenCall:
         self.wants_up = planned.wants_up
         self.wants_any = planned.wants_any
         self.cuts = Cuts()
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._pending: dict[tuple[int, int], Pending] = {}
         # Autograd would refuse a weight that changed between forward and backward, and so do we.
         self._versions = versions_of(planned.weights) if needs_backward else []
 
@@ -105,19 +132,11 @@ class WrittenCall:
     ) -> torch.Tensor:
         """:meth:`backward_dx` of what has been read already."""
         kept = self._kept(x_NcM) if self._recompute else kept
-        dy_RM = rows_of(dy_NcM)
-        up, down = self.written.up, self.written.down
-        dh_NcH = (dy_RM @ down.weight).view(*dy_NcM.shape[:-1], down.in_features)
-        deltas_NcH, h_NcH = self.written.backward_hidden(dh_NcH, kept)
-        deltas_RH = tuple(map(rows_of, deltas_NcH))
-        del dh_NcH, deltas_NcH
-        dx_RM = deltas_RH[0] @ up[0].weight
-        for linear, delta_RH in zip(up[1:], deltas_RH[1:], strict=True):
-            dx_RM += delta_RH @ linear.weight
+        dx_RM, pending = back_to_rows(self.written, kept, dy_NcM)
         if self.wants_any:
-            x_RM = rows_of(x_NcM) if self.wants_up else None
-            kept = kept if h_NcH is None else ()
-            self._pending[start, stop] = _Pending(x_RM, kept, h_NcH, dy_RM, deltas_RH)
+            # A copy where they are strided, so that the memory of those that came is free.
+            pending.x = rows_of(x_NcM) if self.wants_up else None
+            self._pending[start, stop] = pending
         return dx_RM.view(dy_NcM.shape)
 
     def backward_dw(self, start: int, stop: int) -> None:
@@ -126,13 +145,11 @@ class WrittenCall:
         if pending is None:  # no weight wants a gradient
             return
         down = self.written.down
-        h_RH = None
-        if self._sums.wants(down.weight):
-            h_RH = rows_of(self.written.hidden(pending.kept) if pending.h_NcH is None else pending.h_NcH)
+        h_RH = pending.hidden_rows(self.written) if self._sums.wants(down.weight) else None
         add_gradients(self._sums, down, pending.dy_RM, h_RH)
         pending.h_NcH = h_RH = None
         for up, delta_RH in zip(self.written.up, pending.deltas_RH, strict=True):
-            add_gradients(self._sums, up, delta_RH, pending.x_RM)
+            add_gradients(self._sums, up, delta_RH, pending.x)
 
     def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)
@@ -154,5 +171,5 @@ def check_versions(weights: Sequence[torch.Tensor], before: list[int]) -> None:
 
 
 def rows_of(x_NcM: torch.Tensor) -> torch.Tensor:
-    """[N, c, M] to [N * c, M]."""
-    return x_NcM.reshape(x_NcM.shape[0] * x_NcM.shape[1], x_NcM.shape[2])
+    """[N, c, M] to [N * c, M]; [k, N, c, M] to [k, N * c, M]."""
+    return x_NcM.reshape(*x_NcM.shape[:-3], x_NcM.shape[-3] * x_NcM.shape[-2], x_NcM.shape[-1])

@@ -21,25 +21,13 @@ from ds_fsmoe.components.gradient_sums import GradientSums
 from ds_fsmoe.components.graph_calls import GraphCall
 from ds_fsmoe.components.linears import StackedLinear, add_stacked_gradients, apply_linear
 from ds_fsmoe.components.written import WrittenExpert
-from ds_fsmoe.components.written_calls import WrittenCall, check_versions, versions_of
+from ds_fsmoe.components.written_calls import Pending, WrittenCall, back_to_rows, check_versions, rows_of, versions_of
 
 Together = Literal["auto", "never", "always"]
 
 # On a CPU larger tensors go back to the system when they are freed and come page by page when they are made again,
 # which takes more than computing together gives (benchmarks/results/experts.csv).
 _LARGEST_ON_CPU_BYTES = 8 << 20
-
-
-@dataclass
-class _Pending:
-    """What the weight gradients of a cut need."""
-
-    x_kNcM: torch.Tensor | None
-    kept: tuple[torch.Tensor, ...]
-    """Each [k, N, c, H]; from which the hidden layer follows, unless that is there."""
-    h_kNcH: torch.Tensor | None
-    dy_kRM: torch.Tensor
-    deltas_kRH: tuple[torch.Tensor, ...]
 
 
 def pays(planned: PlannedExpert, x_NkcM: torch.Tensor) -> bool:
@@ -116,7 +104,7 @@ class TogetherCall:
         """Of what went at once."""
         self._cuts_at_once: list[tuple[int, int]] = []
         """Of the forward."""
-        self._pending: dict[tuple[int, int], _Pending] = {}
+        self._pending: dict[tuple[int, int], Pending] = {}
         self._form: WrittenExpert | None = None
         self._form_of: tuple[int, list[int]] | None = None
 
@@ -141,7 +129,7 @@ class TogetherCall:
             self._check_is_new(start, stop)
             self._cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
         self._cuts_at_once.append((start, stop))
-        h_kRH = rows_of_each(form.hidden(kept))
+        h_kRH = rows_of(form.hidden(kept))
         del kept
         return _by_rank(apply_linear(form.down, h_kRH), x_NkcM.shape)
 
@@ -169,14 +157,11 @@ class TogetherCall:
                 call.backward_dw(start, stop)
             return
         first = self._first.form
-        wants_down = self._sums.wants(first.down.weight)
-        h_kRH = None
-        if wants_down:
-            h_kRH = rows_of_each(first.hidden(pending.kept) if pending.h_kNcH is None else pending.h_kNcH)
-        add_stacked_gradients(self._sums, self._down, pending.dy_kRM, h_kRH)
-        pending.h_kNcH = h_kRH = None
-        x_kRM = None if pending.x_kNcM is None else rows_of_each(pending.x_kNcM)
-        for up, delta_kRH in zip(self._up, pending.deltas_kRH, strict=True):
+        h_kRH = pending.hidden_rows(first) if self._sums.wants(first.down.weight) else None
+        add_stacked_gradients(self._sums, self._down, pending.dy_RM, h_kRH)
+        pending.h_NcH = h_kRH = None
+        x_kRM = None if pending.x is None else rows_of(pending.x)
+        for up, delta_kRH in zip(self._up, pending.deltas_RH, strict=True):
             add_stacked_gradients(self._sums, up, delta_kRH, x_kRM)
 
     def _dx_at_once(self, form: WrittenExpert, start: int, stop: int, dy_NkcM: torch.Tensor) -> torch.Tensor:
@@ -184,20 +169,10 @@ class TogetherCall:
         x_NkcM, *read = self._cuts.take(start, stop)
         kept = self._kept(form, x_NkcM) if self._recompute else tuple(read)
         del read
-        dy_kRM = rows_of_each(dy_NkcM.transpose(0, 1))
-        dh_kRH = torch.bmm(dy_kRM, form.down.weight_kOI)
-        dh_kNcH = dh_kRH.view(*kept[0].shape)
-        del dh_kRH
-        deltas_kNcH, h_kNcH = form.backward_hidden(dh_kNcH, kept)
-        deltas_kRH = tuple(map(rows_of_each, deltas_kNcH))
-        del dh_kNcH, deltas_kNcH
-        dx_kRM = torch.bmm(deltas_kRH[0], form.up[0].weight_kOI)
-        for linear, delta_kRH in zip(form.up[1:], deltas_kRH[1:], strict=True):
-            dx_kRM += torch.bmm(delta_kRH, linear.weight_kOI)
+        dx_kRM, pending = back_to_rows(form, kept, dy_NkcM.transpose(0, 1))
         if self._first.wants_any:
-            x_kNcM = x_NkcM.transpose(0, 1) if self._first.wants_up else None
-            kept = kept if h_kNcH is None else ()
-            self._pending[start, stop] = _Pending(x_kNcM, kept, h_kNcH, dy_kRM, deltas_kRH)
+            pending.x = x_NkcM.transpose(0, 1) if self._first.wants_up else None
+            self._pending[start, stop] = pending
         return _by_rank(dx_kRM, dy_NkcM.shape)
 
     def _stacked_form(self, num_ranks: int) -> WrittenExpert | None:
@@ -226,7 +201,7 @@ class TogetherCall:
     def _kept(self, form: WrittenExpert, x_NkcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of rows [N, k, c, M] what the rest needs, each [k, N, c, H]."""
         num_ranks, k, slots, _ = x_NkcM.shape
-        kept = form.kept(rows_of_each(x_NkcM.transpose(0, 1)))
+        kept = form.kept(rows_of(x_NkcM.transpose(0, 1)))
         return tuple(each.view(k, num_ranks, slots, each.shape[-1]) for each in kept)
 
     @property
@@ -330,11 +305,6 @@ def joined(parts: Iterable[torch.Tensor], num_experts: int) -> torch.Tensor:
         first += part.shape[1]
         del part
     return whole_NeCM
-
-
-def rows_of_each(x_kNcM: torch.Tensor) -> torch.Tensor:
-    """[k, N, c, M] to [k, N * c, M]."""
-    return x_kNcM.reshape(x_kNcM.shape[0], x_kNcM.shape[1] * x_kNcM.shape[2], x_kNcM.shape[3])
 
 
 def _by_rank(y_kRM: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -112,22 +112,6 @@ class Fit:
         """Whether the line describes the measurements."""
         return self.r2 >= GOOD_R2 or self.worst_share <= GOOD_RESIDUAL
 
-    def require_good(self, what: str) -> Cost:
-        """The cost, if it can be trusted.
-
-        Args:
-            what: the operation, for the message.
-
-        Raises:
-            ValueError: the fit is bad; with r^2 and the worst residual.
-        """
-        if not self.is_good:
-            raise ValueError(
-                f"{what}: a straight line does not describe what was measured (r^2 = {self.r2:.4f}, needed "
-                f"{GOOD_R2}; worst residual {self.worst_residual_ms:.3g} ms): measure again, or at other sizes"
-            )
-        return self.cost
-
 
 def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
     """Least squares of alpha + size * beta, neither below 0.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.planning.schedule import Schedule
+from ds_fsmoe.runtime.one_fate import device_of, on_every_rank
 from ds_fsmoe.runtime.topology import world_size_now
 
 if TYPE_CHECKING:
@@ -55,17 +56,15 @@ def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = 
     if world_size_now() == 1 or dist.get_world_size(group) <= 1:  # below 1 on a rank outside of the group
         return
     stated = {str(name): str(value) for name, value in facts.items()}
-    own = torch.frombuffer(bytearray(_digest(stated)), dtype=torch.uint8).to(_device_of(group))
+    own = torch.frombuffer(bytearray(_digest(stated)), dtype=torch.uint8).to(device_of(group))
     size = dist.get_world_size(group)
     digests = own.new_empty(size, _DIGEST_BYTES)
     dist.all_gather(list(digests.unbind()), own, group=group)
     # All ranks look at the same digests, so all of them take the same branch.
     if bool((digests == digests[0]).all()):
         return
-    stated_by: list[dict[str, str]] = [{}] * size
-    dist.all_gather_object(stated_by, stated, group=group)
     ranks = list(range(size)) if group is None else dist.get_process_group_ranks(group)
-    raise DisagreementError(describe(dict(zip(ranks, stated_by, strict=True)), what))
+    raise DisagreementError(describe(dict(zip(ranks, on_every_rank(stated, group), strict=True)), what))
 
 
 def _digest(facts: Mapping[str, str]) -> bytes:
@@ -77,13 +76,6 @@ def _digest(facts: Mapping[str, str]) -> bytes:
             # The length first, or ("ab", "c") and ("a", "bc") would look alike.
             digest.update(len(encoded).to_bytes(8, "big") + encoded)
     return digest.digest()
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the tensors are that a group carries: NCCL knows those of the current GPU only."""
-    if dist.get_backend(group) == dist.Backend.NCCL:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def describe(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 
 from ds_fsmoe.planning.cluster import UNITS, Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost
@@ -31,7 +30,7 @@ from ds_fsmoe.runtime.corun import slowdowns
 from ds_fsmoe.runtime.groups import passing_communicators
 from ds_fsmoe.runtime.lanes import Lanes
 from ds_fsmoe.runtime.measurements import Measuring
-from ds_fsmoe.runtime.topology import Topology, world_size_now
+from ds_fsmoe.runtime.topology import Topology, rank_now
 
 logger = logging.getLogger("ds_fsmoe")
 
@@ -240,7 +239,7 @@ class _Profiler:
         return source
 
     def _warn(self, sentence: str) -> None:
-        if world_size_now() == 1 or dist.get_rank() == 0:
+        if rank_now() == 0:
             logger.warning(sentence)
 
 

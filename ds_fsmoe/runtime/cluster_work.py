@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -177,31 +178,14 @@ def computations(device: torch.device, dtype: torch.dtype, max_bytes: int) -> li
         return lambda: x_SM @ w_MM
 
     def attention(size: int) -> Callable[[], object]:
-        x_SM, projections = rows(size * length), [weights(width, width) for _ in range(4)]
-
-        def heads(x_SM: torch.Tensor) -> torch.Tensor:
-            return x_SM.view(size, length, width // _HEAD, _HEAD).transpose(1, 2)
-
-        def work() -> torch.Tensor:
-            # Without the softmax, which has a cost of its own.
-            q, k, v = (heads(x_SM @ each) for each in projections[:3])
-            return ((q @ k.transpose(2, 3)) @ v).transpose(1, 2).reshape(-1, width) @ projections[3]
-
-        return work
+        return partial(_attention, rows(size * length), [weights(width, width) for _ in range(4)], length)
 
     def softmax(size: int) -> Callable[[], object]:
         scores = rows(size * length, length)
         return lambda: scores.softmax(-1)
 
     def routing(size: int) -> Callable[[], object]:
-        x_SM, w_ME = rows(size), weights(width, num_experts)
-
-        def work() -> tuple[torch.Tensor, torch.Tensor]:
-            weight_SK, expert_SK = (x_SM @ w_ME).float().softmax(-1).topk(_COPIES)
-            chosen_NE = F.one_hot(expert_SK.T.reshape(-1), num_experts)
-            return weight_SK, (chosen_NE.cumsum(0) * chosen_NE).sum(-1)
-
-        return work
+        return partial(_routing, rows(size), weights(width, num_experts))
 
     def order(size: int) -> Callable[[], object]:
         x_SM = rows(size)
@@ -220,6 +204,23 @@ def computations(device: torch.device, dtype: torch.dtype, max_bytes: int) -> li
         Trial(name, prepare, size_of_one, first, max(first, max_bytes // unit_bytes))
         for name, prepare, size_of_one, unit_bytes, first in table
     ]
+
+
+def _attention(x_SM: torch.Tensor, projections: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Without the softmax, which has a cost of its own."""
+    width = x_SM.shape[-1]
+
+    def heads(x_SM: torch.Tensor) -> torch.Tensor:
+        return x_SM.view(-1, length, width // _HEAD, _HEAD).transpose(1, 2)
+
+    q, k, v = (heads(x_SM @ each) for each in projections[:3])
+    return ((q @ k.transpose(2, 3)) @ v).transpose(1, 2).reshape(-1, width) @ projections[3]
+
+
+def _routing(x_SM: torch.Tensor, w_ME: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight_SK, expert_SK = (x_SM @ w_ME).float().softmax(-1).topk(_COPIES)
+    chosen_NE = F.one_hot(expert_SK.T.reshape(-1), w_ME.shape[1])
+    return weight_SK, (chosen_NE.cumsum(0) * chosen_NE).sum(-1)
 
 
 # ---- names

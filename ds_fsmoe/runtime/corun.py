@@ -19,6 +19,7 @@ from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
 from ds_fsmoe.runtime.device_time import pause_ms
 from ds_fsmoe.runtime.lanes import Lanes
+from ds_fsmoe.runtime.one_fate import raise_on_all_ranks
 from ds_fsmoe.runtime.spans import Recorder
 from ds_fsmoe.runtime.stopwatch import Stopwatch
 
@@ -47,7 +48,7 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
         MeasuringError: on every rank, if one has failed.
     """
     bodies: dict[Lane, Callable[[], object]] = {}
-    with watch.fate.of(f"making ready to measure {what}"):
+    with raise_on_all_ranks(watch.group, f"making ready to measure {what}"):
         bodies = {lane: prepare() for lane, prepare in work.items()}
     recorder = Recorder(watch.device, watch.host)
     last_issue_ms = 0.0
@@ -65,7 +66,7 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
             last_issue_ms = watch.issued_in_ms(what, run)
         runs = []
         for _ in range(REPEATS):
-            with watch.fate.of(f"measuring {what}"):
+            with raise_on_all_ranks(watch.group, f"measuring {what}"):
                 if watch.issues_ahead:
                     watch.hold_back(pause_ms(last_issue_ms), meets=True, group=watch.group)
                 run()

@@ -13,14 +13,14 @@ slots are added, which changes no number. And slots are numbered so that a rank'
 within it: the gather is one all-gather, without the copies that a gather along the capacity needs. (With k >= 3 choices
 the gradient of a token is added up in another order for that, and differs from stock's in its last bits.)
 
-*Parts of a sequence.* Nothing is dropped or gathered; see ``scale.py`` for what becomes of the gradients.
+*Parts of a sequence.* Nothing is dropped or gathered; see ``reduction_stages.py`` for what becomes of the gradients.
 
 Letters: E experts of all ranks, C slots per expert, c those of this rank, P ranks of an MP group, M width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.runtime.chunking import Cutting
-from ds_fsmoe.runtime.wires import Wires
-
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+from ds_fsmoe.runtime.wires import Wires, all_gather
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,7 @@ class TensorParallelUse:
 
 
 PLAIN = TensorParallelUse()
+_Rows = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ class Duplicates:
 
     def drop(self, x_RM: torch.Tensor) -> torch.Tensor:
         """[P * E * c, M] to the [E * c, M] that this rank sends."""
-        return _Drop.apply(x_RM, self.group)
+        return _Through.apply(x_RM, self.group, _own_part, _all_parts)
 
     def gather(self, y_RM: torch.Tensor) -> torch.Tensor:
         """[E * c, M] of each rank to [P * E * c, M], the same on all."""
-        return _Gather.apply(y_RM, self.group)
+        return _Through.apply(y_RM, self.group, _all_parts, _own_part)
 
 
 def _own_part(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -100,32 +99,22 @@ def _own_part(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _all_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    _all_gather(gathered, rows.contiguous(), group=group)
+    all_gather(gathered, rows.contiguous(), group=group)
     return gathered
 
 
-class _Drop(torch.autograd.Function):
+class _Through(torch.autograd.Function):
+    """``apply(rows, group, forwards, backwards)``: one of the two functions above forwards, and the other backwards."""
+
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _own_part(rows, group)
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, forwards: _Rows, backwards: _Rows):
+        ctx.group, ctx.backwards = group, backwards
+        return forwards(rows, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_parts(gradient, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_parts(rows, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own_part(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.backwards(gradient, ctx.group), None, None, None
 
 
 @dataclass(frozen=True)

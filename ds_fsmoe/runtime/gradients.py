@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.planning.gradient_plan import GradientPlan, Parcel, Supply
 from ds_fsmoe.runtime.flat_gradients import FlatGradients
+from ds_fsmoe.runtime.one_fate import on_every_rank
 
 MakePlan = Callable[[Sequence[Supply]], GradientPlan]
 
@@ -342,8 +342,7 @@ class GradientReducer:
         if self._looks_left:
             return
         last = self.flats[-1]
-        facts: list[tuple[list[list[str]], list[int]]] = [([], [])] * last.group.size()
-        dist.all_gather_object(facts, (self._passed, self._ready_at), group=last.group)
+        facts = on_every_rank((self._passed, self._ready_at), last.group)
         self._ready_at = [max(each) for each in zip(*(ready_at for _, ready_at in facts), strict=True)]
         seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
         # Where not every backward passes the same layers, there is no telling when a window opens.

@@ -140,20 +140,35 @@ def make_groups(
         topology = find_topology(ranks_per_node)
         if reason := why_not_sharded(topology, esp_size):
             raise ValueError(reason)
-        rank = dist.get_rank()
-        # The order of these lines is the order on every rank, members or not: making a group is collective. DeepSpeed's
-        # come first, as they do with a layer, which has made them before it comes here.
-        if stock is None:
-            theirs = [make_parts(kind, getattr(found, kind)) for kind in ("blocks", "edp", "dp")]
-        else:
-            theirs = _made_by_deepspeed(stock, found, rank, expert_before_data)
-            for group in theirs:
-                _connect(group)
-        ours = [make_parts(kind, getattr(found, kind), max_ctas) for kind in ("ep", "esp")]
-        mp_group = make_parts("mp", found.mp)
-        capacity_group = make_parts("capacity", agreeing) if agreeing != found.blocks else theirs[0]
-        _made[key] = FSMoEGroups(found, topology, rank, *ours, *theirs, mp_group, capacity_group, max_ctas)
+        theirs = _theirs(stock, found, dist.get_rank(), expert_before_data)
+        _made[key] = _with_ours(theirs, found, topology, agreeing, max_ctas)
     return _made[key]
+
+
+def _with_ours(
+    theirs: list[dist.ProcessGroup | None],
+    found: Layout,
+    topology: Topology,
+    agreeing: tuple[Ranks, ...],
+    max_ctas: int | None,
+) -> FSMoEGroups:
+    """Make the groups that DeepSpeed has none of. The order of these lines is the order on every rank, members or not:
+    making a group is collective. DeepSpeed's came first, as they do with a layer, which has made them before it comes
+    here."""
+    ours = [make_parts(kind, getattr(found, kind), max_ctas) for kind in ("ep", "esp")]
+    mp_group = make_parts("mp", found.mp)
+    capacity_group = make_parts("capacity", agreeing) if agreeing != found.blocks else theirs[0]
+    return FSMoEGroups(found, topology, dist.get_rank(), *ours, *theirs, mp_group, capacity_group, max_ctas)
+
+
+def _theirs(stock: Any, found: Layout, rank: int, expert_before_data: bool) -> list[dist.ProcessGroup | None]:
+    """This rank's groups of blocks, EDP and DP: DeepSpeed's, where it is in use, connected to their peers."""
+    if stock is None:
+        return [make_parts(kind, getattr(found, kind)) for kind in ("blocks", "edp", "dp")]
+    groups = _made_by_deepspeed(stock, found, rank, expert_before_data)
+    for group in groups:
+        _connect(group)
+    return groups
 
 
 def make_parts(kind: str, parts: tuple[Ranks, ...], max_ctas: int | None = None) -> dist.ProcessGroup | None:

@@ -7,9 +7,8 @@ tokens that come in and the first that go out; its second part lies between the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,14 +20,13 @@ from ds_fsmoe.planning.gradients import Mode, Piece, Window, partition
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.runtime.clock import HOST, Clock
-from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.runtime.flat_gradients import FlatGradients
 from ds_fsmoe.runtime.gradients import GradientReducer
 from ds_fsmoe.runtime.spans import Recorder, clock_of
+from ds_fsmoe.runtime.stopwatch import Stopwatch, all_reducing
 
 MEASURED_NUMEL = 1 << 20
 """The largest message that is timed: enough for a slope, and not much memory."""
-REPEATS = 3
 
 
 @dataclass
@@ -51,7 +49,8 @@ class IdleTimes:
         self.device = device
         self.host = host
         self.rounds: list[list[Idle]] = [[]]
-        self._stamp, self._elapsed_ms = clock_of(device, host)
+        clock = clock_of(device, host)
+        self._stamp, self._elapsed_ms = clock.now, clock.elapsed_ms
         self._closed_at: object = None
 
     def opened(self) -> None:
@@ -144,10 +143,7 @@ class TimedWindow:
 
 
 def cost_of(flat: FlatGradients, host: Clock = HOST) -> LinearCost:
-    """What reducing bytes of a buffer costs, measured here and now among its ranks. Collective.
-
-    The time of a size is the median over repeats of the least over ranks: the last to arrive has not waited. On a GPU
-    it waits behind a delay, as whatever is timed there.
+    """Measure what reducing bytes of a buffer costs, here and now among its ranks. Collective.
 
     Args:
         flat: the buffer.
@@ -155,20 +151,9 @@ def cost_of(flat: FlatGradients, host: Clock = HOST) -> LinearCost:
     """
     largest = max(8, min(flat.numel, MEASURED_NUMEL))
     sizes = [max(1, largest // 16), max(2, largest // 4), largest]
-    scratch = torch.zeros(largest, dtype=flat.dtype, device=flat.device)
-    times = torch.zeros(REPEATS + 1, len(sizes), dtype=torch.float64)
-    hold_back: Callable[[], None] | None = None
-    for repeat in range(REPEATS + 1):  # the first is for warming up
-        for index, numel in enumerate(sizes):
-            reduce = partial(dist.all_reduce, scratch[:numel], group=flat.group)
-            times[repeat, index] = elapsed_ms(flat.device, reduce, hold_back, host)
-        if flat.device.type == "cuda" and hold_back is None:
-            issue_ms = issued_ms(flat.device, partial(dist.all_reduce, scratch, group=flat.group), host)
-            hold_back = partial(Delay(flat.device, host), pause_ms(issue_ms))
-    times = times.to(flat.device)
-    dist.all_reduce(times, dist.ReduceOp.MIN, group=flat.group)
-    medians = times[1:].median(dim=0).values.tolist()
-    return fit([numel * flat.element_bytes for numel in sizes], medians).cost
+    reducing = all_reducing(flat.dtype, flat.device, flat.group)
+    medians_ms = Stopwatch(flat.device, flat.group, host).times_ms("gradients", sizes, reducing, flat.group)
+    return fit([numel * flat.element_bytes for numel in sizes], medians_ms).cost
 
 
 def plan_by_time(

@@ -7,13 +7,11 @@ set by ``tc`` is seen nowhere. Torch is imported only where GPUs are asked for.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path("/")
 NVIDIA_SMI_LIMIT_S = 10.0
@@ -100,10 +98,6 @@ class LinkFacts:
         """Short, to be read; loopback and what is virtual and comes and goes is left out."""
         network = [each.line() for each in self.interfaces if _is_steady(each)]
         return [*network, *(each.line() for each in self.ports), *(self.gpus.lines() if self.gpus else ())]
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, in JSON's types."""
-        return json.loads(json.dumps(asdict(self)))
 
 
 def link_facts(root: Path = ROOT, cuda: bool = True, ask_nvidia_smi: bool = False) -> LinkFacts:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.launch_order import VARIABLE
+from ds_fsmoe.runtime.one_fate import on_every_rank
+from ds_fsmoe.runtime.topology import world_size_now
 
 ORDERED_FROM = (2, 26)
 """The first NCCL that starts kernels in the order of issue when asked to."""
@@ -63,11 +65,10 @@ def why_one_link() -> str | None:
 
     Collective over all ranks of the job, and the same on each: the reason of the first rank that has one.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or not is_used():
+    if world_size_now() == 1 or not is_used():
         return None
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, why_not_ordered())
-    return next((f"{each} (rank {rank})" for rank, each in enumerate(reasons) if each is not None), None)
+    reasons = enumerate(on_every_rank(why_not_ordered()))
+    return next((f"{each} (rank {rank})" for rank, each in reasons if each is not None), None)
 
 
 def options(max_ctas: int | None, timeout: timedelta | None) -> Any:

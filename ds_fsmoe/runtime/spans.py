@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class Recorder(Observer):
             device: that of the lanes; the CPU if left out.
             host: the clock of the CPU.
         """
-        self._stamp, self._elapsed_ms = clock_of(device, host)
+        clock = clock_of(device, host)
+        self._stamp, self._elapsed_ms = clock.now, clock.elapsed_ms
         self._schedule: Schedule | None = None
         self._start: Any = None
         self._begins: list[Any] = []
@@ -93,23 +94,69 @@ class Together(Observer):
             each.end(index, task)
 
 
-def clock_of(device: torch.device | None, host: Clock = HOST) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """What takes a stamp, on the current stream, and what gives the milliseconds from one stamp to another."""
-    if device is not None and device.type == "cuda":
-        return _event_now, _event_elapsed_ms
-    return host.perf_counter_ns, _host_elapsed_ms
+class HostClock:
+    """Stamps are nanoseconds."""
+
+    def __init__(self, host: Clock = HOST) -> None:
+        self.now = host.perf_counter_ns
+
+    @staticmethod
+    def wait_for(stamp: int) -> None:
+        """A stamp of the host has always come."""
+
+    @staticmethod
+    def has_come(stamp: int) -> bool:
+        return True
+
+    @staticmethod
+    def elapsed_ns(one: int, other: int) -> int:
+        return other - one
+
+    @staticmethod
+    def elapsed_ms(one: int, other: int) -> float:
+        return (other - one) / 1e6
 
 
-def _host_elapsed_ms(start_ns: int, end_ns: int) -> float:
-    return (end_ns - start_ns) / 1e6
+class StreamClock:
+    """Stamps are events on the stream that is current."""
+
+    @staticmethod
+    def now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def wait_for(stamp: torch.cuda.Event) -> None:
+        stamp.synchronize()
+
+    @staticmethod
+    def has_come(stamp: torch.cuda.Event) -> bool:
+        return stamp.query()
+
+    @staticmethod
+    def elapsed_ns(one: torch.cuda.Event, other: torch.cuda.Event) -> int:
+        return round(one.elapsed_time(other) * 1e6)
+
+    @staticmethod
+    def elapsed_ms(one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+        other.synchronize()
+        return one.elapsed_time(other)
 
 
-def _event_now() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def clock_of(device: torch.device | None, host: Clock = HOST) -> HostClock | StreamClock:
+    """Return the clock of the lanes of a device; that of the host for ``None``."""
+    return StreamClock() if device is not None and device.type == "cuda" else HostClock(host)
 
 
-def _event_elapsed_ms(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    end.synchronize()
-    return start.elapsed_time(end)
+def set_clock(clock: HostClock | StreamClock, host: Clock = HOST) -> tuple[Any, int]:
+    """(a stamp, the nanoseconds since 1970 at which it was made), the closest pair of a few."""
+    clock.wait_for(clock.now())  # what the device was given before
+    pairs = []
+    for _ in range(5):
+        before_ns = host.time_ns()
+        stamp = clock.now()
+        clock.wait_for(stamp)
+        took_ns = host.time_ns() - before_ns
+        pairs.append((took_ns, stamp, before_ns + took_ns // 2))
+    return min(pairs, key=itemgetter(0))[1:]

@@ -100,7 +100,8 @@ class StepClock:
     def __init__(self, device: torch.device, host: Clock = HOST) -> None:
         self.device = device
         self._host = host
-        self._stamp, self._elapsed_ms = clock_of(device, host)
+        clock = clock_of(device, host)
+        self._stamp, self._elapsed_ms = clock.now, clock.elapsed_ms
         self._num_forwards = 0
         """Up to the first ones."""
         self._is_asked = False

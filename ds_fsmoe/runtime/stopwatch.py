@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
-from ds_fsmoe.runtime.one_fate import OneFate
+from ds_fsmoe.runtime.one_fate import raise_on_all_ranks
 from ds_fsmoe.runtime.topology import world_size_now
 
 FEWEST, MOST = 3, 9
@@ -31,6 +31,16 @@ Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
 
 
+def all_reducing(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Prepare:
+    """What a :class:`Stopwatch` times to know the all-reduces of a group; a size is a number of elements."""
+
+    def prepare(numel: int) -> Callable[[], object]:
+        scratch = torch.zeros(numel, dtype=dtype, device=device)
+        return lambda: dist.all_reduce(scratch, group=group)
+
+    return prepare
+
+
 class Stopwatch:
     """Times operations on all ranks that take part. Every method is collective.
 
@@ -44,7 +54,6 @@ class Stopwatch:
         self.device = device
         self.group = group
         self.host = host
-        self.fate = OneFate(device, group)
         self.num_timed = 0
         """Operations, so far."""
         self.issues_ahead = device.type == "cuda"
@@ -123,7 +132,7 @@ class Stopwatch:
             MeasuringError: on every rank, if one has failed.
         """
         self._ready_to_hold_back(what)
-        with self.fate.of(f"measuring {what}"):
+        with raise_on_all_ranks(self.group, f"measuring {what}"):
             took_ms = issued_ms(self.device, work, self.host)
         return took_ms
 
@@ -150,7 +159,7 @@ class Stopwatch:
     def _ready_to_hold_back(self, what: str) -> None:
         """What takes a while the first time, all ranks do before anything is timed."""
         if "_delay" not in vars(self):
-            with self.fate.of(f"making ready to measure {what}"):
+            with raise_on_all_ranks(self.group, f"making ready to measure {what}"):
                 self.hold_back(0.0)
 
     def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -175,9 +184,9 @@ class Stopwatch:
         for place, size in enumerate(sizes):
             # Nobody enters a collective that another rank will not come to. It also brings them together: ranks that
             # share a machine are all at work in training, so they have to be when they are timed.
-            with self.fate.of(doing):
+            with raise_on_all_ranks(self.group, doing):
                 work = prepare(size)
-            with self.fate.of(doing):
+            with raise_on_all_ranks(self.group, doing):
                 if group is not None:
                     self.host.sleep(SETTLE_S)
                 self._wait()

@@ -108,15 +108,20 @@ def find_topology(ranks_per_node: int | None = None) -> Topology:
     world_size = world_size_now()
     if ranks_per_node is not None:
         return topology_of_size(world_size, ranks_per_node)
-    hosts: list[str | None] = [socket.gethostname()] * world_size
+    hosts = [socket.gethostname()] * world_size
     if world_size > 1:
         dist.all_gather_object(hosts, socket.gethostname())
-    return topology_of_hosts(str(host) for host in hosts)
+    return topology_of_hosts(hosts)
 
 
 def world_size_now() -> int:
     """Ranks of the default process group; 1 where there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank_now(group: dist.ProcessGroup | None = None) -> int:
+    """Return this process's place among the ranks of a group, or of all; 0 where there is no process group."""
+    return 0 if world_size_now() == 1 else dist.get_rank(group)
 
 
 @dataclass(frozen=True)

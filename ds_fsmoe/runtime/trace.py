@@ -24,8 +24,8 @@ from ds_fsmoe.planning.schedule import Schedule, Task
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.runtime.clock import HOST, Clock
 from ds_fsmoe.runtime.lanes import Observer
+from ds_fsmoe.runtime.spans import clock_of, set_clock
 from ds_fsmoe.runtime.topology import world_size_now
-from ds_fsmoe.runtime.trace_clocks import clock_of, set_clock
 from ds_fsmoe.runtime.trace_files import TracedRun, range_name, rank_file, trace_of, write_trace
 
 logger = logging.getLogger("ds_fsmoe")

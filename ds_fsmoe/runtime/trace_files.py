@@ -12,7 +12,6 @@ import json
 import logging
 import re
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,53 +284,3 @@ def merge_traces(folder: Path) -> Path:
     }
     write_trace(merged, folder / MERGED)
     return folder / MERGED
-
-
-def summary(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row per label, over the runs that came to their end: means over steps and over ranks.
-
-    Args:
-        trace: of one rank or merged, as :func:`read_trace` gives it.
-
-    Returns:
-        rows with ``label`` ("L03/bwd"), ``runs``, ``ms`` from the first begin to the last end of a run, ``busy_ms`` by
-        lane, ``hidden`` = 1 - ms / sum of busy_ms (below 0 where lanes wait more than they overlap), and
-        ``predicted_ms``, ``None`` where nothing was.
-    """
-    runs: dict[tuple[str, str], dict[Any, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X" and not event["args"].get("cut_short"):
-            args = event["args"]
-            runs[f"{args['layer']}/{args['phase']}", event["cat"]][event["pid"], args["run"]].append(event)
-    rows = []
-    for label in sorted({label for label, _ in runs}):
-        measured, predicted = runs.get((label, MEASURED), {}), runs.get((label, PREDICTED), {})
-        busy_ms = {
-            str(lane): sum(
-                event["dur"] / 1e3 for run in measured.values() for event in run if event["args"]["lane"] == lane
-            )
-            / max(1, len(measured))
-            for lane in Lane
-        }
-        ms, total_ms = _mean_ms(measured), sum(busy_ms.values())
-        rows.append(
-            {
-                "label": label,
-                "runs": len(measured),
-                "ms": ms,
-                "busy_ms": busy_ms,
-                "hidden": 1 - ms / total_ms if ms is not None and total_ms else 0.0,
-                "predicted_ms": _mean_ms(predicted),
-            }
-        )
-    return rows
-
-
-def _mean_ms(runs: Mapping[Any, Sequence[Mapping[str, Any]]]) -> float | None:
-    """From the first begin to the last end, as a mean over runs."""
-    if not runs:
-        return None
-    took_us = (
-        max(event["ts"] + event["dur"] for event in run) - min(event["ts"] for event in run) for run in runs.values()
-    )
-    return sum(took_us) / len(runs) / 1e3

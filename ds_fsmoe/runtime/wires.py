@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
 # torch renamed them in 2.13, and warns about the names that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -88,7 +88,7 @@ class Wires:
             return x_GecM
         num_sharing = self.esp_group.size()
         x_NecM = x_GecM.new_empty(num_sharing * x_GecM.shape[0], *x_GecM.shape[1:])
-        _all_gather(x_NecM, x_GecM, group=self.esp_group)
+        all_gather(x_NecM, x_GecM, group=self.esp_group)
         return x_NecM
 
     def reduce(self, y_NecM: torch.Tensor) -> torch.Tensor:

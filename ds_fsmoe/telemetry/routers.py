@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import RoutingBase
+from ds_fsmoe.runtime.one_fate import on_every_rank
 from ds_fsmoe.runtime.topology import world_size_now
 
 _PLACED, _ASKED, _AUX_LOSS, _CALLS, _ENTROPY, _ENTROPIES = range(6)
@@ -90,10 +91,8 @@ class RouterMetrics:
     def __init__(self, layers: Mapping[str, tuple[int, int]], device: torch.device, stage: int | None = None) -> None:
         self._prefix = "" if stage is None else f"stage{stage}/"
         sizes = {self._prefix + label: size for label, size in layers.items()}
-        if stage is not None and world_size_now() > 1:
-            of_ranks: list[dict[str, tuple[int, int]]] = [{}] * world_size_now()
-            dist.all_gather_object(of_ranks, sizes)
-            sizes = {name: size for each in of_ranks for name, size in each.items()}
+        if stage is not None:
+            sizes = {name: size for each in on_every_rank(sizes) for name, size in each.items()}
         self._places: dict[str, _Place] = {}
         first = 0
         for name, (num_experts, num_copies) in sorted(sizes.items()):

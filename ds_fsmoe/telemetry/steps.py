@@ -41,7 +41,8 @@ class StepLog:
         self._file = file
         self._write_every = write_every
         self._stop_after = stop_after
-        self._stamp, self._elapsed_ms = clock_of(engine.device)
+        clock = clock_of(engine.device)
+        self._stamp, self._elapsed_ms = clock.now, clock.elapsed_ms
         self._num_steps = 0
         self._open: list[tuple[str, Any, Any]] = []
         self._losses: list[torch.Tensor] = []
