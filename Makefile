@@ -79,7 +79,7 @@ $(DOCS_READY): tools/docs_requirements.txt tools/setup_venv.sh
 
 docs: $(DOCS_READY)
 	@echo "== docs: the pages as a site in site/ (some seconds)"
-	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict # not --quiet, which hides warnings from --strict
 
 lint: $(READY)
 	@echo "== lint: ruff, clang-format"

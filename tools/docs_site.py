@@ -78,3 +78,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return posixpath.relpath(place_on_site(target), here or ".")
 
     return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings mark names as Sphinx has it; the mark is not shown."""
+    return re.sub(r":(?:func|meth|class|attr|mod|data):(?=<code>)", "", html)
