@@ -5,6 +5,7 @@
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
 # make bench   the benchmarks on that cluster, short (under ten minutes); make bench-full measures every case (hours)
 # make soak    faults of all kinds that jobs survive, and thousands of steps after which nothing has grown (half an hour)
+# make docs    the pages of docs/ as a site in site/, strictly: a dead link or an undocumented public name fails
 # make lint    ruff: rules and layout; clang-format for csrc/. make format puts right what can be
 # Each sets up .venv first, if that is not there or the requirements have changed.
 
@@ -12,6 +13,8 @@ VENV := .venv
 READY := $(VENV)/.ready
 PLANNING := .venv-planning
 PLANNING_READY := $(PLANNING)/.ready
+DOCS := .venv-docs
+DOCS_READY := $(DOCS)/.ready
 # With its folder on the PATH, for the launcher and for ninja.
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 
@@ -25,7 +28,7 @@ SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-full lint format clean
+.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-full docs lint format clean
 
 setup: $(READY)
 
@@ -70,6 +73,14 @@ test-full: $(READY) test-planning
 	@echo "== test-full: all tests, every case of every matrix (hours)"
 	@$(RUN) -m pytest $(SIDE_BY_SIDE) --durations=20 --ignore tests/planning
 
+$(DOCS_READY): tools/docs_requirements.txt tools/setup_venv.sh
+	@echo "== setup: a virtual environment with mkdocs in $(DOCS) (a minute, once)"
+	@tools/setup_venv.sh docs
+
+docs: $(DOCS_READY)
+	@echo "== docs: the pages as a site in site/ (some seconds)"
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict # not --quiet, which hides warnings from --strict
+
 lint: $(READY)
 	@echo "== lint: ruff, clang-format"
 	@$(RUN) -m ruff check .
@@ -82,4 +93,4 @@ format: $(READY)
 	@$(VENV)/bin/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(PLANNING) build dist runs *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PLANNING) $(DOCS) site build dist runs *.egg-info .pytest_cache .ruff_cache

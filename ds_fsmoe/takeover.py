@@ -329,11 +329,11 @@ def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
 class MoE(StockMoE):
     """``deepspeed.moe.layer.MoE`` with our layer inside from the start, for models written for ds_fsmoe.
 
-    Same arguments, same ``(output, l_aux, exp_counts)``. With ``"fsmoe": {"enabled": false}`` our ``initialize``
-    turns it into the stock layer, so that one flag still compares the two.
+    It takes stock's arguments and one more, and returns stock's ``(output, l_aux, exp_counts)``. With
+    ``"fsmoe": {"enabled": false}`` our ``initialize`` turns it into the stock layer, so that one flag still compares
+    the two.
 
     Args:
-        hidden_size, expert, num_experts, ep_size, k: stock's, as all that is not named here.
         sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` come to this layer with different tokens,
             each with its part of the sequence, so none is dropped and none gathered. Gradients of the gate, and of the
             dense half of a residual layer, are summed over these ranks (but for parameters with a true attribute

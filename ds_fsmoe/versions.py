@@ -6,6 +6,7 @@ starts. The file imports nothing, so that both can read it.
 """
 
 VERSION = "0.1.0"
+"""The version of this package."""
 
 # Outside these ranges training refuses to start: private names of DeepSpeed that we build on may have moved.
 SUPPORTED: dict[str, str] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README shows is true: its code runs, its files and errors exist."""
+"""What the README and the pages in docs/ show is true: their code runs, their files and errors exist."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,21 +19,31 @@ from ds_fsmoe.cli import COMMANDS
 from ds_fsmoe.config import ConfigError, read_block
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 
 
-@pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_a_code_block_runs(number: int) -> None:
-    exec(compile(BLOCKS[number], f"README.md, python block {number}", "exec"), {"__name__": "readme"})
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page, code) of every block of code in a language, those inside lists included."""
+    pattern = re.compile(rf"^( *)```{language}\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
+    return [(page, textwrap.dedent(found[2])) for page, text in PAGES.items() for found in pattern.finditer(text)]
+
+
+@pytest.mark.parametrize(("page", "code"), [pytest.param(*each, id=each[0]) for each in blocks("python")])
+def test_a_code_block_runs(page: str, code: str) -> None:
+    exec(compile(code, page, "exec"), {"__name__": "page"})
 
 
 def test_the_first_lines_say_that_the_block_alone_does_nothing() -> None:
-    assert 'The `"fsmoe"` block in `ds_config.json` does nothing by itself' in "\n".join(README.splitlines()[:8])
+    first = "\n".join(PAGES["README.md"].splitlines()[:8])
+    assert 'The `"fsmoe"` block in `ds_config.json` does nothing by itself' in first
+
+
+def test_the_front_page_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 200
 
 
 def test_every_path_of_the_tree_exists() -> None:
-    tree = README.split("## Where things are")[1].split("```")[1]
+    tree = PAGES["docs/house.md"].split("## Where things are")[1].split("```")[1]
     for line in tree.strip().splitlines():
         folder = "ds_fsmoe/" if line.startswith("  ") else ""
         names = re.split(r"\s{2,}|\s(?=[a-z]+ )", line.strip(), maxsplit=1)[0]
@@ -54,27 +65,24 @@ def test_every_path_of_the_tree_exists() -> None:
         ),
     ],
 )
-def test_an_error_reads_as_the_readme_shows_it(block: dict, shown: str) -> None:
-    assert shown in README
+def test_an_error_reads_as_the_docs_show_it(block: dict, shown: str) -> None:
+    assert shown in PAGES["docs/config.md"]
     with pytest.raises(ConfigError) as caught:
         read_block({"fsmoe": {"enabled": True} | block})
     assert str(caught.value).startswith(shown)
 
 
-def test_every_field_of_the_block_is_in_the_readme() -> None:
+def test_every_field_of_the_block_is_in_its_page() -> None:
     from ds_fsmoe.blocks import FSMoEBlock, GateBlock
 
     for name in [*FSMoEBlock.model_fields, *GateBlock.model_fields]:
-        assert f"`{name}`" in README, name
+        assert f"`{name}`" in PAGES["docs/config.md"], name
 
 
 # ---- commands
 
 LINES = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
-    for line in block.splitlines()
-    if line.split("#")[0].strip()
+    line.split("#")[0].strip() for _, block in blocks("sh") for line in block.splitlines() if line.split("#")[0].strip()
 ]
 RUN_BY_CI = (ROOT / ".ci" / "run").read_text()
 TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py")))
@@ -93,11 +101,11 @@ MEASURE_FOR_MINUTES = tuple(
         "metrics",
     )
 )
-TOO_LONG = ("make soak", "make bench", "make cluster-demo")
-"""An hour and more, or minutes of a bed: what they call has tests of its own."""
+NOT_IN_CI = ("make soak", "make bench", "make cluster-demo", "make docs")
+"""Half an hour, minutes of a bed, or another environment to install: what they call has tests of its own."""
 
 
-def test_the_readme_has_commands() -> None:
+def test_the_pages_have_commands() -> None:
     assert len(LINES) > 30
 
 
@@ -106,7 +114,7 @@ def test_a_command_is_one_that_ci_runs(line: str) -> None:
     words = shlex.split(line)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert line in TOO_LONG or line in RUN_BY_CI
+        assert line in NOT_IN_CI or line in RUN_BY_CI
     elif words[0] == "ds_fsmoe" or "ds_fsmoe" in words[:4]:
         parse_as_command(words[words.index("ds_fsmoe") + 1 :])
         assert f'["{words[words.index("ds_fsmoe") + 1]}"' in TESTS or f'main("{words[1]}"' in TESTS, words
@@ -152,8 +160,7 @@ SOURCES = "\n".join(file.read_text() for file in (ROOT / "ds_fsmoe").rglob("*.py
 
 
 def test_every_error_it_explains_is_one_that_is_raised() -> None:
-    section = README.split("## When it says")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    rows = [line.split("|")[1] for line in PAGES["docs/errors.md"].splitlines() if line.startswith("| `")]
     texts = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
     assert len(texts) > 15
     joined = re.sub(r'"\s*\n\s*f?"', "", SOURCES)
@@ -162,12 +169,13 @@ def test_every_error_it_explains_is_one_that_is_raised() -> None:
 
 
 def test_blocks_of_json_are_configs() -> None:
-    for block in re.findall(r"```json\n(.*?)```", README, flags=re.DOTALL):
+    assert blocks("json")
+    for _, block in blocks("json"):
         read_block(json.loads(block))
 
 
 def test_every_metric_it_lists_is_one_that_is_written() -> None:
-    table = README.split("under `fsmoe/`:")[1].split("The rows of")[0]
+    table = PAGES["docs/observing.md"].split("under `fsmoe/`:")[1].split("The rows of")[0]
     names = re.findall(
         r"`([a-z_/]+)`", "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
     )

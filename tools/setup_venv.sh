@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Makes .venv with everything that the Makefile's commands need, on a machine that has nothing but Python.
 #   tools/setup_venv.sh planning                       .venv-planning instead: what planning needs, and no torch
+#   tools/setup_venv.sh docs                           .venv-docs: what make docs needs, neither torch nor this package
 #   PYTHON=/path/to/python3.11 tools/setup_venv.sh     to choose the interpreter
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +12,7 @@ cpu_index="https://download.pytorch.org/whl/cpu"
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
-case "${1:-}" in "" | planning) ;; *) fail "unknown argument $1: the choice is planning, or nothing" ;; esac
+case "${1:-}" in "" | planning | docs) ;; *) fail "unknown argument $1: the choices are planning, docs, or nothing" ;; esac
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
 
 python=""
@@ -29,6 +30,15 @@ say "using $("$python" -c 'import platform, sys; print("Python", platform.python
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 no_venv="cannot make a virtual environment: is Python's venv module installed?"
+if [ "${1:-}" = docs ]; then
+    say "making $venv"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || fail "$no_venv"
+    pip install --quiet --no-deps -r tools/docs_requirements.txt
+    touch "$venv/.ready"
+    say "done"
+    exit
+fi
 if [ "${1:-}" = planning ]; then
     say "making $venv, without torch"
     rm -rf "$venv"

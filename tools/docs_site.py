@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hook of mkdocs: pages link to files of the repository as they do on a forge, and the site has those files.
+
+README.md becomes the front page. A file outside docs/ that a page links to is put under repository/; a Markdown file
+there becomes a page. Links are rewritten accordingly. Before all else the public names are checked.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+
+sys.path.insert(0, str(ROOT / "tools"))
+from check_docs import problems  # noqa: E402
+
+
+def place_on_site(path: str) -> str:
+    """Where the site has a file of the repository."""
+    if path == "README.md":
+        return "index.md"
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
+
+
+def path_of(page: str) -> str:
+    """The file of the repository that a page of the site is made from."""
+    if page == "index.md":
+        return "README.md"
+    return page.removeprefix("repository/") if page.startswith("repository/") else f"docs/{page}"
+
+
+def linked(path: str) -> set[str]:
+    """The files that a Markdown file links to."""
+    folder = posixpath.dirname(path)
+    targets = (posixpath.normpath(posixpath.join(folder, each)) for each in LINK.findall((ROOT / path).read_text()))
+    return {each for each in targets if not each.startswith("..") and (ROOT / each).is_file()}
+
+
+def on_config(config: Any) -> None:
+    """Every public name has a docstring and a place in the reference, or nothing is built."""
+    if found := problems():
+        raise PluginError("\n".join(found))
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Bring in the front page and, from page to page, whatever they link to."""
+    waiting = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(path_of(page.src_uri) for page in files)]
+    seen: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        if files.get_file_from_path(place_on_site(path)) is None:
+            files.append(File.generated(config, place_on_site(path), abs_src_path=str(ROOT / path)))
+        if path.endswith(".md"):
+            waiting += linked(path)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite links to files of the repository. Those that lead nowhere stay, and mkdocs reports them."""
+    path = path_of(page.file.src_uri)
+    here = posixpath.dirname(page.file.src_uri)
+
+    def rewritten(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+        if not (ROOT / target).is_file():
+            return match[1]
+        return posixpath.relpath(place_on_site(target), here or ".")
+
+    return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings mark names as Sphinx has it; the mark is not shown."""
+    return re.sub(r":(?:func|meth|class|attr|mod|data):(?=<code>)", "", html)
