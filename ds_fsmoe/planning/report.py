@@ -131,11 +131,10 @@ class Report:
         if key not in self._rows:
             slices = (*block.moe_slices, *block.dense_slices)
             grads_ms = sum(self.costs[each.kind].ms(each.size_bytes) for each in slices)
-            late = f", {block.late_dw} weight gradients late" if block.late_dw else ""
             self._rows[key] = {
                 "phase": phase,
                 "degree": block.degree,
-                "order": _LINKS[block.links] + late,
+                "order": order_text(block),
                 "ms": self._simulate(work, block).makespan_ms,
                 "bound_ms": lower_bound_ms(work, self.costs, self.settings.max_degree, grads_ms),
                 "moe_bytes": sum(each.size_bytes for each in block.moe_slices),
@@ -173,6 +172,11 @@ class Report:
             "lower_bound_ms": {"forward": self.bounds_ms[0], "backward": self.bounds_ms[1]},
             "plan": {"preset": self.preset_name, "layers": self.plan_rows(), "tail_bytes": self.tail_bytes},
         }
+
+
+def order_text(block: BlockPlan) -> str:
+    """Say in a few words in which order the tasks of a layer run."""
+    return _LINKS[block.links] + (f", {block.late_dw} weight gradients late" if block.late_dw else "")
 
 
 def report(

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds_fsmoe plan --cluster FILE`` prints the plan that an engine applies, field by field, given the same costs.
+
+The engine's own way is walked from what was measured to what is applied to layers; only the measurements are made up,
+so that they say what the file says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_fsmoe import cli
+from ds_fsmoe.autotune import _Model
+from ds_fsmoe.autotune_measuring import Measured
+from ds_fsmoe.config import read_block
+from ds_fsmoe.planning import cluster as clusters
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.call_shape import CallShape
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.report import order_text
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.workload import GEMMS, Layer, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.running import planned_links
+
+LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on a cluster, as both sides are told of it."""
+
+    testbed: str
+    groups: Groups
+    shape: Shape
+    options: tuple[str, ...]
+    """The same on the command line."""
+    kappa: float = 0.0
+
+
+MODELS = {
+    "the paper's groups": Model(
+        "testbed_b",
+        Groups(32, 4, mp=4, esp=4, ep=8),
+        Shape(2, 512, 1024, 4096, 8, 2, 1.0, heads=16),
+        [
+            "--mp",
+            "4",
+            "--esp",
+            "4",
+            "--ep",
+            "8",
+            "--samples",
+            "2",
+            "--length",
+            "512",
+            "--width",
+            "1024",
+            "--hidden",
+            "4096",
+            "--experts",
+            "8",
+        ],
+    ),
+    "links that contend": Model(
+        "testbed_a",
+        Groups(48, 8, mp=8, esp=8, ep=2),
+        Shape(1, 1024, 4096, 4096, 8, 2, 2.0, "mixtral", heads=32),
+        [
+            "--mp",
+            "8",
+            "--esp",
+            "8",
+            "--ep",
+            "2",
+            "--length",
+            "1024",
+            "--width",
+            "4096",
+            "--hidden",
+            "4096",
+            "--experts",
+            "8",
+            "--ffn",
+            "mixtral",
+            "--heads",
+            "32",
+        ],
+        kappa=0.48,
+    ),
+    "a capacity that chunks do not divide": Model(
+        "testbed_b",
+        Groups(32, 4, esp=2, ep=16),
+        Shape(1, 104, 512, 2048, 16, 2, 1.0, heads=16),
+        [
+            "--mp",
+            "1",
+            "--esp",
+            "2",
+            "--ep",
+            "16",
+            "--length",
+            "104",
+            "--width",
+            "512",
+            "--hidden",
+            "2048",
+            "--experts",
+            "16",
+        ],
+        kappa=0.2,
+    ),
+}
+
+
+def cluster_file(model: Model, folder: Path) -> Path:
+    """The testbed, with orders that cost nothing: an engine knows of no work ahead of the experts' part."""
+    data = json.loads((Path(clusters.__file__).parent / "clusters" / f"{model.testbed}.json").read_text())
+    data["operations"]["order"] |= {"alpha_ms": 0.0, "beta_ms_per_byte": 0.0}
+    data["contention"] |= {"links": model.kappa, "compute": 0.0}
+    path = folder / "here.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def printed(model: Model, name: str, folder: Path) -> dict[str, Any]:
+    """What the command writes for programs."""
+    out = folder / "plan.json"
+    factor = "none" if model.shape.capacity_factor is None else str(model.shape.capacity_factor)
+    known = ["--dp", str(model.groups.stage // model.groups.mp), "--capacity-factor", factor, "--json", str(out)]
+    arguments = ["--cluster", str(cluster_file(model, folder)), "--layers", str(LAYERS), "--preset", name]
+    assert cli.main(["plan", *arguments, *model.options, *known]) == 0
+    return json.loads(out.read_text())["plan"]
+
+
+@dataclass
+class Applied:
+    """A layer that notes how it is to be run."""
+
+    is_uncut: bool = False
+    plans: list[LayerPlan] = field(default_factory=list)
+
+    def apply(self, plan: LayerPlan) -> None:
+        self.plans.append(plan)
+
+
+def rest_ms(layer: Layer, costs: dict) -> tuple[float, float]:
+    """All but the experts' part, forward and backward."""
+
+    def ms(works: tuple[Work, ...]) -> float:
+        return sum(costs[each.kind].ms(each.size, each.launches) for each in works)
+
+    forward, backward = (ms((*each.before, *each.after)) for each in (layer.forward, layer.backward))
+    return forward, backward
+
+
+def engine_model(model: Model, name: str, folder: Path) -> tuple[_Model, dict[str, Applied]]:
+    """The layers of an engine, as if they had been measured to cost what the file says."""
+    shape, groups, cluster = model.shape, model.groups, load_cluster(str(cluster_file(model, folder)))
+    costs = kind_costs(cluster, groups)
+    layer = layer_work(shape, groups, whole_slots=True)
+    local_experts, products = shape.E // groups.ep, GEMMS[shape.ffn]
+    capacity = math.ceil(shape.F * shape.B * shape.L / groups.mp / shape.E)
+    weights = local_experts * products * shape.M * shape.H // groups.esp
+    called = CallShape(shape.E, capacity, shape.M, shape.dtype_bytes, products * local_experts, weights)
+    labels = [f"L{number:02d}" for number in range(LAYERS)]
+    kind = SimpleNamespace(
+        labels=labels,
+        subject=SimpleNamespace(kind="experts", link_name=lambda link: link),
+        pipeline=SimpleNamespace(forward=SimpleNamespace(groups=groups)),
+        sizes=called,
+        ways={"flat": SimpleNamespace(planned="flat")},
+    )
+    slowed = {(Lane.INTER, Lane.INTRA): 1 + model.kappa, (Lane.INTRA, Lane.INTER): 1 + model.kappa}
+    kept = {("experts", "flat"): LayerCosts.written(costs, cluster.host_ms)}
+    links: Any = SimpleNamespace(reduces={})
+    measured = Measured([kind], {}, links, Slowdowns(slowed), cluster, None, False, False, _costs=kept)  # type: ignore[list-item, arg-type]
+    block = read_block({"fsmoe": {"enabled": True, "schedule": name, "autotune": True}})
+    assert block is not None
+    layers = {label: SimpleNamespace(fsmoe=Applied()) for label in labels}
+    gradients = [(each.kind, LAYERS * each.size_bytes) for each in layer.gradients]
+    gradients_ms = sum(costs[kind].ms(size) for kind, size in gradients)
+    forward_ms, backward_ms = rest_ms(layer, costs)
+    running: Any = SimpleNamespace(one_link=None, links=planned_links(block))
+    dense_ms = LAYERS * forward_ms, LAYERS * backward_ms + gradients_ms
+    made = _Model(block, running, layers, measured, gradients, dense_ms)  # type: ignore[arg-type]
+    return made, {label: each.fsmoe for label, each in layers.items()}
+
+
+def as_printed(block: BlockPlan) -> tuple[int, str]:
+    return block.degree, order_text(block)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", MODELS)
+def test_what_is_printed_is_what_layers_are_run_by_field_by_field(case: str, name: str, tmp_path: Path) -> None:
+    model = MODELS[case]
+    table = printed(model, name, tmp_path)
+    engine, layers = engine_model(model, name, tmp_path)
+    plan = engine.search.candidates()[0]
+    engine.apply(plan, {})
+    rows = {(row["layer"], row["phase"]): row for row in table["layers"]}
+    assert len(rows) == 2 * LAYERS
+    for index, applied in enumerate(layers.values()):
+        (run,) = applied.plans
+        assert run.alltoall == "flat"
+        for phase, block, decided in (
+            ("forward", run.forward, plan.forward[index]),
+            ("backward", run.backward, plan.backward[-1 - index]),
+        ):
+            row = rows[index, phase]
+            assert as_printed(block) == as_printed(decided) == (row["degree"], row["order"])
+            for part, slices in (("moe_bytes", decided.moe_slices), ("dense_bytes", decided.dense_slices)):
+                assert sum(each.size_bytes for each in slices) == row[part], (index, phase, part)
+    assert sum(each.size_bytes for each in plan.tail) == table["tail_bytes"]
+    is_cut = any(each.degree > 1 or each.late_dw for each in (*plan.forward, *plan.backward))
+    assert is_cut or name == "deepspeed" or "divide" in case
