@@ -27,13 +27,13 @@ from ds_fsmoe.planning import paper
 from ds_fsmoe.planning.batch import Template, makespans_ms
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import BlockTimes
-from ds_fsmoe.planning.choose import choose
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase, choose_exact, choose_slsqp, makespan_ms, smallest_of_best
 from ds_fsmoe.planning.grid import MODELS
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.presets import NAMES, PRESETS, preset
+from ds_fsmoe.planning.presets import NAMES, PRESETS
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
+from ds_fsmoe.planning.search import PhaseTimes, SearchSpace, choose
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work, layer_work
 
@@ -99,10 +99,10 @@ def speed(quick: bool) -> list[Row]:
         rows.append(Row(f"closed form, testbed {letter}", f"degrees 1 to {DEGREES}", took_ms, "ms", "< 1", took_ms < 1))
         for name, settings in (("contended", Settings(bed.cluster.contention)), ("host cost", Settings(host_ms=0.05))):
             times = BlockTimes(layer.backward, bed.costs, settings.contention, settings.host_ms)
-            orders = preset("fsmoe").orders(16, True)
-            took_ms = median_ms(lambda t=times, o=orders: choose(t, o, 3.0, 3.0), repeats)
+            phase, space = PhaseTimes(times, grad_ms=3.0), SearchSpace.of("fsmoe", 16)
+            took_ms = median_ms(lambda p=phase, s=space: choose(p, p, s), repeats)
             claim = f"event simulation, {name}, testbed {letter}"
-            rows.append(Row(claim, "degrees 1 to 16", took_ms, "ms", "< 50", took_ms < 50))
+            rows.append(Row(claim, "degrees 1 to 16, both phases", took_ms, "ms", "< 50", took_ms < 50))
         # 32 layers of Mixtral-7B, from nothing: no plan of another layer is reused.
         layers = (layer_work(replace(MODELS["mixtral-7b"].shape, E=bed.num_experts), bed.groups),) * 32
         for name in ("fsmoe", "best"):

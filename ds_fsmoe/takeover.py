@@ -334,6 +334,13 @@ class MoE(StockMoE):
     the two.
 
     Args:
+        hidden_size: M, the width of a token.
+        expert: what each expert is a copy of.
+        num_experts: E, of all ranks.
+        ep_size: the ranks over which they are spread.
+        k: experts per token.
+        args: see stock's layer.
+        kwargs: see stock's layer.
         sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` come to this layer with different tokens,
             each with its part of the sequence, so none is dropped and none gathered. Gradients of the gate, and of the
             dense half of a residual layer, are summed over these ranks (but for parameters with a true attribute

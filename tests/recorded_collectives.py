@@ -201,7 +201,7 @@ def record(patch: pytest.MonkeyPatch) -> Tape:
         for module in (dist, distributed_c10d):
             patch.setattr(module, kind, wrapped[function])
     # Taken when they were imported.
-    for name in ("_all_gather", "_reduce_scatter"):
+    for name in ("all_gather", "_reduce_scatter"):
         patch.setattr(wires, name, wrapped[getattr(wires, name)])
     return tape
 

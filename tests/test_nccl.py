@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe import door, launch_order
-from ds_fsmoe.autotune import Autotune
+from ds_fsmoe.autotune import _Model
 from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.config import ConfigError, read_block
 from ds_fsmoe.engine import FSMoEEngine
 from ds_fsmoe.exchanges import exchange_in
 from ds_fsmoe.launch_order import VARIABLE
+from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import GRAD
 from ds_fsmoe.running import Running
 from ds_fsmoe.runtime import nccl
@@ -215,10 +216,12 @@ def test_a_stream_of_deepspeeds_own_is_warned_of_where_links_take_turns(
 
 def test_the_tuner_takes_links_that_take_turns_for_one() -> None:
     def orders(one_link: str | None) -> set[str]:
-        running = SimpleNamespace(one_link=one_link)
-        stage = SimpleNamespace(_block=FSMoEBlock(enabled=True), _running=running)
-        machine = SimpleNamespace(contention=SimpleNamespace(links=0.0))
-        return {order.links for order in Autotune._ways(stage, machine).orders(False, False) if order.degree == 2}
+        measured: Any = SimpleNamespace(
+            kind_of={}, slowed=Slowdowns({}), is_serial=False, options=lambda *_: [], kinds=[]
+        )
+        running: Any = SimpleNamespace(one_link=one_link, links="reduce_first")
+        space = _Model(FSMoEBlock(enabled=True), running, {}, measured, [], None).search.space
+        return {order.links for order in space.orders(False, False) if order.degree == 2}
 
     assert orders(None) == {"shared", "paper", "reduce_first"}
     assert orders("too old") == {"shared"}

@@ -80,7 +80,7 @@ def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int)
         found,
         len(experts),
         max(1, sum(each.numel() for each in found.parameters if each.dim() > 1)),
-        found.has_separate_dw,
+        found.splits,
         False,
         CallSizes(ep * esp, CAPACITY, WIDTH, torch.float32, 1, True),
         nullcontext,

@@ -97,7 +97,9 @@ def test_an_expert_shared_between_nodes_is_allowed_and_its_price_is_said(tmp_pat
 
 def make_by_hand(rank: int, world_size: int) -> tuple[str, int, int]:
     on_hosts(rank, "aaab")
-    with pytest.raises(ValueError, match=r"fsmoe\.esp_size = 2: the nodes are not equally large") as refusal:
+    with pytest.raises(
+        ValueError, match=r"fsmoe\.expert_tensor_parallel_size = 2: the nodes are not equally large"
+    ) as refusal:
         make_groups(1, 2)
     held = len(ours._made)
     made = make_groups(1, 2, ranks_per_node=2)
