@@ -46,7 +46,7 @@ $(PLANNING_READY): setup.py ds_fsmoe/versions.py tools/setup_venv.sh
 
 cluster-demo: $(READY)
 	@echo "== cluster-demo: the main job on 2 nodes of 2 ranks, stock DeepSpeed and ours (under five minutes)"
-	@$(RUN) benchmarks/cluster_demo.py $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
+	@$(RUN) benchmarks/bed/demo.py $(if $(DEMO_STEPS),--steps $(DEMO_STEPS))
 
 bench: $(READY)
 	@echo "== bench: the benchmarks on 2 nodes of 2 ranks, a few cases of each (under ten minutes)"
@@ -58,8 +58,8 @@ bench-full: $(READY)
 
 soak: $(READY)
 	@echo "== soak: faults that jobs have to survive, then thousands of steps (half an hour)"
-	@$(RUN) benchmarks/bench_faults.py
-	@DS_ACCELERATOR=cpu $(RUN) $(VENV)/bin/deepspeed --num_accelerators 2 benchmarks/soak_job.py
+	@$(RUN) benchmarks/faults/bench_faults.py
+	@DS_ACCELERATOR=cpu $(RUN) $(VENV)/bin/deepspeed --num_accelerators 2 benchmarks/faults/soak_job.py
 
 test: $(READY) test-planning
 	@echo "== test: the test suite without what is marked slow (about eight minutes)"

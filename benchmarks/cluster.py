@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster on one machine (see ``bed.py``).
+"""A cluster on one machine (see ``bed/bed.py``).
 
 cluster.py up --nodes 2 --ranks-per-node 2 --inter 100mbit --intra 400mbit
 cluster.py run -- examples/train.py --deepspeed_config ds_configs/gpt_moe_small.json
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bed import MODES, Bed, BedError, check_name, down, found_bed, namespaces
+from benchmarks.bed.bed import MODES, Bed, BedError, check_name, down, found_bed, namespaces
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,14 +71,14 @@ def _command(args: argparse.Namespace) -> int:
         bed.up()
         print(f"up: {bed}")
     elif args.command == "run":
-        from benchmarks.bed_job import run_job
+        from benchmarks.bed.job import run_job
 
         script = args.script[1:] if args.script[:1] == ["--"] else args.script
         return run_job(found_bed(args.name), script, args.timeout, lambda line: print(line, flush=True))
     elif args.command == "link":
         found_bed(args.name).link(args.node, args.action, args.rate, args.which)
     elif args.command == "self-test":
-        from benchmarks.bed_test import self_test
+        from benchmarks.bed.self_test import self_test
 
         return self_test(found_bed(args.name), args.json)
     elif args.command == "status":

@@ -20,34 +20,46 @@ ROOT = Path(__file__).resolve().parents[1]
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.bed import Bed, BedError, cleared_if_killed  # noqa: E402
-from benchmarks.bed_job import run_job  # noqa: E402
-from benchmarks.result_files import RESULTS  # noqa: E402
+from benchmarks.bed.bed import Bed, BedError, cleared_if_killed  # noqa: E402
+from benchmarks.bed.job import run_job  # noqa: E402
+from benchmarks.harness.result_files import RESULTS  # noqa: E402
 
 # In --full without the arguments, which make them short.
 ON_THE_BED = (
-    ("bench_operations.py", "--steps 3 --only 0"),
-    ("bench_layer.py", "--blocks 2 --only 0"),
-    ("bench_interference.py", "--steps 20"),
-    ("bench_timeline.py", ""),
+    ("cases/bench_operations.py", "--steps 3 --only 0"),
+    ("cases/bench_layer.py", "--blocks 2 --only 0"),
+    ("cases/bench_interference.py", "--steps 20"),
+    ("cases/bench_timeline.py", ""),
 )
 NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2 = 24, 12
 ONLY_IN_FULL = (
-    *("bench_models.py", "bench_models.py --only short long", "bench_layer.py --ablation --only 1 4 13"),
-    *("bench_layer.py --skew --only 2", "bench_gates.py", "bench_pipeline.py", "bench_alltoall.py"),
-    *("bench_gradients.py", "bench_autotune.py", "bench_wire.py", "bench_bed.py"),
+    *(
+        "cases/bench_models.py",
+        "cases/bench_models.py --only short long",
+        "cases/bench_layer.py --ablation --only 1 4 13",
+    ),
+    *(
+        "cases/bench_layer.py --skew --only 2",
+        "cases/bench_gates.py",
+        "cases/bench_pipeline.py",
+        "cases/bench_alltoall.py",
+    ),
+    *("cases/bench_gradients.py", "cases/bench_autotune.py", "cases/bench_wire.py", "cases/bench_bed.py"),
 )
 ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"mode": "shared"}, "bench_layer.py --only 1 4 13"),
-    ({"nodes": 3}, "bench_models.py --only mixtral"),
-    ({"nodes": 4}, "bench_models.py --only mixtral"),
-    ({"nodes": 4}, "bench_models.py --only gpt2 mixtral --stages 2"),
-    *(({"intra": "50mbit"}, f"bench_layer.py --table2 --only {number}") for number in range(NUM_LAYERS_LIKE_TABLE_2)),
+    ({"mode": "shared"}, "cases/bench_layer.py --only 1 4 13"),
+    ({"nodes": 3}, "cases/bench_models.py --only mixtral"),
+    ({"nodes": 4}, "cases/bench_models.py --only mixtral"),
+    ({"nodes": 4}, "cases/bench_models.py --only gpt2 mixtral --stages 2"),
+    *(
+        ({"intra": "50mbit"}, f"cases/bench_layer.py --table2 --only {number}")
+        for number in range(NUM_LAYERS_LIKE_TABLE_2)
+    ),
 )
 """Only in --full: links that contend, 6 and 8 ranks, pipeline stages, long traffic inside nodes."""
 BY_THEMSELVES = (
-    ("bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
-    ("bench_experts.py", "--budget 1"),
+    ("cases/bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
+    ("cases/bench_experts.py", "--budget 1"),
 )
 
 
@@ -62,8 +74,8 @@ def main() -> int:
     on_the_bed = [name if args.full else f"{name} {short}" for name, short in ON_THE_BED]
     if args.full:
         # A job for each case, because of what the groups of earlier ones would cost.
-        on_the_bed.remove("bench_layer.py")
-        on_the_bed += [f"bench_layer.py --only {number}" for number in range(NUM_LAYERS)]
+        on_the_bed.remove("cases/bench_layer.py")
+        on_the_bed += [f"cases/bench_layer.py --only {number}" for number in range(NUM_LAYERS)]
     on_the_bed += ONLY_IN_FULL if args.full else ()
     beds = [({}, job) for job in on_the_bed] + list(ON_OTHER_BEDS if args.full else ())
     try:

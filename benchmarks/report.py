@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.report_plots import draw_bars, draw_fits, draw_predictions, draw_timelines
-from benchmarks.report_rows import Row, comparison, newest, read
-from benchmarks.report_tables import beside_table_5, gains_in_two, losses, operations, predictions
-from benchmarks.result_files import RESULTS
+from benchmarks.harness.result_files import RESULTS
+from benchmarks.reporting.plots import draw_bars, draw_fits, draw_predictions, draw_timelines
+from benchmarks.reporting.rows import Row, comparison, newest, read
+from benchmarks.reporting.tables import beside_table_5, gains_in_two, losses, operations, predictions
 
 OF_AUTOTUNE = (
     ("predicted_ms", "measured_ms", "experts' parts"),

@@ -3,7 +3,7 @@
 
 Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported when it is
 first used. In a process that a launcher has started, it asks NCCL for the order in which collectives begin: that has to
-be done ahead of the first process group (see ``launch_order.py``).
+be done ahead of the first process group (see ``distributed/launch_order.py``).
 
 Public is what ``__all__`` lists, and what a gate of one's own is made with: ``TokenChoiceGate``'s module and
 ``components/gate_settings.py``. All else is internal and may change with any version.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ds_fsmoe.launch_order import ask_as_rank as _ask_as_rank
+from ds_fsmoe.distributed.launch_order import ask_as_rank as _ask_as_rank
 from ds_fsmoe.versions import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.routing import Routing, RoutingBase
     from ds_fsmoe.components.slot_routing import SlotRouting
     from ds_fsmoe.components.token_choice import TokenChoiceGate
-    from ds_fsmoe.config import ConfigError
-    from ds_fsmoe.door import initialize, install, uninstall
-    from ds_fsmoe.layer import FSMoELayer
-    from ds_fsmoe.moe_layer import MOELayer, MoEOutput
+    from ds_fsmoe.config.reading import ConfigError
+    from ds_fsmoe.engine.convert_layers import MoE
+    from ds_fsmoe.engine.entry_points import initialize, install, uninstall
+    from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
+    from ds_fsmoe.layer.parts import LayerError
+    from ds_fsmoe.layer.stock_layer import FSMoELayer
     from ds_fsmoe.ops import load_ops
-    from ds_fsmoe.parts import LayerError
     from ds_fsmoe.registry import register_alltoall, register_expert, register_gate, register_order
-    from ds_fsmoe.takeover import MoE
 
 _MODULE_OF_NAME = {
     "AllToAllBase": "components.alltoall",
     "BFloat16Wire": "components.hooks.bfloat16_wire",
     "CallbackArgs": "components.callback",
     "CallbackBase": "components.callback",
-    "ConfigError": "config",
+    "ConfigError": "config.reading",
     "DeepSeekGate": "components.gates.deepseek",
     "DenseOrder": "components.orders.dense",
     "DenseRouting": "components.dense_routing",
@@ -68,19 +68,19 @@ _MODULE_OF_NAME = {
     "ExpertArgs": "components.expert",
     "ExpertBase": "components.expert",
     "ExpertChoiceGate": "components.gates.expert_choice",
-    "FSMoELayer": "layer",
+    "FSMoELayer": "layer.stock_layer",
     "FlatAllToAll": "components.alltoalls.flat",
     "FramesAsTokens": "components.hooks.frames",
     "GPTFeedForward": "components.experts.gpt",
     "GShardGate": "components.gates.gshard",
     "GateBase": "components.gate",
-    "LayerError": "parts",
+    "LayerError": "layer.parts",
     "LinearGate": "components.gates.topk",
-    "MOELayer": "moe_layer",
+    "MOELayer": "layer.moe_layer",
     "MixtralFeedForward": "components.experts.mixtral",
     "MixtralGate": "components.gates.mixtral",
-    "MoE": "takeover",
-    "MoEOutput": "moe_layer",
+    "MoE": "engine.convert_layers",
+    "MoEOutput": "layer.moe_layer",
     "OptionError": "components.gate_settings",
     "OrderBase": "components.order",
     "QwenGate": "components.gates.qwen",
@@ -93,14 +93,14 @@ _MODULE_OF_NAME = {
     "SwitchGate": "components.gates.switch",
     "TokenChoiceGate": "components.token_choice",
     "XMoEGate": "components.gates.xmoe",
-    "initialize": "door",
-    "install": "door",
+    "initialize": "engine.entry_points",
+    "install": "engine.entry_points",
     "load_ops": "ops",
     "register_alltoall": "registry",
     "register_expert": "registry",
     "register_gate": "registry",
     "register_order": "registry",
-    "uninstall": "door",
+    "uninstall": "engine.entry_points",
     "update_gates": "components.gate",
 }
 

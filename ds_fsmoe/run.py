@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 
-from ds_fsmoe.given import OPTION, read_given, take_option
+from ds_fsmoe.engine.command_line import OPTION, read_given, take_option
 
 USAGE = f"usage: deepspeed --module ds_fsmoe.run [{OPTION} FILE|JSON] SCRIPT.py [ARGUMENTS OF THE SCRIPT]"
 
@@ -44,20 +44,20 @@ def main() -> None:
         block = None if given is None else read_given(given)
     except ValueError as error:
         raise SystemExit(f"ds_fsmoe.run: {error}") from None
-    from ds_fsmoe import door
+    from ds_fsmoe.engine import entry_points
 
-    door.install()
+    entry_points.install()
     sys.argv = [script, *rest]
     # `python -m` put the current folder first; a script finds its neighbours by its own folder there.
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     if block is not None:
         try:
-            door.install(block)  # only now, as plugins that it names may lie beside the script
+            entry_points.install(block)  # only now, as plugins that it names may lie beside the script
         except ValueError as error:
             raise SystemExit(f"ds_fsmoe.run: {OPTION} {given}: {error}") from None
     runpy.run_path(script, run_name="__main__")
     if block is not None:
-        door.warn_if_unused()
+        entry_points.warn_if_unused()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version of this package and the versions of others it works with, stated once.
 
-``setup.py`` builds the package's requirements from this table and ``ds_fsmoe.compat`` checks it when training
+``setup.py`` builds the package's requirements from this table and ``ds_fsmoe.engine.compat`` checks it when training
 starts. The file imports nothing, so that both can read it.
 """
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from ds_fsmoe.runtime.clock import HOST, Clock
+from ds_fsmoe.observing.clock import HOST, Clock
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from benchmarks.bed import Bed
+from benchmarks.bed.bed import Bed
 
 _RECEIVE = """
 import socket, sys

@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_fsmoe import MOELayer
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.components.gates.topk import LinearGate
 from ds_fsmoe.components.orders.sparse import SimpleOrder
-from ds_fsmoe.moe_layer import token_path
-from ds_fsmoe.runtime.lanes import SerialLanes
+from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.layer.moe_layer import token_path
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_fsmoe.instruments import LayerCall
-from ds_fsmoe.runtime.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.observing.instruments import LayerCall
 
 
 class Watches(Protocol):

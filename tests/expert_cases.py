@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import ExpertCall
+from ds_fsmoe.components.expert_compute.calls import ExpertCall
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ds_fsmoe.runtime.clock import Clock
+from ds_fsmoe.observing.clock import Clock
 from tests.waiting import LIMIT_S
 
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, Observer, SerialLanes, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, EXPERT, EXPERT_DW, EXPERT_DX, Task
 from ds_fsmoe.planning.workload import AllToAll
-from ds_fsmoe.runtime.lanes import Lanes, Observer, SerialLanes, make_lanes
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.wires import Wires
 from tests.expert_cases import make_experts
 from tests.lane_cases import NEEDS_GPU, pause
 
@@ -37,7 +37,7 @@ DEGREES = ((2, 2), (4, 4), (2, 4), (4, 2))
 
 
 @dataclass(frozen=True)
-class EmulatedWires(Wires):
+class EmulatedWires(Collectives):
     """Wires that lead back to this rank. Each collective is a copy on the lane's stream, behind a delay: like a real
     one it writes memory that the allocator has just given it, and not before its time has come."""
 
@@ -144,13 +144,13 @@ def run_layer(case: Case, lanes: Lanes, device: torch.device, width: int, is_off
     delays = Delays(device, case.seed, is_off)
     copy = EmulatedWires(lambda x, group: x, None, None, busy=delays.busy, is_sharing=case.kind == "esp")
     legs = dict.fromkeys((A2A_IN_NODE, A2A_IN, A2A_OUT, A2A_OUT_NODE), copy.sent)
-    wires = replace(copy, legs=legs if case.kind == "two legs" else {})
+    collectives = replace(copy, legs=legs if case.kind == "two legs" else {})
     blocks = (
         BlockPlan(case.degrees[0], case.links),
         BlockPlan(case.degrees[1], case.links, min(case.late_dw, case.degrees[1])),
     )
     plans = [PhasePlan(block, case.groups, i == 1, case.alltoall) for i, block in enumerate(blocks)]
-    pipeline = Pipeline(lanes, wires, *plans, recompute=case.kind == "recompute", observer=delays)
+    pipeline = Pipeline(lanes, collectives, *plans, recompute=case.kind == "recompute", observer=delays)
     experts = nn.ModuleList(make_experts(case.expert, NUM_EXPERTS, width, 2 * width, torch.float32)).to(device)
     generator = torch.Generator().manual_seed(case.seed)
     rows = NUM_EXPERTS * CAPACITY

@@ -23,7 +23,7 @@ STEPS = 4
 
 def devices_of(engine: Any) -> dict[str, list[str]]:
     """What is where."""
-    from ds_fsmoe.runtime.stream_lanes import StreamLanes
+    from ds_fsmoe.execution.stream_lanes import StreamLanes
 
     lanes = engine.fsmoe.running.lanes
     found = {"parameters": {str(each.device) for each in engine.module.parameters()}}

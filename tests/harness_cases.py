@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Case, Effort, Grid, Variant
+from benchmarks.harness.harness import Case, Effort, Grid, Variant
 from tests.fake_clock import FakeClock
 
 

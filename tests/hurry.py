@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from ds_fsmoe.runtime import cluster_profile, corun, stopwatch
+from ds_fsmoe.measuring import cluster_profile, contention, stopwatch
 
 
 def hurry() -> None:
     """In this process, measure as briefly as can be."""
     stopwatch.BUDGET_S = 0.02
     cluster_profile.LINK_AIM_MS = cluster_profile.COMPUTING_AIM_MS = 3.0
-    corun.SHORTEST_MS = 2.0
+    contention.SHORTEST_MS = 2.0

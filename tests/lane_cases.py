@@ -12,11 +12,11 @@ from contextlib import closing
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import Body, Lanes, Observer, SerialLanes, make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
+from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
-from ds_fsmoe.runtime.lanes import Body, Lanes, Observer, SerialLanes, make_lanes
-from ds_fsmoe.runtime.spans import Recorder
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from tests.waiting import LIMIT_S, linger
 
 COMPUTE, INTRA, INTER = Lane

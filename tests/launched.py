@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 
 import ds_fsmoe
-from ds_fsmoe.runtime.groups import make_groups
+from ds_fsmoe.distributed.groups import make_groups
 
 
 def main() -> None:

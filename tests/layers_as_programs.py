@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
-from ds_fsmoe.exchanges import exchange_in
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.groups import communicator_like
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
+from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
-from ds_fsmoe.planning.gradient_plan import Parcel
+from ds_fsmoe.planning.gradient_plan import GradientSlice
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.presets import BEST, NAMES, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
-from ds_fsmoe.running import Running
-from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
-from ds_fsmoe.runtime.groups import communicator_like
-from ds_fsmoe.runtime.pipeline import Pipeline
 from tests.deadlocks import Devices, Program, search, slots_needed
 from tests.pretended_nccl import fake_ranks
 from tests.recorded_collectives import Tape, record
@@ -131,10 +131,10 @@ class Slices:
     def __init__(self, flats: dict[str, FlatGradients], kinds: tuple[str, ...]) -> None:
         self._flats, self._kinds = flats, kinds
 
-    def open(self, label: str) -> list[Parcel]:
-        return [Parcel(kind, 0, 0, 5) for kind in self._kinds if kind in self._flats]
+    def open(self, label: str) -> list[GradientSlice]:
+        return [GradientSlice(kind, 0, 0, 5) for kind in self._kinds if kind in self._flats]
 
-    def send(self, parcel: Parcel) -> None:
+    def send(self, parcel: GradientSlice) -> None:
         self._flats[parcel.kind].send(parcel.first, parcel.stop)
 
     def close(self) -> None:
@@ -157,9 +157,9 @@ def _programs_of(rank: int, layout: Layout, asked: Sequence[Way], one_link: bool
     alltoall = TwoStepAllToAll() if layout.alltoall == "2dh" else FlatAllToAll()
     with fake_ranks(rank, layout.world_size), pytest.MonkeyPatch.context() as patch:
         tape = record(patch)
-        patch.setattr("ds_fsmoe.running.why_one_link", lambda: "it is asked for" if one_link else None)
+        patch.setattr("ds_fsmoe.layer.runtime.why_one_link", lambda: "it is asked for" if one_link else None)
         block = {"enabled": True, "esp_size": layout.esp_size, "topology": {"ranks_per_node": layout.ranks_per_node}}
-        running = Running(FSMoEBlock(**block), torch.device("cuda", 0))
+        running = LayerRuntime(FSMoEBlock(**block), torch.device("cuda", 0))
         try:
             return list(_run(running, layout, alltoall, asked, tape))
         finally:
@@ -167,7 +167,7 @@ def _programs_of(rank: int, layout: Layout, asked: Sequence[Way], one_link: bool
 
 
 def _run(
-    running: Running, layout: Layout, alltoall: AllToAllBase, asked: Sequence[Way], tape: Tape
+    running: LayerRuntime, layout: Layout, alltoall: AllToAllBase, asked: Sequence[Way], tape: Tape
 ) -> Iterator[Program]:
     groups = running.groups(layout.ep_size)
     pipeline = running.pipeline("L00", groups, running.plan, exchange_in(groups, alltoall))

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_fsmoe.runtime.lanes import Observer
+from ds_fsmoe.execution.lanes import Observer
 
 
 class LiveMemory(TorchDispatchMode):

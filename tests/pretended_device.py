@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import Observer, make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.planning.schedule import Schedule, Task
-from ds_fsmoe.runtime.lanes import Observer, make_lanes
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.lane_cases import KINDS
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_fsmoe.runtime import nccl
+from ds_fsmoe.distributed import nccl
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "_gather", "_scatter")
 

@@ -20,16 +20,16 @@ from ds_fsmoe import BFloat16Wire, LinearGate, SimpleOrder
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
-from ds_fsmoe.components.expert_calls import ExpertSet
-from ds_fsmoe.exchanges import exchange_in
-from ds_fsmoe.moe_layer import token_path
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
-from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.whole import WholeExperts
-from ds_fsmoe.runtime.wires import Wires
 from tests.pretended_gpu import Gpu, pretending
 from tests.reference import LayerSettings
 from tests.test_pipeline import DROP, OF_SHARDS, local_experts, problem_of
@@ -97,7 +97,7 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
     alltoall = TwoStepAllToAll() if case.layout.alltoall == "2dh" else FlatAllToAll()
     exchange = exchange_in(groups, alltoall)
     assert exchange.planned == case.layout.alltoall
-    wires = Wires(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs, ((0, "backend"),))
+    collectives = Collectives(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs, ((0, "backend"),))
     plans = (
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
         PhasePlan(
@@ -105,7 +105,7 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
             *(groups.planned, True, exchange.planned),
         ),
     )
-    return [Pipeline(lanes, wires, *plans, f"L{layer}", case.recompute) for layer in range(LAYERS)]
+    return [Pipeline(lanes, collectives, *plans, f"L{layer}", case.recompute) for layer in range(LAYERS)]
 
 
 def _as_one(experts: list[nn.Module]) -> WholeExperts:

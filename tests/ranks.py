@@ -45,7 +45,7 @@ def run_on_ranks(
     context = multiprocessing.get_context("forkserver")
     # The fork server imports the slow modules once; every rank after that starts as a copy of it. The last two are
     # what torch and DeepSpeed import when the first optimizer is made: seconds for each rank.
-    slow_modules = ["torch", "torch.distributed", "deepspeed", "ds_fsmoe.door"]
+    slow_modules = ["torch", "torch.distributed", "deepspeed", "ds_fsmoe.engine.entry_points"]
     slow_modules += ["pytest", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
     context.set_forkserver_preload(slow_modules)
     folder = Path(folder)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
-from ds_fsmoe.runtime import wires
+from ds_fsmoe.execution import collectives
 from tests.deadlocks import Collective, Program
 
 KINDS = (
@@ -202,7 +202,7 @@ def record(patch: pytest.MonkeyPatch) -> Tape:
             patch.setattr(module, kind, wrapped[function])
     # Taken when they were imported.
     for name in ("all_gather", "_reduce_scatter"):
-        patch.setattr(wires, name, wrapped[getattr(wires, name)])
+        patch.setattr(collectives, name, wrapped[getattr(collectives, name)])
     return tape
 
 

@@ -8,10 +8,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from benchmarks.intervals import MIN_BLOCKS_TO_JUDGE
-from benchmarks.outcome import AA, COLUMNS
-from benchmarks.report_rows import STEPS_OF_A_BLOCK, Row
-from benchmarks.report_tables import OF_COMMUNICATION
+from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
+from benchmarks.harness.outcome import AA, COLUMNS
+from benchmarks.reporting.rows import STEPS_OF_A_BLOCK, Row
+from benchmarks.reporting.tables import OF_COMMUNICATION
 
 LANES = ("compute", "intra", "inter")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests under tensor parallelism have in common: an ``mpu``, an expert that is split itself, a stock that runs.
 
-Stock fails there on gloo, see :func:`benchmarks.layers.fix_gather`.
+Stock fails there on gloo, see :func:`benchmarks.models.layers.fix_gather`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.layers import Mpu, StockGroups, fix_gather, shared_by, summed_up
+from benchmarks.models.layers import Mpu, StockGroups, fix_gather, shared_by, summed_up
 from tests.small_model import EXPERT_WIDTH, EXPERTS, WIDTH
 
 

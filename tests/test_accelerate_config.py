@@ -15,8 +15,8 @@ from types import ModuleType
 import pytest
 
 import ds_fsmoe
-from ds_fsmoe.accelerate_config import _finder, leave_block_alone, look_at_block_again
-from ds_fsmoe.config import read_block
+from ds_fsmoe.config.accelerate import _finder, leave_block_alone, look_at_block_again
+from ds_fsmoe.config.reading import read_block
 
 NAME = "accelerate.utils.dataclasses"
 STAND_IN = """

@@ -14,11 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import Lane, Schedule, Task
-from ds_fsmoe.runtime.agreement import (
+from ds_fsmoe.distributed.agreement import (
     DisagreementError,
     check_agreement,
     describe,
@@ -28,6 +24,10 @@ from ds_fsmoe.runtime.agreement import (
     facts_of_versions,
     text_of_schedule,
 )
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.schedule import Lane, Schedule, Task
 from tests.ranks import run_on_ranks
 
 ALIKE = {"fsmoe.schedule": "fsmoe", "number of MoE layers": "2", "dtypes": "bfloat16"}

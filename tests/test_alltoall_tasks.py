@@ -17,10 +17,15 @@ import torch.distributed as dist
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from ds_fsmoe.components.shards import shard_expert
-from ds_fsmoe.exchanges import exchange_in
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
+from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape, sized
 from ds_fsmoe.planning.cost import LinearCost
@@ -38,11 +43,6 @@ from ds_fsmoe.planning.schedule import (
     Lane,
 )
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.runtime.duplicates import SelfSplitWires
-from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
-from ds_fsmoe.runtime.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.wires import Wires
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
@@ -120,7 +120,9 @@ def test_every_task_has_its_size() -> None:
 def test_two_tasks_without_legs_are_refused() -> None:
     plans = plan(), plan(backward=True)
     with pytest.raises(ValueError, match="L07: an all-to-all in two tasks is planned, and the wires have no legs"):
-        Pipeline(make_lanes(torch.device("cpu"), overlap=False), Wires(lambda x, group: x, None, None), *plans, "L07")
+        Pipeline(
+            make_lanes(torch.device("cpu"), overlap=False), Collectives(lambda x, group: x, None, None), *plans, "L07"
+        )
 
 
 # ---- layers
@@ -185,9 +187,9 @@ def run_layer(
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
         PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, True, exchange.planned),
     )
-    kind = SelfSplitWires if self_split else Wires
-    wires = kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs)
-    pipeline = Pipeline(lanes, wires, *plans, recompute=case.recompute, observer=observer)
+    kind = SelfSplitWires if self_split else Collectives
+    collectives = kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs)
+    pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     num_experts = EXPERTS_PER_RANK * layout.ep_size
     generator = torch.Generator().manual_seed(rank)
     x_RM, dy_RM = torch.randn(2, num_experts * case.capacity, WIDTH, dtype=torch.float64, generator=generator)
@@ -371,7 +373,7 @@ def test_each_communicator_is_used_on_one_lane(tmp_path: Path) -> None:
 
 PLUGIN = '''
 from ds_fsmoe import register_alltoall
-from ds_fsmoe.components.relays import RelayedAllToAll
+from ds_fsmoe.components.hierarchical import RelayedAllToAll
 
 
 @register_alltoall("last")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.runtime.trace_files import merge_traces
+from ds_fsmoe.files.traces import merge_traces
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
@@ -88,7 +88,7 @@ def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(tmp_pa
 
 WRONG = """
 from ds_fsmoe import register_alltoall
-from ds_fsmoe.components.relays import RelayedAllToAll
+from ds_fsmoe.components.hierarchical import RelayedAllToAll
 
 
 @register_alltoall("direct")

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
-from ds_fsmoe.exchanges import Exchange, exchange_in
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.distributed.topology import Topology
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.layer.alltoall_tasks import Exchange, exchange_in
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
-from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
-from ds_fsmoe.runtime.topology import Topology
-from ds_fsmoe.runtime.wires import Wires
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 
@@ -146,7 +146,7 @@ def test_one_rank_keeps_its_tokens(tmp_path: Path) -> None:
 @contextmanager
 def on_nodes(*node_of_rank: int) -> Iterator[None]:
     """As if the ranks lay so."""
-    where = "ds_fsmoe.runtime.groups"
+    where = "ds_fsmoe.distributed.groups"
     # Groups are made once, on whatever nodes they lay then.
     with patch(f"{where}.find_topology", lambda _: Topology(node_of_rank)), patch(f"{where}._made", {}):
         yield
@@ -179,19 +179,19 @@ class Routed(AllToAllBase):
 
 def laws_of_legs(exchange: Exchange, groups: FSMoEGroups, rank: int) -> dict[str, bool]:
     """What is run as two tasks is what is run as one."""
-    wires = Wires(exchange.whole, groups.ep_group, None, exchange.legs)
+    collectives = Collectives(exchange.whole, groups.ep_group, None, exchange.legs)
     held = dict.fromkeys(("in two parts, both ways, it is the same", "a part can be repeated to be measured"), True)
     for dtype in DTYPES:
         for shape in ((3, 5, 7), (1, 0, 7), (0, 5, 7)):
             x_EcM = tokens_of(rank, (shape[0] * groups.ep_group.size(), *shape[1:]), dtype)
-            whole = wires.to_experts(x_EcM)
-            blocks = wires.blocks(x_EcM)
+            whole = collectives.to_experts(x_EcM)
+            blocks = collectives.blocks(x_EcM)
             for first, second in ((A2A_IN_NODE, A2A_IN), (A2A_OUT, A2A_OUT_NODE)):
                 between = exchange.legs[first](blocks)
                 end = exchange.legs[second](between)
-                held["in two parts, both ways, it is the same"] &= torch.equal(end, wires.blocks(whole))
+                held["in two parts, both ways, it is the same"] &= torch.equal(end, collectives.blocks(whole))
                 for kind, result in ((first, between), (second, end)):
-                    again = wires.ready(kind, x_EcM)
+                    again = collectives.ready(kind, x_EcM)
                     repeated = torch.equal(again(), result) and torch.equal(again(), result)
                     held["a part can be repeated to be measured"] &= repeated
     return held

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe import autotune_measuring
-from ds_fsmoe.autotune import FORWARDS_BEFORE
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.candidates import Search
@@ -22,6 +20,8 @@ from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.tuning import profile
+from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
@@ -119,15 +119,15 @@ def train_as_chosen(rank: int, kept: Path) -> tuple[Run, list[Contention]]:
         What it was like; by which contention plans were chosen.
     """
     seen: list[Contention] = []
-    choose, measure = Search.candidates, autotune_measuring.slowdowns_of
+    choose, measure = Search.candidates, profile.slowdowns_of
 
     def candidates(search: Search) -> list[ModelPlan]:
         seen.append(search.planner.settings.contention)
         return [search.fastest(SearchSpace.fixed(*CHOSEN))]
 
-    Search.candidates, autotune_measuring.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
+    Search.candidates, profile.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
     run = train(rank, tuned(kept), steps=1)
-    Search.candidates, autotune_measuring.slowdowns_of = choose, measure
+    Search.candidates, profile.slowdowns_of = choose, measure
     return run, seen
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.autotune_table import Row, Told, _costs, _plans, describe, describe_plan, rows_of
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.measured import FORWARD, LayerProfile, Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.search import Choice, SearchSpace
 from ds_fsmoe.planning.step_time import StepTimes
-from ds_fsmoe.telemetry.plans import plans_as_data
+from ds_fsmoe.tuning.as_data import plans_as_data
+from ds_fsmoe.tuning.table import Row, Told, _costs, _plans, describe, describe_plan, rows_of
 from tests.planning.measured_layers import Machine, layer_of, made_up
 
 

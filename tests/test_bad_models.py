@@ -14,7 +14,7 @@ from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
 from torch import nn
 
 import ds_fsmoe
-from ds_fsmoe import compat
+from ds_fsmoe.engine import compat
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
 

@@ -37,9 +37,9 @@ def fill(model: Any, rank: int, world_size: int) -> None:
 
 
 def train_both(rank: int, world_size: int, stage: int) -> dict[str, list[float]]:
-    from benchmarks.auto_ep import AutoEPSteps
-    from benchmarks.layer_steps import Found, Steps
-    from benchmarks.layers import Layer
+    from benchmarks.models.auto_ep import AutoEPSteps
+    from benchmarks.models.layer_steps import Found, Steps
+    from benchmarks.models.layers import Layer
 
     layer, found = Layer(B=2, L=13, M=20, ratio=3, f=None, ffn="mixtral"), Found(stage=stage)
     prepare = partial(fill, rank=rank, world_size=world_size)
@@ -70,9 +70,9 @@ def test_auto_ep_trains_as_stock_does_from_the_same_weights(stage: int, tmp_path
 
 
 def test_only_mixtral_without_dropping_can_be_run() -> None:
-    from benchmarks.auto_ep import can_run
-    from benchmarks.bench_layer import cases
-    from benchmarks.layers import Layer
+    from benchmarks.cases.bench_layer import cases
+    from benchmarks.models.auto_ep import can_run
+    from benchmarks.models.layers import Layer
 
     assert "no gpt FFN" in str(can_run(Layer(B=2, L=13, M=20, ratio=3, f=None, ffn="gpt")))
     assert "1.25" in str(can_run(Layer(B=2, L=13, M=20, ratio=3, f=1.25, ffn="mixtral")))

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_gpu, emulated_plans
-from benchmarks.emulated_layer import CUT, EXPERT_BACK, KINDS, Computation
-from benchmarks.emulated_plans import FULL, QUICK, Configuration, plan_all
-from benchmarks.harness import Effort
-from benchmarks.outcome import AA
+from benchmarks.gpu import bench_gpu, emulated_plans
+from benchmarks.gpu.emulated_layer import CUT, EXPERT_BACK, KINDS, Computation
+from benchmarks.gpu.emulated_plans import FULL, QUICK, Configuration, plan_all
+from benchmarks.harness.harness import Effort
+from benchmarks.harness.outcome import AA
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.observing.clock import HOST
+from ds_fsmoe.observing.device_time import Delay
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.schedule import (
     Lane,
     Task,
 )
-from ds_fsmoe.runtime.clock import HOST
-from ds_fsmoe.runtime.device_time import Delay
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.fake_clock import FakeClock
 from tests.lane_cases import NEEDS_GPU
 from tests.pretended_device import Device, pretended

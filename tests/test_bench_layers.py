@@ -74,8 +74,8 @@ def work_of(steps: Any) -> tuple[Work, float]:
 
 
 def compare_layers(rank: int, world_size: int) -> dict[tuple[str, str], tuple[Work, float]]:
-    from benchmarks.layer_steps import Found, Steps
-    from benchmarks.layers import Layer, Mpu, fix_capacity, fix_gather, ranks_per_node
+    from benchmarks.models.layer_steps import Found, Steps
+    from benchmarks.models.layers import Layer, Mpu, fix_capacity, fix_gather, ranks_per_node
 
     fix_gather()
     fix_capacity()
@@ -135,7 +135,7 @@ def compare_gates(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, t
     from deepspeed.moe.layer import MoE
 
     import ds_fsmoe
-    from benchmarks.bench_gates import GRID, InStock
+    from benchmarks.cases.bench_gates import GRID, InStock
     from ds_fsmoe import registry
 
     found = {}
@@ -178,9 +178,9 @@ def test_a_gate_in_stocks_layer_decides_as_in_ours(tmp_path: Path) -> None:
 
 
 def compare_models(rank: int, world_size: int) -> dict[str, list[float]]:
-    from benchmarks.language_model import LanguageModel, batches
-    from benchmarks.layer_steps import Found, Steps
-    from benchmarks.layers import Layer, Mpu, fix_capacity, fix_gather, ranks_per_node
+    from benchmarks.models.language_model import LanguageModel, batches
+    from benchmarks.models.layer_steps import Found, Steps
+    from benchmarks.models.layers import Layer, Mpu, fix_capacity, fix_gather, ranks_per_node
 
     fix_gather()
     fix_capacity()

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report_plots import draw_bars, draw_fits, draw_predictions, draw_timelines
-from benchmarks.report_rows import comparison, read
-from benchmarks.report_tables import beside_table_5, gains_in_two, losses, operations, predictions
-from benchmarks.result_files import RESULTS
+from benchmarks.harness.result_files import RESULTS
+from benchmarks.reporting.plots import draw_bars, draw_fits, draw_predictions, draw_timelines
+from benchmarks.reporting.rows import comparison, read
+from benchmarks.reporting.tables import beside_table_5, gains_in_two, losses, operations, predictions
 from tests.result_laws import broken
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,31 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bed import Bed, BedError, check_machine, down
-from benchmarks.bed_job import run_job
-from benchmarks.outcome import AA
-from benchmarks.report_rows import read
+from benchmarks.bed.bed import Bed, BedError, check_machine, down
+from benchmarks.bed.job import run_job
+from benchmarks.harness.outcome import AA
+from benchmarks.reporting.rows import read
 from tests.built_ops import build_ops
 from tests.result_laws import broken, judged_by_few
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = {"stock", "deepspeed", "best", "best, best layout"}
 VARIANTS = {
-    "bench_layer.py": {"layer": FEW, "layer_predicted": {"best"}},
-    "bench_models.py": {"models": FEW, "models_loss": FEW},
-    "bench_gates.py": {"gates": {"stock", "ours", "ours, uncut", "stock, best layout", "ours, best layout"}},
-    "bench_interference.py": {"interference": {"alone", "uncoordinated", "on the lane"}},
-    "bench_timeline.py": {"timeline": {"deepspeed", "best"}},
+    "cases/bench_layer.py": {"layer": FEW, "layer_predicted": {"best"}},
+    "cases/bench_models.py": {"models": FEW, "models_loss": FEW},
+    "cases/bench_gates.py": {"gates": {"stock", "ours", "ours, uncut", "stock, best layout", "ours, best layout"}},
+    "cases/bench_interference.py": {"interference": {"alone", "uncoordinated", "on the lane"}},
+    "cases/bench_timeline.py": {"timeline": {"deepspeed", "best"}},
 }
 """Of each file, where there are some."""
 JOBS = {
-    "bench_layer.py": (["--smoke"], ["layer", "layer_predicted"]),
-    "bench_models.py": (["--smoke"], ["models", "models_loss"]),
-    "bench_models.py in stages": (["--smoke", "--stages", "2"], ["models", "models_loss"]),
-    "bench_operations.py": (["--smoke", "--steps", "2"], ["operations"]),
-    "bench_gates.py": (["--smoke", "--only", "xmoe"], ["gates"]),
-    "bench_interference.py": (["--steps", "3", "--tokens-bytes", "32768"], ["interference"]),
-    "bench_timeline.py": (["--smoke"], ["timeline", "fits"]),
+    "cases/bench_layer.py": (["--smoke"], ["layer", "layer_predicted"]),
+    "cases/bench_models.py": (["--smoke"], ["models", "models_loss"]),
+    "cases/bench_models.py in stages": (["--smoke", "--stages", "2"], ["models", "models_loss"]),
+    "cases/bench_operations.py": (["--smoke", "--steps", "2"], ["operations"]),
+    "cases/bench_gates.py": (["--smoke", "--only", "xmoe"], ["gates"]),
+    "cases/bench_interference.py": (["--steps", "3", "--tokens-bytes", "32768"], ["interference"]),
+    "cases/bench_timeline.py": (["--smoke"], ["timeline", "fits"]),
 }
 
 
@@ -75,7 +75,7 @@ def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path
             assert judged_by_few(name, found) == []
         if name in VARIANTS.get(job, {}):
             assert {row["variant"] for row in found} - {AA, "AutoEP, best layout"} == VARIANTS[job][name]
-    if job == "bench_layer.py":
+    if job == "cases/bench_layer.py":
         # What was predicted stands beside what was measured of the same.
         measured_ms = {row["variant"]: float(row["p50"]) for row in rows["layer"]}
         for row in rows["layer_predicted"]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.cli import main
-from ds_fsmoe.saving.pieces import MASTER
-from ds_fsmoe.saving.tags import CheckpointError
-from ds_fsmoe.saving.whole import Whole
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, train_steps

@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe import CallbackBase
-from ds_fsmoe.runtime.trace_files import merge_traces
+from ds_fsmoe.files.traces import merge_traces
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch, train_steps

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bed as beds
-from benchmarks import bed_job, cluster
-from benchmarks.bed import Bed, BedError, check_machine, down, found_bed, namespaces, rate_mbit
-from benchmarks.bed_job import run_job
-from benchmarks.bed_test import contention
+from benchmarks import cluster
+from benchmarks.bed import bed as beds
+from benchmarks.bed import job
+from benchmarks.bed.bed import Bed, BedError, check_machine, down, found_bed, namespaces, rate_mbit
+from benchmarks.bed.job import run_job
+from benchmarks.bed.self_test import contention
 from tests.bed_messages import bucket, connected, passes
 from tests.waiting import LIMIT_S, until
 
@@ -309,7 +310,7 @@ def test_a_dead_rank_ends_its_job(clean: None, tmp_path: Path, monkeypatch: pyte
     # The others do not notice by themselves.
     script = tmp_path / "job.py"
     script.write_text("import os, signal\nif os.environ['RANK'] == '1': os._exit(7)\nsignal.pause()\n")
-    monkeypatch.setattr(bed_job, "GRACE_S", 1.0)
+    monkeypatch.setattr(job, "GRACE_S", 1.0)
     bed = Bed(NAME)
     bed.up()
     lines: list[str] = []
@@ -322,9 +323,9 @@ def test_a_dead_rank_ends_its_job(clean: None, tmp_path: Path, monkeypatch: pyte
 def test_ranks_that_their_launcher_ended_do_not_hide_the_one_that_failed(tmp_path: Path) -> None:
     for rank, status in enumerate((143, 7, 0, 143)):
         (tmp_path / str(rank)).write_text(str(status))
-    assert bed_job._failed(tmp_path) == {"1": 7}
+    assert job._failed(tmp_path) == {"1": 7}
     (tmp_path / "1").write_text("0")
-    assert bed_job._failed(tmp_path) == {"0": 143, "3": 143}
+    assert job._failed(tmp_path) == {"0": 143, "3": 143}
 
 
 @needs_bed
@@ -366,7 +367,7 @@ def test_what_cannot_be_run_is_named(clean: None, capsys) -> None:
 @pytest.mark.slow
 def test_a_benchmark_measures_on_the_bed(clean: None, tmp_path: Path) -> None:
     Bed(NAME, inter="50mbit", intra="200mbit").up()
-    script = str(ROOT / "benchmarks" / "bench_bed.py")
+    script = str(ROOT / "benchmarks" / "cases" / "bench_bed.py")
     lines: list[str] = []
     status = run_job(found_bed(NAME), [script, "--blocks", "2", "--results", str(tmp_path)], LIMIT_S, lines.append)
     assert status == 0, "\n".join(lines[-30:])

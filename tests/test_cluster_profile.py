@@ -13,22 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.distributed.fail_together import MeasuringError
+from ds_fsmoe.distributed.topology import Topology, topology_of_hosts
+from ds_fsmoe.execution.lanes import Lanes, SerialLanes, make_lanes
+from ds_fsmoe.measuring import cluster_profile, microbenchmarks, stopwatch
+from ds_fsmoe.measuring.cluster_profile import profile_cluster
+from ds_fsmoe.measuring.contention import slowdowns
+from ds_fsmoe.measuring.measurements import Measurements, Measuring
+from ds_fsmoe.measuring.microbenchmarks import COMPUTING, ProfileNames, Shape, groups_of
+from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.planning.cluster import UNITS, Cluster, cluster_as_json, load_cluster
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import kind_costs
-from ds_fsmoe.runtime import cluster_profile, cluster_work, stopwatch
-from ds_fsmoe.runtime.clock import HOST, Clock
-from ds_fsmoe.runtime.cluster_profile import profile_cluster
-from ds_fsmoe.runtime.cluster_work import COMPUTING, ProfileNames, Shape, groups_of
-from ds_fsmoe.runtime.corun import slowdowns
-from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
-from ds_fsmoe.runtime.measurements import Measurements, Measuring
-from ds_fsmoe.runtime.one_fate import MeasuringError
-from ds_fsmoe.runtime.stopwatch import Stopwatch
-from ds_fsmoe.runtime.topology import Topology, topology_of_hosts
 from tests.fake_clock import FakeClock
 from tests.ranks import COLLECTIVE_TIMEOUT_S, run_on_ranks
 
@@ -227,7 +227,7 @@ def meet_odd_links(rank: int, world_size: int) -> dict[str, Any]:
 
     held = len(dist.distributed_c10d._world.pg_map)
     if rank == 1:
-        cluster_work.F.one_hot = fails
+        microbenchmarks.F.one_hot = fails
     try:
         profiled(topology, SerialLanes(), Measurements(), said)
     except MeasuringError as error:

@@ -11,7 +11,7 @@ import pytest
 
 from ds_fsmoe.cli import main
 from ds_fsmoe.commands.compare import OURS, STOCK, config_of, find_config
-from ds_fsmoe.compat import load_ds_config
+from ds_fsmoe.engine.compat import load_ds_config
 from tests.built_ops import build_ops
 from tests.scripts import ROOT, free_port
 

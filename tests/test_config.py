@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from ds_fsmoe import registry
-from ds_fsmoe.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.checks.preflight import check_deepspeed_blocks, check_experts, untested
 from ds_fsmoe.components.orders.sparse import SimpleOrder
-from ds_fsmoe.config import ConfigError, read_block
-from ds_fsmoe.preflight import check_deepspeed_blocks, check_experts, untested
-from ds_fsmoe.words import words_of
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.config.words import words_of
 
 # The whole block as the documentation shows it, in values that this version can do.
 WHOLE_BLOCK = {
@@ -254,7 +254,7 @@ def test_several_unknown_keys_list_the_known_ones_once() -> None:
 
 
 def test_no_hint_names_a_field_that_is_not_there() -> None:
-    from ds_fsmoe.config import _ELSEWHERE
+    from ds_fsmoe.config.reading import _ELSEWHERE
 
     for name, hint in _ELSEWHERE.items():
         for path in re.findall(r"fsmoe\.[\w.]+", hint):
@@ -264,7 +264,7 @@ def test_no_hint_names_a_field_that_is_not_there() -> None:
 
 
 def test_the_largest_degree_is_the_planners() -> None:
-    from ds_fsmoe.blocks import MOST_CHUNKS
+    from ds_fsmoe.config.blocks import MOST_CHUNKS
     from ds_fsmoe.planning.plan import MAX_DEGREE
 
     assert MOST_CHUNKS == MAX_DEGREE

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ds_fsmoe.checkpoint_files.names import from_huggingface, to_huggingface
+from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.cli import main
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-from ds_fsmoe.saving.names import from_huggingface, to_huggingface
-from ds_fsmoe.saving.pieces import MASTER
-from ds_fsmoe.saving.whole import Whole
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, train_steps
@@ -311,8 +311,8 @@ def test_numbers_of_any_length_and_script_are_names_or_said_to_be_none(tmp_path:
 
 
 def test_a_file_that_names_a_function_is_not_run(saved: tuple[Path, Any], tmp_path: Path) -> None:
-    from ds_fsmoe.saving.reading import read_file
-    from ds_fsmoe.saving.tags import CheckpointError
+    from ds_fsmoe.checkpoint_files.reading import read_file
+    from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
     proof = tmp_path / "proof"
 

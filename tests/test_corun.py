@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.distributed.fail_together import MeasuringError
+from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.measuring import contention
+from ds_fsmoe.measuring.contention import MOST_TASKS, SHORTEST_MS, slowdowns
+from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Contention, simulate
-from ds_fsmoe.runtime import corun
-from ds_fsmoe.runtime.corun import MOST_TASKS, SHORTEST_MS, slowdowns
-from ds_fsmoe.runtime.lanes import SerialLanes
-from ds_fsmoe.runtime.one_fate import MeasuringError
-from ds_fsmoe.runtime.stopwatch import Stopwatch
 from tests.fake_clock import SetClock
 from tests.ranks import run_on_ranks
 
@@ -132,10 +132,12 @@ def test_a_lane_that_is_faster_beside_another_is_said_not_to_be_slowed(clock: Se
 
 def test_first_runs_and_a_run_that_was_disturbed_do_not_count(clock: SetClock) -> None:
     # Of the three that count, one is always disturbed, each time by another factor; and the first of a lane are slow.
-    for disturbed in range(corun.REPEATS):
-        lanes = Slowed(clock, ONCE_MS, KNOWN, lambda run, at=disturbed: 2.0 + run if run % corun.REPEATS == at else 1.0)
+    for disturbed in range(contention.REPEATS):
+        lanes = Slowed(
+            clock, ONCE_MS, KNOWN, lambda run, at=disturbed: 2.0 + run if run % contention.REPEATS == at else 1.0
+        )
         assert measured(lanes, clock).factors == pytest.approx(KNOWN)
-    slow_at_first = Slowed(clock, ONCE_MS, KNOWN, lambda run: 100.0 if run < corun.REPEATS * len(ONCE_MS) else 1.0)
+    slow_at_first = Slowed(clock, ONCE_MS, KNOWN, lambda run: 100.0 if run < contention.REPEATS * len(ONCE_MS) else 1.0)
     assert measured(slow_at_first, clock).factors == pytest.approx(KNOWN)
 
 
@@ -146,7 +148,7 @@ def test_both_lanes_are_busy_for_as_long_as_it_takes_and_for_about_as_long(
     lanes = Slowed(clock, once_ms, KNOWN)
     measured(lanes, clock, once_ms)
     of_pairs = [run for run in lanes.runs if len(run.counts) == 2]
-    assert len(of_pairs) == corun.REPEATS * len(list(itertools.combinations(once_ms, 2)))
+    assert len(of_pairs) == contention.REPEATS * len(list(itertools.combinations(once_ms, 2)))
     for run in of_pairs:
         assert sorted(run.done) == sorted(lane for lane, count in run.counts.items() for _ in range(count))
         for lane, count in run.counts.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from tests.deadlocks import (
     Devices,
     Program,
@@ -55,10 +55,10 @@ def _record(rank: int, step: Step) -> Program:
         record_deepspeed(patch, tape)
         # On a CPU lanes would be threads.
         lanes = {"device": torch.device("cuda", 0), "one_link": step.one_link}
-        patch.setattr("ds_fsmoe.running.make_lanes", lambda *_: StreamLanes(**lanes))
+        patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(**lanes))
         if step.one_link:
             stated = property(lambda _: "it is asked for", lambda *_: None)
-            patch.setattr("ds_fsmoe.running.Running.one_link", stated, raising=False)
+            patch.setattr("ds_fsmoe.layer.runtime.LayerRuntime.one_link", stated, raising=False)
         with training(step.run, rank) as script:
             for _ in range(2):  # the first backward is looked at, and gradients travel from the second on
                 LOOPS[step.run.loop](script)

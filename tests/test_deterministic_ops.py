@@ -46,8 +46,8 @@ def terms_that_meet(index: torch.Tensor, terms: torch.Tensor, dim: int) -> torch
     """Those that go to one place with another."""
     if index.dim() < terms.dim():
         index = index.view(*[-1 if each == dim else 1 for each in range(terms.dim())]).expand(terms.shape)
-    in_order, order = index.sort(dim=dim)
-    same = in_order.diff(dim=dim) == 0
+    deterministic, order = index.sort(dim=dim)
+    same = deterministic.diff(dim=dim) == 0
     none = torch.zeros_like(same.narrow(dim, 0, 1))
     meets = torch.cat([same, none], dim=dim) | torch.cat([none, same], dim=dim)
     return terms.gather(dim, order)[meets]
@@ -98,12 +98,16 @@ def test_what_is_left_to_chance_otherwise_is_noticed() -> None:
 
 
 def test_on_cuda_the_compiled_ops_gather_and_add_in_order_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_fsmoe.ops import in_order, loading
+    from ds_fsmoe.ops import deterministic, loading
 
     monkeypatch.setattr(loading, "_load_on_every_rank", lambda device_type: None)
     plain, fixed = load_ops("required", "cuda"), load_ops("required", "cuda", deterministic=True)
     assert plain is loading.COMPILED["cuda"]
-    assert (fixed.gather_rows, fixed.add_rows, fixed.name) == (in_order.gather_rows, in_order.add_rows, "compiled")
+    assert (fixed.gather_rows, fixed.add_rows, fixed.name) == (
+        deterministic.gather_rows,
+        deterministic.add_rows,
+        "compiled",
+    )
     # Their float64 goes by the reference, and that in order.
     x_SM, slots_KS = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.arange(15).view(3, 5)
     with Chance() as chance:

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.gradients.idle_times import cost_of
+from ds_fsmoe.measuring import stopwatch
+from ds_fsmoe.measuring.contention import MOST_ISSUED_MS, slowdowns
+from ds_fsmoe.measuring.measurements import Measurements, Measuring
+from ds_fsmoe.measuring.profiler import _task_ms, issues_ahead
+from ds_fsmoe.measuring.stopwatch import FEWEST, Stopwatch
+from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.measured import FORWARD, LayerProfile
 from ds_fsmoe.planning.schedule import EXPERT
-from ds_fsmoe.runtime import stopwatch
-from ds_fsmoe.runtime.corun import MOST_ISSUED_MS, slowdowns
-from ds_fsmoe.runtime.device_time import Delay, elapsed_ms, issued_ms, pause_ms
-from ds_fsmoe.runtime.idle_times import cost_of
-from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
-from ds_fsmoe.runtime.measurements import Measurements, Measuring
-from ds_fsmoe.runtime.profiler import _task_ms, issues_ahead
-from ds_fsmoe.runtime.stopwatch import FEWEST, Stopwatch
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.lane_cases import COMPUTE, INTER, INTRA, schedule_of
 from tests.timed_device import CUDA, TimedDevice, timed
 

@@ -19,7 +19,7 @@ from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
 from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 
 import ds_fsmoe
-from ds_fsmoe import compat, door
+from ds_fsmoe.engine import compat, entry_points
 from tests.ranks import run_on_ranks
 from tests.scripts import START, Start, launch
 from tests.small_model import Case, SmallModel, batch
@@ -265,7 +265,7 @@ def look_through_wrappers(rank: int, world_size: int) -> dict[str, Any]:
         look(wrapper.__name__, ds_fsmoe.initialize)
     deepspeed.initialize = stock
     ds_fsmoe.install()
-    found["left"] = len(door._beneath)
+    found["left"] = len(entry_points._beneath)
     return found
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between tensor-parallel layers duplicate tokens are dropped and gathered as stock does, with stock's numbers.
 
-Stock itself runs there on gloo with one line changed, see ``fix_gather`` in ``benchmarks/layers.py``.
+Stock itself runs there on gloo with one line changed, see ``fix_gather`` in ``benchmarks/models/layers.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.runtime.topology import layout
+from ds_fsmoe.distributed.topology import layout
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from benchmarks.emulated_layer import CUT, EXPERT_BACK, KINDS, Computation, whole_tasks
-from benchmarks.emulated_plans import FULL, QUICK, Configuration, Lines, plan_all
-from ds_fsmoe.components.written import WrittenExpert
+from benchmarks.gpu.emulated_layer import CUT, EXPERT_BACK, KINDS, Computation, whole_tasks
+from benchmarks.gpu.emulated_plans import FULL, QUICK, Configuration, Lines, plan_all
+from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.ops import load_ops
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
@@ -74,7 +74,7 @@ def test_experts_compute_what_autograd_does(ffn: str) -> None:
     assert len(forms) == 2  # 4 experts on 2 EP ranks
     rows = 7
     for index, form in enumerate(forms):
-        assert isinstance(form, WrittenExpert)
+        assert isinstance(form, ManualExpert)
         x_RM, dy_RM, _, _ = of_rank._rows[index]
         with torch.no_grad():
             kept = form.kept(x_RM)

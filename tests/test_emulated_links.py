@@ -8,7 +8,11 @@ from contextlib import closing
 import pytest
 import torch
 
-from benchmarks.emulated_links import link_bodies, modern_node
+from benchmarks.gpu.emulated_links import link_bodies, modern_node
+from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.observing.device_time import Delay, elapsed_ms
+from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.planning.cluster import UNITS
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import (
@@ -19,10 +23,6 @@ from ds_fsmoe.planning.schedule import (
     Schedule,
 )
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.runtime.device_time import Delay, elapsed_ms
-from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
-from ds_fsmoe.runtime.spans import Recorder
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.fake_clock import FakeClock
 from tests.lane_cases import NEEDS_GPU, assert_spans_fit
 from tests.pretended_device import Device, pretended

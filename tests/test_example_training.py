@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_fsmoe.runtime.clock import Clock
+from ds_fsmoe.observing.clock import Clock
 from tests.samples import sampled
 from tests.scripts import ROOT, START, Start
 from tests.waiting import until

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from tests.covering import covering, every_case
 from tests.expert_cases import (
     EVERY,

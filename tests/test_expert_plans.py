@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ds_fsmoe.components import expert_calls
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
-from ds_fsmoe.components.expert_calls import ExpertSet
-from ds_fsmoe.components.linears import UnbiasedShardLinear
-from ds_fsmoe.components.side_by_side import lay_side_by_side
-from ds_fsmoe.components.written import WRITTEN_ACTIVATIONS, WrittenFeedForward
+from ds_fsmoe.components.expert_compute import calls
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.linears import UnbiasedShardLinear
+from ds_fsmoe.components.expert_compute.manual_ffn import MANUAL_ACTIVATIONS, ManualFeedForward
+from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
 from tests.expert_cases import C, M, assert_gradients, backward, by_autograd, forward, make_experts, rows
 
 HOOK_MAKERS: list[Callable[[nn.Module], object]] = [
@@ -49,13 +49,13 @@ def check(experts: list[nn.Module], layer: ExpertSet) -> None:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for each plan that is made."""
     seen: list[None] = []
-    plan_class = expert_calls.ExpertPlan
+    plan_class = calls.ExpertPlan
 
     def noted(*args: object) -> object:
         seen.append(None)
         return plan_class(*args)
 
-    monkeypatch.setattr(expert_calls, "ExpertPlan", noted)
+    monkeypatch.setattr(calls, "ExpertPlan", noted)
     return seen
 
 
@@ -278,8 +278,8 @@ def test_a_form_that_somebody_else_writes_is_asked_for_in_every_call() -> None:
             function = {"relu": torch.relu, "silu": nn.functional.silu}[options["name"]]
             return self.down(function(self.up(args.tokens)))
 
-        def written(self) -> WrittenFeedForward:
-            return WrittenFeedForward(self.up, WRITTEN_ACTIVATIONS[options["name"]], self.down)
+        def written(self) -> ManualFeedForward:
+            return ManualFeedForward(self.up, MANUAL_ACTIVATIONS[options["name"]], self.down)
 
     experts = [Mine().double() for _ in range(3)]
     layer = ExpertSet(experts)

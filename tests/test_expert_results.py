@@ -44,7 +44,7 @@ def spoil(engine: Any, layer: int, expert: int, value: float) -> None:
 
 
 def find(rank: int, world_size: int, ep: int, esp: int, stage: int) -> dict[str, Any]:
-    from ds_fsmoe.expert_results import ExpertResultError
+    from ds_fsmoe.checks.expert_results import ExpertResultError
 
     hurry()
     case = Case(ep_size=ep, stage=stage, k=2, drop_tokens=False, expert="gpt")
@@ -87,7 +87,7 @@ def test_layer_and_expert_are_named_on_every_rank_before_the_step(
 def overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
-    from ds_fsmoe import expert_results
+    from ds_fsmoe.checks import expert_results
 
     hurry()
     type(get_accelerator()).is_fp16_supported = lambda self: True

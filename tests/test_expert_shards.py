@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert import ExpertArgs
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-from ds_fsmoe.components.shards import shard_expert
 
 M, H = 7, 30
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from tests.expert_cases import C, H, M, assert_gradients, backward, bounds, by_autograd, forward, make_experts, rows
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from tests.expert_cases import (
     EVERY_WRITTEN,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert_calls import ExpertCall, ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.grouped_call import GroupedCall
+from ds_fsmoe.components.expert_compute.manual_call import ManualCall
+from ds_fsmoe.components.expert_compute.shards import shard_expert
+from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-from ds_fsmoe.components.gradient_sums import GradientSums
-from ds_fsmoe.components.shards import shard_expert
-from ds_fsmoe.components.side_by_side import lay_side_by_side
-from ds_fsmoe.components.written_calls import WrittenCall
-from ds_fsmoe.components.written_together import TogetherCall
 from tests.covering import covering
 from tests.expert_cases import (
     EVERY_WRITTEN,
@@ -45,7 +45,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was computed for a written-out expert alone."""
     seen: list[str] = []
     for name in ("forward", "dx_of"):
-        monkeypatch.setattr(WrittenCall, name, noting(seen, name, getattr(WrittenCall, name)))
+        monkeypatch.setattr(ManualCall, name, noting(seen, name, getattr(ManualCall, name)))
     return seen
 
 
@@ -169,7 +169,7 @@ def test_the_rule_goes_by_rows_sizes_and_places(alone: list[str]) -> None:
 def test_on_a_cpu_as_many_go_together_as_have_8_megabytes_of_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = side_by_side("gpt relu", 5, 32, 32768, torch.float32)  # 4 MiB each
     numbers: list[int] = []
-    monkeypatch.setattr(TogetherCall, "_dx_at_once", noting_number(numbers, TogetherCall._dx_at_once))
+    monkeypatch.setattr(GroupedCall, "_dx_at_once", noting_number(numbers, GroupedCall._dx_at_once))
     x_NeCM, dy_NeCM = rows(2, 5, 3, 32, dtype=torch.float32), rows(2, 5, 3, 32, seed=2, dtype=torch.float32)
     found = []
     for together, expected in (("never", []), ("auto", [2, 2]), ("always", [5])):
@@ -181,7 +181,7 @@ def test_on_a_cpu_as_many_go_together_as_have_8_megabytes_of_one_weight(monkeypa
 
 
 def noting_number(numbers: list[int], method):
-    def noted(call: TogetherCall, *args):
+    def noted(call: GroupedCall, *args):
         numbers.append(args[-1].shape[1])
         return method(call, *args)
 
@@ -189,7 +189,7 @@ def noting_number(numbers: list[int], method):
 
 
 def test_under_autocast_experts_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TogetherCall, "forward", lambda *args: pytest.fail("together"))
+    monkeypatch.setattr(GroupedCall, "forward", lambda *args: pytest.fail("together"))
     experts = side_by_side("gpt gelu", 3, 32, 64, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x_NeCM = rows(1, 3, 5, 32, dtype=torch.float32)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_faults import KILLS, REFUSED, Trial, losses, trials, try_it, undisturbed
+from benchmarks.faults.bench_faults import KILLS, REFUSED, Trial, losses, trials, try_it, undisturbed
 from tests.built_ops import build_ops
 from tests.waiting import LIMIT_S
 

@@ -22,7 +22,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_fsmoe.config import read_block
+from ds_fsmoe.config.reading import read_block
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_gpu, first_gpu
-from benchmarks.first_gpu import REPORT, read_tests, run_tests
+from benchmarks.gpu import bench_gpu, first_gpu
+from benchmarks.gpu.first_gpu import REPORT, read_tests, run_tests
 from tests.fake_clock import FakeClock
 
 ABOUT = {"devices": "a GPU | of sorts", "driver": "1.2.3", "torch": "2.13.0", "NCCL": "2.29.3"}

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 import ds_fsmoe
-from ds_fsmoe.autotune_cache import UselessFileError, read_measurements, write_measurements
-from ds_fsmoe.blocks import FSMoEBlock
-from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, Sizes, read_manifest
+from ds_fsmoe.checkpoint_files.pieces import Group, Index, Piece, read_index
+from ds_fsmoe.checkpoint_files.reading import read_file
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.measuring.cache import UselessFileError, read_measurements, write_measurements
+from ds_fsmoe.measuring.measurements import Measurements
 from ds_fsmoe.planning.cluster import cluster_as_json, load_cluster
 from ds_fsmoe.planning.measured import Timing
-from ds_fsmoe.runtime.measurements import Measurements
-from ds_fsmoe.saving.manifest import FileSum, LayerSizes, Manifest, Sizes, read_manifest
-from ds_fsmoe.saving.pieces import Group, Index, Piece, read_index
-from ds_fsmoe.saving.reading import read_file
-from ds_fsmoe.saving.tags import CheckpointError
 from tests.reference import LayerSettings, moe_layer
 
 ODD: tuple[Any, ...] = (

@@ -15,9 +15,9 @@ from torch import nn
 import ds_fsmoe
 from ds_fsmoe import registry
 from ds_fsmoe.components.gates.topk import LinearGate
-from ds_fsmoe.config import read_block
-from ds_fsmoe.parts import LayerError, choose_parts
-from ds_fsmoe.takeover import check_layers, take_over
+from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.engine.convert_layers import check_layers, convert
+from ds_fsmoe.layer.parts import LayerError, choose_parts
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
@@ -95,7 +95,7 @@ def test_a_gate_that_deepspeed_could_not_save_is_refused(monkeypatch) -> None:
     block = read_block({"fsmoe": {"enabled": True, "gate": {"type": "expertish"}}})
     layer = SmallModel(Case(), rank=0).moes[0]
     with pytest.raises(LayerError, match="has a parameter or buffer 'expert_bias'"):
-        take_over(layer, choose_parts(block, "cpu"), block.gate)
+        convert(layer, choose_parts(block, "cpu"), block.gate)
 
 
 class CallersGate(deepspeed.moe.sharded_moe.TopKGate):

@@ -13,9 +13,9 @@ from torch import nn
 import ds_fsmoe
 from ds_fsmoe import registry
 from ds_fsmoe.components.gate import GateBase
-from ds_fsmoe.config import ConfigError, read_block
-from ds_fsmoe.parts import LayerError, choose_parts
-from ds_fsmoe.takeover import take_over
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.engine.convert_layers import convert
+from ds_fsmoe.layer.parts import LayerError, choose_parts
 from tests.small_model import Case, SmallModel
 
 
@@ -26,7 +26,7 @@ def read(gate: dict[str, Any]) -> Any:
 def taken_over(gate: dict[str, Any]) -> GateBase:
     layer = SmallModel(Case(k=2), rank=0).moes[0]
     block = read(gate)
-    take_over(layer, choose_parts(block, "cpu"), block.gate)
+    convert(layer, choose_parts(block, "cpu"), block.gate)
     return layer.deepspeed_moe.gate
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_fsmoe
-from ds_fsmoe.router_checks import RouterInputError
+from ds_fsmoe.checks.router_checks import RouterInputError
 from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, LENGTH, Case, SmallModel, batch
 from tests.test_pipeline_stages import Dense, WithExperts, batches

@@ -15,10 +15,11 @@ import torch
 from deepspeed.moe.layer import MoE
 
 import ds_fsmoe
-from ds_fsmoe import ConfigError, door, run
+from ds_fsmoe import ConfigError, run
 from ds_fsmoe.cli import main
 from ds_fsmoe.commands.compare import find_given
-from ds_fsmoe.given import read_given, take_option
+from ds_fsmoe.engine import entry_points
+from ds_fsmoe.engine.command_line import read_given, take_option
 from ds_fsmoe.log import logger
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -132,10 +133,10 @@ def give(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     logger.addHandler(listening)
 
     ds_fsmoe.install({"enabled": True, "order": "einsum"})
-    door.warn_if_unused()
+    entry_points.warn_if_unused()
     assert "has done nothing" in listening.lines.pop()
     look("no MoE layer", torch.nn.Linear(7, 7), config=own)
-    door.warn_if_unused()
+    entry_points.warn_if_unused()
     said = "Linear has no deepspeed.moe.layer.MoE, so the fsmoe block given from outside is not for it"
     assert [said in listening.lines[0], "has done nothing" in listening.lines[1]] == [True, True]
     look("no block", config=plain)
@@ -150,7 +151,7 @@ def give(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     ds_fsmoe.install()
     look("a second install", config=plain)
     listening.lines.clear()
-    door.warn_if_unused()
+    entry_points.warn_if_unused()
     assert not listening.lines
     ds_fsmoe.install({"enabled": False})
     look("stock from outside", config=own)

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.planning.schedule import EXPERT, Lane, Task
-from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from tests import gpu_cases
 from tests.gpu_cases import DEGREES, KINDS, ON_DEVICE, SEEDS, Case, case_of, checksums, differing_seeds, run_layer
 from tests.lane_cases import CPU, NEEDS_GPU
@@ -58,8 +58,8 @@ def test_the_comparison_sees_rows_that_are_overwritten_while_experts_have_yet_to
     places: dict[tuple[int, ...], torch.Tensor] = {}
     real = gpu_cases.EmulatedWires.sent
 
-    def into_the_same_place(wires: gpu_cases.EmulatedWires, x: torch.Tensor) -> torch.Tensor:
-        received = real(wires, x)
+    def into_the_same_place(collectives: gpu_cases.EmulatedWires, x: torch.Tensor) -> torch.Tensor:
+        received = real(collectives, x)
         return places.setdefault(tuple(x.shape), received).copy_(received)
 
     case = Case((4, 4))

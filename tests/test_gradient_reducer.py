@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.planning.gradient_plan import GradientPlan, Supply, WindowBytes, plan_by_bytes, plan_by_rule
+from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
+from ds_fsmoe.gradients.reducer import GradientReducer
+from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, WindowBytes, plan_by_bytes, plan_by_rule
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
-from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
-from ds_fsmoe.runtime.gradients import GradientReducer
 from tests.ranks import run_on_ranks
 from tests.waiting import pause
 
@@ -58,7 +58,7 @@ class Wiretap:
         return self._all_reduce(tensor, *args, **kwargs)
 
 
-def plan_of(mode: str) -> Callable[[Sequence[Supply]], GradientPlan]:
+def plan_of(mode: str) -> Callable[[Sequence[BufferReadiness]], GradientPlan]:
     if mode == "both":
         # Cut in the middle of parameters, inside the layers and beside them.
         window = WindowBytes(((GRAD, 20.0), (EXPERT_GRAD, 12.0)), ((GRAD, 36.0), (EXPERT_GRAD, 8.0)))

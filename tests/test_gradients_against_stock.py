@@ -240,7 +240,7 @@ def test_four_ranks_equal_stock_to_rounding_in_the_whole_product(mode: str, tmp_
 
 
 def break_something(rank: int, world_size: int) -> list[str]:
-    from ds_fsmoe.runtime.flat_gradients import FlatGradients
+    from ds_fsmoe.gradients.flat_buffers import FlatGradients
 
     run = Run(1, mode="fixed_chunk", block=BY_RULE)
     theirs = train(replace(run, mode="", block=()), rank, stock=True)
@@ -390,7 +390,7 @@ def test_closing_an_engine_gives_everything_back_and_another_works(tmp_path: Pat
 
 def refused(rank: int, world_size: int) -> tuple[str, str]:
     """In words: an explicit mode where gradients stay DeepSpeed's; and what is said where none was asked for."""
-    from ds_fsmoe.config import ConfigError
+    from ds_fsmoe.config.reading import ConfigError
 
     run = Run(1, "bf16", "adaptive", config=(("data_types.grad_accum_dtype", "fp32"),))
     theirs = train(replace(run, mode=""), rank, stock=True)

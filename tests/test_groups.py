@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_fsmoe.distributed import groups as ours
+from ds_fsmoe.distributed.groups import make_groups, stock_names
+from ds_fsmoe.distributed.topology import Layout, Topology, layout, placed_groups, topology_of_hosts, topology_of_size
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import Shape, layer_work
-from ds_fsmoe.runtime import groups as ours
-from ds_fsmoe.runtime.groups import make_groups, stock_names
-from ds_fsmoe.runtime.topology import Layout, Topology, layout, placed_groups, topology_of_hosts, topology_of_size
 from tests.ranks import COLLECTIVE_TIMEOUT_S, run_on_ranks
 
 INSIDE, BETWEEN, BOTH = (Lane.INTRA,), (Lane.INTER,), (Lane.INTER, Lane.INTRA)

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import harness, rank_group
-from benchmarks.cpu_time import CpuTime, cpu_time
-from benchmarks.harness import AA, Case, Effort, Goal, Grid, RunError, Variant, run_grid
-from benchmarks.outcome import COLUMNS
-from benchmarks.result_files import append_rows, commit
+from benchmarks.harness import harness, rank_group
+from benchmarks.harness.cpu_time import CpuTime, cpu_time
+from benchmarks.harness.harness import AA, Case, Effort, Goal, Grid, RunError, Variant, run_grid
+from benchmarks.harness.outcome import COLUMNS
+from benchmarks.harness.result_files import append_rows, commit
 from tests.fake_clock import FakeClock
 from tests.harness_cases import GRID, QUICK, Settings, grid_of, read, sleeper
 from tests.ranks import run_on_ranks
@@ -75,7 +75,7 @@ def test_a_grid_needs_cases_of_different_names(cases: tuple[Case, ...]) -> None:
 
 def test_without_ranks_neither_torch_nor_deepspeed_is_loaded(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from benchmarks.harness import run_grid\n"
+        "import sys; from pathlib import Path; from benchmarks.harness.harness import run_grid\n"
         "from tests.harness_cases import GRID, QUICK, FakeClock, sleeper\n"
         "run_grid(GRID, [sleeper(FakeClock(), 'stock', 1)], 'stock', QUICK, results=Path(sys.argv[1]))\n"
         "assert not {'torch', 'deepspeed'} & set(sys.modules)"

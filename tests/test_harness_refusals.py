@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import AA, Effort, Goal, RunError, Variant, run_grid
+from benchmarks.harness.harness import AA, Effort, Goal, RunError, Variant, run_grid
 from tests.fake_clock import FakeClock
 from tests.harness_cases import GRID, QUICK, Settings, sleeper
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks import intervals
-from benchmarks.harness import AA, CaseResult, Goal
-from benchmarks.intervals import MIN_BLOCKS_TO_JUDGE, Interval, percentiles_ms, speedup
-from benchmarks.outcome import CpuShares, evaluate, rows, table
-from benchmarks.result_files import made_with
+from benchmarks.harness import intervals
+from benchmarks.harness.harness import AA, CaseResult, Goal
+from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE, Interval, percentiles_ms, speedup
+from benchmarks.harness.outcome import CpuShares, evaluate, rows, table
+from benchmarks.harness.result_files import made_with
 from tests.harness_cases import GRID
 
 IDLE = CpuShares(0.5, 0.5, 0.0)

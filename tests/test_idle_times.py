@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, plan_by_time
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradient_plan import GradientPlan, Supply
+from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRAD, Lane
-from ds_fsmoe.runtime.idle_times import Idle, IdleTimes, TimedWindow, plan_by_time
 from tests.fake_clock import SetClock
 from tests.ranks import run_on_ranks
 
@@ -123,7 +123,7 @@ NUMEL = 100_000
 
 
 def planned(idle: list[Idle], ready: tuple[int, ...], alpha_ms: float = 0.0, mode: Any = "adaptive") -> GradientPlan:
-    supplies = [Supply(GRAD, 4, ready, NUMEL)]
+    supplies = [BufferReadiness(GRAD, 4, ready, NUMEL)]
     costs = [LinearCost(alpha_ms, MS_PER_BYTE)]
     return plan_by_time(supplies, [(Lane.INTER,)], costs, idle, mode, solver="dp", chunk_bytes=1 << 16)
 

@@ -12,10 +12,10 @@ from contextlib import closing
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import Body, Lanes, SerialLanes, make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.planning.schedule import HOLD, Draft, Lane, Schedule, Task
-from ds_fsmoe.runtime.lanes import Body, Lanes, SerialLanes, make_lanes
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from tests.lane_cases import (
     COMPUTE,
     CPU,

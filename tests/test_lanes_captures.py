@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.execution import captures
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.planning.schedule import Lane, Task
-from ds_fsmoe.runtime import captures
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.lane_cases import COMPUTE, INTER, INTRA, NEEDS_GPU, BodyError, random_schedule, schedule_of
 from tests.pretended_device import Device, pretended, run_pretended
 from tests.watchdog_cases import LOOKS_FOR_A_HANG, Hangs, file, nobody_looks_after_sigterm

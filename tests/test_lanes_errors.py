@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ds_fsmoe.execution import thread_lanes
+from ds_fsmoe.execution.lanes import Lanes, Observer
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.planning.schedule import HOLD, Lane, Task
-from ds_fsmoe.runtime import thread_lanes
-from ds_fsmoe.runtime.lanes import Lanes, Observer
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from tests.lane_cases import (
     COMPUTE,
     EVERY_LANE,

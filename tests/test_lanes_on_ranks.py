@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.execution.lanes import Body, Lanes, SerialLanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.planning.schedule import Draft, Schedule, Task
-from ds_fsmoe.runtime.lanes import Body, Lanes, SerialLanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from tests.lane_cases import COMPUTE, INTER, INTRA, Log, lanes, schedule_of
 from tests.ranks import run_on_ranks
 from tests.waiting import until

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
+from ds_fsmoe.execution.lanes import Lanes, SerialLanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
+from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.planning.schedule import Lane, Task
-from ds_fsmoe.runtime.lanes import Lanes, SerialLanes
-from ds_fsmoe.runtime.spans import Recorder
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from tests.fake_clock import FakeClock
 from tests.lane_cases import (
     COMPUTE,

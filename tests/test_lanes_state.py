@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.execution import dependencies as crossings_module
+from ds_fsmoe.execution.dependencies import dependencies_of
+from ds_fsmoe.execution.lanes import Lanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.planning.schedule import Lane, Task
-from ds_fsmoe.runtime import crossings as crossings_module
-from ds_fsmoe.runtime.crossings import crossings_of
-from ds_fsmoe.runtime.lanes import Lanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
 from tests.lane_cases import (
     COMPUTE,
     INTER,
@@ -70,8 +70,8 @@ def test_what_is_worked_out_for_a_schedule_lives_as_long_as_it_does() -> None:
     gc.collect()
     before = len(crossings_module._known)
     schedule = random_schedule(2)
-    assert crossings_of(schedule) is crossings_of(schedule)
-    assert crossings_of(random_schedule(2)) is not crossings_of(schedule)
+    assert dependencies_of(schedule) is dependencies_of(schedule)
+    assert dependencies_of(random_schedule(2)) is not dependencies_of(schedule)
     assert len(crossings_module._known) == before + 1
     del schedule
     assert len(crossings_module._known) == before
@@ -86,7 +86,7 @@ def test_a_lane_waits_once_and_for_the_last_only() -> None:
         ("A2A_OUT", INTER, (2, 3)),
         ("GATHER", INTRA, (1,)),
     )
-    crossings = crossings_of(schedule)
+    crossings = dependencies_of(schedule)
     assert [step.needs for step in crossings.steps] == [(), (), (0,), (), (1,), (2,)]
     assert [step.feeds for step in crossings.steps] == [(), (0, 2), (), (1,), (4,), (3,)]
     assert (crossings.joins, crossings.count, crossings.links) == ((3, 4), 5, (INTRA, INTER))

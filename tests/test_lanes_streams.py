@@ -12,11 +12,11 @@ import itertools
 import pytest
 import torch
 
+from ds_fsmoe.execution.dependencies import dependencies_of
+from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.observing.spans import Recorder
 from ds_fsmoe.planning.schedule import HOLD, Draft, Lane, Task
-from ds_fsmoe.runtime.crossings import crossings_of
-from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.spans import Recorder
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.lane_cases import (
     COMPUTE,
     EVERY_LANE,
@@ -74,7 +74,7 @@ def test_streams_wait_no_more_than_the_crossings(pretended: tuple[StreamLanes, D
     for seed in range(50):
         schedule, before = random_schedule(seed), device.num_waits
         run_pretended(pretended, schedule)
-        crossings = crossings_of(schedule)
+        crossings = dependencies_of(schedule)
         assert device.num_waits - before == crossings.count + len(crossings.links)
 
 
@@ -100,7 +100,7 @@ def test_a_schedule_with_more_crossings_than_events_takes_none_twice(pretended: 
         after = [chunk - 1] * (chunk > 1) + [0] * (chunk == num_tasks - 1)
         draft.add("EXPERT", INTRA if chunk % 2 else COMPUTE, chunk=chunk, after=after)
     schedule = draft.finish()
-    assert crossings_of(schedule).count == num_tasks - 1
+    assert dependencies_of(schedule).count == num_tasks - 1
     for turn in range(3):
         issued = run_pretended(pretended, schedule, f"turn {turn}")
         assert all((f"turn {turn}", chunk - 1) in issued[chunk][1] for chunk in range(2, num_tasks))

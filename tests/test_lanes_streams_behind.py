@@ -12,9 +12,9 @@ from typing import NoReturn
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.planning.schedule import Task
-from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
 from tests.lane_cases import COMPUTE, INTER, INTRA, NEEDS_GPU, BodyError, in_time, pause, random_schedule, schedule_of
 from tests.pretended_device import Device, pretended, run_pretended
 from tests.watchdog_cases import LOOKS_FOR_A_HANG, Hangs, file, lane_rows, nobody_looks_after_sigterm

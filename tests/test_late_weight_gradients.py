@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe import GPTFeedForward, MixtralFeedForward
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import ExpertSet
-from ds_fsmoe.components.side_by_side import lay_side_by_side
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.planning.block import ORDERS, BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_OUT, EXPERT, EXPERT_DW, EXPERT_DX, REDUCE, Lane, Schedule, Task
-from ds_fsmoe.runtime.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.wires import Wires
 
 # With all links in the plan; here they lead back to this rank.
 GROUPS = Groups(world=4, gpus_per_node=2, ep=2, esp=2)
@@ -82,7 +82,9 @@ def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
 
 def pipeline_of(lanes: Lanes, block: BlockPlan, executed: Executed, recompute: bool = False) -> Pipeline:
     plans = PhasePlan(BlockPlan(3, block.links), GROUPS, False), PhasePlan(block, GROUPS, True)
-    return Pipeline(lanes, Wires(FlatAllToAll().exchange, None, None), *plans, recompute=recompute, observer=executed)
+    return Pipeline(
+        lanes, Collectives(FlatAllToAll().exchange, None, None), *plans, recompute=recompute, observer=executed
+    )
 
 
 def run(pipeline: Pipeline, experts: list[nn.Module], products: Any = None, together: Any = "auto") -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_fsmoe.launchers import launcher_warnings
+from ds_fsmoe.checks.launchers import launcher_warnings
 from tests.built_ops import build_ops
 from tests.scripts import ROOT, free_port
 from tests.waiting import LIMIT_S

@@ -14,16 +14,16 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 import ds_fsmoe
-from ds_fsmoe.blocks import FSMoEBlock
-from ds_fsmoe.instruments import LayerCall
-from ds_fsmoe.layer import FSMoELayer
-from ds_fsmoe.parts import choose_parts
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.engine.convert_layers import convert, restore
+from ds_fsmoe.execution.lanes import Observer
+from ds_fsmoe.layer.parts import choose_parts
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.stock_layer import FSMoELayer
+from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.schedule import EXPERT, Schedule
-from ds_fsmoe.running import Running
-from ds_fsmoe.runtime.lanes import Observer
-from ds_fsmoe.takeover import give_back, take_over
 from tests.lane_cases import CPU
 
 WIDTH, NUM_EXPERTS = 8, 4
@@ -42,17 +42,17 @@ def run(layer: MoE, tokens: int = 12) -> torch.Tensor:
 
 
 @pytest.fixture
-def running() -> Iterator[Running]:
-    made = Running(FSMoEBlock.model_validate({"pipeline_degree": {"forward": 2, "backward": 2}}), CPU)
+def running() -> Iterator[LayerRuntime]:
+    made = LayerRuntime(FSMoEBlock.model_validate({"pipeline_degree": {"forward": 2, "backward": 2}}), CPU)
     yield made
     made.close()
 
 
 @pytest.fixture
-def layer(running: Running) -> FSMoELayer:
+def layer(running: LayerRuntime) -> FSMoELayer:
     """In an engine that consists of what layers share, its groups made."""
     made = stock_layer()
-    take_over(made, choose_parts(running.block, "cpu"), running=running, label="L00", path="moes.0")
+    convert(made, choose_parts(running.block, "cpu"), running=running, label="L00", path="moes.0")
     made.deepspeed_moe._set_ep_group(None)
     return made.deepspeed_moe
 
@@ -74,12 +74,12 @@ def attributes(layer: MoE) -> list[dict[str, Any]]:
 def test_a_layer_given_back_has_what_it_had_before_and_nothing_else() -> None:
     layer = stock_layer()
     y_SM, classes, before = run(layer), [type(each) for each in layer.modules()], attributes(layer)
-    take_over(layer, choose_parts(FSMoEBlock(), "cpu"))
+    convert(layer, choose_parts(FSMoEBlock(), "cpu"))
     assert isinstance(layer.deepspeed_moe, FSMoELayer)
     assert attributes(layer) != before
     layer.deepspeed_moe.gate.says_entropy = True
     run(layer)
-    give_back(layer)
+    restore(layer)
     assert [type(each) for each in layer.modules()] == classes
     assert [each.keys() for each in attributes(layer)] == [each.keys() for each in before]
     assert attributes(layer) == before

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe import fingerprint
-from ds_fsmoe.fingerprint import by_ranks, cluster_fingerprint
-from ds_fsmoe.runtime import link_facts as module
-from ds_fsmoe.runtime.link_facts import Gpus, Interface, LinkFacts, Port, link_facts, read_nvlink_status
-from ds_fsmoe.runtime.topology import find_topology, topology_of_size
+from ds_fsmoe.distributed.topology import find_topology, topology_of_size
+from ds_fsmoe.measuring import fingerprint
+from ds_fsmoe.measuring import hardware as module
+from ds_fsmoe.measuring.fingerprint import by_ranks, cluster_fingerprint
+from ds_fsmoe.measuring.hardware import Gpus, Interface, LinkFacts, Port, link_facts, read_nvlink_status
 from tests.ranks import run_on_ranks
 from tests.waiting import LIMIT_S
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.runtime.lanes import make_lanes
 from tests.live_memory import LiveMemory
 
 BYTES = torch.uint8

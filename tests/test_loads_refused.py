@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_fsmoe.saving.manifest import NAME, sum_of
-from ds_fsmoe.saving.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.manifest import NAME, sum_of
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.hurry import hurry
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -210,7 +210,7 @@ def test_a_save_says_what_it_does_not_keep(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(tmp_path: Path) -> None:
-    from ds_fsmoe.saving import convert
+    from ds_fsmoe.checkpoint_files import convert
 
     saved = tmp_path / "saved"
     run_on_ranks(save_one, 1, tmp_path / "ranks", str(saved))

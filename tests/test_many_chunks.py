@@ -8,8 +8,9 @@ import logging
 import pytest
 import torch
 
-from ds_fsmoe import LinearGate, MOELayer, SimpleOrder, first_forwards
-from ds_fsmoe.first_forwards import FirstForwards
+from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
+from ds_fsmoe.checks import first_forwards
+from ds_fsmoe.checks.first_forwards import FirstForwards
 from tests.calls import call_of
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.saving.numbering import Numbering, cut_out, join
-from ds_fsmoe.saving.pieces import MASTER
-from ds_fsmoe.saving.tags import CheckpointError
-from ds_fsmoe.saving.whole import Whole
+from ds_fsmoe.checkpoint_files.numbering import Numbering, cut_out, join
+from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.whole import Whole
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, train_steps

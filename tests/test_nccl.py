@@ -15,21 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe import door, launch_order
-from ds_fsmoe.autotune import _Model
-from ds_fsmoe.blocks import FSMoEBlock
 from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
-from ds_fsmoe.config import ConfigError, read_block
-from ds_fsmoe.engine import FSMoEEngine
-from ds_fsmoe.exchanges import exchange_in
-from ds_fsmoe.launch_order import VARIABLE
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.distributed import launch_order, nccl
+from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like, make_groups
+from ds_fsmoe.distributed.launch_order import VARIABLE
+from ds_fsmoe.engine import entry_points
+from ds_fsmoe.engine.engine import FSMoEEngine
+from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
+from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import GRAD
-from ds_fsmoe.running import Running
-from ds_fsmoe.runtime import nccl
-from ds_fsmoe.runtime.flat_gradients import FlatGradients, Scaling
-from ds_fsmoe.runtime.groups import FSMoEGroups, communicator_like, make_groups
-from ds_fsmoe.runtime.lanes import make_lanes
+from ds_fsmoe.tuning.autotune import _Model
 from tests.lane_cases import INTER, INTRA, schedule_of
 from tests.pretended_device import pretended, run_pretended
 from tests.pretended_nccl import Pretended, fake_ranks, pretend_nccl
@@ -89,15 +89,15 @@ def test_both_doors_ask_before_deepspeed_makes_a_group(monkeypatch: pytest.Monke
         seen.append(os.environ.get(VARIABLE))
         raise InterruptedError
 
-    monkeypatch.setattr(door, "_beneath", [deepspeeds_own])
-    monkeypatch.setattr(door.deepspeed, "initialize", door.initialize)
+    monkeypatch.setattr(entry_points, "_beneath", [deepspeeds_own])
+    monkeypatch.setattr(entry_points.deepspeed, "initialize", entry_points.initialize)
     model = SmallModel(Case(), 0)
     for fsmoe, expected in (({"enabled": False}, None), ({"enabled": True}, "1")):
         with pytest.raises(InterruptedError):
-            door.initialize(model=model, config=Case().ds_config(fsmoe=fsmoe))
+            entry_points.initialize(model=model, config=Case().ds_config(fsmoe=fsmoe))
         assert seen.pop() == expected
     os.environ.pop(VARIABLE)
-    door.install()
+    entry_points.install()
     assert os.environ.pop(VARIABLE) == "1"
 
 
@@ -167,10 +167,10 @@ def test_a_run_says_what_its_links_do_and_plans_for_it(
     is_ordered: bool, pretended: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("ds_fsmoe.running.log_on_rank_0", lambda sentence, level=0: said.append(sentence))
+    monkeypatch.setattr("ds_fsmoe.layer.runtime.log_on_rank_0", lambda sentence, level=0: said.append(sentence))
     with fake_ranks(0, 4):
         pretend_nccl(monkeypatch, reasons=(None,) * 4 if is_ordered else (None, None, TOO_OLD, None))
-        running = Running(FSMoEBlock(enabled=True), torch.device("cuda", 0))
+        running = LayerRuntime(FSMoEBlock(enabled=True), torch.device("cuda", 0))
     streams = {id(stream) for stream in running.lanes._links.values()}
     if is_ordered:
         assert (running.links, len(streams), said) == ("reduce_first", 2, [])
@@ -203,7 +203,7 @@ def test_a_stream_of_deepspeeds_own_is_warned_of_where_links_take_turns(
     one_link: str | None, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("ds_fsmoe.engine.log_on_rank_0", lambda sentence, level=0: said.append(sentence))
+    monkeypatch.setattr("ds_fsmoe.engine.engine.log_on_rank_0", lambda sentence, level=0: said.append(sentence))
     block = FSMoEBlock(enabled=True, gradient_partition={"mode": "off"})
     state = SimpleNamespace(block=block, running=SimpleNamespace(one_link=one_link), groups=dict, reduction=None)
     engine = SimpleNamespace(fsmoe=state, zero_overlap_comm=lambda: overlaps)

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from ds_fsmoe import cli
-from ds_fsmoe.autotune import _Model
-from ds_fsmoe.autotune_measuring import Measured
-from ds_fsmoe.config import read_block
+from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.layer.runtime import planned_links
 from ds_fsmoe.planning import cluster as clusters
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape
@@ -32,7 +31,8 @@ from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.report import order_text
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import GEMMS, Layer, Shape, Work, kind_costs, layer_work
-from ds_fsmoe.running import planned_links
+from ds_fsmoe.tuning.autotune import _Model
+from ds_fsmoe.tuning.measure import Measured
 
 LAYERS = 4
 

@@ -20,15 +20,15 @@ from torch import nn
 
 from ds_fsmoe import LinearGate, SimpleOrder
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import ExpertSet
-from ds_fsmoe.components.shards import shard_expert
-from ds_fsmoe.moe_layer import token_path
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.shards import shard_expert
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
-from ds_fsmoe.runtime.lanes import Lanes, Observer, make_lanes
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.wires import Wires
 from tests.covering import covering, every_case
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
@@ -149,8 +149,8 @@ def run_layer(case: Case, ep: int, esp: int, lanes: Lanes, observer: Observer | 
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, backward=False),
         PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, backward=True),
     )
-    wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
-    pipeline = Pipeline(lanes, wires, *plans, recompute=case.recompute, observer=observer)
+    collectives = Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
+    pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     x_SM = problem.x_per_rank[groups.rank].requires_grad_()
     result = token_path(
         x_SM,

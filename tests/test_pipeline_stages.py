@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.reporting.run_files import read_run
+from ds_fsmoe.files.runs import read_run
 from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, LENGTH, WIDTH
 
@@ -135,7 +135,7 @@ def test_stages_with_sharded_experts_train_as_stock_does(tmp_path: Path) -> None
 def what_is_said(rank: int, world_size: int, zero_stage: int, stages: tuple[str, ...]) -> str:
     import deepspeed
 
-    from ds_fsmoe.parts import LayerError
+    from ds_fsmoe.layer.parts import LayerError
 
     deepspeed.init_distributed("gloo")
     with pytest.raises(LayerError) as caught:

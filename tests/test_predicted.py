@@ -16,11 +16,18 @@ import torch
 from torch import nn
 
 from ds_fsmoe import CallbackBase, ConfigError
-from ds_fsmoe.call_observer import CallObserver, sizes_of
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-from ds_fsmoe.config import read_block
+from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.files.traces import range_name, rank_file, read_trace
+from ds_fsmoe.observing.call_observer import CallObserver, sizes_of
+from ds_fsmoe.observing.predicted import Predictor
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.call_shape import CallShape, moe_work, sized
 from ds_fsmoe.planning.cluster import load_cluster
@@ -29,13 +36,6 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
-from ds_fsmoe.predicted import Predictor
-from ds_fsmoe.runtime.lanes import SerialLanes
-from ds_fsmoe.runtime.pipeline import CallSizes as CalledWith
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.trace_files import range_name, rank_file, read_trace
-from ds_fsmoe.runtime.wires import Wires
 from tests.calls import call_of
 from tests.ranks import run_on_ranks
 from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch
@@ -138,7 +138,7 @@ def test_each_call_has_the_prediction_of_its_own_sizes(make_tracer: Callable[...
     groups = Groups(world=1, gpus_per_node=1)
     plans = [PhasePlan(BlockPlan(2), groups, backward=backward) for backward in (False, True)]
     tracer, predictor = make_tracer(1, 1), Predictor(cluster_file(tmp_path))
-    plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07")
+    plain = Pipeline(SerialLanes(), Collectives(lambda x, group: x, None, None), *plans, "L07")
     observer = CallObserver(tracer, predictor=predictor)
     experts = ExpertSet([GPTFeedForward(5, 14) for _ in range(3)])
     for step in range(3):
@@ -191,7 +191,7 @@ def test_gradients_that_travel_in_a_backward_are_as_large_as_they_are(
     groups = Groups(world=4, gpus_per_node=4, ep=2)
     plans = [PhasePlan(BlockPlan(), groups, backward=backward) for backward in (False, True)]
     tracer, gradients = make_tracer(), Gradients()
-    plain = Pipeline(SerialLanes(), Wires(lambda x, group: x, None, None), *plans, "L07", window=gradients)
+    plain = Pipeline(SerialLanes(), Collectives(lambda x, group: x, None, None), *plans, "L07", window=gradients)
     tracer.step(0)
     x_RM, experts = torch.randn(6 * 5, 7, requires_grad=True), ExpertSet([nn.Linear(7, 7) for _ in range(6)])
     observer = CallObserver(tracer, predictor=Predictor(cluster_file(tmp_path)))

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.blocks import AutotuneBlock
-from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.config.blocks import AutotuneBlock
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.observing.step_timer import MeasuredRun, MeasuredStep
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, Schedule
 from ds_fsmoe.planning.timeline import Span, Timeline
-from ds_fsmoe.prediction_watch import PredictionWatch
-from ds_fsmoe.runtime.step_times import MeasuredRun, MeasuredStep
-from ds_fsmoe.step_comparison import Compared, StepComparison
+from ds_fsmoe.tuning.drift import PredictionWatch
+from ds_fsmoe.tuning.step_comparison import Compared, StepComparison
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 

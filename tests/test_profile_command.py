@@ -99,7 +99,7 @@ def test_a_wrong_argument_is_refused_before_anything_is_measured(
     arguments: list[str],
     message: str,
 ) -> None:
-    from ds_fsmoe import profile_job
+    from ds_fsmoe.measuring import profile_job
 
     def measures(*_: object, **__: object) -> None:
         raise AssertionError("measured")
@@ -123,12 +123,12 @@ def test_an_argument_that_is_none_is_refused(capsys: pytest.CaptureFixture[str],
 def test_a_rank_that_fails_is_said_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ds_fsmoe.runtime import cluster_work
+    from ds_fsmoe.measuring import microbenchmarks
 
     def fails(*_: object) -> None:
         raise OSError("the disk is on fire")
 
-    monkeypatch.setattr(cluster_work.F, "one_hot", fails)
+    monkeypatch.setattr(microbenchmarks.F, "one_hot", fails)
     assert cli.main(["profile", "--out", str(tmp_path / "x.json"), *SMALL]) == 1
     said = capsys.readouterr().err
     assert "ds_fsmoe profile: error: failed while measuring how long routing takes: OSError: the disk is on" in said

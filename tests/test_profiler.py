@@ -16,8 +16,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.distributed.fail_together import MeasuringError
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
+from ds_fsmoe.execution.pipeline import CallSizes
+from ds_fsmoe.measuring import cluster_profile, profiler
+from ds_fsmoe.measuring.link_times import fastest, time_links
+from ds_fsmoe.measuring.measurements import Measurements, Measuring
+from ds_fsmoe.measuring.profiler import Subject, measured_slots, profile, slowdowns_of
+from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.measured import (
@@ -35,16 +45,6 @@ from ds_fsmoe.planning.measured import (
 )
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
-from ds_fsmoe.runtime import cluster_profile, profiler
-from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
-from ds_fsmoe.runtime.lanes import SerialLanes, make_lanes
-from ds_fsmoe.runtime.link_times import fastest, time_links
-from ds_fsmoe.runtime.measurements import Measurements, Measuring
-from ds_fsmoe.runtime.one_fate import MeasuringError
-from ds_fsmoe.runtime.pipeline import CallSizes
-from ds_fsmoe.runtime.profiler import Subject, measured_slots, profile, slowdowns_of
-from ds_fsmoe.runtime.stopwatch import Stopwatch
-from ds_fsmoe.runtime.wires import Wires
 from tests.fake_clock import FakeClock
 from tests.ranks import run_on_ranks
 
@@ -76,7 +76,7 @@ def subject_of(experts: list[nn.Module], groups: FSMoEGroups, ep: int, esp: int)
     return Subject(
         "L00",
         "/".join(type(each).__name__ for each in experts),
-        Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group),
+        Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group),
         found,
         len(experts),
         max(1, sum(each.numel() for each in found.parameters if each.dim() > 1)),
@@ -319,9 +319,9 @@ def reduce_by(rank: int, world_size: int) -> list[torch.Tensor]:
     groups = make_groups(1, world_size)
     y_NecM = torch.arange(2.0 * world_size * 3 * 5).view(2 * world_size, 1, 3, 5) * (rank + 1)
     ways = ((), ((0.0, "exchange"),), ((0.0, "backend"),), ((0.0, "backend"), (y_NecM.nbytes + 1.0, "exchange")))
-    wires = [Wires(FlatAllToAll().exchange, None, groups.esp_group, reduces=each) for each in ways]
-    assert [each.reduce_method(y_NecM) for each in wires] == ["exchange", "exchange", "backend", "backend"]
-    return [each.reduce(y_NecM) for each in wires]
+    collectives = [Collectives(FlatAllToAll().exchange, None, groups.esp_group, reduces=each) for each in ways]
+    assert [each.reduce_method(y_NecM) for each in collectives] == ["exchange", "exchange", "backend", "backend"]
+    return [each.reduce(y_NecM) for each in collectives]
 
 
 def test_every_way_to_reduce_gives_the_same_sum(tmp_path: Path) -> None:

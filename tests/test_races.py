@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.runtime import lanes
-from ds_fsmoe.runtime.crossings import Crossings, Step
-from ds_fsmoe.runtime.phase import Phase
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
+from ds_fsmoe.execution import lanes
+from ds_fsmoe.execution.dependencies import Dependencies, Step
+from ds_fsmoe.execution.phase import Phase
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from tests.covering import covering
 from tests.pretended_gpu import Gpu
 from tests.race_cases import Case, Layout, assert_kept, differences, watched
@@ -127,7 +127,7 @@ def test_each_crossing_that_is_dropped_is_reported(case: Case, step: int, monkey
     execute = StreamLanes._execute
     counts = []
 
-    def without(self: StreamLanes, crossings: Crossings, work: lanes.Work, number: int = -1) -> None:
+    def without(self: StreamLanes, crossings: Dependencies, work: lanes.Work, number: int = -1) -> None:
         if "backward" in work.label:
             counts.append(crossings.count - len(crossings.joins))
             steps = tuple(

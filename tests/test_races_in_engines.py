@@ -140,7 +140,7 @@ def test_engines_keep_every_rule_in_all_runs(part: int, tmp_path: Path) -> None:
 
 def without_setting_the_device(_: int, __: int) -> tuple[str, ...]:
     """Breaches of an engine that leaves it to DeepSpeed, which does so once layers have been replaced."""
-    from ds_fsmoe.engine import FSMoEEngine
+    from ds_fsmoe.engine.engine import FSMoEEngine
 
     dist.destroy_process_group()
     FSMoEEngine._configure_with_arguments = DeepSpeedEngine._configure_with_arguments

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import Observer
 from ds_fsmoe.planning.schedule import Task
-from ds_fsmoe.runtime.lanes import Observer
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 from tests.waiting import pause

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from ds_fsmoe.saving.described import read_described
-from ds_fsmoe.saving.manifest import NAME, FileSum, LayerSizes, Manifest, Sizes, faults, omissions, sum_of
-from ds_fsmoe.saving.reading import read_file
-from ds_fsmoe.saving.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.described import read_described
+from ds_fsmoe.checkpoint_files.manifest import NAME, FileSum, LayerSizes, Manifest, Sizes, faults, omissions, sum_of
+from ds_fsmoe.checkpoint_files.reading import read_file
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 # ---- pickles by hand, in protocol 2
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe.cli import COMMANDS
-from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.config.reading import ConfigError, read_block
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -73,7 +73,7 @@ def test_an_error_reads_as_the_docs_show_it(block: dict, shown: str) -> None:
 
 
 def test_every_field_of_the_block_is_in_its_page() -> None:
-    from ds_fsmoe.blocks import FSMoEBlock, GateBlock
+    from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
 
     for name in [*FSMoEBlock.model_fields, *GateBlock.model_fields]:
         assert f"`{name}`" in PAGES["docs/config.md"], name
@@ -87,7 +87,7 @@ LINES = [
 RUN_BY_CI = (ROOT / ".ci" / "run").read_text()
 TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py")))
 MEASURE_FOR_MINUTES = tuple(
-    f"benchmarks/bench_{name}.py"
+    f"benchmarks/cases/bench_{name}.py"
     for name in (
         "pipeline",
         "gradients",

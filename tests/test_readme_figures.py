@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.report_rows import Row, comparison, newest, read
+from benchmarks.reporting.rows import Row, comparison, newest, read
 
 ROOT = Path(__file__).resolve().parents[1]
 FRONT = " ".join((ROOT / "README.md").read_text().split("## Is it faster?")[1].split("\n## ")[0].split())

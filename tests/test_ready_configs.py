@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.config import read_block
+from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.config.schema import schema
 from ds_fsmoe.registry import known, lookup
-from ds_fsmoe.schema import schema
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.files.runs import NoRunError, Run, read_run
+from ds_fsmoe.files.traces import read_trace
 from ds_fsmoe.reporting.comparison import losses_of, pair, times_of
 from ds_fsmoe.reporting.critical_path import BETWEEN, phases
-from ds_fsmoe.reporting.run_files import NoRunError, Run, read_run
-from ds_fsmoe.runtime.trace_files import read_trace
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from ds_fsmoe import registry
-from ds_fsmoe.components.relays import Hop, Nodes, RelayedAllToAll, Relays
+from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Hop, Nodes, Relays
 
-NAMES = [name for name in registry.known("alltoall") if issubclass(registry.lookup("alltoall", name), RelayedAllToAll)]
+NAMES = [
+    name for name in registry.known("alltoall") if issubclass(registry.lookup("alltoall", name), HierarchicalAllToAll)
+]
 LARGER = [(0, 0, 0, 1, 1, 1), (0, 1, 1, 2, 2, 2), (0, 1, 2, 0, 1, 0, 2), (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 1, 2) * 3]
 
 
@@ -27,7 +29,7 @@ def every_shape(size: int) -> Iterator[tuple[int, ...]]:
 SHAPES = [*(shape for size in range(1, 6) for shape in every_shape(size)), *LARGER]
 
 
-def made(name: str) -> RelayedAllToAll:
+def made(name: str) -> HierarchicalAllToAll:
     return registry.lookup("alltoall", name)()
 
 
@@ -144,7 +146,7 @@ def test_blocks_that_lie_in_order_already_are_not_copied() -> None:
     assert torch.equal(turned.go(blocks, None), blocks[[3, 2, 0, 1]])
 
 
-class Crossing(RelayedAllToAll):
+class Crossing(HierarchicalAllToAll):
     """Says that it stays inside, and does not."""
 
     links = ("intra", "inter")
@@ -170,7 +172,7 @@ class Nowhere(Crossing):
     links = ("wire", "inter")
 
 
-class Unsaid(RelayedAllToAll):
+class Unsaid(HierarchicalAllToAll):
     def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
         return ()
 
@@ -186,6 +188,6 @@ class Unsaid(RelayedAllToAll):
         (Unsaid, r"Unsaid.links = \(\): must be some of"),
     ],
 )
-def test_an_algorithm_that_contradicts_itself_is_refused(wrong: type[RelayedAllToAll], sentence: str) -> None:
+def test_an_algorithm_that_contradicts_itself_is_refused(wrong: type[HierarchicalAllToAll], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Relays(wrong(), Nodes.of((0, 0, 1, 1)))

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.cli import main
+from ds_fsmoe.files import runs as run_files
+from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
 from ds_fsmoe.planning.schedule import Lane, Task
-from ds_fsmoe.reporting import run_files
-from ds_fsmoe.runtime.trace_files import TracedRun, rank_file, trace_of, write_trace
 
 TASKS = [Task("A2A_IN", Lane.INTER), Task("EXPERT", Lane.COMPUTE, after=(0,)), Task("A2A_OUT", Lane.INTER, after=(1,))]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fsmoe.saving.manifest import sum_of
+from ds_fsmoe.checkpoint_files.manifest import sum_of
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
@@ -142,7 +142,7 @@ DAMAGES: dict[str, Any] = {
 
 
 def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
-    from ds_fsmoe.saving.tags import CheckpointError
+    from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
     hurry()
     case, block = CASES[0]

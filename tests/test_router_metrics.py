@@ -16,7 +16,7 @@ import torch
 from ds_fsmoe.components import gates
 from ds_fsmoe.components.router import entropy_of
 from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.registry import lookup
 from ds_fsmoe.telemetry.events import of_routers
 from ds_fsmoe.telemetry.routers import LayerLoad, RouterMetrics

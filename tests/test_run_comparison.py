@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.commands.compare import OURS, STOCK, tell
-from ds_fsmoe.reporting import run_files
+from ds_fsmoe.files import runs
+from ds_fsmoe.files.runs import Run, read_run
 from ds_fsmoe.reporting.comparison import WARM_UP, losses_of, settled_after, times_of
-from ds_fsmoe.reporting.run_files import Run, read_run
 
 QUIET = {"step_ms": 20.0, "forward_ms": 5.0, "backward_ms": 9.0, "optimizer_ms": 1.0}
 
@@ -21,9 +21,9 @@ def record(folder: Path, schedule: str, steps: list[dict[str, Any]], first: int 
     """A run as one is recorded; its steps are numbered from ``first`` on."""
     folder.mkdir(parents=True)
     about = {"format": 1, "schedule": schedule, "world_size": 2, "device": "a CPU", "host": "here", "layers": {}}
-    run_files.write_json(folder / run_files.RUN, about | {"ended": "now"})
-    run_files.append_lines(folder / run_files.STEPS, [{"step": n} | row for n, row in enumerate(steps, first)])
-    run_files.write_json(folder / run_files.PLANS, {"layers": [], "settled_at": settled_at})
+    runs.write_json(folder / runs.RUN, about | {"ended": "now"})
+    runs.append_lines(folder / runs.STEPS, [{"step": n} | row for n, row in enumerate(steps, first)])
+    runs.write_json(folder / runs.PLANS, {"layers": [], "settled_at": settled_at})
     return read_run(folder)
 
 
@@ -75,7 +75,7 @@ def test_compare_says_how_many_times_as_fast_ours_is_and_not_the_other_way_round
 ) -> None:
     slow = {"step_ms": 30.0, "forward_ms": 10.0, "backward_ms": 4.5, "optimizer_ms": 1.0}
     # Ours has settled after step 10: the same steps count of both, though stock's before it were faster.
-    record(tmp_path / STOCK, run_files.STOCK, [disturbed(0.1, slow)] * 10 + [slow] * 8)
+    record(tmp_path / STOCK, runs.STOCK, [disturbed(0.1, slow)] * 10 + [slow] * 8)
     record(tmp_path / OURS, "best", [disturbed(50.0, QUIET)] * 10 + [QUIET] * 8, settled_at=10)
     assert tell(tmp_path) == 0
     said = capsys.readouterr().out

@@ -16,21 +16,21 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_fsmoe import GPTFeedForward, LinearGate, MixtralFeedForward, SimpleOrder
-from ds_fsmoe.blocks import FSMoEBlock
+from ds_fsmoe.checks.saved_bytes import SavedBytes, describe, saved_bytes
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.cuts import Cuts
-from ds_fsmoe.components.expert_calls import ExpertCall, ExpertSet
-from ds_fsmoe.components.shards import shard_expert
-from ds_fsmoe.moe_layer import token_path
-from ds_fsmoe.parts import choose_parts
+from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
+from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+from ds_fsmoe.components.expert_compute.shards import shard_expert
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.groups import make_groups
+from ds_fsmoe.engine.convert_layers import convert
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.pipeline import CallSizes, Pipeline
+from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.runtime.groups import make_groups
-from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.pipeline import CallSizes, Pipeline
-from ds_fsmoe.runtime.wires import Wires
-from ds_fsmoe.saved_bytes import SavedBytes, describe, saved_bytes
-from ds_fsmoe.takeover import take_over
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -79,8 +79,8 @@ class Layer:
             PhasePlan(BlockPlan(degree), self.groups.planned, backward)
             for degree, backward in zip(degrees, (False, True), strict=True)
         )
-        wires = Wires(FlatAllToAll().exchange, self.groups.ep_group, self.groups.esp_group)
-        self.pipeline = Pipeline(make_lanes(torch.device("cpu")), wires, *plans, recompute=recompute)
+        collectives = Collectives(FlatAllToAll().exchange, self.groups.ep_group, self.groups.esp_group)
+        self.pipeline = Pipeline(make_lanes(torch.device("cpu")), collectives, *plans, recompute=recompute)
         self.x_SM = torch.randn(num_tokens, width, dtype=dtype, requires_grad=True)
 
     def __call__(self, **changes: Any) -> torch.Tensor:
@@ -256,9 +256,9 @@ def test_an_engine_says_once_before_the_first_backward_what_its_layers_keep(bloc
 # ---- what has come back from autograd goes when it has been read
 
 
-def pieces(*sizes: int) -> tuple[Cuts, list[weakref.ref]]:
+def pieces(*sizes: int) -> tuple[SavedActivations, list[weakref.ref]]:
     """Cuts that have given their tensors away and got them back, and where these are."""
-    cuts, start = Cuts(), 0
+    cuts, start = SavedActivations(), 0
     for size in sizes:
         cuts.put(start, start + size, (torch.randn(2, size, 3), None))
         start += size
@@ -354,7 +354,7 @@ def peak_of_layer(takes_over: bool, expert: nn.Module, k: int, dtype: torch.dtyp
     torch.manual_seed(0)
     layer = MoE(LARGE[1], expert, num_experts=E, ep_size=1, k=k, capacity_factor=1.2, use_rts=False).to(dtype)
     if takes_over:
-        take_over(layer, choose_parts(FSMoEBlock(), "cpu"))
+        convert(layer, choose_parts(FSMoEBlock(), "cpu"))
     x_SM = torch.randn(LARGE[0], LARGE[1], dtype=dtype, requires_grad=True)
     for _ in range(2):
         layer.zero_grad()

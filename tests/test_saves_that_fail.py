@@ -15,9 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ds_fsmoe import checkpoint_saving
-from ds_fsmoe.saving import manifest, pieces, publishing, tags
-from ds_fsmoe.saving.tags import CheckpointError
+from ds_fsmoe.checkpoint import saving
+from ds_fsmoe.checkpoint_files import manifest, pieces, publishing, tags
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case
@@ -65,8 +65,8 @@ FAILURES: dict[str, Failure] = {
     "the script beside it": ((0,), lambda engine: patch.object(engine, "_copy_recovery_script", failing)),
     "what ends a save of DeepSpeed's": ((1,), lambda engine: patch.object(engine.checkpoint_engine, "commit", failing)),
     "every rank": ((0, 1), lambda engine: patch.object(engine.checkpoint_engine, "save", failing)),
-    "generators": ((1,), lambda _: patch.object(checkpoint_saving, "random_states", failing)),
-    "where states lie": ((1,), lambda _: patch.object(checkpoint_saving, "index_of", failing)),
+    "generators": ((1,), lambda _: patch.object(saving, "random_states", failing)),
+    "where states lie": ((1,), lambda _: patch.object(saving, "index_of", failing)),
     "the index": ((0,), lambda _: patch.object(pieces.Index, "write", failing)),
     "listing": ((1,), lambda _: patch.object(manifest, "names_in", failing)),
     "summing up": ((1,), lambda _: patch.object(manifest, "sum_of", failing)),

@@ -12,10 +12,10 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_fsmoe.components.expert import LocalExperts
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.grouped_call import GroupedCall
+from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side, stacked
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from ds_fsmoe.components.side_by_side import lay_side_by_side, stacked
-from ds_fsmoe.components.written_together import TogetherCall
 from tests.expert_cases import H, M, backward, forward, make_experts, rows
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
@@ -190,13 +190,13 @@ def compare_with_stock(rank: int, world_size: int) -> list[tuple[int, str, bool,
     import ds_fsmoe
 
     at_once: list[int] = []
-    method = TogetherCall._dx_at_once
+    method = GroupedCall._dx_at_once
 
     def noted(*args):
         at_once.append(1)
         return method(*args)
 
-    TogetherCall._dx_at_once = noted
+    GroupedCall._dx_at_once = noted
     found = []
     for stage, dtype in ((0, torch.float32), (1, torch.float32), (2, torch.float32), (1, torch.bfloat16)):
         stocks = train(deepspeed.initialize, stage, dtype, rank, None)

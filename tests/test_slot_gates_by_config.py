@@ -11,9 +11,9 @@ import torch
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
 import ds_fsmoe
-from ds_fsmoe import takeover
 from ds_fsmoe.components.gates.softmoe import SoftMoEGate
-from ds_fsmoe.config import ConfigError, read_block
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.engine import convert_layers
 from tests.ranks import run_on_ranks
 from tests.small_model import WIDTH, Case, SmallModel, batch
 from tests.tensor_parallel import begin, degrees
@@ -123,7 +123,7 @@ def test_tensor_parallel_ranks_share_the_slots_out(name: str, tmp_path: Path) ->
 
 def what_is_warned_of(rank: int, world_size: int) -> list[list[str]]:
     said: list[str] = []
-    takeover.log_on_rank_0 = lambda message, level: said.append(message)
+    convert_layers.log_on_rank_0 = lambda message, level: said.append(message)
     found = []
     for name in GATES:
         found.append([])

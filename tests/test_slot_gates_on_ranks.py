@@ -14,17 +14,17 @@ from torch import nn
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
-from ds_fsmoe.moe_layer import token_path
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
+from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.runtime.duplicates import Duplicates
-from ds_fsmoe.runtime.groups import FSMoEGroups, make_groups
-from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.wires import Wires
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, capacity_of
 from tests.samples import sampled
@@ -105,7 +105,7 @@ def run_layer(
     experts: list[nn.Module],
     lanes: Lanes,
     number: int,
-    duplicates: Duplicates | None = None,
+    duplicates: TensorParallelTokens | None = None,
 ) -> dict[str, Any]:
     """One forward and backward with the tokens of one rank of the problem."""
     gate = make_gate(case, problem)
@@ -113,14 +113,14 @@ def run_layer(
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, backward=False),
         PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, backward=True),
     )
-    wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
+    collectives = Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
     x_SM = problem.x_per_rank[number].clone().requires_grad_()
     result = token_path(
         x_SM,
         problem.used_per_rank[number],
         gate=gate,
         order=registry.lookup("order", gate.gives.order if case.order == "auto" else case.order)(),
-        pipeline=Pipeline(lanes, wires, *plans, recompute=case.recompute),
+        pipeline=Pipeline(lanes, collectives, *plans, recompute=case.recompute),
         experts=ExpertSet(experts, keep_expert_dim=True),
         group=groups.block_group,
         duplicates=duplicates,
@@ -201,7 +201,7 @@ def compare_duplicates(rank: int, world_size: int) -> list[str]:
     for case in CASES:
         problem = problem_of(case, 1)
         experts = local_experts(problem.experts, groups, world_size, 1)
-        ours = run_layer(case, problem, groups, experts, lanes, 0, Duplicates(dist.group.WORLD))
+        ours = run_layer(case, problem, groups, experts, lanes, 0, TensorParallelTokens(dist.group.WORLD))
         theirs, of_experts = expected(case, problem, [0], 0)
         theirs["dexperts"] = parameters_of(local_experts(of_experts, groups, world_size, 1))
         found += differing(case, ours, theirs)

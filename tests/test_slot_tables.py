@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_fsmoe.runtime import chunking
-from ds_fsmoe.runtime.chunking import Cutting
+from ds_fsmoe.execution import chunking
+from ds_fsmoe.execution.chunking import Cutting
 
 
 class Noting(TorchDispatchMode):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.blocks import FSMoEBlock
-from ds_fsmoe.speed_warnings import speed_warnings
+from ds_fsmoe.checks.speed_warnings import speed_warnings
+from ds_fsmoe.config.blocks import FSMoEBlock
 
 TUNED = {"enabled": True, "autotune": {"enabled": True}}
 

@@ -13,8 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_fsmoe.call_observer import CallObserver
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.observing.call_observer import CallObserver
+from ds_fsmoe.observing.step_timer import StepClock
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cost import LinearCost
@@ -22,11 +27,6 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT, Schedule, Task
 from ds_fsmoe.planning.timeline import Timeline, simulate
-from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.step_times import StepClock
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.wires import Wires
 from tests.calls import call_of
 from tests.fake_clock import FakeClock
 from tests.lane_cases import COMPUTE, CPU, NEEDS_GPU, device_of
@@ -56,7 +56,7 @@ class Model:
     def __init__(self, clock: StepClock, lanes: Lanes, host: FakeClock, **others: Any) -> None:
         groups = Groups(world=1, gpus_per_node=1)
         plans = [PhasePlan(BlockPlan(degree), groups, degree == 1) for degree in (2, 1)]
-        self.pipeline = Pipeline(lanes, Wires(lambda x, group: x, None, None), *plans, "L07")
+        self.pipeline = Pipeline(lanes, Collectives(lambda x, group: x, None, None), *plans, "L07")
         self.observer = CallObserver(clock=clock, **others)
         self.clock, self.host = clock, host
         self.experts = ExpertSet([Sleepy(host) for _ in range(EXPERTS)])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ds_fsmoe.runtime.stopwatch import BUDGET_S, FEWEST, MOST, Stopwatch
+from ds_fsmoe.measuring.stopwatch import BUDGET_S, FEWEST, MOST, Stopwatch
 from tests.fake_clock import SetClock
 
 # What an operation of each size takes.

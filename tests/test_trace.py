@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import Lanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
+from ds_fsmoe.files.traces import range_name
+from ds_fsmoe.observing import trace as trace_module
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import HOLD, Schedule, Task
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.runtime import trace as trace_module
-from ds_fsmoe.runtime.lanes import Lanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.trace_files import (
-    range_name,
-)
 from tests.fake_clock import FakeClock
 from tests.lane_cases import COMPUTE, INTER, INTRA, KINDS, random_schedule
 from tests.trace_cases import (

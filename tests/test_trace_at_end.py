@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.blocks import FSMoEBlock
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.execution.lanes import Body, Lanes, SerialLanes, make_lanes
+from ds_fsmoe.files.traces import read_trace
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.observing import exit_hooks
+from ds_fsmoe.observing import trace as trace_module
+from ds_fsmoe.observing.trace import Tracer
+from ds_fsmoe.observing.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from ds_fsmoe.planning.schedule import Task
-from ds_fsmoe.running import Running
-from ds_fsmoe.runtime import process_ends
-from ds_fsmoe.runtime import trace as trace_module
-from ds_fsmoe.runtime.lanes import Body, Lanes, SerialLanes, make_lanes
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.trace_files import read_trace
-from ds_fsmoe.runtime.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from tests.fake_clock import SteppedClock
 from tests.lane_cases import CPU, BodyError
 from tests.ranks import run_on_ranks
@@ -64,7 +64,7 @@ def be_traced_until_one_is_missing(rank: int, world_size: int, folder: str, over
     clock, missing = SteppedClock(), Path(folder, "missing")
     watchdog = Watchdog(lanes, TIMEOUT_S, Path(folder, f"rank{rank}.txt"), host=clock)
     # So long the main thread may take to end the process by the signal; in a collective it cannot.
-    process_ends._MAIN_LIMIT_S = LIMIT_S if overlap else 0.2
+    exit_hooks._MAIN_LIMIT_S = LIMIT_S if overlap else 0.2
     tracer = Tracer(Path(folder, "trace"), rank, 5, 2, CPU)
     watchdog.at_end.append(tracer.save)
     num_exchanged = 0
@@ -159,7 +159,7 @@ def test_a_job_that_is_told_to_end_leaves_the_trace_of_its_engine(tmp_path: Path
 def test_the_error_of_a_run_saves_the_trace_whoever_catches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trace = {"enabled": True, "start_step": 0, "num_steps": 2, "path": "trace"}
-    running = Running(FSMoEBlock.model_validate({"enabled": True, "trace": trace}), CPU)
+    running = LayerRuntime(FSMoEBlock.model_validate({"enabled": True, "trace": trace}), CPU)
     assert running.tracer is not None
 
     def fail(task: Task) -> None:

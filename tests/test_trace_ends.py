@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from ds_fsmoe.execution.lanes import Lanes, SerialLanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
+from ds_fsmoe.files.traces import rank_file, read_trace
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.schedule import HOLD, Schedule, Task
-from ds_fsmoe.runtime.lanes import Lanes, SerialLanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.trace_files import (
-    rank_file,
-    read_trace,
-)
 from tests.fake_clock import FakeClock
 from tests.lane_cases import COMPUTE, BodyError, random_schedule
 from tests.trace_cases import (
@@ -229,8 +226,8 @@ import sys
 from pathlib import Path
 import torch
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
-from ds_fsmoe.runtime.lanes import SerialLanes
-from ds_fsmoe.runtime.trace import Tracer
+from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.observing.trace import Tracer
 
 tracer = Tracer(Path(sys.argv[1]), 0, 7, 100, torch.device("cpu"))
 tracer.step(7)

@@ -11,17 +11,11 @@ from typing import Any
 
 import pytest
 
+from ds_fsmoe.execution.lanes import Lanes
+from ds_fsmoe.files.traces import TracedRun, merge_traces, rank_file, trace_of, write_trace
+from ds_fsmoe.observing import trace as trace_module
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.schedule import Task
-from ds_fsmoe.runtime import trace as trace_module
-from ds_fsmoe.runtime.lanes import Lanes
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.trace_files import (
-    TracedRun,
-    merge_traces,
-    rank_file,
-    trace_of,
-    write_trace,
-)
 from tests.lane_cases import COMPUTE, CPU
 from tests.trace_cases import (
     assert_no_overlap,

@@ -12,25 +12,18 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.expert_calls import ExpertSet
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.distributed.groups import make_groups
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.files.traces import MEASURED, PREDICTED, merge_traces, range_name, rank_file, read_trace
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import HOLD
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.runtime.groups import make_groups
-from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.pipeline import Pipeline
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.trace_files import (
-    MEASURED,
-    PREDICTED,
-    merge_traces,
-    range_name,
-    rank_file,
-    read_trace,
-)
-from ds_fsmoe.runtime.wires import Wires
 from tests.lane_cases import CPU, KINDS
 from tests.ranks import run_on_ranks
 from tests.trace_cases import assert_no_overlap, assert_valid, events_of
@@ -52,8 +45,8 @@ def pipeline_on_a_rank(rank: int, world_size: int, folder: str, esp: int) -> lis
         for phase, plan in zip(degrees, plans, strict=True)
     }
     lanes, tracer = make_lanes(CPU), Tracer(Path(folder), rank, 1, 2, CPU, predicted)
-    wires = Wires(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
-    layers = [Pipeline(lanes, wires, *plans, label=f"L{number:02d}", observer=tracer) for number in (2, 3)]
+    collectives = Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
+    layers = [Pipeline(lanes, collectives, *plans, label=f"L{number:02d}", observer=tracer) for number in (2, 3)]
     experts = ExpertSet([nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS * esp // world_size)], keep_expert_dim=True)
     for step in range(4):
         tracer.step(step)

@@ -7,15 +7,12 @@ import json
 import random
 from collections.abc import Callable
 
+from ds_fsmoe.execution.lanes import Lanes
+from ds_fsmoe.files.traces import TracedRun, trace_of
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import Task
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
-from ds_fsmoe.runtime.lanes import Lanes
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.trace_files import (
-    TracedRun,
-    trace_of,
-)
 from tests.fake_clock import FakeClock
 from tests.lane_cases import COMPUTE
 from tests.trace_cases import (

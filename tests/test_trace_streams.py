@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.observing import trace as trace_module
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import Schedule, Task
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.runtime import trace as trace_module
-from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
-from ds_fsmoe.runtime.trace import Tracer
 from tests.fake_clock import FakeClock
 from tests.lane_cases import COMPUTE, INTER, INTRA, KINDS, NEEDS_GPU
 from tests.pretended_device import Device, pretended, run_pretended

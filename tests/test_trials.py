@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.trials import Trials
+from ds_fsmoe.tuning.trials import Trials
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import sampled

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_fsmoe.runtime import groups as ours
-from ds_fsmoe.runtime.groups import make_groups
-from ds_fsmoe.runtime.topology import topology_of_hosts, why_not_sharded
+from ds_fsmoe.distributed import groups as ours
+from ds_fsmoe.distributed.groups import make_groups
+from ds_fsmoe.distributed.topology import topology_of_hosts, why_not_sharded
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch

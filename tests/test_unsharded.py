@@ -14,8 +14,8 @@ from torch import nn
 
 import ds_fsmoe
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from ds_fsmoe.distributed.agreement import DisagreementError
 from ds_fsmoe.log import logger
-from ds_fsmoe.runtime.agreement import DisagreementError
 from tests.hurry import hurry
 from tests.logged import Said
 from tests.ranks import run_on_ranks

@@ -7,8 +7,8 @@ import json
 import random
 from pathlib import Path
 
+from ds_fsmoe.files.runs import Run
 from ds_fsmoe.reporting.comparison import StepTimes
-from ds_fsmoe.reporting.run_files import Run
 from ds_fsmoe.reporting.verdict import disturbance, ratio_interval, reasons
 
 

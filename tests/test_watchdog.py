@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import Lanes, SerialLanes, make_lanes
+from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.schedule import Lane, Task
-from ds_fsmoe.runtime.lanes import Lanes, SerialLanes, make_lanes
-from ds_fsmoe.runtime.watchdog import Watchdog
 from tests.fake_clock import SteppedClock
 from tests.waiting import until
 from tests.watchdog_cases import (

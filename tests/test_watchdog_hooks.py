@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from ds_fsmoe.execution.lanes import Lanes, SerialLanes
+from ds_fsmoe.observing.watchdog import Watchdog, report_file
 from ds_fsmoe.planning.schedule import Task
-from ds_fsmoe.runtime.lanes import Lanes, SerialLanes
-from ds_fsmoe.runtime.watchdog import Watchdog, report_file
 from tests.fake_clock import SteppedClock
 from tests.waiting import until
 from tests.watchdog_cases import (

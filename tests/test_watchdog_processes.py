@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.execution.lanes import Body, SerialLanes, make_lanes
+from ds_fsmoe.observing import exit_hooks
+from ds_fsmoe.observing.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from ds_fsmoe.planning.schedule import Task
-from ds_fsmoe.runtime import process_ends
-from ds_fsmoe.runtime.lanes import Body, SerialLanes, make_lanes
-from ds_fsmoe.runtime.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from tests.fake_clock import SteppedClock
 from tests.ranks import run_on_ranks
 from tests.waiting import LIMIT_S, linger, stand_still
@@ -47,7 +47,7 @@ def run_twice_with_one_missing(
     options: dict[str, Any] = {"first_use_s": 0} if misses_first else {}
     Watchdog(lanes, TIMEOUT_S, Path(folder, f"rank{rank}.txt"), host=clock, **options)
     # So long the main thread may take to end the process by the signal; in a collective it cannot.
-    process_ends._MAIN_LIMIT_S = LIMIT_S if overlap else 0.2
+    exit_hooks._MAIN_LIMIT_S = LIMIT_S if overlap else 0.2
     num_exchanged = 0
 
     def exchange(task: Task) -> None:
@@ -159,8 +159,8 @@ def test_the_sigterm_of_a_forked_process_is_its_own(tmp_path: Path) -> None:
 def test_an_error_that_nobody_catches_leaves_a_report_and_is_shown_as_ever(tmp_path: Path) -> None:
     script = """
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
-from ds_fsmoe.runtime.lanes import SerialLanes
-from ds_fsmoe.runtime.watchdog import Watchdog
+from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.observing.watchdog import Watchdog
 
 class Engine:
     def __init__(self):

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.autotune_cache import MeasurementCache
+from ds_fsmoe.checkpoint_files import tags
 from ds_fsmoe.cli import main
+from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.files import runs
+from ds_fsmoe.files.traces import rank_file, trace_of, write_trace
+from ds_fsmoe.files.whole_files import append_to, new_file, read_regular, write_whole
+from ds_fsmoe.measuring.cache import MeasurementCache
+from ds_fsmoe.measuring.measurements import Measurements
+from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.timeline import Contention
-from ds_fsmoe.reporting import run_files
-from ds_fsmoe.runtime.lanes import SerialLanes
-from ds_fsmoe.runtime.measurements import Measurements
-from ds_fsmoe.runtime.trace_files import rank_file, trace_of, write_trace
-from ds_fsmoe.runtime.watchdog import Watchdog
-from ds_fsmoe.saving import tags
-from ds_fsmoe.whole_files import append_to, new_file, read_regular, write_whole
 from tests.waiting import make_older
 
 FINGERPRINT = {"host": "here"}
@@ -45,8 +45,8 @@ def report_error(folder: Path) -> Path:
 
 
 def record_run(folder: Path) -> Path:
-    run_files.write_json(folder / run_files.RUN, {"format": 1, "schedule": "best"})
-    return folder / run_files.RUN
+    runs.write_json(folder / runs.RUN, {"format": 1, "schedule": "best"})
+    return folder / runs.RUN
 
 
 def save_trace(folder: Path) -> Path:
@@ -61,7 +61,7 @@ def point(folder: Path) -> Path:
 
 
 def make_page(folder: Path) -> Path:
-    run_files.write_json(folder / run_files.RUN, {"format": 1, "schedule": "best"})
+    runs.write_json(folder / runs.RUN, {"format": 1, "schedule": "best"})
     assert main(["report", str(folder)]) == 0
     return folder / "report.html"
 
@@ -167,10 +167,10 @@ def test_pipes_and_devices_are_neither_read_nor_waited_at_nor_replaced(tmp_path:
 
 def test_a_record_with_pipes_in_it_is_shown_without_them(tmp_path: Path, capsys) -> None:
     record_run(tmp_path)
-    os.mkfifo(tmp_path / run_files.STEPS)
-    os.mkfifo(tmp_path / run_files.PLANS)
+    os.mkfifo(tmp_path / runs.STEPS)
+    os.mkfifo(tmp_path / runs.PLANS)
     assert within_a_minute(lambda: [main(["report", str(tmp_path)])]) == [0]
-    assert f"{run_files.STEPS} cannot be read" in capsys.readouterr().out
+    assert f"{runs.STEPS} cannot be read" in capsys.readouterr().out
 
 
 def test_a_host_may_have_any_name(tmp_path: Path, monkeypatch) -> None:

@@ -15,11 +15,11 @@ from pydantic import BaseModel
 
 import ds_fsmoe
 from ds_fsmoe import registry
-from ds_fsmoe.blocks import FSMoEBlock, GateBlock, block_in, words_for
-from ds_fsmoe.config import ConfigError, read_block
-from ds_fsmoe.engine_state import alike
-from ds_fsmoe.schema import schema
-from ds_fsmoe.words import words_of
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock, block_in, words_for
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.config.schema import schema
+from ds_fsmoe.config.words import words_of
+from ds_fsmoe.engine.state import alike
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
@@ -181,13 +181,13 @@ class GateOfAUser(ds_fsmoe.GateBase):
 
 
 def test_a_gate_of_a_user_may_have_either_word_in_its_signature(monkeypatch) -> None:
-    from ds_fsmoe.parts import choose_parts
-    from ds_fsmoe.takeover import take_over
+    from ds_fsmoe.engine.convert_layers import convert
+    from ds_fsmoe.layer.parts import choose_parts
 
     monkeypatch.setitem(registry._PARTS["gate"], "of a user", GateOfAUser)
     block = read({"gate": {"type": "of a user", "top_k": 3}})
     layer = SmallModel(Case(k=2), rank=0).moes[0]
-    take_over(layer, choose_parts(block, "cpu"), block.gate)
+    convert(layer, choose_parts(block, "cpu"), block.gate)
     assert layer.deepspeed_moe.gate.top_k == 3
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ds_fsmoe.runtime.lanes import make_lanes
-from ds_fsmoe.runtime.stream_lanes import StreamLanes
+from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from tests.fake_clock import SetClock
 from tests.pretended_device import Device
 

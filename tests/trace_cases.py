@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.files.traces import read_trace
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.schedule import Draft, Schedule, Task
-from ds_fsmoe.runtime.lanes import Lanes, make_lanes
-from ds_fsmoe.runtime.trace import Tracer
-from ds_fsmoe.runtime.trace_files import read_trace
 from tests.lane_cases import COMPUTE, CPU, INTER, KINDS
 from tests.waiting import pause
 

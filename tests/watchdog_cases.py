@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fsmoe.execution.lanes import Body, Lanes, make_lanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
+from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
-from ds_fsmoe.runtime.lanes import Body, Lanes, make_lanes
-from ds_fsmoe.runtime.thread_lanes import ThreadLanes
-from ds_fsmoe.runtime.watchdog import Watchdog
 from tests.fake_clock import SteppedClock
 from tests.waiting import until, until_blocked
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.commands.tables import print_table
-from ds_fsmoe.given import HELP as HELP_ON_BLOCK
-from ds_fsmoe.given import OPTION, read_given, take_option
+from ds_fsmoe.engine.command_line import HELP as HELP_ON_BLOCK
+from ds_fsmoe.engine.command_line import OPTION, read_given, take_option
+from ds_fsmoe.files.runs import RUN, STEPS, Run
 from ds_fsmoe.reporting.comparison import StepTimes, step_times_ms
-from ds_fsmoe.reporting.run_files import RUN, STEPS, Run
 
 HELP = "your training command with and without the block: speed, losses, where the time went"
 STOCK, OURS = "stock", "ours"
@@ -98,7 +98,7 @@ def _train_as(
     Raises:
         ValueError: it cannot be started, or has recorded nothing.
     """
-    from ds_fsmoe.reporting.run_files import read_run
+    from ds_fsmoe.files.runs import read_run
 
     folder = out / kind
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def find_config(command: Sequence[str]) -> Subject:
     Raises:
         ValueError: none does, or several do.
     """
-    from ds_fsmoe.compat import load_ds_config
+    from ds_fsmoe.engine.compat import load_ds_config
 
     found, without = [], []
     for place, argument in enumerate(command):
@@ -243,8 +243,8 @@ def tell(out: Path) -> int:
     Returns:
         0, or 1 where one of them has recorded nothing that can be compared.
     """
+    from ds_fsmoe.files.runs import has_trace, read_run
     from ds_fsmoe.reporting.comparison import losses_of, settled_after, times_of
-    from ds_fsmoe.reporting.run_files import has_trace, read_run
 
     stock, ours = (read_run(out / kind) for kind in (STOCK, OURS))
     for each in (stock, ours):

@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-file-gb {args.max_file_gb:g}: must be more than 0")
     from tqdm import tqdm
 
-    from ds_fsmoe.saving import convert
-    from ds_fsmoe.saving.names import read_rename
-    from ds_fsmoe.saving.tags import CheckpointError
+    from ds_fsmoe.checkpoint_files import convert
+    from ds_fsmoe.checkpoint_files.names import read_rename
+    from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
     renames = [read_rename(each) for each in args.rename]
     if (args.to in ("stock", "deepspeed") and args.dtype) or (args.to == "stock" and renames):

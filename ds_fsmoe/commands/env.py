@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_fsmoe.commands.tables import check_folders, print_table
-from ds_fsmoe.runtime.link_facts import link_facts
+from ds_fsmoe.measuring.hardware import link_facts
 from ds_fsmoe.versions import SUPPORTED, TESTED, VERSION
 
 HELP = "what is installed and supported, which parts there are, what ops, links and locks"
@@ -130,6 +130,6 @@ def _version_row(name: str, found: str | None) -> Row:
     # A laptop that plans has no packaging library; without it the range is shown and left unjudged.
     if importlib.util.find_spec("packaging") is None:
         return name, found, "[OKAY]", works
-    from ds_fsmoe.compat import in_range
+    from ds_fsmoe.engine.compat import in_range
 
     return name, found, "[OKAY]" if in_range(name, found) else "[FAIL]", works

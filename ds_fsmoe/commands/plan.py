@@ -137,7 +137,7 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 
 def _model(args: argparse.Namespace) -> tuple[Shape, int]:
     """One layer, and how many of them there are."""
-    from ds_fsmoe.planning.grid import DEFAULT_EXPERTS, MODELS, model
+    from ds_fsmoe.planning.paper.grid import DEFAULT_EXPERTS, MODELS, model
     from ds_fsmoe.planning.workload import Shape
 
     given = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ds_fsmoe.commands.tables import print_table
 
 if TYPE_CHECKING:
-    from ds_fsmoe.profile_job import Result
+    from ds_fsmoe.measuring.profile_job import Result
 
 HELP = "what does this cluster take: measured, without training, for plan --cluster"
 _LEAST_BYTES = 1 << 10
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, write and print."""
     if args.max_bytes < _LEAST_BYTES:
         raise ValueError(f"--max-bytes = {args.max_bytes}: must be at least {_LEAST_BYTES}")
-    from ds_fsmoe.profile_job import MeasuringError, measure_and_write
+    from ds_fsmoe.measuring.profile_job import MeasuringError, measure_and_write
 
     try:
         result = measure_and_write(args.out, args.dtype, args.ranks_per_node, args.max_bytes)

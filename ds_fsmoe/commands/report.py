@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and its pictures beside it."""
+    from ds_fsmoe.files.runs import NoRunError, read_run
+    from ds_fsmoe.files.whole_files import write_whole
     from ds_fsmoe.reporting.page import make_page
-    from ds_fsmoe.reporting.run_files import NoRunError, read_run
-    from ds_fsmoe.whole_files import write_whole
 
     folder: Path = args.run_dir
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.commands.tables import check_folders, print_table
 
 if TYPE_CHECKING:
-    from ds_fsmoe.planning.paper import Bed, ModelRow
+    from ds_fsmoe.planning.paper.evaluation import Bed, ModelRow
 
 HELP = "the paper's evaluation, simulated, beside its figures"
 PARTS = ("table5", "figures", "sensitivity")
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
-    from ds_fsmoe.planning import paper
+    from ds_fsmoe.planning.paper import evaluation
 
     if (args.sample is not None and args.sample < 1) or args.best_sample < 0:
         raise ValueError(f"--sample = {args.sample}, --best-sample = {args.best_sample}: must be at least 1 and 0")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return _timeline(args)
     if args.png is not None:
         raise ValueError("--png draws a timeline: say which with --timeline")
-    beds = [paper.load_bed(each, costs=args.costs) for each in ("a", "b") if args.testbed in (each, "both")]
+    beds = [evaluation.load_bed(each, costs=args.costs) for each in ("a", "b") if args.testbed in (each, "both")]
     print("assumed:")
     print("\n".join(f"  - {each}" for each in ASSUMPTIONS))
     found: dict[str, Any] = {"costs": args.costs, "sample": args.sample, "assumptions": ASSUMPTIONS}
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _timeline(args: argparse.Namespace) -> int:
-    from ds_fsmoe.planning.figures import timeline
+    from ds_fsmoe.planning.paper.figures import timeline
 
     title, line = timeline(args.timeline)
     print(f"{title}\n{line.gantt(110)}")
@@ -103,10 +103,10 @@ def _progress(title: str, done: int, total: int) -> None:
 
 
 def _table_5(bed: Bed, sample: int | None, best_sample: int) -> dict[str, Any]:
-    from ds_fsmoe.planning import paper
+    from ds_fsmoe.planning.paper import evaluation
 
-    table = paper.table_5(bed, sample=sample, progress=_progress)
-    printed = paper.TABLE_5[bed.letter]
+    table = evaluation.table_5(bed, sample=sample, progress=_progress)
+    printed = evaluation.TABLE_5[bed.letter]
     print(f"\ntable 5, testbed {bed.letter.upper()}: mean speedup over tutel, {table.num_layers} layers")
     print_table(
         ("system", "paper", "contended", "off by", "ideal links"),
@@ -124,7 +124,7 @@ def _table_5(bed: Bed, sample: int | None, best_sample: int) -> dict[str, Any]:
     share = table.degrees_differ / table.num_layers
     print(
         f"degrees of forward and backward differ in {table.degrees_differ} of {table.num_layers} layers ({share:.0%}); "
-        f"the paper: {paper.DEGREES_DIFFER} of 1458 ({paper.DEGREES_DIFFER / 1458:.0%})"
+        f"the paper: {evaluation.DEGREES_DIFFER} of 1458 ({evaluation.DEGREES_DIFFER / 1458:.0%})"
     )
     found = {
         "testbed": bed.letter,
@@ -135,7 +135,7 @@ def _table_5(bed: Bed, sample: int | None, best_sample: int) -> dict[str, Any]:
         "degrees_differ": table.degrees_differ,
     }
     if best_sample:
-        drawn = paper.table_5(bed, ("fsmoe", "best"), best_sample, _progress)
+        drawn = evaluation.table_5(bed, ("fsmoe", "best"), best_sample, _progress)
         pairs = zip(drawn.layers_ms["fsmoe"], drawn.layers_ms["best"], strict=True)
         ratios = [fsmoe_ms / best_ms for fsmoe_ms, best_ms in pairs]
         print(
@@ -147,10 +147,10 @@ def _table_5(bed: Bed, sample: int | None, best_sample: int) -> dict[str, Any]:
 
 
 def _figures() -> dict[str, Any]:
-    from ds_fsmoe.planning import paper
+    from ds_fsmoe.planning.paper import evaluation
 
     found: dict[str, Any] = {}
-    for title, rows in paper.figures():
+    for title, rows in evaluation.figures():
         print(f"\n{title}: speedup over deepspeed, contended")
         names = list(rows[0].step_ms)
         print_table(
@@ -175,7 +175,7 @@ _PAPERS_AVERAGES = {
 
 
 def _print_averages(title: str, rows: Sequence[ModelRow]) -> None:
-    from ds_fsmoe.planning.paper import mean_over
+    from ds_fsmoe.planning.paper.evaluation import mean_over
 
     settings = groupby(rows, key=lambda row: row.setting) if "by" in title else [("all", rows)]
     for setting, same in settings:
@@ -192,9 +192,9 @@ def _speedups(over: Mapping[str, float], names: Sequence[str]) -> list[str]:
 
 
 def _sensitivity(bed: Bed, sample: int | None) -> list[dict[str, Any]]:
-    from ds_fsmoe.planning import paper
+    from ds_fsmoe.planning.paper import evaluation
 
-    rows = paper.sensitivity(bed, sample, progress=_progress)
+    rows = evaluation.sensitivity(bed, sample, progress=_progress)
     print(f"\nsensitivity, testbed {bed.letter.upper()}: what the degree chosen from wrong costs loses")
     print_table(
         ("wrong", "off by", "mean loss", "worst loss", "degree changes"),

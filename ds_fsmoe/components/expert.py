@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ds_fsmoe.components.side_by_side import lay_side_by_side
+from ds_fsmoe.components.expert_compute.stacked import lay_side_by_side
 
 if TYPE_CHECKING:
-    from ds_fsmoe.components.written import WrittenExpert
+    from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ExpertBase(nn.Module):
         """``args.tokens`` [..., M] to [..., M]."""
         raise TypeError(f"{type(self).__name__} must define do_experts(args)")
 
-    def written(self) -> WrittenExpert | None:
+    def written(self) -> ManualExpert | None:
         """The same computation with its gradients by hand, or ``None``: then autograd differentiates it.
 
         It is used in place of ``do_experts`` while nothing hooks this module, and it is what lets weight gradients be

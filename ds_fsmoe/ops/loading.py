@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_fsmoe.ops import arrange, in_order, reference, rows, schemas, slots
+from ds_fsmoe.ops import arrange, reference, rows, schemas, slots
+from ds_fsmoe.ops import deterministic as in_order
 
 MODES = ("auto", "reference", "required")
 # Device type -> the library with all ops for it, by the name of its builder.

@@ -21,7 +21,7 @@ _SMALL_ELEMENTS = 64 * ALIGNED_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class GradientSlice:
     """A stretch of one of the buffers, sent as one message."""
 
     kind: str
@@ -33,7 +33,7 @@ class Parcel:
 
 
 @dataclass(frozen=True)
-class Supply:
+class BufferReadiness:
     """What a buffer holds, as far as a plan depends on it."""
 
     kind: str
@@ -60,8 +60,8 @@ class GradientPlan:
         ValueError: a buffer that is not sent once, whole and from start to end.
     """
 
-    moe: tuple[tuple[Parcel, ...], ...]
-    dense: tuple[tuple[Parcel, ...], ...]
+    moe: tuple[tuple[GradientSlice, ...], ...]
+    dense: tuple[tuple[GradientSlice, ...], ...]
     sizes: tuple[int, ...]
     """Elements of each buffer."""
 
@@ -74,7 +74,7 @@ class GradientPlan:
                 sent[each.flat] = each.stop
 
     @property
-    def parts(self) -> tuple[tuple[Parcel, ...], ...]:
+    def parts(self) -> tuple[tuple[GradientSlice, ...], ...]:
         """In the order in which they travel: inside the first layer, beside what follows it, inside the second, ..."""
         return tuple(parcels for window in zip(self.moe, self.dense, strict=True) for parcels in window)
 
@@ -88,12 +88,12 @@ class GradientPlan:
         return sum(each.stop - each.first for parcels in self.parts for each in parcels)
 
 
-def plan_by_rule(supplies: Sequence[Supply], mode: Mode, chunk_bytes: int) -> GradientPlan:
+def plan_by_rule(supplies: Sequence[BufferReadiness], mode: Mode, chunk_bytes: int) -> GradientPlan:
     """A plan where nothing has been measured that would say how much a window holds.
 
     ``adaptive`` gives each window that is left the same share of what is there; ``fixed_chunk`` one slice of
-    ``chunk_bytes`` (of :attr:`Supply.step` elements at the least) from each buffer to each window; ``dense_only`` all
-    that is there to the parts beside the layers. Each as nearly as slices of whole steps come to it.
+    ``chunk_bytes`` (of :attr:`BufferReadiness.step` elements at the least) from each buffer to each window;
+    ``dense_only`` all that is there to the parts beside the layers. Each as nearly as slices of whole steps come to it.
 
     Args:
         supplies: of the buffers.
@@ -107,10 +107,10 @@ def plan_by_rule(supplies: Sequence[Supply], mode: Mode, chunk_bytes: int) -> Gr
         raise ValueError(f"mode = {mode!r}: the choices are adaptive, fixed_chunk, dense_only")
     num_windows = max((len(each.ready) for each in supplies), default=0)
     sent = [0] * len(supplies)
-    moe: list[tuple[Parcel, ...]] = []
-    dense: list[tuple[Parcel, ...]] = []
+    moe: list[tuple[GradientSlice, ...]] = []
+    dense: list[tuple[GradientSlice, ...]] = []
     for window in range(num_windows):
-        parcels: list[Parcel] = []
+        parcels: list[GradientSlice] = []
         for index, supply in enumerate(supplies):
             there = supply.ready[window] - sent[index]
             if mode == "adaptive":
@@ -121,7 +121,7 @@ def plan_by_rule(supplies: Sequence[Supply], mode: Mode, chunk_bytes: int) -> Gr
                 count = there
             stop = supply.end(sent[index] + count)
             if stop > sent[index]:
-                parcels.append(Parcel(supply.kind, index, sent[index], stop))
+                parcels.append(GradientSlice(supply.kind, index, sent[index], stop))
                 sent[index] = stop
         beside = mode == "dense_only"
         moe.append(() if beside else tuple(parcels))
@@ -137,7 +137,7 @@ class WindowBytes:
     dense: tuple[tuple[str, float], ...] = ()
 
 
-def plan_by_bytes(supplies: Sequence[Supply], windows: Sequence[WindowBytes]) -> GradientPlan:
+def plan_by_bytes(supplies: Sequence[BufferReadiness], windows: Sequence[WindowBytes]) -> GradientPlan:
     """A plan with the sizes that a planner has chosen, as far as there are gradients by then.
 
     Args:
@@ -147,7 +147,7 @@ def plan_by_bytes(supplies: Sequence[Supply], windows: Sequence[WindowBytes]) ->
     num_windows = max((len(each.ready) for each in supplies), default=0)
     sent = [0] * len(supplies)
 
-    def take(slices: Sequence[tuple[str, float]], window: int) -> tuple[Parcel, ...]:
+    def take(slices: Sequence[tuple[str, float]], window: int) -> tuple[GradientSlice, ...]:
         parcels = []
         for kind, size_bytes in slices:
             for index, supply in enumerate(supplies):
@@ -157,7 +157,7 @@ def plan_by_bytes(supplies: Sequence[Supply], windows: Sequence[WindowBytes]) ->
                 count = min(int(size_bytes) // supply.element_bytes, supply.ready[window] - first)
                 stop = supply.end(first + count)
                 if stop > first:
-                    parcels.append(Parcel(supply.kind, index, first, stop))
+                    parcels.append(GradientSlice(supply.kind, index, first, stop))
                     sent[index] = stop
                     size_bytes -= (stop - first) * supply.element_bytes
         return tuple(parcels)

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_fsmoe.reporting.run_files import Run
+from ds_fsmoe.files.runs import Run
 
 PARTS = (("forward", "forward_ms"), ("backward", "backward_ms"), ("optimizer", "optimizer_ms"))
 WARM_UP = 3

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_fsmoe.files.traces import MEASURED
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.runtime.trace_files import MEASURED
 
 BETWEEN = "between tasks"
 NOTHING_LEFT = "nothing left to do"
@@ -101,7 +101,7 @@ def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[Phase]:
     """Every phase that some rank has traced to its end, in order of time.
 
     Args:
-        traces: rank -> its trace, as :func:`~ds_fsmoe.runtime.trace_files.read_trace` gives it.
+        traces: rank -> its trace, as :func:`~ds_fsmoe.files.traces.read_trace` gives it.
     """
     runs = _runs(traces)
     peers = {rank: trace["otherData"].get("peers", {}) for rank, trace in traces.items()}

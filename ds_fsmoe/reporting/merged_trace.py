@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ds_fsmoe.files.traces import LEFT_OUT, merge_traces, read_trace, write_trace
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.reporting.critical_path import Phase, Traced, idle_spans, phases, tasks_of
-from ds_fsmoe.runtime.trace_files import LEFT_OUT, merge_traces, read_trace, write_trace
 
 _PATH_PID = 1_000_000
 """Beyond that of any rank."""

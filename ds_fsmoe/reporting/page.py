@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ds_fsmoe.files.runs import Run, has_trace, trace_folder
 from ds_fsmoe.reporting import pictures
 from ds_fsmoe.reporting.comparison import losses_of, pair, settled_after, times_of
 from ds_fsmoe.reporting.critical_path import Phase
 from ds_fsmoe.reporting.merged_trace import merged
-from ds_fsmoe.reporting.run_files import Run, has_trace, trace_folder
 
 _STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;padding:1rem;max-width:60rem;color:#222;background:#fff}

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ds_fsmoe.files.runs import Run
+from ds_fsmoe.files.traces import MEASURED
+from ds_fsmoe.files.whole_files import new_file
 from ds_fsmoe.planning.draw import drawing, save_png
 from ds_fsmoe.planning.schedule import Lane, Task
 from ds_fsmoe.planning.timeline import Span, Timeline
-from ds_fsmoe.reporting.run_files import Run
-from ds_fsmoe.runtime.trace_files import MEASURED
-from ds_fsmoe.whole_files import new_file
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#79706e")
 

@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ds_fsmoe.files.runs import Run, trace_folder
+from ds_fsmoe.files.traces import read_trace
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.reporting.comparison import StepTimes
 from ds_fsmoe.reporting.critical_path import tasks_of
-from ds_fsmoe.reporting.run_files import Run, trace_folder
-from ds_fsmoe.runtime.trace_files import read_trace
 
 BLOCK = 5
 """Neighbouring steps that are drawn together, as what disturbs one of them disturbs the next."""

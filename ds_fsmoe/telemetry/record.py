@@ -17,19 +17,8 @@ from typing import Any
 
 import torch
 
-from ds_fsmoe.reporting.run_files import (
-    COMPARED,
-    FORMAT,
-    PLANS,
-    ROUTERS,
-    RUN,
-    STEPS,
-    STOCK,
-    TRACE,
-    append_lines,
-    write_json,
-)
-from ds_fsmoe.runtime.topology import world_size_now
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.files.runs import COMPARED, FORMAT, PLANS, ROUTERS, RUN, STEPS, STOCK, TRACE, append_lines, write_json
 from ds_fsmoe.telemetry.routers import LayerLoad
 from ds_fsmoe.telemetry.steps import StepLog
 from ds_fsmoe.versions import VERSION

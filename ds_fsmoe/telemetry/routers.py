@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import RoutingBase
-from ds_fsmoe.runtime.one_fate import on_every_rank
-from ds_fsmoe.runtime.topology import world_size_now
+from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.topology import world_size_now
 
 _PLACED, _ASKED, _AUX_LOSS, _CALLS, _ENTROPY, _ENTROPIES = range(6)
 """What is counted of a layer besides its experts' tokens."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ds_fsmoe.reporting.run_files import append_lines
-from ds_fsmoe.runtime.spans import clock_of
+from ds_fsmoe.files.runs import append_lines
+from ds_fsmoe.observing.spans import clock_of
 
 logger = logging.getLogger("ds_fsmoe")
 

@@ -23,10 +23,10 @@ import deepspeed.comm
 import torch
 from deepspeed.moe.layer import MoE
 
+from ds_fsmoe.distributed.topology import Topology, find_topology, world_size_now
+from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
+from ds_fsmoe.observing.spans import clock_of, set_clock
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, Lane, Task
-from ds_fsmoe.runtime.spans import clock_of, set_clock
-from ds_fsmoe.runtime.topology import Topology, find_topology, world_size_now
-from ds_fsmoe.runtime.trace_files import TracedRun, rank_file, trace_of, write_trace
 
 logger = logging.getLogger("ds_fsmoe")
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from ds_fsmoe.planning.gradient_plan import (
     ALIGNED_ELEMENTS,
+    BufferReadiness,
     GradientPlan,
-    Parcel,
-    Supply,
+    GradientSlice,
     WindowBytes,
     plan_by_bytes,
     plan_by_rule,
@@ -22,7 +22,7 @@ MODES = ("adaptive", "fixed_chunk", "dense_only")
 
 
 @st.composite
-def supplies(draw: st.DrawFn, max_windows: int = 6) -> list[Supply]:
+def supplies(draw: st.DrawFn, max_windows: int = 6) -> list[BufferReadiness]:
     """Of some buffers, over the same windows."""
     num_windows = draw(st.integers(0, max_windows))
     made = []
@@ -30,7 +30,7 @@ def supplies(draw: st.DrawFn, max_windows: int = 6) -> list[Supply]:
         numel = draw(st.integers(0, 5000) | st.integers(8000, 20_000))
         ready = sorted(draw(st.lists(st.integers(0, numel), min_size=num_windows, max_size=num_windows)))
         kind, element_bytes = draw(st.sampled_from((GRAD, EXPERT_GRAD))), draw(st.sampled_from((2, 4)))
-        made.append(Supply(kind, element_bytes, tuple(ready), numel))
+        made.append(BufferReadiness(kind, element_bytes, tuple(ready), numel))
     return made
 
 
@@ -41,7 +41,7 @@ def window_bytes() -> st.SearchStrategy[list[WindowBytes]]:
     return st.lists(st.builds(WindowBytes, slices, slices), max_size=7)
 
 
-def check(plan: GradientPlan, given_supplies: list[Supply]) -> list[int]:
+def check(plan: GradientPlan, given_supplies: list[BufferReadiness]) -> list[int]:
     """What must hold of every plan; returns how many elements of each buffer it sends in windows."""
     sent = [0] * len(given_supplies)
     for window, parts in enumerate(zip(plan.moe, plan.dense, strict=True)):
@@ -61,7 +61,7 @@ def check(plan: GradientPlan, given_supplies: list[Supply]) -> list[int]:
 
 @given(supplies(), st.sampled_from(MODES), st.integers(1, 40_000))
 def test_a_plan_by_rule_sends_what_exists_once_and_in_order(
-    given_supplies: list[Supply], mode: str, chunk_bytes: int
+    given_supplies: list[BufferReadiness], mode: str, chunk_bytes: int
 ) -> None:
     plan = plan_by_rule(given_supplies, mode, chunk_bytes)
     check(plan, given_supplies)
@@ -70,7 +70,7 @@ def test_a_plan_by_rule_sends_what_exists_once_and_in_order(
 
 @given(supplies(), window_bytes())
 def test_a_plan_by_bytes_sends_what_exists_once_and_in_order(
-    given_supplies: list[Supply], windows: list[WindowBytes]
+    given_supplies: list[BufferReadiness], windows: list[WindowBytes]
 ) -> None:
     plan = plan_by_bytes(given_supplies, windows)
     check(plan, given_supplies)
@@ -84,14 +84,16 @@ def test_a_plan_by_bytes_sends_what_exists_once_and_in_order(
 
 @given(supplies(), st.integers(1, 40_000))
 def test_adaptive_leaves_nothing_that_the_last_window_could_take(
-    given_supplies: list[Supply], chunk_bytes: int
+    given_supplies: list[BufferReadiness], chunk_bytes: int
 ) -> None:
     sent = check(plan_by_rule(given_supplies, "adaptive", chunk_bytes), given_supplies)
     assert sent == [each.end(each.ready[-1]) if each.ready else 0 for each in given_supplies]
 
 
 @given(supplies(), st.integers(1, 40_000))
-def test_dense_only_sends_all_that_exists_beside_the_layers(given_supplies: list[Supply], chunk_bytes: int) -> None:
+def test_dense_only_sends_all_that_exists_beside_the_layers(
+    given_supplies: list[BufferReadiness], chunk_bytes: int
+) -> None:
     plan = plan_by_rule(given_supplies, "dense_only", chunk_bytes)
     assert not any(plan.moe)
     sent = check(plan, given_supplies)
@@ -100,7 +102,7 @@ def test_dense_only_sends_all_that_exists_beside_the_layers(given_supplies: list
 
 @given(supplies(), st.integers(1, 40_000))
 def test_fixed_chunk_sends_at_most_a_chunk_per_buffer_and_window(
-    given_supplies: list[Supply], chunk_bytes: int
+    given_supplies: list[BufferReadiness], chunk_bytes: int
 ) -> None:
     plan = plan_by_rule(given_supplies, "fixed_chunk", chunk_bytes)
     assert not any(plan.dense)
@@ -113,29 +115,33 @@ def test_fixed_chunk_sends_at_most_a_chunk_per_buffer_and_window(
 
 
 def test_the_share_of_a_window_in_numbers() -> None:
-    plan = plan_by_rule([Supply(GRAD, 4, (10, 10, 31), 40)], "adaptive", 1)
+    plan = plan_by_rule([BufferReadiness(GRAD, 4, (10, 10, 31), 40)], "adaptive", 1)
     assert [[(e.first, e.stop) for e in parcels] for parcels in plan.moe] == [[(0, 4)], [(4, 7)], [(7, 31)]]
-    plan = plan_by_rule([Supply(GRAD, 4, (10, 10, 31), 40)], "fixed_chunk", 27)
+    plan = plan_by_rule([BufferReadiness(GRAD, 4, (10, 10, 31), 40)], "fixed_chunk", 27)
     assert [[(e.first, e.stop) for e in parcels] for parcels in plan.moe] == [[(0, 6)], [(6, 10)], [(10, 16)]]
 
 
 def test_slices_of_a_large_buffer_end_at_multiples_of_128_elements() -> None:
-    large = [Supply(GRAD, 4, (1000, 1100, 9000), 9000)]
+    large = [BufferReadiness(GRAD, 4, (1000, 1100, 9000), 9000)]
     assert parts_of(plan_by_rule(large, "dense_only", 1).dense) == [[(0, 896)], [(896, 1024)], [(1024, 9000)]]
     assert parts_of(plan_by_rule(large, "fixed_chunk", 1).moe) == [[(0, 128)], [(128, 256)], [(256, 384)]]
     wanted = [WindowBytes(((GRAD, 3000.0), (GRAD, 500.0))), WindowBytes(((GRAD, 1e6),)), WindowBytes(((GRAD, 4000.0),))]
     assert parts_of(plan_by_bytes(large, wanted).moe) == [[(0, 640)], [(640, 1024)], [(1024, 1920)]]
     # A small one is cut where it is asked for: a whole step would be all of it.
-    small = [Supply(GRAD, 4, (1000, 1100, 2000), 2000)]
+    small = [BufferReadiness(GRAD, 4, (1000, 1100, 2000), 2000)]
     assert parts_of(plan_by_rule(small, "dense_only", 1).dense) == [[(0, 1000)], [(1000, 1100)], [(1100, 2000)]]
 
 
-def parts_of(windows: tuple[tuple[Parcel, ...], ...]) -> list[list[tuple[int, int]]]:
+def parts_of(windows: tuple[tuple[GradientSlice, ...], ...]) -> list[list[tuple[int, int]]]:
     return [[(each.first, each.stop) for each in parcels] for parcels in windows]
 
 
 def test_bytes_go_on_to_the_next_buffer_of_the_kind() -> None:
-    two = [Supply(GRAD, 4, (5,), 5), Supply(EXPERT_GRAD, 4, (9,), 9), Supply(GRAD, 2, (8,), 8)]
+    two = [
+        BufferReadiness(GRAD, 4, (5,), 5),
+        BufferReadiness(EXPERT_GRAD, 4, (9,), 9),
+        BufferReadiness(GRAD, 2, (8,), 8),
+    ]
     plan = plan_by_bytes(two, [WindowBytes(((GRAD, 27.0), (EXPERT_GRAD, 8.0)), ())])
     assert [(e.flat, e.first, e.stop) for e in plan.moe[0]] == [(0, 0, 5), (2, 0, 3), (1, 0, 2)]
 
@@ -143,21 +149,21 @@ def test_bytes_go_on_to_the_next_buffer_of_the_kind() -> None:
 @pytest.mark.parametrize(
     "parcels",
     [
-        [Parcel(GRAD, 0, 1, 5)],  # not from the start
-        [Parcel(GRAD, 0, 0, 5), Parcel(GRAD, 0, 4, 7)],  # twice
-        [Parcel(GRAD, 0, 0, 5), Parcel(GRAD, 0, 6, 7)],  # with a hole
-        [Parcel(GRAD, 0, 0, 11)],  # past the end
-        [Parcel(GRAD, 0, 0, 0)],  # nothing
+        [GradientSlice(GRAD, 0, 1, 5)],  # not from the start
+        [GradientSlice(GRAD, 0, 0, 5), GradientSlice(GRAD, 0, 4, 7)],  # twice
+        [GradientSlice(GRAD, 0, 0, 5), GradientSlice(GRAD, 0, 6, 7)],  # with a hole
+        [GradientSlice(GRAD, 0, 0, 11)],  # past the end
+        [GradientSlice(GRAD, 0, 0, 0)],  # nothing
     ],
 )
-def test_a_plan_with_a_hole_or_an_overlap_is_refused(parcels: list[Parcel]) -> None:
+def test_a_plan_with_a_hole_or_an_overlap_is_refused(parcels: list[GradientSlice]) -> None:
     for moe, dense in (((tuple(parcels),), ((),)), (((),), (tuple(parcels),))):
         with pytest.raises(ValueError, match="does not continue"):
             GradientPlan(moe, dense, (10,))
 
 
 def test_the_part_inside_a_layer_comes_before_the_part_beside_what_follows() -> None:
-    first, second = Parcel(GRAD, 0, 0, 5), Parcel(GRAD, 0, 5, 7)
+    first, second = GradientSlice(GRAD, 0, 0, 5), GradientSlice(GRAD, 0, 5, 7)
     GradientPlan(((first,),), ((second,),), (10,))
     with pytest.raises(ValueError, match="does not continue"):
         GradientPlan(((second,),), ((first,),), (10,))
@@ -166,4 +172,4 @@ def test_the_part_inside_a_layer_comes_before_the_part_beside_what_follows() -> 
 def test_a_mode_without_a_rule_is_refused() -> None:
     for mode in ("off", "auto", "lina"):
         with pytest.raises(ValueError, match="adaptive, fixed_chunk, dense_only"):
-            plan_by_rule([Supply(GRAD, 4, (10,), 10)], mode, 1)
+            plan_by_rule([BufferReadiness(GRAD, 4, (10,), 10)], mode, 1)

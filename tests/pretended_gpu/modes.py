@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_fsmoe.runtime.lanes import Lanes
+from ds_fsmoe.execution.lanes import Lanes
 from tests.pretended_gpu.gpu import Event, Gpu, Stream
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
@@ -336,7 +336,7 @@ def _patch(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, operations: _Operations) -
 
 def _watch_runs(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """The device knows when lanes are in a run, and which of its tasks is under way."""
-    from ds_fsmoe.runtime import lanes as lanes_module
+    from ds_fsmoe.execution import lanes as lanes_module
 
     run, do = Lanes.run, lanes_module.Work.do
 

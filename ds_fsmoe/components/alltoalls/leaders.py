@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ds_fsmoe.components.relays import Link, Nodes, RelayedAllToAll
+from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Link, Nodes
 from ds_fsmoe.registry import register_alltoall
 
 
 @register_alltoall("1dh")
-class LeadersAllToAll(RelayedAllToAll):
+class LeadersAllToAll(HierarchicalAllToAll):
     """Gathered at the first rank of the node, exchanged among these, handed out from there.
 
     Few and large messages between nodes: one from each node to each other one. But all that a node sends goes through
@@ -20,5 +20,5 @@ class LeadersAllToAll(RelayedAllToAll):
     links: ClassVar[tuple[Link, ...]] = ("intra", "inter", "intra")
 
     def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        """See :meth:`RelayedAllToAll.relays`."""
+        """See :meth:`HierarchicalAllToAll.relays`."""
         return nodes.neighbours(source)[0], nodes.neighbours(destination)[0]

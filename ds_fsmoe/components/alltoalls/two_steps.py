@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ds_fsmoe.components.relays import Link, Nodes, RelayedAllToAll
+from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Link, Nodes
 from ds_fsmoe.registry import register_alltoall
 
 
 @register_alltoall("2dh")
-class TwoStepAllToAll(RelayedAllToAll):
+class TwoStepAllToAll(HierarchicalAllToAll):
     """Each rank collects from its neighbours what goes to its equals, the ranks with its number on other nodes.
 
     As many bytes between nodes as the flat way sends, in messages larger by the number of ranks per node, and all ranks
@@ -20,6 +20,6 @@ class TwoStepAllToAll(RelayedAllToAll):
     links: ClassVar[tuple[Link, ...]] = ("intra", "inter")
 
     def relays(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        """See :meth:`RelayedAllToAll.relays`."""
+        """See :meth:`HierarchicalAllToAll.relays`."""
         neighbours = nodes.neighbours(source)
         return (neighbours[nodes.local_rank(destination) % len(neighbours)],)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
-from ds_fsmoe.components.written import WRITTEN_ACTIVATIONS, WrittenFeedForward
+from ds_fsmoe.components.expert_compute.manual_ffn import MANUAL_ACTIVATIONS, ManualFeedForward
 from ds_fsmoe.registry import register_expert
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
@@ -41,6 +41,6 @@ class GPTFeedForward(ExpertBase):
     def do_experts(self, args: ExpertArgs) -> torch.Tensor:
         return self.fc2(ACTIVATIONS[self.activation](self.fc1(args.tokens)))
 
-    def written(self) -> WrittenFeedForward | None:
-        activation = WRITTEN_ACTIVATIONS.get(self.activation)
-        return None if activation is None else WrittenFeedForward(self.fc1, activation, self.fc2)
+    def written(self) -> ManualFeedForward | None:
+        activation = MANUAL_ACTIVATIONS.get(self.activation)
+        return None if activation is None else ManualFeedForward(self.fc1, activation, self.fc2)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
-from ds_fsmoe.components.written import WRITTEN_ACTIVATIONS, WrittenGatedFeedForward
+from ds_fsmoe.components.expert_compute.manual_ffn import MANUAL_ACTIVATIONS, ManualGatedFeedForward
 from ds_fsmoe.registry import register_expert
 
 
@@ -30,5 +30,5 @@ class MixtralFeedForward(ExpertBase):
     def do_experts(self, args: ExpertArgs) -> torch.Tensor:
         return self.w2(F.silu(self.w1(args.tokens)) * self.w3(args.tokens))
 
-    def written(self) -> WrittenGatedFeedForward:
-        return WrittenGatedFeedForward(gate=self.w1, activation=WRITTEN_ACTIVATIONS["silu"], up=self.w3, down=self.w2)
+    def written(self) -> ManualGatedFeedForward:
+        return ManualGatedFeedForward(gate=self.w1, activation=MANUAL_ACTIVATIONS["silu"], up=self.w3, down=self.w2)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and MoE layers on two levels of network: stock DeepSpeed beside every schedule, in one run (Table 5).
+
+``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_layer.py``. The two
+layouts are explained in ``models/layers.py``. Nobody is a straw man: all run at the ZeRO stage and bucket size that
+stock is fastest with, and ``pipemoe_lina`` with its fastest slice size, as ``--sweep`` has found; ``tutel`` and its kin
+get the best single degree, found in each case by trying all; ``fsmoe`` and ``best`` get what the autotuner chooses.
+Stock runs in the node layout only with two fixes, so every case says that it is fixed: a flat view in its gather, for
+gloo, and a capacity that it can cut where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes
+nothing there.
+
+``--table2`` has 12 other layers, for ``cluster.py up --inter 25mbit --intra 50mbit``: there traffic inside a node and
+gradients weigh, beside the all-to-alls, what they do in the paper's Table 2.
+
+AutoEP, of the same package, has a row where it can run (``models/auto_ep.py``).
+
+Give each case a job of its own (``--only``): groups of ranks that earlier cases leave behind are threads, and threads
+take processor time. Rows go to ``benchmarks/results/layer.csv`` (``layer_table2.csv`` with ``--table2``,
+``layer_shared.csv`` on links that contend, ``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could
+beat, beside measurements to ``layer_predicted.csv`` and so on. ``--ablation`` measures the parts of ``fsmoe`` and
+``best`` one by one (``ablation.csv``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+# Run as a file, Python looks for modules beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.harness.harness import RESULTS, Case, CaseResult, Effort, Grid, Variant, run_grid
+from benchmarks.harness.outcome import PACKAGES
+from benchmarks.harness.result_files import BED_VARIABLE, append_rows, made_with
+from benchmarks.models.auto_ep import AutoEPSteps, can_run
+from benchmarks.models.contenders import TUNED, Contenders
+from benchmarks.models.layer_steps import Steps
+from benchmarks.models.layers import SKEWS, TINY, Layer, Skew, begin
+from ds_fsmoe.planning.block import BlockPlan
+
+
+def links() -> str:
+    """For the names of cases: whether the links of the bed are in each other's way."""
+    return ", shared links" if os.environ.get(BED_VARIABLE, "").endswith("shared") else ""
+
+
+def cases(table2: bool = False) -> tuple[Case, ...]:
+    """24 of Table 4's kinds, each length, width and ratio with every capacity factor.
+
+    Experts are much wider than in Table 4: processors multiply faster, for what such links send, than GPUs do. So
+    communication has about the share of stock's step that it has in Table 2 (``bench_operations.py``).
+
+    Args:
+        table2: 12 others, with wider tokens and narrower experts, for a bed of 25 and 50 Mbit/s. So traffic inside a
+            node and gradients weigh, beside the all-to-alls, what they do in Table 2 (testbed A), and the processors,
+            which links here take time of, are not what a step waits for.
+    """
+    found = []
+    sizes = ((64,), (96, 128), (24, 48)) if table2 else ((64, 128), (64, 96), (64, 128))
+    for i, ((L, M, ratio), f) in enumerate(itertools.product(itertools.product(*sizes), (1.25, 2.5, None))):
+        B = 2 if (L, M) == (128, 96) else 4
+        layer = Layer(B=B, L=L, M=M, ratio=ratio, f=f, ffn=("gpt", "mixtral")[i // 2 % 2])
+        found.append(Case(f"{layer}, stock fixed{links()}", layer))
+    return tuple(found)
+
+
+def skewed(case: Case, skew: Skew) -> Case:
+    """The same with another routing. Where slots are counted beforehand nothing takes longer but what is dropped; with
+    nothing dropped, every expert gets as many slots as the fullest needs."""
+    layer = replace(case.settings, skew=skew)
+    return Case(f"{layer}, stock fixed{links()}", layer)
+
+
+class Parts(Contenders):
+    """``fsmoe`` and ``best``, taken apart."""
+
+    def best_without(self, change: Callable[[BlockPlan], BlockPlan], layer: Layer) -> Steps:
+        """``best`` with what it has chosen taken back in part."""
+        steps = self.ours("node", "best", layer)
+        steps.change_blocks(change)
+        return steps
+
+    def links_only(self, layer: Layer) -> Steps:
+        """Traffic of both kinds at once, and nothing else of ``fsmoe``: one degree, gradients after the backward."""
+        degree = self.common_degree("node", layer)
+        steps = self.ours("node", "fsmoe", layer, gradients="off")
+        steps.set_degree(degree)
+        return steps
+
+    def ablation(self) -> list[Variant]:
+        """Each part of ``fsmoe`` alone, and ``best`` without each of its own."""
+        return [
+            Variant("deepspeed", partial(self.ours, "node", "deepspeed")),
+            Variant("pipeline only", partial(self.ours, "node", "fsmoe_no_iio", gradients="off")),
+            Variant("two links only", self.links_only),
+            Variant("gradients only", partial(self.ours, "node", "deepspeed", gradients="adaptive")),
+            Variant("fsmoe", partial(self.ours, "node", "fsmoe")),
+            Variant("best", partial(self.ours, "node", "best")),
+            Variant("best, gathers first", partial(self.best_without, lambda block: replace(block, links="paper"))),
+            Variant("best, dW at once", partial(self.best_without, lambda block: replace(block, late_dw=0))),
+        ]
+
+
+def write_predictions(result: CaseResult, contenders: Contenders, file: Path) -> None:
+    """Rows of predicted beside measured, on rank 0."""
+    made, rows = made_with(PACKAGES), []
+    measured_ms = {each.name: each.p50_ms for each in result.variants}
+    for schedule in (each for each in TUNED if each in measured_ms):
+        step = contenders.predicted[result.case.settings, schedule]
+        of_step = {"measured_ms": measured_ms[schedule], "uncut_measured_ms": measured_ms["deepspeed"]}
+        of_step |= {"predicted_ms": step.chosen_ms, "uncut_predicted_ms": step.deepspeed_ms}
+        of_step |= {"bound_ms": step.bound_ms}
+        facts = {"ranks": dist.get_world_size(), "case": result.case.name, "variant": schedule}
+        rows.append(made | facts | {name: f"{value:.5g}" for name, value in of_step.items()})
+    append_rows(file, tuple(rows[0]), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
+    parser.add_argument("--sweep", action="store_true", help="print what stock and pipemoe_lina are fastest with, only")
+    parser.add_argument("--smoke", action="store_true", help="a tiny layer, as fast as can be, to see that all runs")
+    parser.add_argument("--table2", action="store_true", help="layers with Table 2's proportions, for 25 and 50 Mbit/s")
+    parser.add_argument("--skew", action="store_true", help="the same with routing to hot experts, balanced first")
+    parser.add_argument("--ablation", action="store_true", help="the parts of fsmoe and best, one by one")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
+    args = parser.parse_args()
+    begin()
+    every = cases(args.table2)
+    chosen = every if args.only is None else tuple(every[i] for i in args.only)
+    if args.skew:
+        chosen = tuple(skewed(case, skew) for case in chosen for skew in SKEWS)
+    if args.smoke:
+        chosen = (Case(f"{TINY}, stock fixed", TINY),)
+    # Files of their own: a mean over balanced and skewed cases, or over two kinds of links, would mean nothing.
+    name = "layer" + "_table2" * args.table2 + "_shared" * bool(links()) + "_skew" * args.skew
+    effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
+    with tempfile.TemporaryDirectory() as cache:
+        contenders = Parts(cache, args.smoke)
+        if args.sweep:
+            contenders.sweep(chosen[0].settings)
+        for case in () if args.sweep else chosen:
+            if args.ablation:
+                run_grid(Grid("ablation", (case,)), contenders.ablation(), "deepspeed", effort, results=args.results)
+                continue
+            variants = contenders.variants()
+            if can_run(case.settings) is None:
+                variants.append(Variant("AutoEP, best layout", partial(AutoEPSteps, found=contenders.found["ranks"])))
+            (result,) = run_grid(Grid(name, (case,)), variants, "stock", effort, results=args.results)
+            if dist.get_rank() == 0:
+                write_predictions(result, contenders, args.results / f"{name}_predicted.csv")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who takes part in a comparison, each as fast as it can be: stock DeepSpeed and every preset, in both layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from benchmarks.harness.harness import Variant
+from benchmarks.models.layer_steps import Found, Steps
+from benchmarks.models.layers import Layer, Layout, Mpu, ranks_per_node
+from ds_fsmoe.planning.step_time import StepTimes
+
+PRESETS = ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best")
+COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
+TUNED = ("fsmoe_no_iio", "fsmoe", "best")
+MAX_DEGREE = 4
+FEW = ("stock", "deepspeed", "best", "best, best layout")
+
+
+def fastest(make: Callable[[Any], Steps], settings: list[Any], what: str) -> Any:
+    """Which of some settings is the fastest; all ranks agree, because a step takes as long as its slowest rank."""
+    times_s = []
+    for each in settings:
+        steps = make(each)
+        times_s.append(steps.timed_s())
+        steps.close()
+    best = settings[int(np.argmin(times_s))]
+    if dist.get_rank() == 0:
+        tried = ", ".join(f"{each}: {time_s * 1e3:.0f} ms" for each, time_s in zip(settings, times_s, strict=True))
+        print(f"{what}: {best} of {tried}", flush=True)
+    return best
+
+
+class Contenders:
+    """Makes them, for layers.
+
+    Args:
+        cache: folder in which autotuners keep what they have measured.
+        is_smoke: whether only a few are to take part.
+
+    Attributes:
+        found: layout -> what stock and ``pipemoe_lina`` are fastest with.
+        predicted: (layer, schedule) -> what the autotuner expects of a step, in the node layout.
+    """
+
+    def __init__(self, cache: str, is_smoke: bool = False) -> None:
+        self.is_smoke = is_smoke
+        self.mpu = Mpu(ranks_per_node())
+        self.cache = cache
+        self.found = {"node": Found(), "ranks": Found()}
+        self.predicted: dict[tuple[Layer, str], StepTimes] = {}
+        self._degree_of: dict[Layer, int] = {}
+
+    def steps(self, layer: Layer, layout: Layout, block: dict[str, Any] | None) -> Steps:
+        """Of stock's engine, or of ours with a block; the only place that makes any."""
+        return Steps(layer, layout, self.mpu, self.found[layout], block)
+
+    def stock(self, layout: Layout, layer: Layer) -> Steps:
+        """Stock DeepSpeed."""
+        return self.steps(layer, layout, None)
+
+    def ours(self, layout: Layout, schedule: str, layer: Layer, gradients: str = "auto") -> Steps:
+        """One of the presets."""
+        block: dict[str, Any] = {"schedule": schedule, "gradient_partition": {"mode": gradients}}
+        if layout == "node":
+            block["esp_size"] = ranks_per_node()
+        if schedule == "pipemoe_lina":
+            block["gradient_partition"] = {"mode": "fixed_chunk", "chunk_bytes": self.found[layout].chunk_bytes}
+        if schedule in COMMON_DEGREE:
+            degree = self.common_degree(layout, layer)
+            block["pipeline_degree"] = {"forward": degree, "backward": degree}
+        elif schedule != "deepspeed":
+            block["autotune"] = {"enabled": True, "cache_dir": self.cache, "watch_every": 0}
+            block["pipeline_degree"] = {"max": MAX_DEGREE}
+        steps = self.steps(layer, layout, block)
+        if "autotune" in block and layout == "node":
+            self.predicted[layer, schedule] = steps.engine.fsmoe.autotune.step
+        return steps
+
+    def common_degree(self, layout: Layout, layer: Layer) -> int:
+        """The fastest with one degree for both phases and one stream of traffic."""
+        if layer not in self._degree_of:
+            steps = self.ours(layout, "deepspeed", layer)
+            times_s = []
+            for degree in range(1, MAX_DEGREE + 1):
+                steps.set_degree(degree)
+                steps()
+                times_s.append(steps.timed_s())
+            steps.close()
+            self._degree_of[layer] = 1 + int(np.argmin(times_s))
+        return self._degree_of[layer]
+
+    def sweep(self, layer: Layer) -> None:
+        """What stock and ``pipemoe_lina`` are best with."""
+
+        def stock_with(layout: Layout, found: Found) -> Steps:
+            self.found[layout] = found
+            return self.stock(layout, layer)
+
+        def lina_with(found: Found) -> Steps:
+            self.found["node"] = found
+            return self.ours("node", "pipemoe_lina", layer)
+
+        layouts: tuple[Layout, ...] = ("node", "ranks")
+        for layout in layouts:
+            options = [Found(stage, bucket) for stage in (0, 1, 2) for bucket in (1 << 16, 1 << 20)]
+            self.found[layout] = fastest(partial(stock_with, layout), options, f"stock, {layout}")
+        chunks = [replace(self.found["node"], chunk_bytes=1 << bits) for bits in (15, 17, 19, 21)]
+        self.found["node"] = fastest(lina_with, chunks, "pipemoe_lina")
+
+    def variants(self) -> list[Variant]:
+        """All of them, the baseline first; a few, if it is but to be seen that they run."""
+        every = self._every_variant()
+        return [each for each in every if each.name in FEW] if self.is_smoke else every
+
+    def _every_variant(self) -> list[Variant]:
+        return [
+            Variant("stock", partial(self.stock, "node")),
+            Variant("stock, best layout", partial(self.stock, "ranks")),
+            *(Variant(name, partial(self.ours, "node", name)) for name in PRESETS),
+            Variant("deepspeed, best layout", partial(self.ours, "ranks", "deepspeed")),
+            Variant("best, best layout", partial(self.ours, "ranks", "best")),
+        ]

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How DeepSpeed's loading reads files while our engine loads: nothing in them is run, and experts come cut as this
+job's are. What is moved from another layout is put together parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from ds_fsmoe.checkpoint import optimizer_states
+from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimizer_name
+from ds_fsmoe.checkpoint.ranks import replaced
+from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
+from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, cut_out, expert_file, expert_name
+from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, Whole
+from ds_fsmoe.components.expert_compute.shards import cuts_of
+
+
+def trusted_classes(names: list[str]) -> tuple[Any, ...]:
+    """What files may name beside plain data: DeepSpeed's few classes, and what the config trusts."""
+    parts = (name.rpartition(".") for name in (*OF_DEEPSPEED, *names))
+    return tuple(getattr(importlib.import_module(module), attribute) for module, _, attribute in parts)
+
+
+class Reading:
+    """One tag, as it is to be loaded by an engine.
+
+    Args:
+        engine: of ours.
+        place: folder of the tag.
+        manifest: of it; ``None`` for stock's.
+    """
+
+    def __init__(self, engine: Any, place: Path, manifest: Manifest | None) -> None:
+        self._engine = engine
+        self._place = place
+        self._manifest = manifest
+        self._trusted = trusted_classes(engine.fsmoe.block.checkpoint.trusted)
+        self._whole: Whole | None = None
+
+    @property
+    def whole(self) -> Whole:
+        """Read when it is first needed: only to move what is laid out otherwise."""
+        if self._whole is None:
+            self._whole = Whole(self._place, self._trusted)
+        return self._whole
+
+    @contextmanager
+    def in_use(self, recut: bool, sharper: bool, strict: bool) -> Iterator[None]:
+        """DeepSpeed loads by it.
+
+        Args:
+            recut: experts are cut into another number of shards than they were.
+            strict: every parameter of an expert that was saved has to be one here.
+            sharper: this job's weights hold more digits than those that were saved; the optimizer's copies have them.
+        """
+        files = self._engine.checkpoint_engine
+        if type(files) is not TorchCheckpointEngine:
+            yield
+            return
+
+        def load(path: str, map_location: Any = None) -> Any:
+            expert = expert_file(Path(path).name) if recut or sharper else None
+            if expert is not None:
+                return self._expert(*expert, sharper, strict)
+            self._check_named(Path(path))
+            found = read_file(Path(path), self._trusted, map_location or "cpu")
+            if sharper and Path(path).name == DENSE_FILE:
+                found["module"] |= {name: self._sharp(name) for name in found["module"]}
+            return found
+
+        with replaced(files, "load", load):
+            yield
+
+    def _check_named(self, path: Path) -> None:
+        """A file that the manifest does not name was not held against a checksum."""
+        named = () if self._manifest is None else self._manifest.files
+        is_here = path.is_relative_to(self._place)
+        if self._manifest is not None and is_here and path.relative_to(self._place).as_posix() not in named:
+            raise CheckpointError(f"{path} is not named in {NAME}: it is not of this checkpoint")
+
+    def check_states(self) -> None:
+        """Before anything is loaded: whether the states of the optimizer can be moved here.
+
+        Raises:
+            CheckpointError: with what stands in the way.
+        """
+        index = self.whole.index
+        if index is None:
+            raise CheckpointError(
+                f"{self._place} does not say where its states of the optimizer lie (saved by stock DeepSpeed, by an "
+                "older version, or with an optimizer that is not known)"
+            )
+        if index.optimizer != optimizer_name(self._engine):
+            raise CheckpointError(
+                f"{self._place} has states of {index.optimizer}, and this job's optimizer is "
+                f"{optimizer_name(self._engine)}"
+            )
+        missing, unexpected = missing_and_unexpected(self._engine, index)
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{self._place}: parameters with states here and not there: {', '.join(missing) or 'none'}; there and "
+                f"not here: {', '.join(unexpected) or 'none'}"
+            )
+
+    def fill_optimizer(self) -> None:
+        """After the weights are loaded: its states.
+
+        Raises:
+            CheckpointError: they cannot be put here; see :func:`~ds_fsmoe.checkpoint.optimizer_states.fill`.
+        """
+        assert self.whole.index is not None
+        optimizer_states.fill(self._engine, self.whole.index, self._state, self._place)
+
+    def _state(self, name: str, item: str) -> torch.Tensor:
+        return self._cut(name, lambda of_whole: self.whole.state(of_whole, item))
+
+    def _sharp(self, name: str) -> torch.Tensor:
+        return self.whole.state(name, MASTER) if self.whole.has_state(name, MASTER) else self.whole.weights(name)
+
+    def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
+        """What the file of an expert would hold, had this job saved it."""
+        path = list(self._engine.fsmoe.layers)[layer]
+        inner = self._engine.fsmoe.layers[path].deepspeed_moe
+        parameters = list(inner.experts.deepspeed_experts[0].state_dict())
+        unexpected = sorted(self.whole.parameters_of(path) - set(parameters))
+        if strict and unexpected:
+            raise CheckpointError(f"{self._place}: experts of {path} have {', '.join(unexpected)} there, and not here")
+        names = [str(ExpertName(path, number, each)) for each in parameters]
+        read = self._sharp if sharper else self.whole.weights
+        return {name: self._cut(name, read) for name in names}
+
+    def _cut(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        expert = expert_name(name)
+        if expert is None:
+            return read(name)
+        esp = self._engine.fsmoe.block.esp_size
+        layer = self._engine.fsmoe.layers[expert.layer]
+        meant, shard = Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, esp).meant(expert.number)
+        found = read(str(ExpertName(expert.layer, meant, expert.parameter)))
+        if esp == 1:
+            return found
+        cuts = cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0])
+        return cut_out(found, cuts.get(expert.parameter, "whole"), shard, esp).contiguous()

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of DeepSpeed's optimizers, whichever of its wrappers is around them, by parameter and element.
+
+One view for both ways: :func:`index_of` says where a checkpoint will have them, :func:`fill` puts into them what was
+read of a checkpoint of another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as stock_groups
+from torch import nn
+
+from ds_fsmoe.checkpoint_files.numbering import EXPERTS, ExpertName, expert_name
+from ds_fsmoe.checkpoint_files.pieces import MASTER, Group, Index, Keys, Piece
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+
+Read = Callable[[str, str], torch.Tensor]
+"""Name of a parameter, as this job's files name it, and a state -> all elements of it, in this job's layout."""
+
+
+@dataclass
+class LiveGroup:
+    """Parameters that lie in the same tensors of an optimizer.
+
+    Attributes:
+        names: of all that are in the group, on whatever rank.
+        pieces: of those, what is on this rank.
+        master: what is optimized; ``None``: the parameter itself.
+        state: of the optimizer for it.
+        options: of the optimizer.
+        keys: of the master in the file.
+        state_keys: of the states in the file.
+    """
+
+    names: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    tensor: torch.Tensor
+    master: torch.Tensor | None
+    state: dict[str, Any]
+    options: dict[str, Any]
+    keys: Keys
+    state_keys: Keys
+
+    def per_element(self) -> dict[str, torch.Tensor]:
+        """States with a number for each element."""
+        size = self.tensor.numel()
+        found = {name: each for name, each in self.state.items() if torch.is_tensor(each) and each.numel() == size}
+        return {name: each for name, each in found.items() if each.dim() > 0}
+
+    def scalars(self) -> dict[str, float]:
+        """States that are one number."""
+        found = {name: each for name, each in self.state.items() if name not in self.per_element()}
+        return {
+            name: float(each)
+            for name, each in found.items()
+            if isinstance(each, (int, float)) or (torch.is_tensor(each) and each.numel() == 1)
+        }
+
+    def others(self) -> list[str]:
+        """States of which nothing is known."""
+        known = {*self.per_element(), *self.scalars()}
+        return [name for name, each in self.state.items() if name not in known and each is not None]
+
+
+def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
+    """Of every parameter of this rank: its name, with the expert's number over all ranks."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        expert = expert_name(name)
+        if expert is not None:
+            layer = engine.fsmoe.layers[expert.layer]
+            first = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
+            name = str(ExpertName(expert.layer, first + expert.number, expert.parameter))
+        found[parameter] = name
+    return found
+
+
+def live_groups(engine: Any) -> list[LiveGroup] | None:
+    """Of an engine without tensor parallelism or pipeline stages; ``None`` if its optimizer is none that is known."""
+    outer, names = engine.optimizer, names_in_files(engine)
+    base = outer if isinstance(outer, torch.optim.Optimizer) else getattr(outer, "optimizer", None)
+    if base is None:
+        return None
+    found, at = [], 0
+    for number, options in enumerate(base.param_groups):
+        for place, tensor in enumerate(options["params"]):
+            described = _described(outer, base, number, place, at, tensor, names)
+            if described is None:
+                return None
+            parameters, pieces, master, keys, state_keys = described
+            named = tuple(names[each] for each in parameters)
+            state = base.state.get(tensor, {})
+            found.append(LiveGroup(named, tuple(pieces), tensor, master, state, options, keys, state_keys))
+            at += 1
+    return found
+
+
+def _described(
+    outer: Any, base: Any, number: int, place: int, at: int, tensor: torch.Tensor, names: Mapping[nn.Parameter, str]
+) -> tuple[Iterable[nn.Parameter], list[Piece], torch.Tensor | None, Keys, Keys] | None:
+    if isinstance(outer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        is_zero = isinstance(outer, DeepSpeedZeroOptimizer)
+        parameters = (outer.bit16_groups if is_zero else outer.bf16_groups)[number]
+        top: Keys = ("optimizer_state_dict",)
+        listed = is_zero and outer.elastic_checkpoint
+        states: Keys = (*top, "base_optimizer_state", *((number,) if listed else ("state", at)))
+        return parameters, _of_fragments(parameters, names), tensor, (*top, _FP32, number), states
+    if isinstance(outer, FP16_Optimizer):
+        parameters = outer.fp16_groups[number]
+        pieces = list(_end_to_end(parameters, names))
+        return parameters, pieces, tensor, ("optimizer", "fp32_groups_flat", number), (*_INNER, at)
+    if isinstance(outer, FP16_UnfusedOptimizer):
+        parameters = [outer.fp16_groups[number][place]]
+        pieces = list(_end_to_end(parameters, names))
+        return parameters, pieces, tensor, ("optimizer", "fp32_groups", number, place), (*_INNER, at)
+    if outer is base and tensor in names:
+        return [tensor], list(_end_to_end([tensor], names)), None, (), ("optimizer", "state", at)
+    return None
+
+
+_FP32 = "single_partition_of_fp32_groups"
+_INNER: Keys = ("optimizer", "optimizer_state_dict", "state")
+
+
+def _of_fragments(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> list[Piece]:
+    found = []
+    for each in parameters:
+        link = each._hp_mapping
+        if link is not None:
+            of, at = link.lp_fragment_address, link.get_hp_fragment_address()
+            found.append(Piece(names[each], of.start, of.numel, at.start))
+    return found
+
+
+def _end_to_end(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> Iterator[Piece]:
+    at = 0
+    for each in parameters:
+        yield Piece(names[each], 0, each.numel(), at)
+        at += each.numel()
+
+
+def index_of(engine: Any, file: str) -> Index | None:
+    """Where this rank's states will lie.
+
+    Args:
+        engine: of ours.
+        file: that DeepSpeed writes them to.
+
+    Returns:
+        ``None`` if the optimizer keeps what cannot be laid out otherwise.
+    """
+    groups = live_groups(engine) if engine.optimizer is not None else []
+    if groups is None or any(each.others() for each in groups):
+        return None
+    described = tuple(
+        Group(
+            file,
+            ({} if each.master is None else {MASTER: each.keys})
+            | {name: (*each.state_keys, name) for name in each.per_element()},
+            each.scalars(),
+            _plain(each.options),
+            each.pieces,
+        )
+        for each in groups
+    )
+    return Index(optimizer_name(engine), described, _numbers(_scaler(engine.optimizer)))
+
+
+def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
+    """Let the optimizer go on from what a checkpoint has.
+
+    Args:
+        engine: its parameters are loaded already.
+        index: of the checkpoint.
+        read: its states, in this job's layout.
+        place: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: parameters that one of the two does not have, or states that cannot be put here.
+    """
+    groups = live_groups(engine)
+    if groups is None:
+        raise CheckpointError(f"{place}: the states of {type(engine.optimizer).__name__} cannot be laid out otherwise")
+    source = {piece.name: group for group in index.groups for piece in group.pieces}
+    for group in groups:
+        of = next((source[name] for name in map(_in_source(source), group.names) if name is not None), None)
+        if of is None:
+            raise CheckpointError(f"{place} has no states of the optimizer for {', '.join(group.names[:3])}")
+        _fill_options(group.options, of.options)
+        items = [name for name in of.items if name != MASTER]
+        for item in items:
+            if item not in group.per_element():
+                group.state[item] = torch.zeros_like(group.tensor, memory_format=torch.preserve_format)
+        for name, value in of.scalars.items():
+            group.state[name] = _as_before(group.state.get(name), value)
+        targets = {item: group.state[item].detach().view(-1) for item in items}
+        targets[MASTER] = (group.tensor if group.master is None else group.master).detach().view(-1)
+        for piece in group.pieces:
+            for item, target in targets.items():
+                values = read(piece.name, item).reshape(-1)[piece.first : piece.first + piece.size]
+                target[piece.at : piece.at + piece.size].copy_(values)
+        if group.state:
+            _base(engine.optimizer).state[group.tensor] = group.state
+    scaler = _scaler(engine.optimizer)
+    for name, value in index.scaler.items():
+        if scaler is not None and type(getattr(scaler, name, None)) in (int, float, bool):
+            setattr(scaler, name, type(getattr(scaler, name))(value))
+
+
+def _in_source(source: Mapping[str, Group]) -> Callable[[str], str | None]:
+    """A name of this job's, or any other of the same layer and parameter: numbers of experts differ by layout."""
+    by_kind: dict[tuple[str, str], str] = {}
+    for name in source:
+        expert = expert_name(name)
+        if expert is not None:
+            by_kind.setdefault((expert.layer, expert.parameter), name)
+
+    def found(name: str) -> str | None:
+        expert = expert_name(name)
+        if expert is not None:
+            return by_kind.get((expert.layer, expert.parameter))
+        return name if name in source else None
+
+    return found
+
+
+def refresh_masters(engine: Any) -> None:
+    """After weights alone were loaded: the optimizer's own copies of them, which DeepSpeed refreshes with ZeRO only."""
+    if not engine.zero_optimization() and hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.optimizer.refresh_fp32_params()
+
+
+def missing_and_unexpected(engine: Any, index: Index) -> tuple[list[str], list[str]]:
+    """Parameters that are to be optimized here and are not in a checkpoint's states; and the other way round."""
+
+    def kinds(names: Iterable[str]) -> set[str]:
+        experts = ((name, expert_name(name)) for name in names)
+        return {name if each is None else f"{each.layer}{EXPERTS}*.{each.parameter}" for name, each in experts}
+
+    here = kinds(name for group in live_groups(engine) or () for name in group.names)
+    there = kinds(piece.name for group in index.groups for piece in group.pieces)
+    return sorted(here - there), sorted(there - here)
+
+
+def optimizer_name(engine: Any) -> str:
+    """Of the class that computes, without DeepSpeed's wrapper."""
+    return "none" if engine.optimizer is None else type(_base(engine.optimizer)).__name__
+
+
+def settings_missing(engine: Any) -> list[str]:
+    """What an optimizer asks of its groups and they do not have, because they were loaded of another one."""
+    base = _base(engine.optimizer)
+    groups, wanted = getattr(base, "param_groups", ()), getattr(base, "defaults", {})
+    return sorted({name for group in groups for name in wanted if name not in group})
+
+
+def _base(outer: Any) -> Any:
+    return outer if isinstance(outer, torch.optim.Optimizer) else getattr(outer, "optimizer", outer)
+
+
+def _scaler(outer: Any) -> Any:
+    return getattr(outer, "loss_scaler", None) or getattr(outer, "loss_scale_config", None)
+
+
+def _numbers(thing: Any) -> dict[str, float | bool]:
+    found = {} if thing is None else vars(thing)
+    return {name: each for name, each in found.items() if type(each) in (int, float, bool)}
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    def is_number(each: Any) -> bool:
+        return type(each) in (int, float, bool)
+
+    return {
+        name: list(each) if isinstance(each, (list, tuple)) else each
+        for name, each in options.items()
+        if name != "params" and (is_number(each) or (isinstance(each, (list, tuple)) and all(map(is_number, each))))
+    }
+
+
+def _fill_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for name, value in saved.items():
+        now = options.get(name)
+        if isinstance(now, tuple) and isinstance(value, list):
+            options[name] = tuple(value)
+        elif now is None or type(now) in (int, float, bool):
+            options[name] = value
+
+
+def _as_before(now: Any, value: float) -> Any:
+    if isinstance(now, int) and not isinstance(now, bool):
+        return int(value)
+    return value if isinstance(now, float) else torch.tensor(value)

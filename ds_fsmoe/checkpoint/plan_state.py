@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plans that an engine has settled on, as plain data: kept with a checkpoint, so that they are not measured again.
+
+What travels in which message decides in which order numbers are summed: a run that goes on with other plans goes on
+with other last bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe import registry
+from ds_fsmoe.checkpoint_files.random_states import check_random_states
+from ds_fsmoe.checkpoint_files.reading import read_file
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.config.blocks import PipelineDegreeBlock
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.gradient_plan import GradientPlan, GradientSlice
+from ds_fsmoe.planning.layer_plan import LayerPlan
+
+if TYPE_CHECKING:
+    from ds_fsmoe.engine.state import FSMoEState
+
+STATE_FORMAT = 1
+"""Of the file of a rank."""
+
+_ANYBODY = 64
+"""So many chunks any job may have, whatever it would choose itself."""
+_MOST_MESSAGES = 100_000
+
+
+def is_settled(state: FSMoEState) -> bool:
+    """Whether there is something to keep: the autotuner, where there is one, has chosen and tried."""
+    tuner = state.autotune
+    return tuner is None or bool(tuner.rows and tuner.trials is None)
+
+
+def plans_of(state: FSMoEState) -> dict[str, Any]:
+    """Of layers and gradients, the same on every rank of a stage."""
+    alltoall_of = (
+        {} if state.autotune is None else {label: row.alltoall for row in state.autotune.rows for label in row.labels}
+    )
+    layers = {}
+    for label, layer in state.inner_layers.items():
+        pipeline = layer.pipeline
+        layers[label] = {
+            "forward": asdict(pipeline.forward.block),
+            "backward": asdict(pipeline.backward.block),
+            "reduces": [list(each) for each in pipeline.collectives.reduces],
+            "alltoall": alltoall_of.get(label),
+        }
+    reducer = None if state.reduction is None else state.reduction.reducer
+    gradients = None
+    if reducer is not None and reducer.plan is not None:
+        gradients = reducer.memory() | {"plan": asdict(reducer.plan)}
+    return {"layers": layers, "gradients": gradients}
+
+
+@dataclass(frozen=True)
+class ReadPlans:
+    """Plans that can be run by."""
+
+    layers: Mapping[str, LayerPlan]
+    """By label."""
+    gradients: tuple[GradientPlan, Any, Any] | None
+
+
+def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
+    """What :func:`plans_of` gave, once more as plans.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are not such plans, or of another model.
+    """
+    inner, layers, gradients = state.inner_layers, plans["layers"], plans["gradients"]
+    if set(layers) != inner.keys():
+        raise ValueError(f"plans of layers {sorted(layers)}: there are {sorted(inner)}")
+    most = _most_chunks(state.block.pipeline_degree)
+    for label, each in layers.items():
+        chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))
+        if chunks > most:
+            raise ValueError(f"a plan of {chunks} chunks for {label}: fsmoe.num_chunks allows {most}")
+    for each in layers.values():
+        if each["alltoall"] is not None and each["alltoall"] not in registry.known("alltoall"):
+            raise ValueError(f"an all-to-all {each['alltoall']!r}")
+    read = None
+    if gradients is not None:
+        read = _gradient_plan(gradients["plan"]), gradients["windows"], gradients["ready_at"]
+    return ReadPlans({label: _layer(layers[label], layer.fsmoe.plan) for label, layer in inner.items()}, read)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank draws and plans by."""
+
+    random: dict[str, Any]
+    plans: ReadPlans | None
+    """``None``: not settled on then, or not for this layout."""
+
+
+def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState:
+    """What a rank has left in its file, looked through before anything is changed by it.
+
+    Args:
+        file: of this rank.
+        state: of the engine that is to go on with it.
+        plans_fit: whether the layout is the one that the plans are for.
+
+    Raises:
+        CheckpointError: a file of another version.
+        Exception: whatever is wrong with it otherwise.
+    """
+    loaded = read_file(file)
+    if loaded["format"] != STATE_FORMAT:
+        raise CheckpointError(f"{file} is of format {loaded['format']!r}: this version reads {STATE_FORMAT}")
+    check_random_states(loaded["random"])
+    plans = json.loads(loaded["plans"])
+    return RankState(loaded["random"], read_plans(state, plans) if plans is not None and plans_fit else None)
+
+
+def _most_chunks(allowed: PipelineDegreeBlock) -> int:
+    """More than a job may choose is no plan of such a job; a schedule of very many would take hours to write."""
+    asked = (each for each in (allowed.forward, allowed.backward) if isinstance(each, int))
+    return max(_ANYBODY, allowed.max, *asked)
+
+
+def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
+    """Run by these plans from now on, without measuring. Collective, before the next forward.
+
+    Raises:
+        DisagreementError: on every rank, if they do not have the same.
+    """
+    for label, layer in state.inner_layers.items():
+        layer.fsmoe.apply(plans.layers[label])
+    if state.autotune is not None:
+        state.autotune.need_not_run()
+    if plans.gradients is not None and state.reduction is not None:
+        state.reduction.go_on_with(*plans.gradients)
+    state.plans_changed()
+
+
+def _degree(facts: Mapping[str, Any]) -> int:
+    """Plans of before have a share for each chunk; that they might have been unequal never paid."""
+    return len(facts["shares"]) if "shares" in facts else facts["degree"]
+
+
+def _layer(facts: Mapping[str, Any], now: LayerPlan) -> LayerPlan:
+    reduces = tuple((float(size), str(name)) for size, name in facts["reduces"])
+    # Where nothing was measured there is no all-to-all that was chosen.
+    return LayerPlan(_block(facts["forward"]), _block(facts["backward"]), facts["alltoall"] or now.alltoall, reduces)
+
+
+def _block(facts: Mapping[str, Any]) -> BlockPlan:
+    if facts["moe_slices"] or facts["dense_slices"]:
+        raise ValueError("slices of gradients in the plan of a layer that is run")
+    degree, late_dw = _degree(facts), facts["late_dw"]
+    if type(degree) is not int or type(late_dw) is not int or not 0 <= late_dw <= degree:
+        raise ValueError(f"late_dw = {late_dw!r}: must be a number of chunks, of which there are {degree!r}")
+    return BlockPlan(degree, facts["links"], late_dw)
+
+
+def _gradient_plan(facts: Mapping[str, Any]) -> GradientPlan:
+    def parts(name: str) -> tuple[tuple[GradientSlice, ...], ...]:
+        return tuple(tuple(GradientSlice(**each) for each in parcels) for parcels in facts[name])
+
+    plan = GradientPlan(parts("moe"), parts("dense"), tuple(map(int, facts["sizes"])))
+    messages = sum(map(len, plan.parts))
+    if messages > _MOST_MESSAGES:
+        raise ValueError(f"gradients in {messages} messages: at most {_MOST_MESSAGES} are read")
+    return plan

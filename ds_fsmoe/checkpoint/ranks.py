@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks of a job do with a checkpoint, or none: an error of one ends it on all of them, with its cause.
+
+A rank that fails takes part in the next comparison of errors, wherever the others meet it. So between two of them
+there may be no other collective: DeepSpeed's barriers become comparisons, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from deepspeed.runtime import engine as stock_engine
+
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.distributed.agreement import DisagreementError, check_agreement, in_words
+from ds_fsmoe.distributed.fail_together import on_every_rank
+
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """Of an engine's job, during one save or load. Every method is collective.
+
+    Args:
+        engine: of ours.
+
+    Attributes:
+        is_leader: whether this one of the ranks that share a file system acts for them.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.is_leader = engine.local_rank == 0 if engine.use_node_local_storage() else engine.global_rank == 0
+        self._told: CheckpointError | None = None
+
+    def agree(self, what: str, facts: Mapping[str, object]) -> None:
+        """Check that all ranks are about to do the same.
+
+        Args:
+            what: they do, for the message.
+            facts: by name.
+
+        Raises:
+            CheckpointError: on every rank, with who has which value.
+        """
+        try:
+            check_agreement({name: str(each) for name, each in facts.items()}, None, what)
+        except DisagreementError as error:
+            raise CheckpointError(str(error)) from error
+
+    def together(self, what: str, act: Callable[[], _T]) -> _T:
+        """Do something on each rank.
+
+        Args:
+            what: is done, for the message.
+            act: does it, without collectives but :meth:`meet`.
+
+        Returns:
+            What ``act`` has returned.
+
+        Raises:
+            CheckpointError: on every rank, with what those that failed have met.
+        """
+        result: list[_T] = []
+        caught: Exception | None = None
+        try:
+            result.append(act())
+        except Exception as error:  # whatever it is, the others have to hear of it
+            caught = error
+        if self._told is not None:
+            raise self._told  # all have heard of it, inside of act
+        self._compare(what, caught)
+        return result[0]
+
+    def on_leaders(self, what: str, act: Callable[[], Any]) -> None:
+        """Do something on one rank of each file system; see :meth:`together`."""
+        self.together(what, act if self.is_leader else lambda: None)
+
+    def meet(self) -> None:
+        """Go on when all ranks are here, or raise what one has met before; for use inside of :meth:`together`."""
+        self._compare("", None)
+
+    @contextmanager
+    def at_barriers(self) -> Iterator[None]:
+        """Where DeepSpeed's engine waits for the other ranks, they :meth:`meet` meanwhile."""
+        with replaced(stock_engine, "dist", _Meeting(stock_engine.dist, self.meet)):
+            yield
+
+    def _compare(self, what: str, error: Exception | None) -> None:
+        own = None
+        if isinstance(error, CheckpointError):
+            own = str(error), ""
+        elif error is not None:
+            own = f"{what} failed", f"{type(error).__name__}: {error}"
+        of_ranks = on_every_rank(own)
+        told = []
+        for problem in dict.fromkeys(each for each in of_ranks if each is not None):
+            begin, cause = problem
+            ranks = [rank for rank, each in enumerate(of_ranks) if each == problem]
+            told.append(f"{begin} on {in_words(ranks)}: {cause}" if cause else begin)
+        if told:
+            self._told = CheckpointError("; ".join(told))
+            raise self._told from error
+
+
+@contextmanager
+def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """An object or module has another attribute meanwhile, and then what it had itself, if anything."""
+    own = {each: found for each, found in vars(thing).items() if each == name}
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        delattr(thing, name)
+        for found in own.values():
+            setattr(thing, name, found)
+
+
+class _Meeting:
+    """``deepspeed.comm`` with another barrier."""
+
+    def __init__(self, comm: Any, meet: Callable[[], None]) -> None:
+        self._comm = comm
+        self._meet = meet
+
+    def barrier(self, *args: Any, **options: Any) -> None:
+        if args or options:  # of some ranks only
+            self._comm.barrier(*args, **options)
+        else:
+            self._meet()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)

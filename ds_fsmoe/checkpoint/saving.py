@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint is written by all ranks into a folder of its own, described, and then published by one of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups as stock_groups
+
+from ds_fsmoe.checkpoint.optimizer_states import index_of
+from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of
+from ds_fsmoe.checkpoint.ranks import Ranks, replaced
+from ds_fsmoe.checkpoint_files import manifest as manifests
+from ds_fsmoe.checkpoint_files import pieces, tags
+from ds_fsmoe.checkpoint_files.manifest import LayerSizes, Manifest, Sizes
+from ds_fsmoe.checkpoint_files.pieces import merged
+from ds_fsmoe.checkpoint_files.plain_files import to_disk
+from ds_fsmoe.checkpoint_files.publishing import Publication
+from ds_fsmoe.checkpoint_files.random_states import random_states
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.components.expert_compute.shards import cuts_of
+from ds_fsmoe.distributed.agreement import facts_of_versions
+from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.telemetry.progress import shown
+
+
+def state_file(rank: int) -> str:
+    """Its name in the folder of a tag."""
+    return f"fsmoe_rank_{rank:05d}.pt"
+
+
+def sizes_of(engine: Any) -> Sizes:
+    """Return how an engine's job is laid out."""
+    running = engine.fsmoe.running
+    dtype = next((str(each.dtype) for each in engine.module.parameters()), "none")
+    return Sizes(
+        world=dist.get_world_size(),
+        mp=running.mp_size,
+        pp=running.pp_size,
+        zero_stage=engine.zero_optimization_stage(),
+        esp=engine.fsmoe.block.esp_size,
+        dtype=dtype.removeprefix("torch."),
+    )
+
+
+def states_file(engine: Any, place: Path) -> str:
+    """Where DeepSpeed has the states of this rank's optimizer, in the folder of a tag."""
+    if engine.zero_optimization():
+        return Path(engine._get_zero_ckpt_name(str(place.parent), place.name)).name
+    expert_rank = stock_groups._get_expert_parallel_rank(stock_groups._get_max_expert_size_name())
+    return Path(engine._get_optimizer_ckpt_name(str(place.parent), place.name, expert_rank)).name
+
+
+class Saving:
+    """One save. Every method is collective.
+
+    Args:
+        engine: of ours.
+        ranks: its job's.
+        folder: of all tags.
+        tag: a name, or a path in the folder, the same on all ranks.
+    """
+
+    def __init__(self, engine: Any, ranks: Ranks, folder: Path, tag: str) -> None:
+        self._engine, self._ranks, self._folder, self._tag = engine, ranks, folder, tag
+        # Not from a generator that the training draws from.
+        self._token = from_first_rank(secrets.token_hex(4))
+        self._name = tags.unfinished_name(tag, self._token)
+        self._place = folder / self._name
+        self._written: list[Path] = []
+
+    def save(self, write: Callable[[str], Any], save_latest: bool) -> Any:
+        """Write a tag, publish it, and let ``latest`` name it.
+
+        Args:
+            write: writes DeepSpeed's files into the folder under the name it is given.
+            save_latest: whether ``latest`` is to name it.
+
+        Returns:
+            What ``write`` has returned.
+
+        Raises:
+            CheckpointError: on every rank; see :meth:`~ds_fsmoe.checkpoint.checkpoints.Checkpoints.save`.
+        """
+        ranks, folder, tag = self._ranks, self._folder, self._tag
+        publication = Publication(folder, tag, self._token)
+        try:
+            ranks.on_leaders(f"making room for {folder / tag}", publication.begin)
+            ranks.together(f"looking for {self._place}", self._look)
+            files = self._engine.checkpoint_engine
+            with ranks.at_barriers(), replaced(files, "save", self._noting_writes(files.save)):
+                result = ranks.together(f"writing {self._place}", lambda: write(self._name))
+            own = self._place / state_file(dist.get_rank())
+            ranks.together(f"writing {own}", lambda: self._write_state(own))
+            self._write_index()
+            self._describe()
+            ranks.together(f"syncing {self._place}", lambda: [to_disk(each) for each in self._written])
+            ranks.on_leaders(f"syncing {self._place}", publication.sync)
+            ranks.on_leaders(f"publishing {folder / tag}", publication.publish)
+        except CheckpointError:
+            publication.abandon()
+            raise
+        finally:
+            publication.end()
+        if save_latest:
+            ranks.on_leaders(f"writing {folder / tags.LATEST}", lambda: tags.point(folder, tag))
+        return result
+
+    def _look(self) -> None:
+        if not self._place.is_dir():
+            raise FileNotFoundError(
+                f"{self._folder.absolute()} is not the folder that rank 0 writes to: give all ranks the same one on a "
+                "file system that they share, or set checkpoint.use_node_local_storage"
+            )
+
+    def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """What this rank writes is its own to sync: another host may not have it in memory."""
+
+        def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
+            result = save(state_dict, path, *args, **options)
+            self._written.append(Path(path))
+            return result
+
+        return noted
+
+    def _write_state(self, own: Path) -> None:
+        state = self._engine.fsmoe
+        plans = plans_of(state) if is_settled(state) else None
+        torch.save({"format": STATE_FORMAT, "random": random_states(), "plans": json.dumps(plans)}, own)
+        self._written.append(own)
+
+    def _write_index(self) -> None:
+        """Where states of the optimizer lie, gathered from all ranks."""
+        engine, place = self._engine, self._place
+        sizes = self._ranks.together(f"describing {place}", lambda: sizes_of(engine))
+        if sizes.mp > 1 or sizes.pp > 1 or engine.optimizer is None:
+            return
+        own = self._ranks.together(f"describing {place}", lambda: index_of(engine, states_file(engine, place)))
+        of_ranks = on_every_rank(own)
+        indices = [each for each in of_ranks if each is not None]
+        if len(indices) == len(of_ranks):
+            self._ranks.on_leaders(f"writing {place / pieces.NAME}", lambda: merged(indices).write(place))
+        else:
+            log_on_rank_0(
+                f"{type(engine.optimizer).__name__} keeps states of which nothing is known: {self._folder / self._tag} "
+                "can be loaded in the layout of this job only"
+            )
+
+    def _describe(self) -> None:
+        """Sum up every file, each rank some of those it sees, and write the manifest."""
+        place, ranks = self._place, self._ranks
+        names = ranks.together(f"listing {place}", lambda: manifests.names_in(place))
+        seen = on_every_rank(names)
+
+        def sum_up() -> dict[str, Any]:
+            names = sorted({each for every in seen for each in every})
+            owners_of = {name: [rank for rank, every in enumerate(seen) if name in every] for name in names}
+            mine = [
+                name
+                for at, (name, owners) in enumerate(owners_of.items())
+                if owners[at % len(owners)] == dist.get_rank()
+            ]
+            return {name: manifests.sum_of(place / name) for name in shown(mine, f"summing up {self._tag}")}
+
+        own = ranks.together(f"summing up {place}", sum_up)
+        files = {name: each for every in on_every_rank(own) for name, each in every.items()}
+        ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: self._manifest(files).write(place))
+
+    def _manifest(self, files: Mapping[str, Any]) -> Manifest:
+        layers = tuple(
+            LayerSizes(
+                name,
+                layer.num_experts,
+                layer.deepspeed_moe.ep_size,
+                cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0]),
+            )
+            for name, layer in self._engine.fsmoe.layers.items()
+        )
+        versions = facts_of_versions(("torch", "deepspeed"))
+        return Manifest(sizes_of(self._engine), layers, versions, dict(sorted(files.items())))
+
+
+def warn_of_what_is_lost(engine: Any, place: Path, client_state: Any) -> None:
+    """Say what of a job a checkpoint will not bring back."""
+    if engine.has_partial_gradients:
+        log_on_rank_0(
+            f"{place} is saved in the middle of a step: gradients that have been summed up so far are not kept, and a "
+            "run that goes on from it begins that step anew; save after engine.step() of a step's last micro batch",
+            logging.WARNING,
+        )
+    for path in _arrays_not_read("client_state", client_state):
+        log_on_rank_0(
+            f"{place}: {path} is a numpy array of something else than numbers or booleans, and load_checkpoint reads "
+            "none of those: keep it as a list",
+            logging.WARNING,
+        )
+
+
+def _arrays_not_read(path: str, value: Any, depth: int = 5) -> Iterator[str]:
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.kind not in "biufc":
+            yield path
+    elif depth and isinstance(value, (Mapping, list, tuple)):
+        for name, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _arrays_not_read(f"{path}[{name!r}]", each, depth - 1)

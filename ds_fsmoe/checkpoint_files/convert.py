@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint into other forms and back: stock DeepSpeed's files, one set of fp32 weights, Hugging Face's names."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ds_fsmoe.checkpoint_files import tags
+from ds_fsmoe.checkpoint_files.manifest import (
+    NAME,
+    LayerSizes,
+    Manifest,
+    Sizes,
+    faults,
+    names_in,
+    omissions,
+    read_manifest,
+    sum_of,
+)
+from ds_fsmoe.checkpoint_files.names import Rename, from_huggingface, renamed, to_huggingface
+from ds_fsmoe.checkpoint_files.numbering import ExpertName, expert_name
+from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.publishing import Publication, recover
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.tensor_files import Source, read_tensors, write_tensors
+from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, Whole, layer_file
+
+Form = Literal["fp32", "huggingface", "stock", "deepspeed"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOW = (torch.bfloat16, torch.float16)
+
+Told = Iterator[tuple[str, int]]
+"""Files as they are written, and the bytes of what is in them."""
+
+
+def find_tag(source: Path, tag: str | None) -> Path:
+    """The folder of a tag: named, or the one that ``latest`` names, or ``source`` itself.
+
+    Raises:
+        CheckpointError: there is none, or it could lie elsewhere.
+    """
+    source = Path(os.path.abspath(source))  # "." has no name, and what is made of a tag has that of its folder
+    if tag is not None:
+        check_tag(tag)
+    if tag is None and (source / DENSE_FILE).is_file():
+        return source
+    tag = tags.latest(source) if tag is None else tag
+    if tag is None:
+        raise CheckpointError(f"{source} has neither a {tags.LATEST} nor a {DENSE_FILE}: name a folder of checkpoints")
+    recover(source, tag)
+    if not (source / tag).is_dir():
+        raise CheckpointError(f"{source / tag}: no such checkpoint")
+    return source / tag
+
+
+def check_tag(tag: str) -> None:
+    """Whether a tag that a user names is that of a folder beside the others.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    parts = Path(tag).parts
+    if not parts or Path(tag).is_absolute() or ".." in parts or "\0" in tag or tag != tag.strip():
+        raise CheckpointError(f"--tag {tag!r}: must be the name of a folder, without .. and without blanks around it")
+    if tag in (tags.LATEST, f"{tags.LATEST}{tags.SAVING}") or tag.endswith((tags.SAVING, tags.BEFORE)):
+        raise CheckpointError(f"--tag {tag!r}: names of this kind are kept for what is written beside a checkpoint")
+
+
+def open_checked(place: Path) -> Whole:
+    """A tag, with every file held against its checksum where it has some.
+
+    Raises:
+        CheckpointError: what is wrong with which file.
+    """
+    if place.is_dir():
+        manifest = read_manifest(place)
+        wrong = omissions(place, manifest)
+        if manifest is not None:
+            wrong += faults(place, manifest.files, manifest.files)
+        if wrong:
+            raise CheckpointError("; ".join(wrong))
+    return Whole(place)
+
+
+def export_tensors(
+    whole: Whole, target: Path, form: Form, renames: Sequence[Rename], dtype: str | None, limit_bytes: int
+) -> Told:
+    """Weights of a checkpoint as safetensors, in the optimizer's precision where it is known.
+
+    Args:
+        whole: the checkpoint.
+        target: folder to be made.
+        form: ``"fp32"`` keeps the model's names, ``"huggingface"`` writes Mixtral's.
+        renames: done to the names after that.
+        dtype: of floating numbers; by default fp32 for ``"fp32"``, and as the model has them for ``"huggingface"``.
+        limit_bytes: of a file.
+
+    Raises:
+        CheckpointError: two parameters would have one name.
+        FileExistsError: the folder is there and not empty.
+    """
+    sources: dict[str, Source] = {}
+    for name in whole.names():
+        if form == "fp32" and dtype is None and whole.index is None and whole.weights(name).dtype in _LOW:
+            raise CheckpointError(
+                f"{whole.place} does not say where its fp32 weights lie (stock DeepSpeed's do not), and {name} has "
+                "less than fp32: --dtype float32 writes it as fp32 all the same"
+            )
+        like = whole.weights(name)
+        wanted = like.dtype
+        if like.is_floating_point():
+            wanted = DTYPES[dtype or "float32"] if form == "fp32" or dtype else like.dtype
+        new = renamed(to_huggingface(name) if form == "huggingface" else name, renames)
+        if new in sources:
+            raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
+        sources[new] = Source(like.shape, like.numel() * wanted.itemsize, _reader(whole, name, wanted))
+    yield from _into(target, lambda folder: write_tensors(sources, folder, limit_bytes), whole)
+
+
+def _reader(whole: Whole, name: str, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        is_optimized = whole.has_state(name, MASTER)
+        return (whole.state(name, MASTER) if is_optimized else whole.weights(name)).to(dtype)
+
+    return read
+
+
+def export_stock(whole: Whole, target: Path) -> Told:
+    """Files that stock DeepSpeed loads. Shards of experts are joined; states of the optimizer, which lie as the shards
+    do, are left out then.
+
+    Args:
+        whole: the checkpoint.
+        target: folder of checkpoints to be made; the tag keeps its name.
+
+    Raises:
+        FileExistsError: the folder is there and not empty.
+    """
+
+    def write(folder: Path) -> Told:
+        place = folder / whole.place.name
+        place.mkdir()
+        cut = any(each.esp > 1 for each in whole.numbering.values())
+        for file in sorted(each for each in whole.files() if each.parent == whole.place):
+            if not cut or file.name == DENSE_FILE:
+                shutil.copy2(file, place / file.name)
+                yield file.name, file.stat().st_size
+        if cut:
+            yield from _write_experts(place, _expert_sources(whole), list(whole.numbering))
+        (folder / tags.LATEST).write_text(place.name)
+
+    yield from _into(target, write, whole)
+
+
+def _expert_sources(whole: Whole) -> dict[ExpertName, Callable[[], torch.Tensor]]:
+    names = [each for each in map(expert_name, whole.names()) if each is not None]
+    return {each: lambda name=str(each): whole.weights(name) for each in names}
+
+
+def _write_experts(place: Path, sources: dict[ExpertName, Callable[[], torch.Tensor]], layers: Sequence[str]) -> Told:
+    by_file: dict[str, dict[str, Callable[[], torch.Tensor]]] = defaultdict(dict)
+    for name, read in sources.items():
+        by_file[layer_file(layers.index(name.layer), name.number)][str(name)] = read
+    for file, reads in by_file.items():
+        state = {name: read().clone() for name, read in reads.items()}
+        torch.save(state, place / file)
+        yield file, sum(each.numel() * each.itemsize for each in state.values())
+
+
+def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Rename]) -> Told:
+    """Safetensors with Mixtral's names, or with DeepSpeed's, as a checkpoint of weights alone.
+
+    Args:
+        source: a file, or a folder of them.
+        target: folder of checkpoints to be made.
+        tag: its name.
+        renames: done to the names before they are made DeepSpeed's.
+
+    Raises:
+        CheckpointError: no experts, not the same number of each parameter's, or two parameters of one name; a tag that
+            is none.
+        FileExistsError: the folder is there and not empty.
+    """
+    check_tag(tag)
+    found: dict[str, Source] = {}
+    for name, each in read_tensors(source).items():
+        new = renamed(name, renames)
+        if new in found:
+            raise CheckpointError(f"{name} would be named {new}, as another parameter is already")
+        found[new] = each
+    names = from_huggingface(found)
+    experts = {each: found[name].read for name in found if (each := expert_name(names[name])) is not None}
+    # In the order in which a model would have them: 2 before 10.
+    layers = sorted({each.layer for each in experts}, key=_by_numbers)
+    if not layers:
+        raise CheckpointError(
+            f"{source} has no experts: no name like <layer>.experts.0.w1.weight; is there a --rename?"
+        )
+    for parameter in dict.fromkeys((each.layer, each.parameter) for each in experts):
+        shapes = {found[name].shape for name in found if _kind(names[name]) == parameter}
+        if len(shapes) > 1:
+            raise CheckpointError(f"{'.'.join(parameter)} has shapes {sorted(map(list, shapes))} in different experts")
+    counts = [_num_experts(layer, [each for each in experts if each.layer == layer]) for layer in layers]
+
+    def write(folder: Path) -> Told:
+        place = folder / tag
+        place.mkdir(parents=True)
+        dense = {names[name]: each.read() for name, each in found.items() if expert_name(names[name]) is None}
+        dtype = next(iter(dense.values()), torch.empty(0)).dtype
+        torch.save(_dense_state(dense, counts), place / DENSE_FILE)
+        yield DENSE_FILE, sum(each.numel() * each.itemsize for each in dense.values())
+        yield from _write_experts(place, experts, layers)
+        sizes = Sizes(world=1, mp=1, pp=1, zero_stage=0, esp=1, dtype=str(dtype).removeprefix("torch."))
+        of_layers = tuple(LayerSizes(layer, count, 1) for layer, count in zip(layers, counts, strict=True))
+        sums = {name: sum_of(place / name) for name in names_in(place)}
+        Manifest(sizes, of_layers, {"torch": torch.__version__}, sums).write(place)
+        yield NAME, 0
+        (folder / tags.LATEST).write_text(tag)
+
+    yield from _into(target, write)
+
+
+def _kind(name: str) -> tuple[str, str] | None:
+    expert = expert_name(name)
+    return None if expert is None else (expert.layer, expert.parameter)
+
+
+def _num_experts(layer: str, names: Sequence[ExpertName]) -> int:
+    by_parameter: dict[str, set[int]] = defaultdict(set)
+    for each in names:
+        by_parameter[each.parameter].add(each.number)
+    count = max(map(len, by_parameter.values()))
+    for parameter, numbers in by_parameter.items():
+        if numbers != set(range(count)):
+            missing = sorted(set(range(count)) - numbers)
+            raise CheckpointError(f"{layer} has {count} experts, and no {parameter} of {missing or sorted(numbers)}")
+    return count
+
+
+def _dense_state(dense: dict[str, torch.Tensor], num_experts: Sequence[int]) -> dict[str, object]:
+    """What DeepSpeed asks of this file when it loads weights."""
+    state: dict[str, object] = dict.fromkeys(("optimizer", "lr_scheduler", "param_shapes", "ds_autoep_layers"))
+    counts = dict.fromkeys(("global_steps", "global_samples", "skipped_steps"), 0)
+    sizes = {"dp_world_size": 1, "mp_world_size": 1}
+    return state | counts | sizes | {"module": dense, "num_experts": list(num_experts), "buffer_names": []}
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """Of two numbers that with more digits is the larger one."""
+    texts = re.split(r"([0-9]+)", name)
+    return [(len(each.lstrip("0")), each.lstrip("0")) if i % 2 else (-1, each) for i, each in enumerate(texts)]
+
+
+def _into(target: Path, write: Callable[[Path], Told], source: Whole | None = None) -> Told:
+    """A folder that is there whole or not at all, and of one checkpoint alone."""
+    target = Path(os.path.abspath(target))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"{target} is there already, and not empty")
+    publication = Publication(target.parent, target.name, secrets.token_hex(4))
+    publication.begin()
+    try:
+        yield from write(publication.unfinished)
+        if source is not None and read_manifest(source.place) != source.manifest:
+            raise CheckpointError(f"{source.place} was saved over while it was read: convert it again")
+        publication.sync()
+        publication.publish()
+    except BaseException:  # whatever it is, nothing half written stays
+        publication.abandon()
+        raise

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint is said to be: sizes, layout, versions, and a checksum of every file. ``fsmoe.json`` in its folder.
+
+It is JSON, and reading it runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.checkpoint_files.described import read_described
+from ds_fsmoe.checkpoint_files.numbering import CUTS, Cut, expert_file
+from ds_fsmoe.checkpoint_files.owners import OWNER
+from ds_fsmoe.checkpoint_files.plain_files import problem_of
+from ds_fsmoe.versions import VERSION
+
+NAME = "fsmoe.json"
+OURS = "fsmoe_"
+"""What the names of our other files begin with."""
+FORMAT = 1
+_WEIGHTS = re.compile(r"mp_rank_\d+_model_states\.pt")
+_PIECE_BYTES = 1 << 22
+_FROM_0 = ("zero_stage", "size_bytes")
+"""The numbers that may be 0."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a job was laid out; states of optimizers are cut by it."""
+
+    world: int
+    mp: int
+    pp: int
+    zero_stage: int
+    esp: int
+    dtype: str
+
+    def differences(self, now: Sizes) -> list[str]:
+        """What is not as it was, in words."""
+        before, after = asdict(self), asdict(now)
+        return [f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One MoE layer."""
+
+    path: str
+    num_experts: int
+    ep: int
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Parameter of its experts -> how shards are cut from it; nothing where that is not known."""
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """One file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of it."""
+
+    sizes: Sizes
+    layers: tuple[LayerSizes, ...]
+    versions: Mapping[str, str]
+    files: Mapping[str, FileSum]
+    """Name in the folder -> what it has to be."""
+
+    def write(self, folder: Path) -> None:
+        """Into a folder that is not published yet."""
+        text = json.dumps({"format": FORMAT, "ds_fsmoe": VERSION} | asdict(self), indent=1)
+        (folder / NAME).write_text(text)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Of a checkpoint; ``None`` if there is none, as stock DeepSpeed writes none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return read_described(folder / NAME, FORMAT, _manifest)
+
+
+def _manifest(found: Mapping[str, Any]) -> Manifest:
+    layers = tuple(LayerSizes(**each) for each in found["layers"])
+    files = {str(name): FileSum(**each) for name, each in found["files"].items()}
+    manifest = Manifest(Sizes(**found["sizes"]), layers, dict(found["versions"]), files)
+    _check_types(manifest)
+    return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    groups: list[tuple[Any, Sequence[str]]] = [(manifest.sizes, ("dtype",))]
+    groups += [(each, ("path",)) for each in manifest.layers] + [
+        (each, ("sha256",)) for each in manifest.files.values()
+    ]
+    for each, texts in groups:
+        for name, value in asdict(each).items():
+            if name == "cuts":
+                if not all(type(cut) in (int, str) and cut in CUTS for cut in dict(value).values()):
+                    raise TypeError(f"{name} = {value!r}")
+            elif type(value) is not (str if name in texts else int):
+                raise TypeError(f"{name} = {value!r}")
+            elif name not in texts and value < (0 if name in _FROM_0 else 1):
+                raise ValueError(f"{name} = {value!r}")
+    for each in manifest.layers:
+        if each.num_experts % each.ep:
+            raise ValueError(f"{each.num_experts} experts on {each.ep} ranks of {each.path}")
+    for name in manifest.files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"a file outside the folder: {name!r}")
+
+
+def sum_of(path: Path) -> FileSum:
+    """Of a file as it is.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("rb") as opened:
+        while piece := opened.read(_PIECE_BYTES):
+            digest.update(piece)
+            size_bytes += len(piece)
+    return FileSum(size_bytes, digest.hexdigest())
+
+
+def names_in(folder: Path) -> list[str]:
+    """Every file of a checkpoint that is being written, but those that describe it, in the same order everywhere."""
+    return sorted(
+        each.relative_to(folder).as_posix()
+        for each in folder.rglob("*")
+        if each.is_file() and each.name not in (NAME, OWNER)
+    )
+
+
+def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
+    """What is wrong with some of the files, a sentence each."""
+    found = []
+    for name in names:
+        path, wanted = folder / name, files[name]
+        if (problem := problem_of(path, folder)) is not None:
+            found.append(problem)
+            continue
+        try:
+            size_bytes = path.stat().st_size
+            if size_bytes != wanted.size_bytes:
+                found.append(f"{path} has {size_bytes} bytes and should have {wanted.size_bytes}: it is cut short")
+            elif sum_of(path) != wanted:
+                found.append(f"{path} is not what was saved: its checksum differs")
+        except OSError as error:
+            found.append(f"{path} cannot be read: {error.strerror}")
+    return found
+
+
+def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
+    """What a manifest should speak of and does not, a sentence each: without it, changed files would go unnoticed.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: what was read there; ``None`` if there is none, as in stock DeepSpeed's.
+    """
+    ours = sorted(each.name for each in folder.glob(f"{OURS}*") if each.name != OWNER)
+    if manifest is None:
+        return [
+            f"{folder / NAME} is missing, and {each} says that ds_fsmoe has saved this checkpoint: nothing tells "
+            f"whether its files are whole. To load them all the same, as stock DeepSpeed would, remove {OURS}* from it"
+            for each in ours[:1]
+        ]
+    unnamed = [each for each in ours if each not in manifest.files]
+    found = [f"{folder / NAME} does not name {each}, which lies beside it" for each in unnamed]
+    if not any(_WEIGHTS.fullmatch(each) for each in manifest.files):
+        found.append(f"{folder / NAME} names no file of weights (mp_rank_00_model_states.pt)")
+    # In a pipeline of stages each numbers its own layers.
+    for at, layer in enumerate(manifest.layers if manifest.sizes.pp == 1 else ()):
+        wanted = layer.num_experts * manifest.sizes.esp
+        numbers = {each[1] for each in map(expert_file, manifest.files) if each is not None and each[0] == at}
+        named = sum(number < wanted for number in numbers)
+        if named < wanted:
+            found.append(
+                f"{folder} has {named} files of experts of {layer.path}, and should have {wanted} by its {NAME}"
+            )
+    return found

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tag is there whole or not at all, whenever a process is killed: written beside its place, and then put there.
+
+::
+
+    folder/step100                    published; ``latest`` names it
+    folder/step200.6f2a90c1.saving    being written, or left behind by a save that was killed
+    folder/step100.6f2a90c1.before    what stood at a tag's place, for as long as it takes to put the new one there
+
+The eight digits belong to one save, so that two jobs never write into one folder. Renaming a folder is one step of the
+file system. Only between two of them is there a moment at which a tag is saved over and has no folder;
+:func:`recover` sets that right, unless the save is still under way.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from ds_fsmoe.checkpoint_files import manifest as manifests
+from ds_fsmoe.checkpoint_files.owners import OWNER, Owner, Ownership, owner_of
+from ds_fsmoe.checkpoint_files.plain_files import problem_of, to_disk
+from ds_fsmoe.checkpoint_files.tags import BEFORE, SAVING, CheckpointError, before_name, unfinished_name
+
+logger = logging.getLogger("ds_fsmoe")
+
+# How long a tag may have no folder before a save that may be under way is taken for one that was killed.
+_LOOKS, _BETWEEN_LOOKS_S = 40, 0.05
+_TRIES = 3
+
+
+class Publication:
+    """One save of one tag, by the process that leads it.
+
+    Args:
+        folder: of all tags.
+        tag: a name, or a path in the folder.
+        token: eight hexadecimal digits that no other save has.
+
+    Attributes:
+        unfinished: where the tag is written to.
+    """
+
+    def __init__(self, folder: Path, tag: str, token: str) -> None:
+        self._folder, self._tag, self._token = folder, tag, token
+        self._place = folder / tag
+        self._before = folder / before_name(tag, token)
+        self._ownership: Ownership | None = None
+        self._replaces = ""
+        self.unfinished = folder / unfinished_name(tag, token)
+
+    def begin(self) -> None:
+        """Make a folder of this save's own, and clear away what saves of this tag that were killed have left.
+
+        Raises:
+            CheckpointError: something that is no folder stands at the tag's place.
+            OSError: the file system refuses.
+        """
+        if self._place.is_symlink() or (self._place.exists() and not self._place.is_dir()):
+            kind = "link" if self._place.is_symlink() else "file"
+            raise CheckpointError(f"{self._place} is a {kind}, and a checkpoint is not put in its place")
+        self._place.parent.mkdir(parents=True, exist_ok=True)
+        recover(self._folder, self._tag)
+        _clear(self._folder, self._tag)
+        self._replaces = _state_of(self._place)
+        try:
+            self.unfinished.mkdir()
+        except FileExistsError as error:
+            raise CheckpointError(
+                f"{self.unfinished} was made by another rank of this job: nodes share that file system, so "
+                "checkpoint.use_node_local_storage has to be left out"
+            ) from error
+        try:
+            self._ownership = Ownership(self.unfinished, self._token)
+        except OSError:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+            raise
+
+    def sync(self) -> None:
+        """Wait until all that was written is on disk.
+
+        Raises:
+            OSError: something of it is lost.
+        """
+        for each in (*self.unfinished.rglob("*"), self.unfinished):
+            to_disk(each)
+
+    def publish(self) -> None:
+        """Put what was written at the tag's place. Whatever else lies in a folder that stands there stays in it.
+
+        Raises:
+            CheckpointError: another job has saved this tag, or removed what was written, since :meth:`begin`.
+            OSError: the file system refuses.
+        """
+        owner = owner_of(self.unfinished)
+        if owner is None or owner.token != self._token:
+            raise CheckpointError(f"{self.unfinished} was removed or taken by another job while it was written")
+        self._check_place(self._place)
+        replaces = os.path.lexists(self._place)
+        try:
+            self._swap(replaces)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise self._taken() from error
+            raise
+        to_disk(self._place.parent)
+        if replaces:
+            _finish(self._before, self._place)
+        with suppress(OSError):
+            (self._place / OWNER).unlink()
+        self.end()
+
+    def abandon(self) -> None:
+        """After an error: remove what was written, and nothing else."""
+        if self._ownership is not None:
+            owner = owner_of(self.unfinished)
+            if owner is not None and owner.token == self._token:
+                shutil.rmtree(self.unfinished, ignore_errors=True)
+        self.end()
+
+    def end(self) -> None:
+        """Leave the folder to others."""
+        if self._ownership is not None:
+            self._ownership.release()
+
+    def _swap(self, replaces: bool) -> None:
+        if replaces:
+            self._place.rename(self._before)
+        try:
+            if replaces:
+                self._check_place(self._before)
+            self.unfinished.rename(self._place)
+        except (OSError, CheckpointError):
+            with suppress(OSError):  # not over what another job has put there
+                if replaces and not os.path.lexists(self._place):
+                    self._before.rename(self._place)
+            raise
+
+    def _check_place(self, found_at: Path) -> None:
+        if _state_of(found_at) != self._replaces:
+            raise self._taken()
+
+    def _taken(self) -> CheckpointError:
+        return CheckpointError(
+            f"another job has saved {self._place} since this save began: two jobs that run at a time need folders or "
+            "tags of their own"
+        )
+
+
+def recover(folder: Path, tag: str) -> bool:
+    """Put a tag back that a killed save had taken away. A save that is under way is waited for.
+
+    Args:
+        folder: of all tags.
+        tag: what lies outside of the folder is left as it is.
+
+    Returns:
+        Whether that was needed.
+
+    Raises:
+        CheckpointError: a save is under way and does not go on.
+        OSError: the file system refuses.
+    """
+    place = folder / tag
+    if not place.parent.resolve().is_relative_to(folder.resolve()):
+        return False
+    for look in range(_LOOKS):
+        left = [] if os.path.lexists(place) else _leftovers(place, BEFORE)
+        if not left:
+            return False
+        before, token = left[-1]
+        owner = _saver(place, token)
+        is_over = owner is None or owner.life == "dead"
+        if not is_over and look == _LOOKS - 1:
+            if owner.life == "alive":
+                raise CheckpointError(f"{place} is being saved over by {owner}, which does not go on")
+            is_over = True
+        if is_over:
+            try:
+                before.rename(place)
+            except OSError:
+                if os.path.lexists(place) or not before.exists():
+                    return False  # another process was faster
+                raise
+            return True
+        time.sleep(_BETWEEN_LOOKS_S)
+    return False
+
+
+def _clear(folder: Path, tag: str) -> None:
+    """Remove what saves of a tag that were killed have left."""
+    place = folder / tag
+    for unfinished, _ in _leftovers(place, SAVING):
+        owner = owner_of(unfinished)
+        if owner is not None and owner.life == "dead":
+            shutil.rmtree(unfinished, ignore_errors=True)
+        elif owner is not None:
+            is_known = "is at it" if owner.life == "alive" else "may be at it, or was killed: then remove the folder"
+            logger.warning("%s is left as it is: %s %s", unfinished, owner, is_known)
+    for before, token in _leftovers(place, BEFORE):
+        owner = _saver(place, token)
+        if place.is_dir() and (owner is None or owner.life == "dead"):
+            _finish(before, place)
+
+
+def _leftovers(place: Path, ending: str) -> list[tuple[Path, str]]:
+    """Folders of unfinished saves of a tag, and their tokens, in the order in which they were changed."""
+    pattern = re.compile(rf"{re.escape(place.name)}\.([0-9a-f]{{8}}){re.escape(ending)}")
+    found = []
+    for each in place.parent.iterdir() if place.parent.is_dir() else ():
+        match = pattern.fullmatch(each.name)
+        if match is not None and each.is_dir() and not each.is_symlink():
+            found.append((each, match[1]))
+    return sorted(found, key=lambda each: _changed_ns(each[0]))
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_ctime_ns
+    except OSError:
+        return 0
+
+
+def _saver(place: Path, token: str) -> Owner | None:
+    """Who has taken a tag away under a token, as far as that can still be read."""
+    for each in (place.parent / unfinished_name(place.name, token), place):
+        owner = owner_of(each)
+        if owner is not None and owner.token == token:
+            return owner
+    return None
+
+
+def _state_of(place: Path) -> str:
+    """The same as long as nobody saves a tag; another one after that."""
+    try:
+        if problem_of(place / manifests.NAME, place) is None:
+            return hashlib.sha256((place / manifests.NAME).read_bytes()).hexdigest()
+        return f"folder {place.stat().st_ino}"
+    except FileNotFoundError:
+        return "nothing"
+
+
+def _finish(before: Path, place: Path) -> None:
+    """Remove what stood at a tag's place, and nothing that no save has written: that moves to the new one."""
+    known: set[str] = set()
+    with suppress(CheckpointError):
+        manifest = manifests.read_manifest(before)
+        known = set() if manifest is None else {manifests.NAME, *manifest.files}
+    problem: OSError | None = None
+    for _ in range(_TRIES):
+        try:
+            _move_along(before, place, known, "")
+            before.rmdir()
+        except FileNotFoundError as error:  # another process may be at it, too
+            problem = error
+        except OSError as error:
+            problem = error
+            break
+    if before.exists():
+        logger.warning("%s was saved over, and some of what lay in it is still in %s: %s", place, before, problem)
+
+
+def _move_along(old: Path, new: Path, known: Collection[str], prefix: str) -> None:
+    for each in sorted(old.iterdir()):
+        name, target = f"{prefix}{each.name}", new / each.name
+        is_there = os.path.lexists(target)
+        if each.is_dir() and not each.is_symlink():
+            if not is_there and not any(other.startswith(f"{name}/") for other in known):
+                each.rename(target)
+                continue
+            target.mkdir(exist_ok=True)
+            _move_along(each, target, known, f"{name}/")
+            each.rmdir()
+            if not is_there and not any(target.iterdir()):
+                target.rmdir()  # all that was in it was known
+        elif name in known or is_there or (not prefix and name.startswith(manifests.OURS)):
+            each.unlink()
+        else:
+            each.rename(target)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of checkpoints: which can be saved under, which are kept for unfinished ones, and the one ``latest`` holds."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePath
+
+from ds_fsmoe.checkpoint_files.plain_files import problem_of, to_disk
+from ds_fsmoe.files.whole_files import write_whole
+
+SAVING, BEFORE = ".saving", ".before"
+LATEST = "latest"
+# A file of such a name lies in the folder of all tags, or will.
+_TAKEN = (LATEST, f"{LATEST}{SAVING}", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+_UNFINISHED = re.compile(rf"\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(BEFORE)})$")
+_MOST_BYTES = 4096
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or cannot be trusted; the message names the file."""
+
+
+def unfinished_name(tag: str, token: str) -> str:
+    """Where one save writes a tag to.
+
+    Args:
+        tag: a name, or a path in the folder.
+        token: eight hexadecimal digits that no other save has.
+    """
+    return f"{tag}.{token}{SAVING}"
+
+
+def before_name(tag: str, token: str) -> str:
+    """Where what stood at a tag's place is kept until the new one is there."""
+    return f"{tag}.{token}{BEFORE}"
+
+
+def is_inside(tag: str) -> bool:
+    """Whether a tag names something in the folder of all tags."""
+    path = PurePath(tag)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in tag
+
+
+def check_new(folder: str | Path, tag: str) -> None:
+    """Check that a checkpoint can be saved under a tag, and found again.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    problem = None
+    parts = PurePath(tag).parts
+    if not is_inside(tag):
+        problem = f"must be the name of a folder in {folder}"
+    elif tag != tag.strip() or len(tag.splitlines()) > 1:
+        problem = f"must be one line without blanks at its ends, or {LATEST} could not name it"
+    elif tag.encode(errors="ignore").decode() != tag:
+        problem = "must be a name that UTF-8 can write"
+    elif parts[0] in _TAKEN or any(map(_UNFINISHED.search, parts)):
+        problem = f"that name is kept for other files in {folder}; choose another"
+    if problem is not None:
+        raise CheckpointError(f"save_checkpoint: tag {tag!r}: {problem}")
+
+
+def point(folder: Path, tag: str) -> None:
+    """Let ``latest`` name a tag, in one step.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    write_whole(folder / LATEST, tag)
+    to_disk(folder)
+
+
+def latest(folder: Path) -> str | None:
+    """What ``latest`` names; ``None`` if there is no such file.
+
+    Raises:
+        CheckpointError: it cannot be read, is empty, or names something outside of the folder.
+    """
+    path = folder / LATEST
+    if not os.path.lexists(path):
+        return None
+    if (problem := problem_of(path, folder)) is not None:
+        raise CheckpointError(problem)
+    try:
+        with path.open("rb") as opened:
+            text = opened.read(_MOST_BYTES + 1)
+        tag = text.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if len(text) > _MOST_BYTES:
+        raise CheckpointError(f"{path} has more than {_MOST_BYTES} bytes, and should hold the name of a tag")
+    if not tag:
+        raise CheckpointError(f"{path} is empty: name a tag; there are: {known_tags(folder)}")
+    if not is_inside(tag):
+        raise CheckpointError(f"{path} names {tag!r}, which is not a folder in {folder}")
+    return tag
+
+
+def check_there(folder: Path) -> None:
+    """Refuse to load from a folder that is not there, as nobody can have saved in it. One without ``latest`` is left to
+    DeepSpeed, which warns: a job that goes on by itself may be started for the first time.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: there is no such folder, so no checkpoint to go on from; to begin a run, call load_checkpoint "
+            "only where the folder is there, or make it first"
+        )
+
+
+def known_tags(folder: Path) -> str:
+    """The folders there are, for messages."""
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    return ", ".join(each for each in names if not _UNFINISHED.search(each)) or "none"

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's parameters whole, whatever ranks and shards its files are cut by. No rank is needed to read them."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, read_manifest
+from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, expert_file, expert_name, join
+from ds_fsmoe.checkpoint_files.pieces import MASTER, Group, Index, Piece, read_index
+from ds_fsmoe.checkpoint_files.plain_files import problem_of
+from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+
+DENSE_FILE = "mp_rank_00_model_states.pt"
+_OF_STAGES = re.compile(r"layer_\d+-model_.*_states\.pt")
+_OPEN_FILES = 64
+
+
+def layer_file(layer: int, number: int) -> str:
+    """DeepSpeed's name for the file of an expert."""
+    return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
+
+
+class Whole:
+    """One tag, read piece by piece.
+
+    Names are the model's own, with experts numbered from 0 to E - 1.
+
+    Args:
+        place: folder of the tag.
+        trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
+
+    Attributes:
+        place: that folder.
+        numbering: path of each MoE layer -> how its files number experts.
+        index: where states of the optimizer lie; ``None`` where that was not written down.
+
+    Raises:
+        CheckpointError: it is none, or one with tensor parallelism or pipeline stages.
+    """
+
+    def __init__(self, place: Path, trusted: Sequence[Any] = WITHOUT_DEEPSPEED) -> None:
+        self.place = place
+        self._trusted = trusted
+        self._open: OrderedDict[str, Any] = OrderedDict()
+        self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
+        there = sorted(each.name for each in self.files())
+        names = [each for each in there if each.endswith("_model_states.pt")]
+        if DENSE_FILE not in names:
+            raise CheckpointError(f"{place} is no checkpoint of DeepSpeed's: it has no {DENSE_FILE}")
+        if any("mp_rank_00" not in each for each in names) or any(map(_OF_STAGES.match, there)):
+            raise CheckpointError(
+                f"{place} was saved with tensor-parallel ranks or pipeline stages, whose layers only the model itself "
+                "can put together"
+            )
+        self._experts = sorted(found for found in map(expert_file, names) if found is not None)
+        self._layer_at = {
+            next(iter(self._names_in(layer_file(*each)))).layer: each[0] for each in dict(self._experts).items()
+        }
+        self.index: Index | None = read_index(place)
+        self.numbering = self._numberings()
+        self._pieces: dict[str, list[tuple[Group, Piece]]] = {}
+        for group in self.index.groups if self.index is not None else ():
+            for piece in group.pieces:
+                known = self._pieces.setdefault(piece.name, [])
+                # Without ZeRO each rank that writes a file has all that is no expert's.
+                if all(other.first != piece.first for _, other in known):
+                    known.append((group, piece))
+
+    @property
+    def dense(self) -> dict[str, Any]:
+        """What DeepSpeed keeps beside the weights that are no experts', and these as ``"module"``."""
+        return self._file(DENSE_FILE)
+
+    def files(self) -> Iterator[Path]:
+        """Of the checkpoint, but those that describe it; what else lies in its folder is not known here.
+
+        Raises:
+            CheckpointError: one is none that may be opened.
+        """
+        if self.manifest is not None:
+            found = [self.place / each for each in self.manifest.files]
+        else:
+            found = [each for each in self.place.iterdir() if not each.is_dir()] if self.place.is_dir() else []
+        for each in found:
+            if each.name.startswith(OURS):
+                continue
+            if (problem := problem_of(each, self.place)) is not None:
+                raise CheckpointError(problem)
+            yield each
+
+    def names(self) -> Iterator[str]:
+        """Of all parameters and buffers."""
+        yield from self.dense["module"]
+        for layer, at in self._layer_at.items():
+            numbering = self.numbering[layer]
+            for expert in range(numbering.num_experts):
+                number = numbering.number(expert, 0)
+                for each in self._names_in(layer_file(at, number)):
+                    yield str(ExpertName(layer, expert, each.parameter))
+
+    def parameters_of(self, layer: str) -> set[str]:
+        """Of an expert of a layer, and its buffers, as the expert names them."""
+        number = self.numbering[layer].number(0, 0)
+        return {each.parameter for each in self._names_in(layer_file(self._layer_at[layer], number))}
+
+    def weights(self, name: str) -> torch.Tensor:
+        """As the model has them, in its data type.
+
+        Raises:
+            CheckpointError: there is no such parameter.
+        """
+        return self._joined(name, self._weights_of)
+
+    def state(self, name: str, item: str) -> torch.Tensor:
+        """Of the optimizer, in the parameter's shape; ``"fp32"`` is the parameter in the optimizer's precision.
+
+        Raises:
+            CheckpointError: it is not there, or not all of it.
+        """
+        if item == MASTER and not self.has_state(name, item):
+            return self.weights(name).float()
+        return self._joined(self._optimized(name), lambda saved: self._state_of(saved, item))
+
+    def has_state(self, name: str, item: str) -> bool:
+        """Whether the optimizer had such a state."""
+        first = self._saved_names(self._optimized(name))[0]
+        return any(item in group.items for group, _ in self._pieces.get(first, ()))
+
+    def _optimized(self, name: str) -> str:
+        """A parameter with several names is optimized under one."""
+        return (self.dense.get("shared_params") or {}).get(name, name)
+
+    def _joined(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        shards = [read(each) for each in self._saved_names(name)]
+        if len(shards) == 1:
+            return shards[0]
+        expert = expert_name(name)
+        layers = () if self.manifest is None else self.manifest.layers
+        cuts = next((each.cuts for each in layers if expert is not None and each.path == expert.layer), {})
+        if expert is not None and expert.parameter not in cuts and cuts:
+            return shards[0]  # no parameter, but a buffer
+        if expert is None or not cuts:
+            raise CheckpointError(f"{self.place} does not say how {name} is cut into its {len(shards)} shards")
+        return join(shards, cuts[expert.parameter])
+
+    def _saved_names(self, name: str) -> list[str]:
+        """As the files have it: one for each shard."""
+        expert = expert_name(name)
+        if expert is None:
+            return [name]
+        if expert.layer not in self.numbering:
+            raise CheckpointError(f"{self.place} has no MoE layer {expert.layer!r}; it has {', '.join(self.numbering)}")
+        numbering = self.numbering[expert.layer]
+        return [
+            str(ExpertName(expert.layer, numbering.number(expert.number, shard), expert.parameter))
+            for shard in range(numbering.esp)
+        ]
+
+    def _weights_of(self, saved: str) -> torch.Tensor:
+        expert = expert_name(saved)
+        file = DENSE_FILE if expert is None else layer_file(self._layer_at[expert.layer], expert.number)
+        holds = self._file(file)
+        try:
+            return (holds["module"] if expert is None else holds)[saved]
+        except KeyError:
+            raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
+
+    def _state_of(self, saved: str, item: str) -> torch.Tensor:
+        like = self._weights_of(saved)
+        flat: torch.Tensor | None = None
+        filled = 0
+        for group, piece in self._pieces.get(saved, ()):
+            if item not in group.items:
+                continue
+            found: Any = self._file(group.file)
+            for key in group.items[item]:
+                found = found[key]
+            flat = torch.empty(like.numel(), dtype=found.dtype) if flat is None else flat
+            flat[piece.first : piece.first + piece.size] = found.reshape(-1)[piece.at : piece.at + piece.size]
+            filled += piece.size
+        if flat is None or filled != like.numel():
+            raise CheckpointError(f"{self.place} has {filled} of the {like.numel()} elements of {item} of {saved}")
+        return flat.view(like.shape)
+
+    def _numberings(self) -> Mapping[str, Numbering]:
+        counts = {layer: sum(1 for number, _ in self._experts if number == at) for layer, at in self._layer_at.items()}
+        if self.manifest is None:
+            return {layer: Numbering(count, 1, 1) for layer, count in counts.items()}
+        esp = self.manifest.sizes.esp
+        found = {each.path: Numbering(each.num_experts, each.ep, esp) for each in self.manifest.layers}
+        for layer, count in counts.items():
+            if layer not in found or found[layer].num_experts * esp != count:
+                should = found[layer].num_experts * esp if layer in found else 0
+                raise CheckpointError(f"{self.place} has {count} files of experts of {layer}, and should have {should}")
+        return found
+
+    def _names_in(self, file: str) -> list[ExpertName]:
+        found = [expert_name(each) for each in self._file(file)]
+        if not found or None in found:
+            raise CheckpointError(f"{self.place / file} is not of an expert")
+        return [each for each in found if each is not None]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = read_file(self.place / name, self._trusted, in_place=True)
+            if len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)
+        self._open.move_to_end(name)
+        return self._open[name]

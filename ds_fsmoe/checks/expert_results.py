@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fsmoe.debug.check_results``: which expert of which layer was the first to make nan or infinity of finite numbers.
+
+One such number is everywhere after the next all-to-all, and gradients say nothing of where it came from. So each
+expert's rows are looked at as they leave it, on the device and without waiting for it, and all ranks look at what was
+found together, once before each optimizer step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.instruments import LayerCall
+
+_MOST = 8  # that a message names
+_GIVEN, _MADE = 1, 2
+
+
+class ExpertResultError(RuntimeError):
+    """An expert has made nan or infinity. The message, the same on all ranks, names layer, experts and step."""
+
+
+class ExpertResults:
+    """Of the layers of one engine.
+
+    Args:
+        group: the ranks that run the same layers; ``None``: all.
+        is_scaled: losses are scaled (fp16), so that an overflow is no error: DeepSpeed leaves such a step out, on all
+            ranks, and scales less.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, is_scaled: bool) -> None:
+        self._group = group
+        self._is_scaled = is_scaled
+        self._found_E: dict[str, torch.Tensor] = {}
+        self._first: dict[str, int] = {}
+
+    def add(self, path: str, num_experts: int, first_expert: int, device: torch.device) -> None:
+        """A layer, in the order in which they are run.
+
+        Args:
+            path: of it in the model.
+            num_experts: E, over all ranks.
+            first_expert: of this rank.
+            device: where its experts are.
+        """
+        self._found_E[path] = torch.zeros(num_experts, dtype=torch.int32, device=device)
+        self._first[path] = first_expert
+
+    def watch(self, call: LayerCall) -> None:
+        """Look at what the experts of a layer make in training."""
+        if not call.is_training:
+            return
+        if isinstance(call.experts, WholeExperts):
+            call.experts = replace(call.experts, module=self._looked_at(call.experts.module, call.path))
+        else:
+            call.experts = _Watched(call.experts, self, call.path)  # type: ignore[assignment]
+
+    def _looked_at(self, module: Callable[[torch.Tensor], Any], path: str) -> Callable[[torch.Tensor], Any]:
+        def looked_at(x_NeCM: torch.Tensor) -> Any:
+            y = module(x_NeCM)
+            if isinstance(y, torch.Tensor) and y.numel() == x_NeCM.numel():
+                self.look(path, x_NeCM, y.reshape(x_NeCM.shape))
+            return y
+
+        return looked_at
+
+    def look(self, path: str, x_NeCM: torch.Tensor, y_NeCM: torch.Tensor) -> None:
+        """At what the experts of this rank were given and have made of it."""
+        given_e, made_e = (_is_bad(each) for each in (x_NeCM, y_NeCM))
+        own_e = self._found_E[path].narrow(0, self._first[path], len(given_e))
+        torch.maximum(own_e, torch.where(given_e, _GIVEN, _MADE * made_e.int()), out=own_e)
+
+    def before_step(self, step: int) -> None:
+        """All ranks look at what was found since the last time. Collective.
+
+        Raises:
+            ExpertResultError: on every rank, if there is something and losses are not scaled.
+        """
+        if not self._found_E:
+            return
+        found = torch.cat(list(self._found_E.values()))
+        if world_size_now() > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        states = found.split([len(each) for each in self._found_E.values()])
+        for each in self._found_E.values():
+            each.zero_()
+        rows = ((path, each.tolist()) for path, each in zip(self._found_E, states, strict=True))
+        path, row = next(((path, row) for path, row in rows if any(row)), ("", []))
+        if not row:
+            return
+        made = [expert for expert, state in enumerate(row) if state == _MADE]
+        if made:
+            named = ", ".join(map(str, made[:_MOST])) + (f" and {len(made) - _MOST} more" if len(made) > _MOST else "")
+            said = f"{path}, step {step}: expert {named} made nan or infinity of rows that had none"
+        else:
+            said = f"{path}, step {step}: the experts were given nan or infinity; look at what comes before this layer"
+        if not self._is_scaled:
+            raise ExpertResultError(f"{said}; no optimizer step was made with it")
+        log_on_rank_0(said, logging.WARNING)
+
+
+def _is_bad(rows_NeCM: torch.Tensor) -> torch.Tensor:
+    """[e]: whether an expert's rows hold nan or infinity."""
+    return ~torch.isfinite(rows_NeCM.detach()).all(dim=3).all(dim=2).all(dim=0)
+
+
+class _Watched:
+    """An :class:`ExpertSet` whose calls are looked at; all else is its own."""
+
+    def __init__(self, experts: ExpertSet, results: ExpertResults, path: str) -> None:
+        self._experts, self._results, self._path = experts, results, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)
+
+    def call(self, *args: Any, **options: Any) -> ExpertCall:
+        """An :class:`ExpertCall`, looked at when it goes forward."""
+        call = self._experts.call(*args, **options)
+        forward = call.forward
+
+        def watched(start: int, stop: int, x_NeCM: torch.Tensor) -> torch.Tensor:
+            y_NeCM = forward(start, stop, x_NeCM)
+            self._results.look(self._path, x_NeCM, y_NeCM)
+            return y_NeCM
+
+        call.forward = watched  # type: ignore[method-assign]
+        return call

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is noted and said when the layers of an engine run in training for the first time, their sizes being known."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.checks.saved_bytes import SavedBytes, describe, saved_bytes
+from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
+from ds_fsmoe.components.gate import in_backward
+from ds_fsmoe.distributed.agreement import DisagreementError, check_agreement
+from ds_fsmoe.execution.pipeline import CallSizes
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.instruments import Gate, LayerCall
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """How a layer was called first."""
+
+    experts: ExpertSet
+    forms: tuple[ManualExpert | None, ...]
+    """By which the experts were computed."""
+    sizes: CallSizes
+    autocast: AutocastState
+    num_tokens: int
+    """S, on this rank."""
+
+
+class FirstForwards:
+    """Of the layers of one engine.
+
+    Args:
+        keeps_calls: whether :attr:`calls` is filled.
+    """
+
+    def __init__(self, keeps_calls: bool = False) -> None:
+        self._keeps_calls = keeps_calls
+        self.calls: dict[str, FirstCall] = {}
+        """By label of the layer."""
+        self._seen: set[str] = set()
+        self._compared: set[tuple[str, bool]] = set()
+        self._kept: dict[bool, list[SavedBytes]] = {False: [], True: []}
+        """By whether all but the rows is computed again."""
+        self._many: list[tuple[str, int, tuple[int, int]]] = []
+        """(label, slots of an expert, chunks forward and backward) of layers with more chunks than slots."""
+        self._recompute = False
+        self._is_told = False
+
+    def watch(self, call: LayerCall) -> None:
+        """A layer is about to be called: compare what its ranks exchange, and note how the layer is called.
+
+        In the first forward in training, and in the first in evaluation, what ranks are about to exchange is compared:
+        of different sizes it would end the process, or never come.
+
+        Args:
+            call: of the layer.
+        """
+        key = call.label, call.is_training
+        if call.capacity_group is not None and key not in self._compared and not in_backward():
+            call.gate = self._comparing(call.gate, key, call.path, call.capacity_group)
+        if call.is_training and call.local_experts is not None and call.label not in self._seen:
+            self._seen.add(call.label)
+            self._recompute = call.pipeline.recompute
+            call.pipeline = call.pipeline.watched(on_call=partial(self._note, call, call.local_experts))
+
+    def _note(self, call: LayerCall, experts: ExpertSet, sizes: CallSizes) -> None:
+        degrees = call.pipeline.forward.block.degree, call.pipeline.backward.block.degree
+        if max(degrees) > max(1, sizes.capacity):
+            self._many.append((call.label, sizes.capacity, degrees))
+        device = call.x.device
+        for recompute, kept in self._kept.items() if not self._is_told else ():
+            kept.append(saved_bytes(experts, sizes, device, recompute))
+        if self._keeps_calls:
+            autocast = AutocastState.now(dict.fromkeys(("cpu", device.type)))
+            num_tokens = call.x.shape[:-1].numel()
+            self.calls[call.label] = FirstCall(experts, experts.written_now(), sizes, autocast, num_tokens)
+
+    def _comparing(self, gate: Gate, key: tuple[str, bool], path: str, group: dist.ProcessGroup) -> Gate:
+        def compared(x_SM: torch.Tensor, *args: Any) -> Any:
+            routing = gate(x_SM, *args)
+            _compare(routing.capacity, x_SM, path, group)
+            self._compared.add(key)
+            return routing
+
+        return compared
+
+    def watch_again(self) -> None:
+        """Keep the next call of each layer as if it were its first."""
+        self._seen.clear()
+        self.calls.clear()
+
+    def tell(self) -> None:
+        """A forward of the engine has ended: say once what is kept for its backward."""
+        if self._is_told or not self._seen:
+            return
+        self._is_told = True
+        kept, otherwise = self._kept[self._recompute], self._kept[not self._recompute]
+        log_on_rank_0(describe(kept, otherwise, self._recompute))
+        if self._many:
+            log_on_rank_0(_too_many_chunks(self._many), logging.WARNING)
+
+
+def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
+    """A sentence on layers of which some chunks are empty."""
+    label, num_slots, degrees = min(layers, key=lambda each: each[1])
+    others = f" and {len(layers) - 1} other layer(s)" if len(layers) > 1 else ""
+    return (
+        f"{label}{others}: cut into {degrees[0]} chunks forward and {degrees[1]} backward, but an expert has "
+        f"{num_slots} slot(s) in a forward like this one: the chunks beyond them are empty, and each still costs its "
+        "collectives; use a smaller fsmoe.num_chunks"
+    )
+
+
+def _compare(capacity: int, x_SM: torch.Tensor, path: str, group: dist.ProcessGroup) -> None:
+    """Collective over the group.
+
+    Raises:
+        DisagreementError: on every rank of it, if they have different numbers of slots, or tokens of different types.
+    """
+    exchanged = {"slots of each expert": str(capacity), "dtype": str(x_SM.dtype).removeprefix("torch.")}
+    what = f"the size of a batch in {path} (each rank brings as many tokens, or the gate has drop_tokens = False)"
+    try:
+        check_agreement(exchanged, group, what)
+    except DisagreementError:
+        # All of these ranks are here. Where nothing is dropped they may have different numbers of tokens, so these are
+        # not compared, and only named.
+        check_agreement(exchanged | {"tokens": str(len(x_SM))}, group, what)

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an enabled block is held against before training: the model's layers, and DeepSpeed's own blocks.
+
+All of it runs on every rank before any process group is made, so a mistake costs seconds and not an allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config.reading import BLOCK, ConfigError, join_problems, shown
+from ds_fsmoe.distributed.topology import find_topology, layout, why_not_sharded
+from ds_fsmoe.planning.schedule import Lane
+
+
+def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateBlock | None, esp_size: int = 1) -> None:
+    """Hold a model's MoE layers against the number of ranks and the gate asked for.
+
+    Args:
+        layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``num_experts``, ``ep_size`` and gate's ``k`` are read.
+        world_size: ranks of the job; ``None`` where they are not known yet.
+        gate: the block's gate, or ``None``.
+        esp_size: the ranks that share an expert.
+
+    Raises:
+        ConfigError: naming layer, value and choices.
+    """
+    problems = []
+    for name, layer in layers.items():
+        if world_size is not None and (layer.ep_size < 1 or world_size % layer.ep_size):
+            fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
+            choices = [size for size in fitting if layer.num_experts % size == 0]
+            problems.append(
+                f"{name}.ep_size = {layer.ep_size}: must divide the {world_size} ranks; "
+                f"for {layer.num_experts} experts the choices are {', '.join(map(str, choices))}"
+            )
+        elif world_size is not None and world_size // layer.ep_size % esp_size:
+            left = world_size // layer.ep_size
+            choices = [size for size in range(1, left + 1) if left % size == 0]
+            problems.append(
+                f"{BLOCK}.expert_tensor_parallel_size = {esp_size}: times ep_size, it must divide the {world_size} "
+                f"ranks; with ep_size = {layer.ep_size} ({name}) the choices are {', '.join(map(str, choices))}"
+            )
+        own_k = getattr(layer.deepspeed_moe.gate, "k", 1)
+        k = own_k if gate is None or gate.k is None else gate.k
+        if not 1 <= k <= layer.num_experts:
+            where = f"{BLOCK}.gate.top_k" if k != own_k else f"{name}: k"
+            problems.append(f"{where} = {k}: must be between 1 and num_experts ({layer.num_experts} in {name})")
+        if gate is None:
+            continue
+        if gate.type == "topk" and gate.drop_policy is not None and k in (1, 2):
+            problems.append(
+                f"{BLOCK}.gate.drop_policy = {shown(gate.drop_policy)}: for k >= 3 only; k = {k} in {name} has its own "
+                "rule (k = 1: at random or first come, k = 2: first come); leave it out"
+            )
+    if problems:
+        raise ConfigError(join_problems(problems))
+
+
+def check_gate_hooks(layers: Mapping[str, Any], gate: GateBlock | None) -> None:
+    """Refuse to put another gate in the place of one that somebody has put hooks on: they would be lost.
+
+    Raises:
+        ConfigError: naming the layer and the way out.
+    """
+    if gate is None or gate.type == "topk":
+        return
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for name, layer in layers.items():
+        if any(getattr(layer.deepspeed_moe.gate, kind) for kind in kinds):
+            raise ConfigError(
+                f"{BLOCK}.gate.type = {shown(gate.type)}: {name}.deepspeed_moe.gate has hooks, which the gate that "
+                f"takes its place would not have; put them on after initialize(), or leave {BLOCK}.gate out"
+            )
+
+
+def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_size: int, esp_size: int) -> None:
+    """Hold a model's MoE layers against the tensor-parallel ranks of its ``mpu``.
+
+    Args:
+        layers: name -> a ``deepspeed.moe.layer.MoE``; ``ep_size`` and ``enable_expert_tensor_parallelism`` are read.
+        world_size: ranks of the job; ``None`` where they are not known yet.
+        mp_size: tensor-parallel ranks.
+        esp_size: the ranks that share an expert.
+
+    Raises:
+        ConfigError: naming layer, value and the way out.
+    """
+    if mp_size == 1:
+        return
+    problems = []
+    if world_size is not None and world_size % mp_size:
+        problems.append(f"mpu: {mp_size} tensor-parallel ranks: must divide the {world_size} ranks")
+    flags = {name: layer.enable_expert_tensor_parallelism for name, layer in layers.items()}
+    split = next((name for name, flag in flags.items() if flag), None)
+    whole = next((name for name, flag in flags.items() if not flag), None)
+    if split is not None and whole is not None:
+        problems.append(
+            f"{whole}.enable_expert_tensor_parallelism = False, and {split} has True: DeepSpeed goes by one of them "
+            "for all layers; set it alike in all"
+        )
+    if split is not None and esp_size > 1:
+        problems.append(
+            f"{BLOCK}.expert_tensor_parallel_size = {esp_size}: with enable_expert_tensor_parallelism = True ({split}) "
+            "the experts split themselves over the tensor-parallel ranks already; set it to 1, or leave "
+            "enable_expert_tensor_parallelism out"
+        )
+    for name, layer in layers.items() if world_size is not None else ():
+        dp_size = world_size // mp_size
+        if flags[name] and dp_size % layer.ep_size:
+            choices = [size for size in range(1, dp_size + 1) if dp_size % size == 0 and not layer.num_experts % size]
+            problems.append(
+                f"{name}.ep_size = {layer.ep_size}: with enable_expert_tensor_parallelism = True it must divide the "
+                f"{dp_size} data-parallel ranks; for {layer.num_experts} experts the choices are "
+                f"{', '.join(map(str, choices))}"
+            )
+    if problems:
+        raise ConfigError(join_problems(problems))
+
+
+def check_nodes(
+    block: FSMoEBlock, layers: Mapping[str, Any], expert_before_data: bool, mp_size: int, pp_size: int
+) -> list[str]:
+    """Hold the sharding of experts against the nodes that the ranks lie on. Collective over all ranks of the job.
+
+    Args:
+        block: ``esp_size`` and ``topology`` are read.
+        layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``deepspeed_moe.ep_size`` is read.
+        expert_before_data, mp_size, pp_size: lay out the groups, see :func:`ds_fsmoe.distributed.topology.layout`.
+
+    Returns:
+        What is allowed and costs more than it need: a sentence each.
+
+    Raises:
+        ConfigError: the nodes are not equally large; on every rank.
+    """
+    if block.esp_size == 1:
+        return []
+    asked = block.topology.ranks_per_node
+    topology = find_topology(None if asked == "auto" else asked)
+    if reason := why_not_sharded(topology, block.esp_size):
+        raise ConfigError(reason)
+    sentences = []
+    for ep_size in sorted({layer.deepspeed_moe.ep_size for layer in layers.values()}):
+        largest = topology.world_size // pp_size // ep_size
+        # Where the ranks that share an expert would lie, for each size there is.
+        at = {
+            size: topology.place(
+                layout(
+                    *(topology.world_size, ep_size, size, expert_before_data),
+                    mp_size=mp_size,
+                    pp_size=pp_size,
+                ).esp
+            )
+            for size in range(1, largest + 1)
+            if largest % size == 0
+        }
+        if Lane.INTER in at[block.esp_size].lanes:
+            inside = ", ".join(str(size) for size, place in at.items() if Lane.INTER not in place.lanes)
+            sentences.append(
+                f"{BLOCK}.expert_tensor_parallel_size = {block.esp_size}: ranks that share an expert lie in "
+                f"{at[block.esp_size].nodes} nodes, so all-gathers and reduce-scatters of {block.esp_size} times the "
+                f"bytes of an all-to-all go over the link between nodes; with ep_size = {ep_size} they "
+                f"stay inside a node for {inside}"
+            )
+    return sentences
+
+
+def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
+    """Refuse to run as stock's what stock's layer would compute wrongly.
+
+    Raises:
+        ConfigError: naming the layers.
+    """
+    names = [name for name, layer in layers.items() if getattr(layer, "sequence_parallel", False)]
+    if names and mp_size > 1:
+        raise ConfigError(
+            f"{BLOCK}.enabled = false, but sequence_parallel = True in {', '.join(names)} and mpu has {mp_size} "
+            "tensor-parallel ranks: stock's layer takes their tokens for the same and drops all but a part; set "
+            f"{BLOCK}.enabled to true, or give the layers whole sequences and leave sequence_parallel out"
+        )
+
+
+def _zero(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The zero_optimization block; what is no object is DeepSpeed's to refuse."""
+    block = ds_config.get("zero_optimization")
+    return block if isinstance(block, Mapping) else {}
+
+
+def _zero_stage(ds_config: Mapping[str, Any]) -> Any:
+    return _zero(ds_config).get("stage", 0)
+
+
+def _tensor_parallel_size(ds_config: Mapping[str, Any]) -> Any:
+    block = ds_config.get("tensor_parallel")
+    return block.get("autotp_size", 0) if isinstance(block, Mapping) else 0
+
+
+def _on(ds_config: Mapping[str, Any], *path: str) -> bool:
+    for key in path:
+        ds_config = ds_config.get(key) if isinstance(ds_config, Mapping) else None
+    return bool(ds_config)
+
+
+# Blocks of DeepSpeed itself that do not go together with ours: a test of the config, and the sentence.
+_CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        lambda c: _zero_stage(c) == 3,
+        "zero_optimization.stage = 3: DeepSpeed refuses its MoE layers there; use 0, 1 or 2",
+    ),
+    (
+        lambda c: _on(c, "fp16", "enabled") and _zero_stage(c) == 0,
+        "fp16.enabled = true with zero_optimization.stage = 0: DeepSpeed 0.19.8 divides by a loss scale that it never "
+        "multiplied with; use stage 1 or 2, or bf16",
+    ),
+    (
+        lambda c: _zero(c).get("contiguous_gradients") is False,
+        "zero_optimization.contiguous_gradients = false: DeepSpeed averages expert gradients over the wrong ranks or "
+        "stops; leave it out",
+    ),
+    (
+        lambda c: _on(c, "expert_parallel", "enabled"),
+        "expert_parallel.enabled = true: AutoEP brings MoE layers of its own; use one of the two",
+    ),
+    (
+        lambda c: _tensor_parallel_size(c) not in (0, 1),
+        "tensor_parallel.autotp_size: DeepSpeed would split the layers' own matrices as well; set it to 1, and give "
+        "initialize() an mpu with the tensor-parallel ranks of a model that splits its own",
+    ),
+    (
+        lambda c: _on(c, "compile", "deepcompile"),
+        "compile.deepcompile = true: not supported together with fsmoe; set it to false",
+    ),
+    (
+        lambda c: _on(c, "hybrid_engine", "enabled"),
+        "hybrid_engine.enabled = true: not supported together with fsmoe; set it to false",
+    ),
+    (
+        lambda c: _on(c, "zero_optimization", "zenflow"),
+        "zero_optimization.zenflow: not supported together with fsmoe; leave it out",
+    ),
+)
+
+
+def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed's own blocks ask for that does not go together with an enabled ``fsmoe`` block.
+
+    Raises:
+        ConfigError: with what to change, all clashes at once.
+    """
+    problems = [sentence for clashes, sentence in _CLASHES if clashes(ds_config)]
+    if problems:
+        raise ConfigError(join_problems(f"with {BLOCK}.enabled = true: {problem}" for problem in problems))
+
+
+def untested(ds_config: Mapping[str, Any], device_type: str) -> list[str]:
+    """A sentence for each thing that runs and that nobody has tested.
+
+    Args:
+        ds_config: the whole DeepSpeed config.
+        device_type: "cpu" or "cuda".
+    """
+    autocast = ds_config.get("torch_autocast")
+    is_half = isinstance(autocast, Mapping) and autocast.get("enabled") and autocast.get("dtype") == "float16"
+    if device_type != "cpu" or not (_on(ds_config, "fp16", "enabled") or is_half):
+        return []
+    name = "torch_autocast.dtype = float16" if is_half else "fp16.enabled = true"
+    return [
+        f"{name} on a CPU: training with half precision is untested there, slow, and its range is small; use bf16, or "
+        "fp32, unless this is to try a config that is meant for GPUs"
+    ]

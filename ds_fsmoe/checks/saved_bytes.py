@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes the experts' part of a layer keeps from a forward to its backward, from sizes alone.
+
+Letters: N ranks the rows came from, e experts on this rank, C slots per expert, M width, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ds_fsmoe.components.expert_compute.call_context import RandomState
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
+from ds_fsmoe.execution.pipeline import CallSizes
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Of one call, or summed over several."""
+
+    rows: int
+    """The rows that came to the experts: [N, e, C, M]. N = ranks of the EP group x ranks of the ESP group."""
+    hidden: int
+    """The hidden layers of experts whose gradients are written out: [N, C, H / esp] for each tensor kept."""
+    rest: int
+    """States of random-number generators, for experts that autograd differentiates."""
+    num_graphs: int
+    """How many experts keep a graph of autograd besides, of which nothing is known beforehand."""
+
+    @property
+    def total(self) -> int:
+        """What is known."""
+        return self.rows + self.hidden + self.rest
+
+    def __add__(self, other: SavedBytes) -> SavedBytes:
+        return SavedBytes(
+            self.rows + other.rows,
+            self.hidden + other.hidden,
+            self.rest + other.rest,
+            self.num_graphs + other.num_graphs,
+        )
+
+
+def saved_bytes(experts: ExpertSet, sizes: CallSizes, device: torch.device, recompute: bool) -> SavedBytes:
+    """What a call of these experts keeps that is made now, under the autocast that holds now.
+
+    Under activation checkpointing it is kept only while the layer's own backward lasts.
+
+    Args:
+        experts: of this rank.
+        sizes: of the call.
+        device: of the rows.
+        recompute: whether all but the rows is computed again in the backward.
+    """
+    forms = experts.written_now()
+    needs_rows = [form is None or recompute or any(up.weight.requires_grad for up in form.up) for form in forms]
+    rows = sizes.num_ranks * len(forms) * sizes.capacity * sizes.width * sizes.dtype.itemsize if any(needs_rows) else 0
+    hidden = 0
+    if not recompute:
+        a_row = sum(_hidden_bytes_of_a_row(form, sizes, device) for form in forms if form is not None)
+        hidden = sizes.num_ranks * sizes.capacity * a_row
+    num_through_autograd = sum(form is None for form in forms)
+    rest = sizes.num_chunks * num_through_autograd * RandomState.now(device).nbytes
+    keeps_graphs = sizes.same_cuts and not recompute
+    return SavedBytes(rows, hidden, rest, num_through_autograd if keeps_graphs else 0)
+
+
+def _hidden_bytes_of_a_row(form: ManualExpert, sizes: CallSizes, device: torch.device) -> int:
+    # Asked of the expert itself, with one row: what is kept depends on the activation, and is a user's to write.
+    with torch.no_grad():
+        kept = form.kept(torch.zeros(1, 1, sizes.width, dtype=sizes.dtype, device=device))
+    return sum(each.nbytes for each in kept)
+
+
+def describe(kept: Iterable[SavedBytes], otherwise: Iterable[SavedBytes], recompute: bool) -> str:
+    """A sentence or two for the log.
+
+    Args:
+        kept: of each layer.
+        otherwise: the same with the other choice about ``recompute``.
+        recompute: the choice that was made.
+    """
+    kept = list(kept)
+    total, other = _sum(kept), _sum(otherwise)
+
+    def graphs(saved: SavedBytes) -> str:
+        return f", and on top, unknown, what autograd keeps of {saved.num_graphs} expert(s)" if saved.num_graphs else ""
+
+    said = (
+        f"the experts of {len(kept)} MoE layer(s) keep {_megabytes(total.total)} on this rank from a forward like this "
+        f"to its backward: {_megabytes(total.rows)} of rows (esp_size x tokens), {_megabytes(total.hidden)} of hidden "
+        f"layers, {_megabytes(total.rest)} of other things{graphs(total)}. "
+    )
+    if recompute:
+        return said + f'Without "recompute" it would be {_megabytes(other.total)}{graphs(other)}'
+    return said + (
+        f'With "recompute": true it would be {_megabytes(other.total)}, at the price of one more forward of the experts'
+    )
+
+
+def _sum(each: Iterable[SavedBytes]) -> SavedBytes:
+    return sum(each, SavedBytes(0, 0, 0, 0))
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.4g} MB"

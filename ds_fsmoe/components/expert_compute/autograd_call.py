@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One expert in one forward call of a layer, where autograd differentiates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from ds_fsmoe.components.expert_compute.call_context import RandomState, buffers_kept
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A recorded call: leaf and result."""
+
+    x_NcM: torch.Tensor
+    y_NcM: torch.Tensor
+
+
+def _somebody_keeps_for_autograd() -> bool:
+    """Whether what is saved for the backward goes through hooks: kept graphs would hold what those want to drop."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+class GraphCall:
+    """Calls the module once for each cut, as ``module(...)``, so that hooks run.
+
+    A backward cut that was a cut of the forward uses the graph of that call. For any other, and where no graph was
+    kept, the module is called again on the rows of the cut, under the forward's random numbers: hooks run another time,
+    as under activation checkpointing, and buffers stay as the forward left them. Cuts that differ from the forward's
+    cannot draw the same numbers: an expert with dropout needs equal cuts in both phases. A module that changes buffers
+    does so for each cut of the forward. Modules that refuse ``torch.autograd.grad`` (reentrant checkpointing inside an
+    expert) are not supported.
+
+    Kept are the rows (the caller's memory) and, with a graph, what autograd saves; where the rows are strided (N > 1),
+    that is often a copy of them.
+
+    Args:
+        expert: any row-wise module; of a tuple only the first counts, as in stock.
+        sums: where weight gradients go.
+        needs_backward: whether to keep anything.
+        keeps_graph: whether to keep graphs, or the rows alone.
+        keep_expert_dim: call the module with [N, 1, c, M], as stock does, instead of [N, c, M].
+        contiguous: make the module's rows contiguous first.
+        where: the beginning of messages about the module.
+    """
+
+    splits = False
+
+    def __init__(
+        self,
+        expert: nn.Module,
+        sums: GradientSums,
+        *,
+        needs_backward: bool,
+        keeps_graph: bool,
+        keep_expert_dim: bool,
+        contiguous: bool,
+        where: str = "",
+    ) -> None:
+        self._expert = expert
+        self._sums = sums
+        self._wanted = tuple(parameter for parameter in expert.parameters() if sums.wants(parameter))
+        # Hooks on a parameter are for the gradient that the layer returns, and run then. They would run here too if
+        # the graph led to the parameters themselves, so it leads to aliases of them.
+        self._aliases = {id(each): each.detach().requires_grad_() for each in self._wanted} if needs_backward else {}
+        self._named_aliases = {
+            name: self._aliases[id(each)]
+            for name, each in expert.named_parameters(remove_duplicate=False)
+            if id(each) in self._aliases
+        }
+        self._needs_backward = needs_backward
+        self._keeps_graph = keeps_graph and needs_backward and not _somebody_keeps_for_autograd()
+        self._keep_expert_dim = keep_expert_dim
+        self._contiguous = contiguous
+        self._where = where
+        self.cuts = SavedActivations()
+        self._runs: dict[tuple[int, int], _Run] = {}
+        self._random: dict[tuple[int, int], RandomState] = {}
+
+    @property
+    def stores(self) -> tuple[SavedActivations, ...]:
+        """Of what is kept for the backward besides graphs."""
+        return (self.cuts,)
+
+    def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:
+        """[N, c, M] to the same shape; may be memory of the rows or of what autograd has saved.
+
+        Raises:
+            ValueError: the module returns another shape.
+        """
+        if self._needs_backward:
+            self.cuts.put(start, stop, (x_NcM,))
+            self._random[start, stop] = RandomState.now(x_NcM.device)
+        if self._keeps_graph:
+            run = self._runs[start, stop] = self._record(x_NcM)
+            return run.y_NcM.detach()
+        with torch.no_grad():
+            return self._call(x_NcM)
+
+    def backward(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+        """[N, c, M] to the same shape, may be the same memory; adds to the weights' gradients."""
+        run = self._runs.pop((start, stop), None) or self._record_again(start, stop)
+        if not run.y_NcM.requires_grad:
+            return torch.zeros_like(run.x_NcM)
+        # The parameters themselves as well: a module may hold one elsewhere than where modules look for it.
+        inputs = (run.x_NcM, *(self._aliases[id(each)] for each in self._wanted), *self._wanted)
+        dx_NcM, *gradients = torch.autograd.grad(
+            run.y_NcM, inputs, dy_NcM.to(run.y_NcM.dtype), allow_unused=True, materialize_grads=False
+        )
+        for parameter, gradient in zip((*self._wanted, *self._wanted), gradients, strict=True):
+            if gradient is not None:
+                self._sums.add(parameter, gradient)
+        return torch.zeros_like(run.x_NcM) if dx_NcM is None else dx_NcM
+
+    def backward_dx(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+        """:meth:`backward`: a graph is walked once, for rows and weights."""
+        return self.backward(start, stop, dy_NcM)
+
+    def backward_dw(self, start: int, stop: int) -> None:
+        """Nothing is left to do."""
+
+    def _record(self, x_NcM: torch.Tensor) -> _Run:
+        # Whoever drops or moves what autograd keeps (checkpointing, offloading) does so with the rows: this graph is
+        # walked inside a backward, where checkpointing would run the whole forward once more for it.
+        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            leaf_NcM = x_NcM.detach().requires_grad_()
+            # Not the leaf itself: autocast remembers the casts of leaves, as if they were weights.
+            return _Run(leaf_NcM, self._call(leaf_NcM.view_as(leaf_NcM)))
+
+    def _record_again(self, start: int, stop: int) -> _Run:
+        (x_NcM,) = self.cuts.take(start, stop)
+        state = self._random.get((start, stop))
+        if state is None:  # another cut: the numbers of the forward's cut in which it begins
+            state = next(
+                (each for (first, last), each in self._random.items() if first <= start < last),
+                next(iter(self._random.values())),
+            )
+        # Statistics over rows have been counted once.
+        with state.replayed(), buffers_kept(self._expert):
+            return self._record(x_NcM)
+
+    def _call(self, x_NcM: torch.Tensor) -> torch.Tensor:
+        x_NcM = x_NcM.contiguous() if self._contiguous else x_NcM
+        rows = x_NcM.unsqueeze(1) if self._keep_expert_dim else x_NcM
+        if torch.is_grad_enabled():
+            y = functional_call(self._expert, self._named_aliases, (rows,))
+        else:
+            y = self._expert(rows)
+        if isinstance(y, tuple):
+            y = y[0]
+        expected = (x_NcM.shape[0], 1, *x_NcM.shape[1:]) if self._keep_expert_dim else x_NcM.shape
+        if y.shape != expected:
+            raise ValueError(
+                f"{self._where}expert {type(self._expert).__name__} made {tuple(y.shape)} of {tuple(expected)}: an "
+                "expert must return a row of the same width for every row"
+            )
+        return y.squeeze(1) if self._keep_expert_dim else y

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of one rank in one forward call of a layer, computed chunk by chunk, forward and backward by hand.
+
+Letters: N ranks the rows came from, e experts on this rank, C slots per expert, c a chunk of them, M width. A cut
+[start, stop) is a chunk's place in the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
+from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.grouped_call import GroupedCall, GroupedExperts, Run, joined, runs_of
+from ds_fsmoe.components.expert_compute.manual_call import ManualCall
+from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, modules_of
+from ds_fsmoe.components.expert_compute.plan import ExpertPlan, PlannedExpert
+
+
+class ExpertCall:
+    """Made by :meth:`ExpertSet.call`; keeps what its backward needs until it is dropped.
+
+    ``forward`` is called for cuts that together hold each slot once, then ``backward`` (or ``backward_dx`` and later
+    ``backward_dw``) for cuts that do the same, equal or not, in any order, and last ``gradients``. A cut may be empty.
+    Experts are row-wise by law, which makes cutting anew legal. After ``gradients`` the backward may be walked again.
+
+    Nothing is recorded on the caller's graph, whatever its grad mode. Results are new memory. The rows given to
+    ``forward`` are kept without copying, and the gradients given to ``backward_dx`` until ``backward_dw``: neither
+    may be overwritten meanwhile.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        sums: GradientSums,
+        autocast: AutocastState,
+        needs_backward: bool,
+    ) -> None:
+        self._runs = tuple(runs)
+        self._num_experts = self._runs[-1].last
+        self._splits = False not in [run.call.splits for run in self._runs]
+        self._sums = sums
+        self._autocast = autocast
+        self._needs_backward = needs_backward
+        self._slots_forward = 0
+        self._returned: list[tuple[int, int]] = []
+        self._without_dw: list[tuple[int, int]] = []
+
+    @property
+    def splits(self) -> bool:
+        """Whether :meth:`backward_dx` leaves the weight gradients of every expert to :meth:`backward_dw`.
+
+        The two may be called in either case, so that a schedule need not know: an expert that autograd differentiates
+        has its weight gradients computed in ``backward_dx`` and nothing done in ``backward_dw``.
+        """
+        return self._splits
+
+    @torch.no_grad()
+    def forward(self, start: int, stop: int, x_NeCM: torch.Tensor) -> torch.Tensor:
+        """[N, e, stop - start, M] to the same shape; each slot once.
+
+        Raises:
+            ValueError: rows of another shape, slots given before, or an expert that returns another shape.
+        """
+        self._check("rows", start, stop, x_NeCM)
+        x_NeCM = x_NeCM.detach()
+        with self._autocast.restored():
+            result_NeCM = self._through(x_NeCM, lambda call, part: call.forward(start, stop, part))
+        self._slots_forward += stop - start
+        return result_NeCM
+
+    @torch.no_grad()
+    def backward(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> torch.Tensor:
+        """The gradient of the results to that of the rows; adds to the weights' gradients. Each slot once.
+
+        Raises:
+            ValueError: gradients of another shape, or slots that came back before or never went through the forward.
+            RuntimeError: made without ``needs_backward``, or a weight was changed in place since.
+        """
+        self._check_backward(start, stop, dy_NeCM)
+        with self._autocast.restored():
+            result_NeCM = self._through(dy_NeCM, lambda call, part: call.backward(start, stop, part))
+        self._returned.append((start, stop))
+        return result_NeCM
+
+    @torch.no_grad()
+    def backward_dx(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> torch.Tensor:
+        """As :meth:`backward`, with the weights' gradients left to :meth:`backward_dw` of the same cut."""
+        self._check_backward(start, stop, dy_NeCM)
+        with self._autocast.restored():
+            result_NeCM = self._through(dy_NeCM, lambda call, part: call.backward_dx(start, stop, part))
+        self._without_dw.append((start, stop))
+        self._returned.append((start, stop))
+        return result_NeCM
+
+    @torch.no_grad()
+    def backward_dw(self, start: int, stop: int) -> None:
+        """Add to the weights' gradients what :meth:`backward_dx` of this cut has left.
+
+        Raises:
+            RuntimeError: it has left nothing.
+        """
+        if (start, stop) not in self._without_dw:
+            raise RuntimeError(f"backward_dw of slots [{start}, {stop}) without a backward_dx of the same cut before")
+        self._without_dw.remove((start, stop))
+        with self._autocast.restored():
+            for run in self._runs:
+                run.call.backward_dw(start, stop)
+
+    def release(self) -> list[torch.Tensor | None]:
+        """Give away the tensors that are kept for the backward, so that autograd can keep them: with its checks of
+        versions, and for those who move or drop what it keeps (checkpointing, offloading)."""
+        released: list[torch.Tensor | None] = []
+        for run in self._runs:
+            if isinstance(run.call, GroupedCall):
+                run.call.forget()
+            for cuts in run.call.stores:
+                released += cuts.release()
+        return released
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Take back what :meth:`release` gave, ahead of the backward."""
+        remaining = iter(tensors)
+        for run in self._runs:
+            for cuts in run.call.stores:
+                cuts.restore(remaining)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Of what has been restored, the rows that came to the experts; the rest they have made themselves."""
+        return [rows for run in self._runs for cuts in run.call.stores for rows in cuts.first_of_each()]
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of each parameter of :attr:`ExpertSet.parameters`, and start over.
+
+        ``None`` where the parameter requires none or no result depends on it.
+
+        Raises:
+            RuntimeError: not every slot has come back.
+        """
+        if self._without_dw:
+            raise RuntimeError(f"gradients are incomplete: backward_dw of {self._without_dw} is missing")
+        if (slots_backward := sum(stop - start for start, stop in self._returned)) != self._slots_forward:
+            raise RuntimeError(
+                f"gradients are incomplete: {self._slots_forward} slots went through the forward and {slots_backward} "
+                "through the backward"
+            )
+        self._returned = []
+        return self._sums.take()
+
+    def _check(self, what: str, start: int, stop: int, tensor_NeCM: torch.Tensor) -> None:
+        shape = tuple(tensor_NeCM.shape)
+        if len(shape) != 4 or shape[1] != self._num_experts or shape[2] != stop - start:
+            raise ValueError(
+                f"{what} of slots [{start}, {stop}) are {shape}: must be [N, {self._num_experts} experts, "
+                f"{stop - start} slots, M]"
+            )
+
+    def _check_backward(self, start: int, stop: int, dy_NeCM: torch.Tensor) -> None:
+        if not self._needs_backward:
+            raise RuntimeError("this call has kept nothing for a backward: it was made with needs_backward=False")
+        self._check("gradients", start, stop, dy_NeCM)
+        for first, last in self._returned:
+            if max(first, start) < min(last, stop):
+                raise ValueError(f"slots [{start}, {stop}) came back twice: [{first}, {last}) came before")
+
+    def _through(self, tensor_NeCM: torch.Tensor, way: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """[N, e, c, M] to the same in new memory, through ``way(call, part)`` of each run."""
+        if len(self._runs) == 1 and self._splits:  # written out, and so new memory
+            return self._runs[0].through(tensor_NeCM, way).contiguous()
+        return joined((run.through(tensor_NeCM, way) for run in self._runs), self._num_experts)
+
+
+class ExpertSet:
+    """The experts of one rank in one layer. Owns nothing: parameters and hooks stay where they are.
+
+    Args:
+        experts: e row-wise modules.
+        keep_expert_dim: call modules with [N, 1, c, M], as stock does, instead of [N, c, M].
+        path: of their layer in the model, for messages.
+        together: whether several experts are computed together: "auto" where it pays
+            (:func:`~ds_fsmoe.components.expert_compute.grouped_call.pays`), "never", or "always" where it can be done
+            at all.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[nn.Module],
+        keep_expert_dim: bool = False,
+        path: str = "",
+        together: GroupedExperts = "auto",
+    ) -> None:
+        if not experts:
+            raise ValueError("ExpertSet needs at least one expert")
+        self.experts = tuple(experts)
+        self.keep_expert_dim = keep_expert_dim
+        self.path = path
+        self.together: GroupedExperts = together
+        self.parameters = tuple(dict.fromkeys(each for expert in experts for each in expert.parameters()))
+        """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
+        self._ids = self._present_ids()
+        self._plan = ExpertPlan(self.experts, self.parameters)
+        self._places: list[tuple[int, int]] | None = None
+        """These are the first and last of the experts that go together, as the plan has them."""
+
+    def __reduce__(self) -> tuple[type[ExpertSet], tuple[object, ...]]:
+        # A copy has experts of its own, and what is known of these by identity is not known of those.
+        return type(self), (self.experts, self.keep_expert_dim, self.path, self.together)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a call made now would split (:attr:`ExpertCall.splits`)."""
+        return all(form is not None for form in self.written_now())
+
+    def written_now(self) -> tuple[ManualExpert | None, ...]:
+        """Of each expert the written-out form by which a call made now would compute it, if it would."""
+        plan = self._plan_now()
+        return (None,) * len(self.experts) if self._is_cast(plan) else plan.written
+
+    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall:
+        """One forward call of the layer, under the autocast that holds now.
+
+        Each expert is computed by its written-out form if it has one and nothing would miss the calls of its modules
+        (hooks, autocast, compilation), else through autograd.
+
+        Args:
+            needs_backward: ``False`` keeps nothing.
+            same_cuts: whether the backward will have the forward's cuts. If not, an expert that autograd
+                differentiates keeps its rows alone, since its graphs would be of no use. Only memory and time depend
+                on it: any cuts are computed rightly either way.
+            recompute: keep the rows alone and compute all else again in the backward.
+
+        Raises:
+            RuntimeError: the experts' parameters are not those that this set was made with.
+        """
+        plan = self._plan_now()
+        sums = GradientSums(self.parameters, plan.wanted)
+        if self._is_cast(plan):
+            planned: Sequence[PlannedExpert | None] = (None,) * len(self.experts)
+            places = runs_of(planned, self.together)
+        else:
+            planned = plan.planned
+            if self._places is None:
+                self._places = runs_of(planned, self.together)
+            places = self._places
+        # In an unchunked layer the rows of an only expert are contiguous, those of several are not. It matters: torch
+        # adds a bias within the matrix product or after it, with one rounding or two.
+        options = {"needs_backward": needs_backward, "contiguous": len(self.experts) == 1}
+        keeps_graph = needs_backward and same_cuts and not recompute
+        runs = []
+        for first, last in places:
+            expert = planned[first]
+            if last - first > 1:
+                always = self.together == "always"
+                call = GroupedCall(
+                    planned[first:last], sums, needs_backward=needs_backward, recompute=recompute, always=always
+                )
+            elif expert is not None:
+                call = ManualCall(expert, sums, recompute=recompute, **options)
+            else:
+                call = self._graph_call(first, sums, keeps_graph=keeps_graph, **options)
+            runs.append(Run(first, last, call))
+        return ExpertCall(runs, sums, AutocastState.now(self._device_types()), needs_backward)
+
+    def _graph_call(self, index: int, sums: GradientSums, **options: bool) -> GraphCall:
+        where = f"{self.path}: expert {index}: " if self.path else ""
+        return GraphCall(self.experts[index], sums, keep_expert_dim=self.keep_expert_dim, where=where, **options)
+
+    def _plan_now(self) -> ExpertPlan:
+        if not self._plan.still_holds():
+            if self._ids != self._present_ids():
+                raise RuntimeError("the experts' parameters were replaced after ExpertSet(...): call it again")
+            self._plan, self._places = ExpertPlan(self.experts, self.parameters), None
+        return self._plan
+
+    def _is_cast(self, plan: ExpertPlan) -> bool:
+        """Whether autocast holds where they are: then none is computed by its written-out form."""
+        return any(map(torch.is_autocast_enabled, plan.device_types))
+
+    def _present_ids(self) -> list[int]:
+        modules = (module for expert in self.experts for module in modules_of(expert))
+        return [id(parameter) for module in modules for parameter in module._parameters.values()]
+
+    def _device_types(self) -> list[str]:
+        """Those that autocast may be on for: the host, and where the experts are."""
+        if self.parameters:  # a layer's experts share a device
+            accelerator = self.parameters[0].device
+        else:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return ["cpu"] if accelerator is None or accelerator.type == "cpu" else ["cpu", accelerator.type]

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of one layer call's expert parameters, summed over the chunks of the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ds_fsmoe.components.expert_compute.stacked import stacked
+
+_TERMS_IN_A_ROW = 4
+
+
+class GradientSums:
+    """One sum for each parameter that required a gradient when this was made.
+
+    Args:
+        parameters: each once.
+        wanted: the ids of those that require a gradient, if they are known.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], wanted: Collection[int] | None = None) -> None:
+        self._parameters = tuple(parameters)
+        # By id: torch computes the hash of a tensor in Python.
+        self._wanted = {id(each) for each in self._parameters if each.requires_grad} if wanted is None else wanted
+        self._sums: dict[int, _Sum] = {}
+        # Of k parameters in one tensor with a dimension more, as long as nothing is added to one of them alone.
+        self._groups: dict[int, _Group] = {}
+
+    def wants(self, parameter: nn.Parameter | None) -> bool:
+        """Whether anybody will ask for its gradient."""
+        return id(parameter) in self._wanted
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient, which may be somebody else's memory."""
+        self._sum_of(parameter).add(gradient)
+
+    def add_each(self, parameters: Sequence[nn.Parameter], gradient_kX: torch.Tensor) -> None:
+        """:meth:`add` for k parameters at once."""
+        group = self._group_of(parameters)
+        if group is not None:
+            group.sum.add(gradient_kX)
+            return
+        for parameter, gradient_X in zip(parameters, gradient_kX.unbind(), strict=True):
+            self.add(parameter, gradient_X)
+
+    def add_product(self, parameter: nn.Parameter, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
+        """Add ``left @ right`` [O, I], from the second on within the matrix product and in place."""
+        self._sum_of(parameter).add_product(left_OR, right_RI)
+
+    def add_products(self, parameters: Sequence[nn.Parameter], left_kOR: torch.Tensor, right_kRI: torch.Tensor) -> None:
+        """:meth:`add_product` for k parameters at once, whose gradients then lie side by side in one memory.
+
+        Args:
+            parameters: k different ones, of one shape and type.
+            left_kOR, right_kRI: of each a matrix.
+        """
+        group = self._group_of(parameters)
+        if group is not None:
+            group.sum.add_product(left_kOR, right_kRI)
+            return
+        sums = [self._sum_of(each) for each in parameters]
+        if not any(each.has_recent for each in sums):
+            for each, product_OI in zip(sums, torch.bmm(left_kOR, right_kRI).unbind(), strict=True):
+                each.begin_with_own(product_OI)
+        elif (recent_kOI := _recent_of(sums)) is not None:
+            recent_kOI.baddbmm_(left_kOR, right_kRI)
+            for each in sums:
+                each.close_row()
+        else:
+            for each, left_OR, right_RI in zip(sums, left_kOR, right_kRI, strict=True):
+                each.add_product(left_OR, right_RI)
+
+    def take(self) -> tuple[torch.Tensor | None, ...]:
+        """The sums in the order of the parameters, ``None`` where there is no gradient, and start over."""
+        found = {key: each.value() for key, each in self._sums.items()}
+        for group in {id(each): each for each in self._groups.values()}.values():
+            found.update(zip(group.ids, group.sum.value().unbind(), strict=True))
+        self._sums, self._groups = {}, {}
+        return tuple(map(found.get, map(id, self._parameters)))
+
+    def _group_of(self, parameters: Sequence[nn.Parameter]) -> _Group | None:
+        """Their sum in one tensor; ``None`` where something has been added to some of them in another company."""
+        ids = tuple(map(id, parameters))
+        group = self._groups.get(ids[0])
+        if group is not None and group.ids == ids:
+            return group
+        if not self._sums.keys().isdisjoint(ids) or not self._groups.keys().isdisjoint(ids):
+            return None
+        group = _Group(ids, _Sum(dims_before=1))
+        self._groups.update(dict.fromkeys(ids, group))
+        return group
+
+    def _sum_of(self, parameter: nn.Parameter) -> _Sum:
+        key = id(parameter)
+        if key in self._groups:
+            group = self._groups[key]
+            for each in group.ids:
+                del self._groups[each]
+            self._sums.update(zip(group.ids, group.sum.parts(len(group.ids)), strict=True))
+        if key not in self._sums:
+            self._sums[key] = _Sum()
+        return self._sums[key]
+
+
+def _recent_of(sums: Sequence[_Sum]) -> torch.Tensor | None:
+    """What may be added to in place in all of them at once, if that lies side by side."""
+    terms = [each.own_recent for each in sums]
+    return None if any(each is None for each in terms) else stacked(terms)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters by id, and their sum in one tensor."""
+
+    ids: tuple[int, ...]
+    sum: _Sum
+
+
+class _Sum:
+    """A sum that is its term where there is one, bit for bit.
+
+    A half-precision sum is rounded with every term that is added. So that many chunks do not err much more than one,
+    such terms are added up a few at a time and these sums then to each other; vectors, being small, in float32.
+    """
+
+    def __init__(self, dims_before: int = 0) -> None:
+        """
+        Args:
+            dims_before: dimensions before those of a parameter: 1 for the sums of some parameters in one tensor.
+        """
+        self._dims_before = dims_before
+        self._earlier: torch.Tensor | None = None
+        self._recent: torch.Tensor | None = None
+        # Autograd gives one tensor to both terms of a sum: only what was made here is added to in place.
+        self._is_own = False
+        self._num_terms = 0
+        self._dtype: torch.dtype | None = None
+
+    def add(self, term: torch.Tensor) -> None:
+        if self._recent is None:
+            self._start(term, is_own=False)
+            return
+        if term.dim() - self._dims_before < 2 and self._recent.dtype.itemsize < 4:
+            self._recent, self._is_own = self._recent.float(), True
+        if self._is_own:
+            self._recent.add_(term)
+        else:
+            self._recent, self._is_own = self._recent + term, True
+        self.close_row()
+
+    def add_product(self, left_OR: torch.Tensor, right_RI: torch.Tensor) -> None:
+        if self._recent is None:
+            self.begin_with_own(left_OR @ right_RI)
+        elif self._is_own:
+            (self._recent.baddbmm_ if self._dims_before else self._recent.addmm_)(left_OR, right_RI)
+            self.close_row()
+        else:
+            self.add(left_OR @ right_RI)
+
+    def value(self) -> torch.Tensor:
+        if self._earlier is None:
+            return self._recent.to(self._dtype)
+        return self._earlier if self._recent is None else self._earlier.add_(self._recent)
+
+    def parts(self, count: int) -> list[_Sum]:
+        """The sums of the parameters that this one is for, in the same memory."""
+        found = [_Sum() for _ in range(count)]
+        for name in ("_earlier", "_recent"):
+            tensor = getattr(self, name)
+            for each, part in zip(found, [None] * count if tensor is None else tensor.unbind(), strict=True):
+                setattr(each, name, part)
+        for each in found:
+            each._is_own, each._num_terms, each._dtype = self._is_own, self._num_terms, self._dtype
+        return found
+
+    @property
+    def has_recent(self) -> bool:
+        """Whether a next product would be added in place."""
+        return self._recent is not None
+
+    @property
+    def own_recent(self) -> torch.Tensor | None:
+        """What may be added to in place, before :meth:`close_row`."""
+        return self._recent if self._is_own else None
+
+    def begin_with_own(self, term: torch.Tensor) -> None:
+        """The first term, or the first of a row, in memory that nobody else has."""
+        self._start(term, is_own=True)
+
+    def _start(self, term: torch.Tensor, is_own: bool) -> None:
+        self._recent, self._is_own, self._num_terms, self._dtype = term, is_own, 1, term.dtype
+
+    def close_row(self) -> None:
+        """A term has been added in place."""
+        self._num_terms += 1
+        if self._recent.dtype.itemsize < 4 and self._num_terms == _TERMS_IN_A_ROW:
+            self._earlier = self._recent if self._earlier is None else self._earlier.add_(self._recent)
+            self._recent = None

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One expert in one forward call of a layer, where its gradients are written out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.linears import add_gradients, apply_linear, rows_gradient
+from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
+from ds_fsmoe.components.expert_compute.plan import PlannedExpert
+from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
+
+_VERSION = operator.attrgetter("_version")
+
+
+@dataclass
+class Pending:
+    """What the weight gradients of a cut need. Shapes are those of one expert; of k at once all begin with k."""
+
+    kept: tuple[torch.Tensor, ...]
+    """From which the hidden layer follows, unless that is there."""
+    h_NcH: torch.Tensor | None
+    dy_RM: torch.Tensor
+    deltas_RH: tuple[torch.Tensor, ...]
+    """The gradient of the results of each layer of ``up``."""
+    x: torch.Tensor | None = None
+    """These are the rows, where a weight of ``up`` wants a gradient: [R, M], or [k, N, c, M]."""
+
+    def hidden_rows(self, form: ManualExpert) -> torch.Tensor:
+        """Return the rows of the last layer, [R, H]."""
+        return rows_of(form.hidden(self.kept) if self.h_NcH is None else self.h_NcH)
+
+
+def back_to_rows(
+    form: ManualExpert, kept: tuple[torch.Tensor, ...], dy_NcM: torch.Tensor
+) -> tuple[torch.Tensor, Pending]:
+    """Go back through an expert, or through k that are stacked, as autograd would.
+
+    Returns:
+        The gradient of the rows, [N * c, M], and what is left to do for the weights, without the rows.
+    """
+    dy_RM = rows_of(dy_NcM)
+    dh_RH = rows_gradient(form.down, dy_RM)
+    dh_NcH = dh_RH.view(*dy_NcM.shape[:-1], dh_RH.shape[-1])
+    del dh_RH
+    deltas_NcH, h_NcH = form.backward_hidden(dh_NcH, kept)
+    deltas_RH = tuple(map(rows_of, deltas_NcH))
+    del dh_NcH, deltas_NcH
+    dx_RM = rows_gradient(form.up[0], deltas_RH[0])
+    for linear, delta_RH in zip(form.up[1:], deltas_RH[1:], strict=True):
+        dx_RM += rows_gradient(linear, delta_RH)
+    return dx_RM, Pending(kept if h_NcH is None else (), h_NcH, dy_RM, deltas_RH)
+
+
+class ManualCall:
+    """Keeps the rows (the caller's memory, not a copy) and the hidden layer once, and computes the rest again.
+
+    The operations and their order are those of autograd on ``expert(x_NcM)``, so one cut of the whole capacity gives
+    its bits. Strided rows (N > 1) are copied for every product as ``F.linear`` does it; no copy is kept.
+
+    Args:
+        planned: the expert.
+        sums: where weight gradients go.
+        needs_backward: whether to keep anything.
+        recompute: keep the rows alone.
+        contiguous: make the expert's rows contiguous first, on a copy that is not kept.
+    """
+
+    splits = True
+
+    def __init__(
+        self, planned: PlannedExpert, sums: GradientSums, *, needs_backward: bool, recompute: bool, contiguous: bool
+    ) -> None:
+        self.written = planned.form
+        self._weights = planned.weights
+        self._sums = sums
+        self._needs_backward = needs_backward
+        self._recompute = recompute
+        self._contiguous = contiguous
+        self.wants_up = planned.wants_up
+        self.wants_any = planned.wants_any
+        self.cuts = SavedActivations()
+        self._pending: dict[tuple[int, int], Pending] = {}
+        # Autograd would refuse a weight that changed between forward and backward, and so do we.
+        self._versions = versions_of(planned.weights) if needs_backward else []
+
+    @property
+    def stores(self) -> tuple[SavedActivations, ...]:
+        """Of what is kept for the backward."""
+        return (self.cuts,)
+
+    def forward(self, start: int, stop: int, x_NcM: torch.Tensor) -> torch.Tensor:
+        """[N, c, M] to the same shape."""
+        kept = self._kept(x_NcM)
+        if self._needs_backward:
+            x_kept = x_NcM if self.wants_up or self._recompute else None
+            self.cuts.put(start, stop, (x_kept, *(() if self._recompute else kept)))
+        return apply_linear(self.written.down, self.written.hidden(kept))
+
+    def read(self, start: int, stop: int) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """The rows of a cut, if they are kept, and what else is; nothing else with ``recompute``.
+
+        Raises:
+            RuntimeError: a weight was changed in place since the forward.
+        """
+        check_versions(self._weights, self._versions)
+        x_NcM, *kept = self.cuts.take(start, stop)
+        return x_NcM, tuple(kept)
+
+    def backward(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+        """[N, c, M] to the same shape; adds to the weights' gradients."""
+        dx_NcM = self.backward_dx(start, stop, dy_NcM)
+        self.backward_dw(start, stop)
+        return dx_NcM
+
+    def backward_dx(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+        """[N, c, M] to the same shape; keeps ``dy_NcM`` and a hidden layer's gradient for :meth:`backward_dw`."""
+        return self.dx_of(start, stop, *self.read(start, stop), dy_NcM)
+
+    def dx_of(
+        self,
+        start: int,
+        stop: int,
+        x_NcM: torch.Tensor | None,
+        kept: tuple[torch.Tensor, ...],
+        dy_NcM: torch.Tensor,
+    ) -> torch.Tensor:
+        """:meth:`backward_dx` of what has been read already."""
+        kept = self._kept(x_NcM) if self._recompute else kept
+        dx_RM, pending = back_to_rows(self.written, kept, dy_NcM)
+        if self.wants_any:
+            # A copy where they are strided, so that the memory of those that came is free.
+            pending.x = rows_of(x_NcM) if self.wants_up else None
+            self._pending[start, stop] = pending
+        return dx_RM.view(dy_NcM.shape)
+
+    def backward_dw(self, start: int, stop: int) -> None:
+        """Adds to the weights' gradients what :meth:`backward_dx` of the same cut left."""
+        pending = self._pending.pop((start, stop), None)
+        if pending is None:  # no weight wants a gradient
+            return
+        down = self.written.down
+        h_RH = pending.hidden_rows(self.written) if self._sums.wants(down.weight) else None
+        add_gradients(self._sums, down, pending.dy_RM, h_RH)
+        pending.h_NcH = h_RH = None
+        for up, delta_RH in zip(self.written.up, pending.deltas_RH, strict=True):
+            add_gradients(self._sums, up, delta_RH, pending.x)
+
+    def _kept(self, x_NcM: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.written.kept(x_NcM.contiguous() if self._contiguous else x_NcM)
+
+
+def versions_of(weights: Sequence[torch.Tensor]) -> list[int]:
+    """How often each has been changed in place."""
+    return list(map(_VERSION, weights))
+
+
+def check_versions(weights: Sequence[torch.Tensor], before: list[int]) -> None:
+    """Refuse weights that were changed in place.
+
+    Raises:
+        RuntimeError: one was, since :func:`versions_of` was asked.
+    """
+    if versions_of(weights) != before:
+        raise RuntimeError("a weight of an expert was changed in place between the forward and its backward")
+
+
+def rows_of(x_NcM: torch.Tensor) -> torch.Tensor:
+    """[N, c, M] to [N * c, M]; [k, N, c, M] to [k, N * c, M]."""
+    return x_NcM.reshape(*x_NcM.shape[:-3], x_NcM.shape[-3] * x_NcM.shape[-2], x_NcM.shape[-1])

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the experts of a rank are computed, worked out once for as long as nothing about them changes.
+
+What it depends on belongs to the user: modules, parameters and hooks come and go at any time. So before each call all
+of it is compared with what it was; by identity, and in one pass that hardly touches Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ds_fsmoe.components.expert import ExpertBase
+from ds_fsmoe.components.expert_compute.linears import LinearWeights
+from ds_fsmoe.components.expert_compute.manual_ffn import (
+    ManualExpert,
+    ManualFeedForward,
+    ManualGatedFeedForward,
+    manual_form,
+    modules_of,
+    runs_unobserved,
+)
+
+# What is known of these: they compute with their layers and element by element, and so for any number of dimensions.
+_FORMS = (ManualFeedForward, ManualGatedFeedForward)
+_ALIGNED_BYTES = 64
+_OURS = "ds_fsmoe.components.experts."
+_DICTS = ("_parameters", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_PARAMETER = operator.attrgetter("__class__", "requires_grad", "dtype", "device", "shape")
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedExpert:
+    """An expert by its written-out form."""
+
+    form: ManualExpert
+    """With its layers as weights, where nobody can tell."""
+    weights: tuple[nn.Parameter, ...]
+    """These are the parameters of all its layers."""
+    wants_up: bool
+    """Whether a weight of ``form.up`` wants a gradient."""
+    wants_any: bool
+    """This says whether any parameter of the expert wants a gradient."""
+    structure: Hashable
+    """What must be equal for experts to be computed together; ``None`` for one that is computed alone."""
+    may_pay: bool
+    """What :func:`~ds_fsmoe.components.expert_compute.grouped_call.pays` asks of its weights."""
+
+    @classmethod
+    def of(cls, form: ManualExpert) -> PlannedExpert:
+        wanted = [(linear.weight.requires_grad, _is_wanted(linear.bias)) for linear in form.linears]
+        wants_up = any(weight for weight, _ in wanted[:-1])
+        structure = None
+        if type(form) in _FORMS:
+            layers = [
+                (type(each), each.weight.shape, each.weight.dtype, each.weight.device, each.bias is None)
+                for each in form.linears
+            ]
+            structure = type(form), form.activation, *layers, *wanted
+            planned = copy.copy(form)
+            planned.up, planned.down = tuple(map(LinearWeights.of, form.up)), LinearWeights.of(form.down)
+            form = planned
+        weights = tuple(linear.weight for linear in form.linears)
+        fills_lines = not any(each.shape[1] * each.element_size() % _ALIGNED_BYTES for each in weights)
+        may_pay = fills_lines and all(each.requires_grad for each in weights)
+        return cls(form, weights, wants_up, any(map(any, wanted)), structure, may_pay)
+
+
+def _is_wanted(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
+class ExpertPlan:
+    """What calls of some experts have in common until something about them changes.
+
+    Args:
+        experts: of the rank.
+        parameters: all of theirs.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+        modules = [module for expert in experts for module in modules_of(expert)]
+        # What others have put into a module is not held here, unless it may say what the module computes.
+        watched = [module for expert in experts if _may_be_written(expert) for module in modules_of(expert)]
+        self._modules = modules
+        self._dictionaries = [vars(module) for module in modules]
+        self._attributes = [vars(module) for module in watched]
+        self._inner = [attributes[name] for attributes in self._dictionaries for name in _DICTS]
+        self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
+        self._seen = self._look()
+        self._is_for_once = any(map(_may_change_unseen, experts))
+        self.wanted = frozenset(id(each) for each in self._parameters if each.requires_grad)
+        """The ids of the parameters that require a gradient."""
+        forms = [manual_form(each) if runs_unobserved(each) else None for each in experts]
+        self.written: tuple[ManualExpert | None, ...] = tuple(forms)
+        """Of each expert the written-out form, if it is computed by that outside of autocast."""
+        self.planned = tuple(None if form is None else PlannedExpert.of(form) for form in forms)
+        self.device_types = tuple({each.down.weight.device.type: None for each in forms if each is not None})
+        """Where those are, for autocast."""
+
+    def still_holds(self) -> bool:
+        """Tell whether nothing has changed since the plan was made."""
+        if self._is_for_once:
+            return False
+        (objects, values), (objects_before, values_before) = self._look(), self._seen
+        if values != values_before or len(objects) != len(objects_before):
+            return False
+        return all(map(operator.is_, objects, objects_before))
+
+    def _look(self) -> tuple[list[Any], list[Any]]:
+        """Return what must be the same objects later, and what must be equal."""
+        objects = list(map(type, self._modules))
+        objects += [attributes[name] for attributes in self._dictionaries for name in _DICTS]
+        for dictionaries in (self._attributes, self._inner):
+            objects += itertools.chain.from_iterable(map(dict.values, dictionaries))
+        values = [bool(torch_module._has_any_global_hook()), *map(_OF_PARAMETER, self._parameters)]
+        for dictionaries in (self._attributes, self._inner):
+            values += map(len, dictionaries)
+        values += map(bool, self._hooks)  # whether anybody looks on, not who
+        return objects, values
+
+
+def _may_be_written(expert: nn.Module) -> bool:
+    """Whether it can have a written-out form at all, as long as its class is the same."""
+    return type(expert) is nn.Sequential or (isinstance(expert, ExpertBase) and _definer(expert) is not ExpertBase)
+
+
+def _may_change_unseen(expert: nn.Module) -> bool:
+    """Whether its form is made by somebody else, out of we know not what."""
+    return (
+        _may_be_written(expert) and isinstance(expert, ExpertBase) and not _definer(expert).__module__.startswith(_OURS)
+    )
+
+
+def _definer(expert: ExpertBase) -> type:
+    """The class that says what its written-out form is."""
+    return next(each for each in type(expert).__mro__ if "written" in vars(each))

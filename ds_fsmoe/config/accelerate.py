@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps Accelerate, and with it the Trainer of Hugging Face, from taking the ``"auto"`` in our block for its own.
+
+In a DeepSpeed config ``"auto"`` is their word for "filled in from the training arguments". While it prepares a model,
+``accelerate.DeepSpeedPlugin`` walks over every field of the config, blocks it does not know included, and raises an
+error for an ``"auto"`` it has no value for. This happens before ``deepspeed.initialize`` is called, so it is the walk
+that has to leave our block out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ds_fsmoe.config.reading import BLOCK
+
+_MODULE, _CLASS, _METHOD = "accelerate.utils.dataclasses", "DeepSpeedPlugin", "fill_match"
+"""What looks at one field: ``fill_match(self, "fsmoe.alltoall", ...)``."""
+
+
+def leave_block_alone() -> None:
+    """From now on Accelerate does not look into our block, whether it is imported already or will be."""
+    if _MODULE in sys.modules:
+        _wrap(sys.modules[_MODULE])
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def look_at_block_again() -> None:
+    """Undo :func:`leave_block_alone`."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    plugin = getattr(sys.modules.get(_MODULE), _CLASS, None)
+    theirs = getattr(getattr(plugin, _METHOD, None), "__wrapped__", None)
+    if theirs is not None:
+        setattr(plugin, _METHOD, theirs)
+
+
+def _wrap(module: ModuleType) -> None:
+    plugin = getattr(module, _CLASS, None)
+    theirs = getattr(plugin, _METHOD, None)
+    # An Accelerate that does it another way is left as it is; its error then says which field it is about.
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @functools.wraps(theirs)
+    def fill_match(self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> Any:
+        if ds_key_long.split(".", 1)[0] == BLOCK:
+            return None
+        return theirs(self, ds_key_long, *args, **kwargs)
+
+    setattr(plugin, _METHOD, fill_match)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what the others find, and has the one module wrapped as soon as it has run."""
+
+    def __init__(self) -> None:
+        self._is_asking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _MODULE or self._is_asking:
+            return None
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_wrap(module: ModuleType) -> None:
+            run(module)
+            _wrap(module)
+
+        spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+_finder = _Finder()

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of the ``"fsmoe"`` block of ds_config.json, what they may hold, and their defaults.
+
+Every default means "the best that exists by now". What a field means together with others is checked in ``reading.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
+
+Auto = Literal["auto"]
+
+
+class _NullIsAuto:
+    """Marks a field that takes ``null`` for "auto". In a DeepSpeed config "auto" is a word of Accelerate's too, which
+    gives it another meaning, so it can be avoided."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(lambda value: "auto" if value is None else value, handler(source))
+
+    def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(of), {"type": "null"}]}
+
+
+class _OrAlone:
+    """Marks a block that may be written as the value of one of its fields, or of two that are mostly the same, alone.
+
+    Args:
+        names: the fields.
+        kinds: the Python types of such a value.
+        words: for these types in an error, and their JSON schema.
+    """
+
+    def __init__(
+        self, *names: str, kinds: tuple[type, ...], words: str, json_types: tuple[dict[str, Any], ...]
+    ) -> None:
+        self.names, self._kinds, self._words, self._json_types = names, kinds, words, json_types
+
+    def _spelt_out(self, value: Any) -> Any:
+        if type(value) in self._kinds:
+            return dict.fromkeys(self.names, value)
+        if isinstance(value, Mapping | BaseModel) or value is None:
+            return value
+        raise PydanticCustomError("model_type", "must be an object or {words}", {"words": self._words})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_before_validator_function(self._spelt_out, handler(source))
+
+    def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(of), *self._json_types]}
+
+
+def _switch() -> _OrAlone:
+    return _OrAlone("enabled", kinds=(bool,), words="true or false", json_types=({"type": "boolean"},))
+
+
+MOST_CHUNKS = 256
+"""The planner plans with no more chunks than this."""
+Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _NullIsAuto()]
+Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _NullIsAuto()]
+ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, _NullIsAuto()]
+Part = Annotated[str, _NullIsAuto()]
+
+
+class _Block(BaseModel):
+    # Strict: "2" is not 2 and 1 is not true; a config says what it means. A field with an alias is written by that, the
+    # field's word; its own name is the word that this project had for it before, and is read as well.
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_numbers(cls, written: Any) -> Any:
+        """Take a whole number that JSON has as a float, such as 3e7, for the integer that it is."""
+        if not isinstance(written, Mapping):
+            return written
+        fields = {word: field for name, field in cls.model_fields.items() for word in words_for(name, field)}
+        return {
+            word: int(value)
+            if type(value) is float and value.is_integer() and word in fields and _may_be(int, fields[word].annotation)
+            else value
+            for word, value in written.items()
+        }
+
+
+def _may_be(kind: type, annotation: Any) -> bool:
+    return annotation is kind or any(_may_be(kind, each) for each in get_args(annotation))
+
+
+def words_for(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """The words under which a field may be written, the one of today first."""
+    return tuple(dict.fromkeys((field.alias or name, name)))
+
+
+def block_in(field: FieldInfo) -> type[BaseModel] | None:
+    """The block that a field holds, if it holds one."""
+    kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+    return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
+
+
+def alone_in(field: FieldInfo) -> tuple[str, ...]:
+    """The fields of the block in ``field`` that a value in the place of the whole block stands for."""
+    return next((each.names for each in field.metadata if isinstance(each, _OrAlone)), ())
+
+
+class GateBlock(_Block):
+    """``fsmoe.gate``. What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error.
+
+    A gate's own options stand beside these, and are held against the signature of its class.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field("topk", description="name of a gate on the shelf")
+    k: int = Field(None, alias="top_k", description="experts per token, between 1 and the layer's num_experts")
+    capacity_factor: float = Field(
+        None,
+        gt=0,
+        description="slots per expert while training, over the mean; null: drop_tokens is false",
+        json_schema_extra={"type": ["number", "null"]},
+    )
+    eval_capacity_factor: float = Field(None, gt=0, description="the same while evaluating")
+    min_capacity: int = Field(None, ge=0, description="slots per expert at the least")
+    drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs")
+    drop_policy: Literal["probs", "position"] = Field(None, description="who stays in a full expert")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_drops_nothing(cls, written: Any) -> Any:
+        if not isinstance(written, Mapping) or written.get("capacity_factor", 0) is not None:
+            return written
+        factors = ("capacity_factor", "eval_capacity_factor")
+        return {"drop_tokens": False} | {
+            name: value for name, value in written.items() if name not in factors or value is not None
+        }
+
+    def options(self, names: Collection[str] = ("k",)) -> dict[str, Any]:
+        """What a user wrote for the gate, as keyword arguments.
+
+        Args:
+            names: what the gate's constructor calls its options; a gate of a user may say ``top_k`` as the block does.
+        """
+        options = {name: getattr(self, name) for name in self.model_fields_set - {"type"}}
+        if "k" in options and "k" not in names and "top_k" in names:
+            options["top_k"] = options.pop("k")
+        return options
+
+
+class PipelineDegreeBlock(_Block):
+    """``fsmoe.num_chunks``: into how many chunks the tokens of a layer are cut."""
+
+    forward: Degree = Field("auto", description="chunks in the forward phase")
+    backward: Degree = Field("auto", description="chunks in the backward phase")
+    max: int = Field(16, ge=1, le=MOST_CHUNKS, description="the largest degree that auto may choose")
+
+
+class GradientPartitionBlock(_Block):
+    """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
+
+    mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "dense_only", "off"], _NullIsAuto()] = Field(
+        "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
+    )
+    solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
+    chunk_bytes: int = Field(31457280, ge=1, description="slice size of fixed_chunk")
+    all_used: bool = Field(
+        False, description="every parameter gets its gradient once in every backward: ranks need not look for late ones"
+    )
+
+
+class AutotuneBlock(_Block):
+    """``fsmoe.autotune``: measuring this cluster and choosing degrees from it."""
+
+    enabled: bool = Field(False, description="measure after the first training forward, and choose degrees by it")
+    cache_dir: str | None = Field(None, description="folder in which rank 0 keeps measurements")
+    trials: int = Field(3, ge=0, description="steps to train with each of the best few plans; 0: as predicted")
+    watch_every: int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
+    drift_threshold: float = Field(0.25, gt=0, description="by which share of it a step may differ from the prediction")
+    retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
+
+
+class TopologyBlock(_Block):
+    """``fsmoe.topology``."""
+
+    ranks_per_node: Count = Field("auto", description="ranks that share a host")
+
+
+class TraceBlock(_Block):
+    """``fsmoe.trace``: a timeline of chosen steps."""
+
+    enabled: bool = Field(False, description="write a trace")
+    start_step: int = Field(10, ge=0, description="first traced step")
+    num_steps: int = Field(3, ge=1, description="how many steps are traced")
+    path: str = Field("fsmoe_trace", description="folder of the trace files")
+    cluster: str | None = Field(None, description="what it should take, from a cluster's name or its JSON file")
+
+
+class RecordBlock(_Block):
+    """``fsmoe.record``: what ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too."""
+
+    dir: str | None = Field(None, description="folder for it, the same on every rank; what it has of a run is replaced")
+    stop_after: int = Field(0, ge=0, description="end the job after so many optimizer steps; 0: never")
+
+
+class CheckpointBlock(_Block):
+    """``fsmoe.checkpoint``: what is read from files that somebody may have changed."""
+
+    trusted: list[str] = Field([], description="classes, as package.module.Name, that files of checkpoints may hold")
+
+
+class DebugBlock(_Block):
+    """``fsmoe.debug``."""
+
+    check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
+    hang_timeout_s: float = Field(300, gt=0, description="write what each rank was doing after this long")
+    check_experts: bool = Field(False, description="try at the first training forward whether experts are row-wise")
+    check_results: bool = Field(False, description="find the expert that makes nan or infinity of finite numbers")
+    check_router: bool = Field(False, description="stop all ranks at nan or infinity in a router's input")
+
+
+class FSMoEBlock(_Block):
+    """The whole block."""
+
+    enabled: bool = Field(False, description="false is exactly stock DeepSpeed")
+    schedule: Literal["deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best"] = "best"
+    gate: Annotated[
+        GateBlock | None,
+        _OrAlone("type", kinds=(str,), words="the name of a gate", json_types=({"type": "string"},)),
+    ] = Field(None, description="left out: each layer keeps its own gate")
+    order: Part = Field("auto", description="name of an order on the shelf")
+    alltoall: Part = Field("auto", description="name of an all-to-all on the shelf")
+    esp_size: int = Field(
+        1, ge=1, alias="expert_tensor_parallel_size", description="ranks that share one expert's hidden width"
+    )
+    pipeline_degree: Annotated[
+        PipelineDegreeBlock,
+        _OrAlone(
+            *("forward", "backward"),
+            kinds=(int, float, str, NoneType),
+            words='a number or "auto"',
+            json_types=({"type": "integer", "minimum": 1, "maximum": MOST_CHUNKS}, {"enum": ["auto", None]}),
+        ),
+    ] = Field(PipelineDegreeBlock(), alias="num_chunks")
+    gradient_partition: GradientPartitionBlock = GradientPartitionBlock()
+    autotune: Annotated[AutotuneBlock, _switch()] = AutotuneBlock()
+    topology: TopologyBlock = TopologyBlock()
+    overlap: bool = Field(True, description="false: one lane, blocking")
+    max_ctas: ThreadBlocks = Field(
+        16, description="thread blocks that a collective of a link may take on NCCL; auto: as many as NCCL likes"
+    )
+    recompute: bool = Field(False, description="recompute expert inputs instead of saving them")
+    deterministic: bool = Field(
+        False,
+        description="every run rounds alike: nothing is decided by a clock, nothing added up in the order of arrival",
+    )
+    ops: Annotated[Literal["auto", "reference", "required"], _NullIsAuto()] = Field(
+        "auto", description="compiled ops or plain torch"
+    )
+    hooks: list[str] = Field([], description="callbacks by dotted name")
+    plugins: list[str] = Field([], description="modules with parts of your own, imported before parts are looked up")
+    metrics: Literal["off", "brief", "detailed"] = Field(
+        "brief", description="what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed"
+    )
+    metrics_every: int = Field(10, ge=1, description="optimizer steps; the others are not looked at")
+    trace: Annotated[TraceBlock, _switch()] = TraceBlock()
+    record: RecordBlock = RecordBlock()
+    checkpoint: CheckpointBlock = CheckpointBlock()
+    debug: DebugBlock = DebugBlock()

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A JSON schema of the ``"fsmoe"`` block, so that editors complete it and say what a field is for.
+
+``python -m ds_fsmoe.config.schema > ds_configs/ds_config.schema.json`` writes the one that comes along.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel
+
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock, words_for
+from ds_fsmoe.config.words import BLOCK
+
+
+def schema() -> dict[str, Any]:
+    """A DeepSpeed config with our block: what else stands in it is DeepSpeed's, and not described."""
+    block = FSMoEBlock.model_json_schema()
+    definitions = block.pop("$defs")
+    for model, described in ((FSMoEBlock, block), (GateBlock, definitions["GateBlock"])):
+        _add_words_of_before(model, described["properties"])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "DeepSpeed config with ds_fsmoe",
+        "type": "object",
+        "properties": {BLOCK: block},
+        "$defs": definitions,
+    }
+
+
+def _add_words_of_before(block: type[BaseModel], properties: dict[str, Any]) -> None:
+    for name, field in block.model_fields.items():
+        word, *old = words_for(name, field)
+        for each in old:
+            properties[each] = properties[word] | {"description": f"now called {word}", "deprecated": True}
+
+
+if __name__ == "__main__":
+    print(json.dumps(schema(), indent=2))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under which words a user has written the fields of the ``"fsmoe"`` block.
+
+Some fields have two words, that of the field of research and one that this project had before, and some blocks may be
+written as one value. Messages are made with either word; what a user reads has the paths that the user wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from ds_fsmoe.config.blocks import FSMoEBlock, alone_in, block_in, words_for
+
+BLOCK = "fsmoe"
+
+
+@dataclass
+class Words:
+    """The words of one block, see :func:`words_of`."""
+
+    paths: dict[str, str] = field(default_factory=dict)
+    """Path of a field by any of its words -> the path that the user wrote, or would write today."""
+    old: list[str] = field(default_factory=list)
+    """A sentence for each word of before that was used."""
+    twice: list[str] = field(default_factory=list)
+    """A sentence for each field that was written by both of its words."""
+
+    def as_written(self, text: str) -> str:
+        """A text with the paths in it as the user has written them."""
+        return re.sub(rf"\b{BLOCK}(?:\.\w+)+", lambda path: self.paths.get(path[0], path[0]), text)
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """A context from which errors come out with the paths that the user wrote."""
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            error.args = tuple(self.as_written(each) if isinstance(each, str) else each for each in error.args)
+            raise
+
+
+def words_of(written: Any) -> Words:
+    """The words of a block as it stands in a config; any value is looked at, wrong ones as well."""
+    found = Words()
+    _look(found, FSMoEBlock, written, [BLOCK], BLOCK)
+    if isinstance(written, Mapping):
+        gone = [name for name in written if name not in without_gone(written)]
+        found.old += [f"{BLOCK}.{name} = {shown(written[name])} means nothing any more: leave it out" for name in gone]
+    return found
+
+
+def without_gone(written: Mapping[str, Any]) -> dict[str, Any]:
+    """A block without ``solver``, which could have one value alone where the block was enabled, and says nothing."""
+    return {
+        name: value
+        for name, value in written.items()
+        if name != "solver" or (value != "exact" and written.get("enabled", False) is True)
+    }
+
+
+def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], path: str) -> None:
+    """Add what is ``written`` at ``path`` for a block, whose path may be called by any of ``paths``."""
+    values = written if isinstance(written, Mapping) else {}
+    for name, each in block.model_fields.items():
+        words = words_for(name, each)
+        used = [word for word in words if word in values] or [words[0]]
+        here, value = f"{path}.{used[0]}", values.get(used[0])
+        if len(used) > 1:
+            both = " and ".join(f"{path}.{word} = {shown(values[word])}" for word in used)
+            found.twice.append(
+                f"{both}: must be one of the two, which are names of the same; leave {path}.{used[1]} out"
+            )
+        if used[0] != words[0]:
+            found.old.append(f"{here} is now called {path}.{words[0]}; both work")
+        names = [f"{parent}.{word}" for parent in paths for word in words]
+        found.paths.update(dict.fromkeys(names, here))
+        if inner := block_in(each):
+            _look(found, inner, value, names, here)
+            if used[0] in values and not isinstance(value, Mapping):
+                found.paths.update({f"{parent}.{alone}": here for parent in names for alone in alone_in(each)})
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in the JSON file."""
+    return json.dumps(value, default=repr)

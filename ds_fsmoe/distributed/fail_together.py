@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a group tell each other as objects: a value of one or of each, and the error that ends them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.distributed.topology import world_size_now
+
+_T = TypeVar("_T")
+
+
+class MeasuringError(RuntimeError):
+    """A rank failed while something was measured. The message, the same on all ranks, names it and its error."""
+
+
+@contextmanager
+def raise_on_all_ranks(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+    """Collective: all ranks leave it, or all raise. What is inside may not be a collective that only some reach.
+
+    Args:
+        group: the ranks; ``None``: all of the job.
+        what: is done, for the message.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed inside.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # whatever it is, the others have to hear of it
+        error = caught
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    if world_size_now() == 1:
+        if error is not None:
+            raise MeasuringError(f"failed while {what}: {own}") from error
+        return
+    # Most of the time nobody has failed, and a number is enough to know that.
+    failed = torch.tensor([float(error is not None)], device=device_of(group))
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    if not failed.item():
+        return
+    texts = {index: text for index, text in enumerate(on_every_rank(own, group)) if text is not None}
+    index, others = min(texts), len(texts) - 1
+    first = index if group is None else dist.get_global_rank(group, index)
+    more = f" (and {others} more rank{'s' if others > 1 else ''})" if others else ""
+    raise MeasuringError(f"rank {first}{more} failed while {what}: {texts[index]}") from error
+
+
+def from_first_rank(value: _T, group: dist.ProcessGroup | None = None) -> _T:
+    """Return what the first rank of a group has given, on every rank of it. Collective."""
+    if world_size_now() == 1:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+    return held[0]
+
+
+def on_every_rank(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """Return what each rank of a group has given, in the order of the ranks. Collective."""
+    if world_size_now() == 1:
+        return [value]
+    of_ranks = [value] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, value, group=group)
+    return of_ranks
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where the tensors are that a group carries: NCCL knows those of the current GPU only."""
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The communicators of an MoE layer, and what DeepSpeed has to be told for its own.
+
+The ranks of a pipeline stage are ep x esp x edp. DeepSpeed knows no sharding of experts, so it is told that
+``ep * esp`` ranks share the experts: its own function then makes the groups it calls ``ep_size_{ep*esp}``, a *block* of
+ranks that hold different parts of all experts, and the expert-data-parallel (EDP) groups of ranks that hold the same
+part. Its broadcast, reduction and checkpoints are right with that, for no two shards look like replicas. Inside a block
+we cut: ESP groups, the ranks that share one expert's hidden width, are runs of ``esp`` neighbours, and EP groups stride
+over them, one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With more they have
+not, and what a script puts into experts by DeepSpeed's EP ranks is handed on by ``layer/unsharded.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.distributed import nccl
+from ds_fsmoe.distributed.topology import (
+    Layout,
+    PlacedGroups,
+    Ranks,
+    Topology,
+    find_topology,
+    layout,
+    placed_groups,
+    why_not_sharded,
+    world_size_now,
+)
+
+
+@dataclass(frozen=True)
+class FSMoEGroups:
+    """The groups of one (ep, esp) as one rank sees them. A communicator of one rank, or without ranks to talk to, is
+    ``None``."""
+
+    layout: Layout
+    topology: Topology
+    rank: int
+    ep_group: dist.ProcessGroup | None
+    """All-to-alls of tokens. Ours alone and for one lane, so nothing else can come between; so is ``esp_group``."""
+    esp_group: dist.ProcessGroup | None
+    """All-gathers and reduce-scatters of tokens."""
+    block_group: dist.ProcessGroup | None
+    """DeepSpeed's ``ep_size_{ep*esp}``. Never used on a lane of links."""
+    edp_group: dist.ProcessGroup | None
+    """DeepSpeed's: reduces gradients of experts."""
+    dp_group: dist.ProcessGroup | None
+    """DeepSpeed's: reduces gradients of dense parameters. Under its sequence parallelism those ranks count in, too."""
+    mp_group: dist.ProcessGroup | None = None
+    """Ours: gathers what tensor-parallel ranks have dropped, and sums gradients of what they hold alike."""
+    capacity_group: dist.ProcessGroup | None = None
+    """What all ranks have to agree on who exchange, gather or share tokens: the block group, as a rule."""
+    max_ctas: int | None = None
+    """Of a communicator of a lane on NCCL, see :func:`make_parts`."""
+
+    @cached_property
+    def planned(self) -> PlacedGroups:
+        """For the planner. ``planned.placements[kind].lanes`` are the lanes of a kind of group, the same on every
+        rank; ``topology.lanes_of(ranks_of(kind))`` are those of this rank's own group."""
+        return placed_groups(self.layout, self.topology)
+
+    def ranks_of(self, kind: str) -> Ranks:
+        """The ranks of this rank's group of a kind, see :meth:`Layout.group_of`."""
+        return self.layout.group_of(kind, self.rank)
+
+    def index_in(self, kind: str) -> int:
+        """Which of them this rank is: in ``"ep"`` the EP rank, in ``"esp"`` the shard, in ``"blocks"`` DeepSpeed's EP
+        rank, by which it names the files of experts."""
+        return self.ranks_of(kind).index(self.rank)
+
+
+# What was made, for as long as the default process group it was made under lives. DeepSpeed's own dictionaries are no
+# place for ours: it takes every key in them for an expert-parallel size.
+_made: dict[tuple, FSMoEGroups] = {}
+_made_parts: dict[tuple, dist.ProcessGroup | None] = {}
+_made_under: weakref.ref | None = None
+
+
+def make_groups(
+    ep_size: int = 1,
+    esp_size: int = 1,
+    *,
+    expert_before_data: bool = True,
+    ranks_per_node: int | None = None,
+    mp_size: int | None = None,
+    pp_size: int | None = None,
+    tensor_parallel_experts: bool = False,
+    same_tokens: bool = True,
+    max_ctas: int | None = None,
+) -> FSMoEGroups:
+    """The groups of this rank for experts spread over ``ep_size`` and sharded over ``esp_size`` ranks.
+
+    Collective over all ranks of the job: every rank calls with the same arguments, in the same order of calls. Made
+    once, and given again until the default process group is destroyed. With one rank, or without torch.distributed, no
+    communicator is made.
+
+    Under DeepSpeed, call it where the engine calls ``set_deepspeed_parallelism`` or later: by then DeepSpeed has its
+    ``mpu`` and the device is set. Where DeepSpeed is not in use (a layer put together by hand) all groups are ours.
+
+    Args:
+        ep_size, esp_size, expert_before_data: see :func:`layout`.
+        ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None``: from host names.
+        mp_size, pp_size: of the rest of the model; ``None``: what DeepSpeed's ``mpu`` says, 1 without.
+        tensor_parallel_experts: see :func:`layout`.
+        same_tokens: whether tensor-parallel ranks come to the layer with the same tokens.
+        max_ctas: of the communicators of lanes, see :func:`make_parts`.
+
+    Raises:
+        ValueError: sizes that do not divide the ranks, with the sizes that would do; experts to be sharded on nodes
+            that are not equally large.
+        RuntimeError: DeepSpeed's groups of that size have other ranks, or belong to a destroyed process group.
+    """
+    stock = _deepspeed_groups()
+    if mp_size is None or pp_size is None:
+        mpu_mp_size, mpu_pp_size = sizes_of_mpu(None if stock is None else stock.mpu)
+        mp_size = mpu_mp_size if mp_size is None else mp_size
+        pp_size = mpu_pp_size if pp_size is None else pp_size
+    found = layout(
+        *(world_size_now(), ep_size, esp_size, expert_before_data),
+        mp_size=mp_size,
+        pp_size=pp_size,
+        tensor_parallel_experts=tensor_parallel_experts,
+    )
+    if found.world_size == 1:
+        return FSMoEGroups(found, find_topology(ranks_per_node), 0, None, None, None, None, None)
+    _current_world()
+    agreeing = found.agreeing(same_tokens=same_tokens)
+    key = (found, agreeing, ranks_per_node, stock is not None, max_ctas)
+    if key not in _made:
+        topology = find_topology(ranks_per_node)
+        if reason := why_not_sharded(topology, esp_size):
+            raise ValueError(reason)
+        theirs = _theirs(stock, found, dist.get_rank(), expert_before_data)
+        _made[key] = _with_ours(theirs, found, topology, agreeing, max_ctas)
+    return _made[key]
+
+
+def _with_ours(
+    theirs: list[dist.ProcessGroup | None],
+    found: Layout,
+    topology: Topology,
+    agreeing: tuple[Ranks, ...],
+    max_ctas: int | None,
+) -> FSMoEGroups:
+    """Make the groups that DeepSpeed has none of. The order of these lines is the order on every rank, members or not:
+    making a group is collective. DeepSpeed's came first, as they do with a layer, which has made them before it comes
+    here."""
+    ours = [make_parts(kind, getattr(found, kind), max_ctas) for kind in ("ep", "esp")]
+    mp_group = make_parts("mp", found.mp)
+    capacity_group = make_parts("capacity", agreeing) if agreeing != found.blocks else theirs[0]
+    return FSMoEGroups(found, topology, dist.get_rank(), *ours, *theirs, mp_group, capacity_group, max_ctas)
+
+
+def _theirs(stock: Any, found: Layout, rank: int, expert_before_data: bool) -> list[dist.ProcessGroup | None]:
+    """This rank's groups of blocks, EDP and DP: DeepSpeed's, where it is in use, connected to their peers."""
+    if stock is None:
+        return [make_parts(kind, getattr(found, kind)) for kind in ("blocks", "edp", "dp")]
+    groups = _made_by_deepspeed(stock, found, rank, expert_before_data)
+    for group in groups:
+        _connect(group)
+    return groups
+
+
+def make_parts(kind: str, parts: tuple[Ranks, ...], max_ctas: int | None = None) -> dist.ProcessGroup | None:
+    """A communicator for each of these sets of ranks; returns the one with this rank, ``None`` if it is alone.
+
+    Collective over all ranks of the job, with the same arguments on each. Made once, and given again until the default
+    process group is destroyed.
+
+    Args:
+        kind: what they are for: two kinds with the same ranks have communicators of their own.
+        parts: no rank is in two of them.
+        max_ctas: on NCCL, the most thread blocks that a collective of theirs may have; ``None``: NCCL's own choice.
+    """
+    world = _current_world()
+    key = kind, parts, max_ctas
+    if key not in _made_parts:
+        _made_parts[key] = _communicator(parts, kind, dist.get_rank(), _timeout_of(world), max_ctas)
+    return _made_parts[key]
+
+
+def _current_world() -> Any:
+    """The default process group; what was made under another one is forgotten."""
+    global _made_under
+    world = dist.group.WORLD
+    if _made_under is None or _made_under() is not world:
+        _forget()
+        # When the default group goes, so do ours: kept here, they would hold on to its sockets and threads.
+        _made_under = weakref.ref(world, lambda _: _forget())
+    return world
+
+
+def _forget() -> None:
+    _made.clear()
+    _made_parts.clear()
+
+
+def _communicator(
+    groups: Sequence[Ranks], kind: str, rank: int, timeout: timedelta | None, max_ctas: int | None
+) -> dist.ProcessGroup | None:
+    """New communicators for all groups of a kind; returns this rank's, connected to its peers."""
+    own = None
+    for ranks in groups:
+        if len(ranks) > 1:
+            asked = nccl.options(max_ctas, timeout)
+            group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=f"fsmoe_{kind}")
+            own = group if rank in ranks else own
+    _connect(own)
+    return own
+
+
+def _connect(group: dist.ProcessGroup | None) -> None:
+    """Not at its first collective, which may be beside others. Collective over the ranks of the group; the groups of a
+    kind have no rank in common, and nothing else is under way while groups are made."""
+    if group is not None and nccl.is_used(group):
+        nccl.warm(group)
+
+
+def _timeout_of(world: Any) -> timedelta | None:
+    """The default group's timeout, which a new group does not inherit: it gets its backend's, half an hour on gloo."""
+    backend = world._get_backend(world._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def _deepspeed_groups() -> Any:
+    """DeepSpeed's module of groups, if this process communicates through DeepSpeed; importing it takes seconds."""
+    if "deepspeed.comm" not in sys.modules:
+        return None
+    from deepspeed import comm
+    from deepspeed.utils import groups
+
+    return groups if comm.is_initialized() else None
+
+
+def sizes_of_mpu(mpu: Any) -> tuple[int, int]:
+    """(tensor-parallel ranks, pipeline stages) of what a script gives DeepSpeed as ``mpu``; ``None`` is 1 of each."""
+    if mpu is None:
+        return 1, 1
+    from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
+
+    return bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)
+
+
+def has_neighbours(mpu: Any) -> bool:
+    """Whether the tensor-parallel ranks with this one are the run of neighbours that :func:`layout` takes them for."""
+    size, _ = sizes_of_mpu(mpu)
+    if size == 1:
+        return True
+    from deepspeed.utils.bwc import bwc_tensor_model_parallel_group
+
+    first = dist.get_rank() // size * size
+    return dist.get_process_group_ranks(bwc_tensor_model_parallel_group(mpu)) == [*range(first, first + size)]
+
+
+def _made_by_deepspeed(
+    stock: Any, found: Layout, rank: int, expert_before_data: bool
+) -> list[dist.ProcessGroup | None]:
+    """DeepSpeed's block, EDP and DP groups of this rank; its own function makes those that are not there yet."""
+    block_size = len(found.blocks[0])
+    name = stock_names(block_size, 1).expert_group_name
+    if name not in stock._get_expert_parallel_group_dict():
+        order = {"use_data_before_expert_parallel_": not expert_before_data}
+        if found.tensor_parallel_experts:
+            stock._create_expert_data_and_model_parallel(block_size, stock.mpu, **order)
+        else:
+            stock._create_expert_and_data_parallel(block_size, pp_size=found.pp_size, **order)
+    block_group, edp_group = stock._get_expert_parallel_group(name), stock._get_expert_data_parallel_group(name)
+    try:
+        dist.get_rank(block_group)
+    except ValueError as error:
+        raise RuntimeError(
+            f"DeepSpeed's group {name} belongs to a process group that was destroyed; end that one with "
+            "deepspeed.comm.destroy_process_group(), which clears DeepSpeed's groups as torch.distributed's does not"
+        ) from error
+    # DeepSpeed keeps one group per size, made as the first layer that asked for it wanted it.
+    held = stock._get_expert_parallel_group_ranks(name), stock._get_expert_data_parallel_group_ranks(name)
+    needed = found.group_of("blocks", rank), found.group_of("edp", rank)
+    if tuple(map(tuple, held)) != needed:
+        raise RuntimeError(
+            f"DeepSpeed's group {name} of rank {rank} has the ranks {list(held[0])}, and {list(held[1])} for data; "
+            f"ds_fsmoe needs {list(needed[0])} and {list(needed[1])}: an earlier layer with "
+            "enable_expert_tensor_parallelism, or with another use_data_before_expert_parallelism, has made it; do "
+            "without"
+        )
+    dp_group = stock._get_sequence_data_parallel_group()
+    sized = ((block_group, block_size), (edp_group, len(found.edp[0])), (dp_group, len(found.dp[0])))
+    return [group if size > 1 else None for group, size in sized]
+
+
+@dataclass(frozen=True)
+class StockNames:
+    """What a ``deepspeed.moe.layer.MoE`` has to carry so that DeepSpeed treats it right."""
+
+    ep_size: int
+    """``MoE.ep_size``: ep * esp, the ranks that hold different parts of the experts."""
+    expert_group_name: str
+    """``MoE.expert_group_name``, ``MOELayer.ep_group_name`` and ``group_name`` of every parameter of an expert. Also
+    ``name`` of the optimizer's parameter groups of experts, where a script has split them already."""
+
+    def put_on(self, moe: nn.Module) -> None:
+        """Write them on a layer. ``MOELayer.ep_size`` stays: it is what the layer's own forward goes by."""
+        moe.ep_size = self.ep_size
+        moe.expert_group_name = self.expert_group_name
+        moe.deepspeed_moe.ep_group_name = self.expert_group_name
+        for parameter in moe.deepspeed_moe.experts.parameters():
+            parameter.allreduce = False
+            parameter.group_name = self.expert_group_name
+
+
+def stock_names(ep_size: int, esp_size: int) -> StockNames:
+    """What a layer spread over ``ep_size`` and sharded over ``esp_size`` ranks carries towards DeepSpeed."""
+    return StockNames(ep_size * esp_size, f"ep_size_{ep_size * esp_size}")
+
+
+def communicator_like(groups: FSMoEGroups, kind: str) -> dist.ProcessGroup | None:
+    """A communicator with the ranks of this rank's group of a kind, for traffic that must not come between that of
+    another: gradients on a lane. Collective; ``None`` for a group of one rank. Made once, as :func:`make_parts` does:
+    each engine of a process is given the same one, and so are two kinds with the same ranks, whose gradients travel in
+    one order on one lane."""
+    return make_parts("gradients", getattr(groups.layout, kind), groups.max_ctas)
+
+
+@contextmanager
+def passing_communicators(
+    kinds: Sequence[Sequence[Ranks]], name: str, max_ctas: int | None = None
+) -> Iterator[list[dist.ProcessGroup]]:
+    """Communicators for a while: of each kind this rank's, of one rank too. They are destroyed at the end, by when no
+    rank may be in one of their collectives. Collective over all ranks of the job, with the same arguments on each.
+
+    Args:
+        kinds: the groups of each kind; every rank is in one of them.
+        name: of them, for messages.
+        max_ctas: see :func:`make_parts`.
+    """
+    made: list[dist.ProcessGroup] = []
+    timeout = _timeout_of(dist.group.WORLD) if kinds else None
+    try:
+        for groups in kinds:
+            for ranks in groups:
+                asked = nccl.options(max_ctas, timeout)
+                group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=name)
+                made += [group] if dist.get_rank() in ranks else []
+        yield made
+    finally:
+        for group in made:
+            dist.destroy_process_group(group)

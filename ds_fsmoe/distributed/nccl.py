@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NCCL needs so that lanes may be at work at the same time; on other backends nothing is done.
+
+A collective of NCCL is a kernel that stays on its GPU until those of all its ranks have come. Lanes may overlap where
+kernels start in one order on all ranks (see ``launch_order.py``), and they leave each other and the experts room where
+each communicator has few thread blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.launch_order import VARIABLE
+from ds_fsmoe.distributed.topology import world_size_now
+
+ORDERED_FROM = (2, 26)
+"""The first NCCL that starts kernels in the order of issue when asked to."""
+# torch renamed them in 2.13, and warns about the names that 2.11 has.
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# A tree for what is small, rings or switches for what is large: each connects when it is first used.
+_WARM_BYTES = (0, 8 << 20)
+
+
+def is_used(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a group's tensors on a GPU travel by NCCL."""
+    return "nccl" in str(dist.get_backend_config(group))
+
+
+def why_not_ordered(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why a GPU may start this rank's collectives in another order than they are issued in; ``None``: it does not."""
+    if torch.version.hip is not None:
+        return "RCCL has no order of launches that can be relied on"
+    found = torch.cuda.nccl.version()
+    if found[:2] < ORDERED_FROM:
+        return f"NCCL {'.'.join(map(str, found))} has no {VARIABLE}: it came with {'.'.join(map(str, ORDERED_FROM))}"
+    value = environment.get(VARIABLE)
+    if value is None:
+        return (
+            f"the first process group was made before ds_fsmoe could set {VARIABLE}: import ds_fsmoe ahead of it, or "
+            f"start the job with {VARIABLE}=1"
+        )
+    if not _is_on(value):
+        return f"{VARIABLE} = {value} was set by somebody, and is kept; 1 would do"
+    return None
+
+
+def _is_on(value: str) -> bool:
+    """As NCCL reads it: a whole number other than 0."""
+    try:
+        return int(value, 0) != 0
+    except ValueError:
+        return False
+
+
+def why_one_link() -> str | None:
+    """Why the traffic of both links has to go one after another; ``None``: lanes may overlap.
+
+    Collective over all ranks of the job, and the same on each: the reason of the first rank that has one.
+    """
+    if world_size_now() == 1 or not is_used():
+        return None
+    reasons = enumerate(on_every_rank(why_not_ordered()))
+    return next((f"{each} (rank {rank})" for rank, each in reasons if each is not None), None)
+
+
+def options(max_ctas: int | None, timeout: timedelta | None) -> Any:
+    """For ``dist.new_group``: the most thread blocks that a collective of the new communicator may have.
+
+    Args:
+        max_ctas: ``None``: NCCL's own choice.
+        timeout: of the group, so that torch sees no contradiction.
+
+    Returns:
+        ``None`` where NCCL is not used, or nothing is asked for.
+    """
+    if max_ctas is None or not is_used():
+        return None
+    made = dist.ProcessGroupNCCL.Options()
+    # Builds of torch with an NCCL older than 2.17 have no such thing.
+    if (config := getattr(made, "config", None)) is None:
+        return None
+    config.max_ctas = max_ctas
+    # A communicator split off another's would use its channels, and be as large as that one.
+    if hasattr(config, "split_share"):
+        config.split_share = 0
+    if timeout is not None:
+        made._timeout = timeout
+    return made
+
+
+def warm(group: dist.ProcessGroup) -> None:
+    """Let a communicator connect to its peers, in every way in which it may be used. Collective; the host waits.
+
+    NCCL connects at first use, from the host, which then waits for the other ranks' hosts. Within a schedule that would
+    come between collectives of other communicators that are under way.
+    """
+    device = _device_of(group)
+    for num_bytes in _WARM_BYTES:
+        whole = torch.zeros(max(1, num_bytes // (4 * group.size())) * group.size(), device=device)
+        for collective in _COLLECTIVES:
+            collective(group, whole)
+    if is_used(group):
+        torch.cuda.synchronize(device)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if is_used(group) else torch.device("cpu")
+
+
+def _all_to_all(group: dist.ProcessGroup, whole: torch.Tensor) -> None:
+    dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+
+
+def _all_gather(group: dist.ProcessGroup, whole: torch.Tensor) -> None:
+    _gather(torch.empty_like(whole), whole[: len(whole) // group.size()], group=group)
+
+
+def _reduce_scatter(group: dist.ProcessGroup, whole: torch.Tensor) -> None:
+    _scatter(whole.new_empty(len(whole) // group.size()), whole, group=group)
+
+
+def _all_reduce(group: dist.ProcessGroup, whole: torch.Tensor) -> None:
+    dist.all_reduce(whole, group=group)
+
+
+_COLLECTIVES: tuple[Callable[[dist.ProcessGroup, torch.Tensor], None], ...] = (
+    _all_to_all,
+    _all_gather,
+    _reduce_scatter,
+    _all_reduce,
+)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``"fsmoe"`` block given on a command line, for scripts whose DeepSpeed config is a dict inside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+OPTION = "--fsmoe"
+HELP = "the block, as a file or as JSON; it takes the place of any that the script's own config has"
+_EXAMPLE = """a file, or a JSON object such as '{"enabled": true}'"""
+
+
+def take_option(arguments: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
+    """Take our option from in front of a script.
+
+    Only what stands in front of the script is ours; behind it, an argument of the same name is the script's own.
+
+    Returns:
+        The value of the option or ``None``, the other options in front, and the script with all that follows it.
+
+    Raises:
+        ValueError: the option stands there twice, or without a value.
+    """
+    value: str | None = None
+    others: list[str] = []
+    left = list(arguments)
+    while left and left[0].startswith("-"):
+        name, equals, written = left.pop(0).partition("=")
+        if name != OPTION:
+            others.append(name + equals + written)
+            continue
+        if value is not None:
+            raise ValueError(f"{OPTION} is given twice; leave one of them")
+        if not equals and not left:
+            raise ValueError(f"{OPTION} needs a value: {_EXAMPLE}")
+        value = written if equals else left.pop(0)
+    return value, others, left
+
+
+def read_given(text: str) -> dict[str, Any]:
+    """The block that a command line gives.
+
+    Args:
+        text: JSON, if it begins with a brace; else the path of a JSON file, which may have comments as DeepSpeed's
+            configs may. Either holds the block, or a DeepSpeed config with the block in it, of which nothing else is
+            used.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else. The message begins with what was given.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{OPTION} {text}: is no JSON: {error}") from error
+    else:
+        found = _read_file(text)
+    block = found.get("fsmoe", found) if isinstance(found, Mapping) else found
+    if not isinstance(block, Mapping):
+        raise ValueError(f"{OPTION} {text}: holds {json.dumps(block)}; the block is an object: {_EXAMPLE}")
+    return dict(block)
+
+
+def _read_file(path: str) -> Any:
+    if not Path(path).is_file():
+        raise ValueError(f"{OPTION} {path}: no such file; what can be given is {_EXAMPLE}")
+    from ds_fsmoe.engine.compat import load_ds_config
+
+    try:
+        return load_ds_config(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{OPTION} {path}: cannot be read as JSON: {error}") from error

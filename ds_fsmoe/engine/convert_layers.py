@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock's MoE modules made ours, and back; ``ds_fsmoe.MoE`` for models written for us."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_fsmoe import registry
+from ds_fsmoe.components.expert_compute.shards import check_shardable, shard_expert
+from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.gate_settings import OptionError
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config.reading import ConfigError, shown
+from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.groups import has_neighbours, sizes_of_mpu, stock_names
+from ds_fsmoe.execution.tensor_parallel import TensorParallelUse, sum_gradients
+from ds_fsmoe.layer.parts import LayerError, Parts, choose_parts
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.state import LayerState
+from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE, StockMOELayer, StockTopKGate
+from ds_fsmoe.layer.unsharded import UnshardedExperts
+from ds_fsmoe.log import log_on_rank_0
+
+
+def find_layers(model: nn.Module) -> dict[str, StockMoE]:
+    """Name -> every ``deepspeed.moe.layer.MoE`` of a model, in module order; of a pipeline, in this rank's stage.
+
+    Raises:
+        LayerError: there is none; a stage of a pipeline may be without.
+    """
+    named = ((name or type(model).__name__, module) for name, module in model.named_modules())
+    layers = {name: module for name, module in named if isinstance(module, StockMoE)}
+    if not layers and getattr(model, "num_stages", 1) == 1:
+        raise LayerError(
+            f"fsmoe.enabled = true, but {type(model).__name__} has no deepspeed.moe.layer.MoE among its "
+            f"{sum(1 for _ in model.modules())} modules, and that is the class ds_fsmoe replaces; build the model with "
+            "deepspeed.moe.layer.MoE or ds_fsmoe.MoE, or set fsmoe.enabled to false"
+        )
+    return layers
+
+
+def make_groups_on_every_stage(
+    model: nn.Module, layers: dict[str, StockMoE], running: LayerRuntime, zero_stage: int
+) -> None:
+    """Let a stage without MoE layers take part in making the groups of the others: that is collective. Collective.
+
+    DeepSpeed makes groups with the layers, in the order of the layers, so stages with layers have to agree on them.
+
+    Args:
+        model: a ``PipelineModule``.
+        layers: of this rank's stage.
+        running: of the engine.
+        zero_stage: of the config.
+
+    Raises:
+        LayerError: no stage has a layer, some have none where DeepSpeed hangs over that, or stages have layers that
+            are spread differently; on every rank.
+    """
+    of_ranks = on_every_rank(list(dict.fromkeys(each.deepspeed_moe.ep_size for each in layers.values())))
+    kinds = sorted({tuple(sizes) for sizes in of_ranks if sizes})
+    if not kinds:
+        raise LayerError("fsmoe.enabled = true, but no stage of the PipelineModule has a deepspeed.moe.layer.MoE")
+    if zero_stage > 0 and not all(of_ranks):
+        raise LayerError(
+            f"zero_optimization.stage = {zero_stage}, and a stage of the PipelineModule has no MoE layer: DeepSpeed "
+            "0.19.8 hangs there in its gradient norm; give every stage an MoE layer, or use stage 0"
+        )
+    if len(kinds) > 1:
+        raise LayerError(
+            f"the stages of the PipelineModule have MoE layers with ep_size {' and '.join(map(str, kinds))}: in every "
+            "stage that has any it has to be the same"
+        )
+    if not layers:
+        # Where DeepSpeed has the layers of other stages make theirs.
+        model.set_deepspeed_parallelism = lambda *_: [running.groups(ep_size) for ep_size in kinds[0]]
+
+
+def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
+    """Refuse layers that were changed by somebody else, as far as a change would be lost.
+
+    Raises:
+        LayerError: naming the layer.
+    """
+    for name, layer in layers.items():
+        inner = layer.deepspeed_moe
+        if type(inner) not in (StockMOELayer, FSMoELayer):
+            raise LayerError(
+                f"{name}.deepspeed_moe is a {type(inner).__module__}.{type(inner).__name__}; ds_fsmoe replaces the "
+                "forward of deepspeed.moe.sharded_moe.MOELayer itself, and would lose what this class does"
+            )
+        if inner.use_tutel:
+            raise LayerError(f"{name}: use_tutel = True runs Tutel's kernels, which ds_fsmoe replaces; leave it out")
+        if gate is not None and type(inner.gate) not in (StockTopKGate, FSMoEGate):
+            raise LayerError(
+                f"{name} has a gate of its own, a {type(inner.gate).__name__}, which fsmoe.gate would not reach: leave "
+                "fsmoe.gate out, or give the layer stock's gate"
+            )
+
+
+def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str, str]:
+    """What of the tensor parallelism around the layers all ranks have to have alike, as short texts by name."""
+    facts = {
+        "mpu: tensor-parallel ranks, pipeline stages": str(sizes_of_mpu(mpu)),
+        "mpu: tensor-parallel ranks are neighbours": str(has_neighbours(mpu)),
+    }
+    return facts | {
+        f"{name}: {field}": str(value)
+        for name, each in layers.items()
+        for field, value in vars(tensor_parallel_use(each)).items()
+    }
+
+
+def check_mpu(mpu: Any) -> None:
+    """Refuse tensor-parallel ranks that lie otherwise than DeepSpeed takes them to. Raises on all ranks or on none,
+    once the facts above have been compared.
+
+    Raises:
+        LayerError: with what to change.
+    """
+    if not has_neighbours(mpu):
+        raise LayerError(
+            f"mpu: the {sizes_of_mpu(mpu)[0]} tensor-parallel ranks of a group are not neighbours, as Megatron and "
+            "DeepSpeed number them; number the ranks so, or set fsmoe.enabled to false"
+        )
+
+
+def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
+    """Refuse experts that cannot be cut into as many parts as a block asks for.
+
+    Raises:
+        LayerError: naming the layer, the expert and the sizes that would do.
+    """
+    if esp_size == 1:
+        return
+    for name, layer in layers.items():
+        for expert in layer.deepspeed_moe.experts.deepspeed_experts:
+            try:
+                check_shardable(expert, esp_size)
+            except ValueError as error:
+                raise LayerError(f"fsmoe.expert_tensor_parallel_size = {esp_size}: {name}: {error}") from error
+
+
+def check_unused(layers: dict[str, StockMoE]) -> None:
+    """Refuse a model that an engine has already: its layers hold that engine's process groups.
+
+    Raises:
+        LayerError: naming the layer.
+    """
+    for name, layer in layers.items():
+        if getattr(layer.deepspeed_moe, "ep_group", None) is not None:
+            raise LayerError(
+                f"{name} has a process group already: this model was given to initialize() before; build a new model "
+                "for every call"
+            )
+
+
+def convert(
+    layer: StockMoE,
+    parts: Parts,
+    gate: GateBlock | None = None,
+    running: LayerRuntime | None = None,
+    label: str = "moe",
+    path: str = "",
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make a stock layer ours, in place.
+
+    Args:
+        layer: checked by :func:`check_layers`.
+        parts: order, all-to-all, ops, hooks.
+        gate: what the block asks for; ``None`` keeps the layer's own gate as it is.
+        running: of the engine; ``None`` for a layer outside of one.
+        label: of the layer, in traces.
+        path: of the layer in its model, for messages.
+
+    Returns:
+        New parameter -> the one it stands in for. Empty unless another kind of gate, or sharded experts, were asked
+        for.
+    """
+    inner = layer.deepspeed_moe
+    replaced = _take_over_gate(layer, gate)
+    if isinstance(inner.gate, (FSMoEGate, GateBase)):
+        inner.gate.ops = parts.ops
+    inner.__class__ = FSMoELayer
+    inner.fsmoe = LayerState(parts, parts.order_for(inner.gate), running, label, path, tensor_parallel_use(layer))
+    if running is not None:
+        replaced |= _shard_experts(layer, running)
+        if getattr(inner.gate, "causal", False):
+            _warn_of_later_tokens(type(inner.gate).__name__)
+    return replaced
+
+
+@functools.cache
+def _warn_of_later_tokens(gate: str) -> None:
+    """Once for each class of gates, however many layers there are."""
+    log_on_rank_0(
+        f"{gate} decides on a token by the other tokens of its batch, later ones of its sequence too. A causal "
+        "language model is then trained with what it cannot know when it generates, and its training loss looks better "
+        'than it is. If the model is none, "causal": false in fsmoe.gate ends this warning',
+        logging.WARNING,
+    )
+
+
+def tensor_parallel_use(layer: StockMoE) -> TensorParallelUse:
+    """What a layer was told of the tensor parallelism around it."""
+    same_tokens = not getattr(layer, "sequence_parallel", False)
+    return TensorParallelUse(same_tokens, layer.enable_expert_tensor_parallelism)
+
+
+def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter, nn.Parameter]:
+    """Give this rank its part of each of its experts, if they are to be sharded at all."""
+    ep_size, esp_size = layer.deepspeed_moe.ep_size, running.block.esp_size
+    if esp_size == 1:
+        return {}
+    experts = layer.deepspeed_moe.experts.deepspeed_experts
+    # What the shards hold for now is cut from this rank's experts; when there are groups, from the right ones.
+    layer.deepspeed_moe.fsmoe.unsharded = UnshardedExperts(list(experts))
+    index = running.shard_index(ep_size)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for i, expert in enumerate(experts):
+        experts[i], new_to_old = shard_expert(expert, index, esp_size)
+        replaced |= new_to_old
+    stock_names(ep_size, esp_size).put_on(layer)
+    return replaced
+
+
+def _take_over_gate(layer: StockMoE, gate: GateBlock | None) -> dict[nn.Parameter, nn.Parameter]:
+    inner = layer.deepspeed_moe
+    if gate is not None and gate.type != "topk":
+        return _replace_gate(layer, gate)
+    if type(inner.gate) is StockTopKGate:
+        inner.gate.__class__ = FSMoEGate
+    if gate is not None:
+        for name, value in gate.options().items():
+            setattr(inner.gate, name, value)
+    return {}
+
+
+def _replace_gate(layer: StockMoE, gate: GateBlock) -> dict[nn.Parameter, nn.Parameter]:
+    stock = layer.deepspeed_moe.gate
+    ours = _make_gate(layer, gate).to(device=stock.wg.weight.device, dtype=stock.wg.weight.dtype)
+    own = getattr(ours, "wg", None)
+    if isinstance(own, nn.Linear) and own.weight.shape == stock.wg.weight.shape:
+        # The same matrix in another formula: it begins as the model has it.
+        with torch.no_grad():
+            own.weight.copy_(stock.wg.weight)
+    layer.deepspeed_moe.gate = ours
+    return dict.fromkeys(ours.parameters(), stock.wg.weight)
+
+
+def _make_gate(layer: StockMoE, gate: GateBlock, path: str = "this layer") -> GateBase:
+    stock = layer.deepspeed_moe.gate
+    gate_class: type[GateBase] = registry.lookup("gate", gate.type)
+    options = gate.options(inspect.signature(gate_class).parameters)
+    with _refusals_in_words_of_the_block(options, path):
+        try:
+            ours = gate_class(**_inherited_options(gate_class, stock) | options)
+        except TypeError as error:
+            raise LayerError(f"fsmoe.gate: the gate {gate.type!r} does not take {options}: {error}") from error
+        if not isinstance(ours, GateBase):
+            raise LayerError(f"fsmoe.gate: {gate.type!r} is a {gate_class.__name__}: it must be a subclass of GateBase")
+        ours.build_once(stock.wg.in_features, stock.wg.out_features)
+    for name in ours.state_dict():
+        if "expert" in name:
+            raise LayerError(
+                f"fsmoe.gate: the gate {gate.type!r} has a parameter or buffer {name!r}; DeepSpeed takes every name "
+                "with 'expert' in it for an expert's when it saves: rename it"
+            )
+    return ours
+
+
+@contextmanager
+def _refusals_in_words_of_the_block(options: dict[str, Any], path: str) -> Iterator[None]:
+    try:
+        yield
+    except LayerError:
+        raise
+    except OptionError as error:
+        # What the block does not say comes from the layer, or is the gate's own default.
+        where = f"fsmoe.gate.{error.name}" if error.name in options else f"fsmoe.gate: {path}: {error.name}"
+        raise ConfigError(f"{where} = {shown(error.value)}: {error.problem}") from error
+    except ValueError as error:
+        raise LayerError(f"fsmoe.gate: {path}: {error}") from error
+
+
+def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict[str, Any]:
+    """What a block leaves out stays as the layer has it, as far as the new gate knows such a thing."""
+    parameters = inspect.signature(gate_class).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    names = ("k", "capacity_factor", "eval_capacity_factor", "min_capacity", "drop_tokens")
+    return {name: getattr(stock, name) for name in names if takes_all or name in parameters}
+
+
+def restore(layer: StockMoE) -> None:
+    """Make a layer stock's again, in place: the inverse of :func:`convert` with the layer's own gate and experts."""
+    inner = layer.deepspeed_moe
+    if type(inner) is FSMoELayer:
+        inner.__class__ = StockMOELayer
+        del inner.fsmoe
+    if type(inner.gate) is FSMoEGate:
+        inner.gate.__class__ = StockTopKGate
+        for name in FSMoEGate.__annotations__:
+            vars(inner.gate).pop(name, None)
+
+
+def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
+    """Try the parts a block asks for, without building ops and without memory for parameters.
+
+    Raises:
+        LayerError: a part that cannot be made.
+        ConfigError: an option that the gate refuses, or an order that does not go with a gate.
+    """
+    parts = choose_parts(block.model_copy(update={"ops": "reference"}), "cpu")
+    for name, layer in layers.items():
+        gate = layer.deepspeed_moe.gate
+        if block.gate is not None and block.gate.type != "topk":
+            with torch.device("meta"):
+                gate = _make_gate(layer, block.gate, name)
+        parts.order_for(gate)
+
+
+class MoE(StockMoE):
+    """``deepspeed.moe.layer.MoE`` with our layer inside from the start, for models written for ds_fsmoe.
+
+    It takes stock's arguments and one more, and returns stock's ``(output, l_aux, exp_counts)``. With
+    ``"fsmoe": {"enabled": false}`` our ``initialize`` turns it into the stock layer, so that one flag still compares
+    the two.
+
+    Args:
+        hidden_size: M, the width of a token.
+        expert: what each expert is a copy of.
+        num_experts: E, of all ranks.
+        ep_size: the ranks over which they are spread.
+        k: experts per token.
+        args: see stock's layer.
+        kwargs: see stock's layer.
+        sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` come to this layer with different tokens,
+            each with its part of the sequence, so none is dropped and none gathered. Gradients of the gate, and of the
+            dense half of a residual layer, are summed over these ranks (but for parameters with a true attribute
+            ``tensor_model_parallel`` or ``model_parallel``, of which each rank has a part), and each rank returns its
+            part of the auxiliary loss: its own tokens' divided by the number of ranks. Without tensor parallelism it
+            changes nothing. Stock's layer has no such thing.
+
+    Raises:
+        LayerError: ``num_experts``, ``ep_size`` or ``k`` that do not fit together.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        *args: Any,
+        sequence_parallel: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if ep_size < 1 or num_experts % ep_size:
+            sizes = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+            raise LayerError(
+                f"MoE: num_experts = {num_experts} is not divisible by ep_size = {ep_size}; for {num_experts} experts "
+                f"the sizes are {', '.join(map(str, sizes))}"
+            )
+        if not 1 <= k <= num_experts:
+            raise LayerError(f"MoE: k = {k}: must be between 1 and num_experts ({num_experts})")
+        super().__init__(hidden_size, expert, num_experts, ep_size, k, *args, **kwargs)
+        self.sequence_parallel = sequence_parallel
+        convert(self, choose_parts(FSMoEBlock(ops="reference"), "cpu"))
+
+    def set_deepspeed_parallelism(self, *args: Any, **kwargs: Any) -> None:
+        """Called by DeepSpeed's engine, which makes the process groups."""
+        super().set_deepspeed_parallelism(*args, **kwargs)
+        mp_group = self.deepspeed_moe.fsmoe.mp_group if isinstance(self.deepspeed_moe, FSMoELayer) else None
+        if self.sequence_parallel and mp_group is not None:
+            experts = {id(each) for each in self.deepspeed_moe.experts.parameters()}
+            alike = (each for each in self.parameters() if id(each) not in experts and not _is_split(each))
+            sum_gradients(alike, mp_group)
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    """Whether each tensor-parallel rank has another part of it, by the marks that Megatron and DeepSpeed go by."""
+    return any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

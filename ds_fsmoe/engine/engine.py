@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's engines with our layers, our reduction of gradients and our norm.
+
+Layers are made ours at the point where DeepSpeed itself replaces layers: the config and the process group are there,
+the optimizer is not.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.utils import groups as stock_groups
+from torch import nn
+
+from ds_fsmoe.checkpoint.checkpoints import Checkpoints
+from ds_fsmoe.checkpoint_files.numbering import Numbering, expert_name
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checks.expert_results import ExpertResults
+from ds_fsmoe.checks.launchers import launcher_warnings
+from ds_fsmoe.checks.preflight import check_experts, check_nodes, check_tensor_parallel, untested
+from ds_fsmoe.checks.speed_warnings import speed_warnings
+from ds_fsmoe.config.blocks import AutotuneBlock
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.config.words import BLOCK, words_of
+from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
+from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.convert_layers import (
+    check_mpu,
+    convert,
+    facts_of_tensor_parallel,
+    find_layers,
+    make_groups_on_every_stage,
+)
+from ds_fsmoe.engine.state import FSMoEState, alike, summary
+from ds_fsmoe.engine.telemetry import Telemetry
+from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
+from ds_fsmoe.gradients.reduction import Reduction, obstacle_to, wanted_mode
+from ds_fsmoe.layer.parts import choose_parts
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.unsharded import facts_of_experts
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.step_timer import StepClock
+from ds_fsmoe.tuning.step_comparison import StepComparison
+from ds_fsmoe.versions import VERSION
+
+_LOAD_OPTIONS = (
+    "load_module_strict",
+    "load_optimizer_states",
+    "load_lr_scheduler_states",
+    "load_module_only",
+    "custom_load_fn",
+)
+"""Of DeepSpeed's ``load_checkpoint``, in its order."""
+
+
+class FSMoEEngine(DeepSpeedEngine):
+    """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
+
+    fsmoe: FSMoEState
+    has_partial_gradients = False
+    """Whether gradients have been summed up that no step has used yet."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fsmoe.uncut.begin(self.fsmoe.inner_layers)
+        check_agreement(self.fsmoe.facts(), self.fsmoe.stage_group, "how MoE layers are run")
+        self._take_over_reduction()
+        correct_norm(self)
+        if self.fsmoe.block.debug.check_results:
+            self._watch_results()
+        self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
+        log_on_rank_0(summary(self.fsmoe))
+
+    def _take_over_reduction(self) -> None:
+        state = self.fsmoe
+        mode = wanted_mode(state.block)
+        if dist.get_world_size() == 1:
+            state.gradients = "one rank has none to reduce"
+            return
+        groups = state.groups()
+        reason = None if mode == "off" else obstacle_to(self, groups)
+        if reason is not None and state.block.gradient_partition.mode not in ("auto", "off"):
+            raise ConfigError(
+                f"fsmoe.gradient_partition.mode = {mode!r}: gradients stay DeepSpeed's to reduce here, because "
+                f'{reason}; leave it out, or set it to "off"'
+            )
+        if mode != "off" and reason is not None:
+            state.gradients += f", after the backward, as {reason}"
+        if mode != "off" and reason is None:
+            layers = [layer.deepspeed_moe for layer in state.layers.values()]
+            beside = state.running.one_link is None
+            state.reduction = Reduction(self, layers, mode, state.block, groups, beside)
+            state.gradients = mode
+        elif state.running.one_link is not None and self.zero_overlap_comm():
+            log_on_rank_0(
+                "zero_optimization.overlap_comm = true: DeepSpeed reduces gradients in a stream of its own, beside the "
+                f"links, and NCCL may begin what is on both in another order on each rank: {state.running.one_link}; "
+                "set it to false, or let ours reduce them (fsmoe.gradient_partition.mode)",
+                logging.WARNING,
+            )
+
+    def _watch_results(self) -> None:
+        state = self.fsmoe
+        state.expert_results = ExpertResults(state.stage_group, self.fp16_enabled())
+        for path, layer in state.layers.items():
+            inner = layer.deepspeed_moe
+            number = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
+            first, _ = Numbering(layer.num_experts, inner.ep_size, state.block.esp_size).meant(number)
+            state.expert_results.add(path, layer.num_experts, first, state.running.device)
+        state.running.instruments.append(state.expert_results.watch)
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's optimizer step; before it, what its experts have made is looked at where that is asked for."""
+        if self.fsmoe.expert_results is not None:
+            self.fsmoe.expert_results.before_step(self.global_steps)
+        super()._take_model_step(*args, **kwargs)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
+        self.fsmoe.at_step(self.global_steps)
+        if self.fsmoe.reduction is not None:
+            self.fsmoe.reduction.reducer.forget_if_broken_off()
+        clock = self._clock_of_forward()
+        if clock is not None:
+            clock.begin_forward()
+        result = super().forward(*inputs, **kwargs)
+        if clock is not None:
+            clock.end_forward()
+        self.fsmoe.running.first_forwards.tell()
+        return result
+
+    def _clock_of_forward(self) -> StepClock | None:
+        """A forward is about to begin: what there is to do ahead of one in training, and who times it."""
+        # DeepSpeed's ``eval`` is told to the module alone: the engine itself is in training for ever.
+        if not self.module.training:
+            return None
+        self.fsmoe.before_forward()
+        return self.fsmoe.running.step_clock
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, timed in steps that are compared with what was predicted."""
+        clock = self.fsmoe.running.step_clock
+        self.has_partial_gradients = True
+        if clock is None:
+            return super().backward(*args, **kwargs)
+        clock.begin_backward()
+        result = super().backward(*args, **kwargs)
+        clock.end_backward()
+        return result
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's; the trace ends with the step, and not with what comes after it."""
+        number, ends_step = self.global_steps, self.is_gradient_accumulation_boundary()
+        result = super().step(*args, **kwargs)
+        self.has_partial_gradients = not ends_step
+        if self.was_step_applied():
+            self.fsmoe.after_optimizer_step()
+        self.fsmoe.running.at_step(self.global_steps)
+        if self.global_steps != number:
+            self._tell_of_step(self.fsmoe.step_is_over(self.global_steps))
+        return result
+
+    def _tell_of_step(self, found: StepComparison | None = None) -> None:
+        if self.fsmoe.telemetry is not None:
+            self.fsmoe.telemetry.step_is_over(self.global_steps, self.global_samples, found)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        *more: Any,
+        **others: Any,
+    ) -> Any:
+        """DeepSpeed's, published whole or not at all, with checksums, random generators and plans beside it.
+
+        Raises:
+            CheckpointError: on every rank; the last good tag is still what ``latest`` names.
+        """
+        tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
+        save, checkpoints = super().save_checkpoint, Checkpoints(self)
+        if not save_dir or self.checkpoint_engine.is_decoupled():
+            checkpoints.check_tag(save_dir, tag, save_latest)
+            return save(save_dir, tag, client_state or {}, save_latest, *more, **others)
+
+        def write(name: str) -> Any:
+            return save(save_dir, name, client_state or {}, False, *more, **others)
+
+        return checkpoints.save(save_dir, tag, write, save_latest, client_state)
+
+    def _checkpoint_tag_validation(self, tag: str) -> None:
+        """DeepSpeed's, where it saves by itself. Otherwise ranks have agreed on the tag before anything was written."""
+        if self.checkpoint_engine.is_decoupled():
+            super()._checkpoint_tag_validation(tag)
+
+    def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
+        """DeepSpeed's, of files that have been checked; then random generators and plans go on as they were.
+
+        Raises:
+            CheckpointError: on every rank, with the file and what is wrong with it.
+        """
+        if self.load_universal_checkpoint():
+            raise CheckpointError(
+                f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "
+                "reading of that form runs what files ask for; checkpoints move to another layout without it"
+            )
+        asked = dict(zip(_LOAD_OPTIONS, others, strict=False)) | options
+        tag = None if tag is None else str(tag)
+        return Checkpoints(self).load(Path(load_dir), tag, super().load_checkpoint, asked)
+
+    def _get_non_moe_state_dict(self, full_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What no expert's file holds. DeepSpeed leaves out whatever has "expert" in its name, also in a layer's path,
+        where it is written nowhere then."""
+        for name in [each for each in full_state_dict if expert_name(each) is not None]:
+            full_state_dict.pop(name)
+        return full_state_dict
+
+    def clip_fp32_gradients(self) -> None:
+        """By the true norm of all gradients, which DeepSpeed's is not where experts are spread over ranks."""
+        self._global_grad_norm = clip_by_norm(self.module.parameters(), self.gradient_clipping(), self.mpu)
+
+    def get_global_grad_norm(self) -> float | None:
+        """DeepSpeed's; what is still on the device is fetched when somebody asks."""
+        norm = super().get_global_grad_norm()
+        return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+    def destroy(self) -> None:
+        """End the lanes, then what DeepSpeed ends."""
+        if "fsmoe" in vars(self):
+            self.fsmoe.close()
+        super().destroy()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's, with our layers left out of what is compiled: lanes are no matter for a compiler."""
+        for layer in self.fsmoe.layers.values():
+            inner = layer.deepspeed_moe
+            inner.forward = torch.compiler.disable(inner.forward)
+        super().compile(*args, **kwargs)
+
+    def fsmoe_dummy_forward(self) -> torch.Tensor:
+        """Take part in a forward of the other ranks without a batch: the MoE layers alone, without tokens.
+
+        For a rank that has fewer batches than the others; they would wait for it in the all-to-alls.
+
+        Returns:
+            Zero, to be given to :meth:`backward` as the others give their losses.
+
+        Raises:
+            RuntimeError: no forward was run before, so the size of a batch is not known.
+        """
+        clock = self._clock_of_forward()
+        if clock is not None:
+            clock.begin_forward()
+        total = torch.zeros(())
+        routers = None if self.fsmoe.telemetry is None else self.fsmoe.telemetry.routers
+        if routers is not None:
+            routers.is_paused = True
+        for name, layer in self.fsmoe.layers.items():
+            inner = layer.deepspeed_moe
+            shape = inner.fsmoe.last_shape
+            if shape is None:
+                raise RuntimeError(f"fsmoe_dummy_forward: {name} has not run yet, so its input's size is not known")
+            weight = next(inner.experts.parameters())
+            # Each layer hangs on the one before, so that the backward meets them in the order of the other ranks.
+            x = torch.zeros(shape, dtype=weight.dtype, device=weight.device) + total.to(weight)
+            y = inner(x, torch.zeros(shape[:-1].numel(), device=weight.device))
+            total = 0.0 * (y.float().sum() + inner.l_aux.float())
+        if routers is not None:
+            routers.is_paused = False
+        if clock is not None:
+            clock.end_forward()
+        return total
+
+    def _configure_with_arguments(self, args: Any, mpu: Any) -> None:
+        super()._configure_with_arguments(args, mpu)
+        # DeepSpeed sets the device of a rank when layers have been replaced. Ours make streams and communicate there,
+        # which without this would be on device 0 for every rank of a node.
+        index = getattr(args, "device_rank", self.local_rank)
+        if index >= 0:
+            get_accelerator().set_device(index)
+
+    def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+        sources = super()._configure_expert_parallel(model, collect_sources)
+        for sentence in compat.check_versions():
+            log_on_rank_0(sentence, logging.WARNING)
+        block = read_block(self.config)
+        if block.autotune.enabled and self.config.get("autotuning", {}).get("enabled", False):
+            # It launches short jobs to compare their speed, and in each of them this would be measured anew.
+            log_on_rank_0("autotuning.enabled = true: DeepSpeed's own tuner is at work, so fsmoe.autotune is left out")
+            block = block.model_copy(update={"autotune": AutotuneBlock()})
+        if block.autotune.enabled and isinstance(model, PipelineModule):
+            raise ConfigError(
+                "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
+                "layers; use false, or leave it out"
+            )
+        layers = find_layers(model)
+        stage_size, stage_group = dist.get_world_size(), None
+        if isinstance(model, PipelineModule):
+            stage_size, stage_group = stage_size // model.num_stages, self.mpu.get_data_parallel_group()
+        check_experts(layers, stage_size, block.gate, block.esp_size)
+        # Before any group is made: DeepSpeed would hang over models that differ.
+        facts = facts_of_layers(layers) | facts_of_config(alike(block)) | facts_of_versions(("torch", "deepspeed"))
+        facts |= facts_of_tensor_parallel(layers, self.mpu)
+        facts |= facts_of_experts(layers) if block.esp_size > 1 else {}
+        check_agreement(facts | {"version of ds_fsmoe": VERSION}, stage_group, "model, config or versions")
+        check_mpu(self.mpu)
+        check_tensor_parallel(layers, dist.get_world_size(), sizes_of_mpu(self.mpu)[0], block.esp_size)
+        parts = choose_parts(block, get_accelerator().device_name())
+        device = torch.device(get_accelerator().current_device_name())
+        expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
+        sentences = check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu))
+        sentences += [*launcher_warnings(), *untested(self.config, device.type)]
+        sentences += speed_warnings(self.config, block, device.type)
+        words = words_of(self.config[BLOCK])
+        for sentence in words.old:
+            log_on_rank_0(sentence)
+        for sentence in sentences:
+            log_on_rank_0(words.as_written(sentence), logging.WARNING)
+        running = LayerRuntime(block, device, expert_before_data, self.mpu)
+        for index, (name, layer) in enumerate(layers.items()):
+            replaced = convert(layer, parts, block.gate, running, f"L{index:02d}", name)
+            # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
+            sources.sources.update({id(new): [old] for new, old in replaced.items()})
+            sources.discarded.update(id(old) for old in replaced.values())
+        if isinstance(model, PipelineModule):
+            make_groups_on_every_stage(model, layers, running, self.zero_optimization_stage())
+        self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)
+        return sources
+
+
+class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
+    """The same for a ``PipelineModule``: each stage's layers are ours, and gradients are reduced when all micro batches
+    are through, by DeepSpeed."""
+
+    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
+        self.fsmoe.at_step(self.global_steps)
+        result = super().train_batch(*args, **kwargs)
+        if self.was_step_applied():
+            self.fsmoe.after_optimizer_step()
+        self.fsmoe.running.at_step(self.global_steps)
+        self._tell_of_step()
+        return result

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door: ``initialize`` in place of ``deepspeed.initialize``, and ``install`` for scripts that call the latter.
+
+Every way in ends in the same mechanism. The block is read and checked; if it is enabled, DeepSpeed's own
+``initialize`` runs with our engine class in place of its own, and our engine makes the layers ours at the point where
+DeepSpeed itself replaces layers: the config and the process group are there, the optimizer is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+from ds_fsmoe.checks.preflight import (
+    check_deepspeed_blocks,
+    check_experts,
+    check_gate_hooks,
+    check_sequence_parallel,
+    check_tensor_parallel,
+)
+from ds_fsmoe.config import accelerate
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import BLOCK, ConfigError, read_block
+from ds_fsmoe.config.words import words_of
+from ds_fsmoe.distributed import launch_order
+from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
+from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, check_unused, find_layers, restore
+from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
+from ds_fsmoe.engine.run_record import watch_ours, watch_stock
+from ds_fsmoe.layer.expert_container import check_containers
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.stock_layer import StockMoE
+from ds_fsmoe.log import log_on_rank_0, logger
+from ds_fsmoe.ops.loading import LIBRARIES
+
+_beneath: list[Callable[..., Any]] = [deepspeed.initialize]
+"""What ours calls in its turn. The first is DeepSpeed's own function, or what another library had put in its place
+before this module was imported; :func:`install` adds what it finds there, and lays ours over it."""
+_replaced: Callable[..., Any] | None = None
+"""What :func:`install` has replaced, once it has been called."""
+_depth = 0
+"""How many calls of ours are under way: a function beneath may call ours again."""
+
+
+@dataclass
+class Given:
+    """The block that was given from outside, and whether an engine has taken it."""
+
+    block: dict[str, Any]
+    is_used: bool = False
+
+
+_given: Given | None = None
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[FSMoEEngine, Any, Any, Any]:
+    """``deepspeed.initialize`` that honours the ``"fsmoe"`` block: same arguments, same 4-tuple.
+
+    Without a block, or with ``"enabled": false``, DeepSpeed's own function runs and nothing else; a record or a trace,
+    if the block asks for them, only watch it. Otherwise everything that can be wrong is checked first, on every rank,
+    before any process group is made.
+
+    Args:
+        args: the script's own, of which DeepSpeed reads ``deepspeed_config`` and ``local_rank``.
+        model: any module, or a ``PipelineModule``, with ``deepspeed.moe.layer.MoE`` or :class:`ds_fsmoe.MoE` in it.
+        optimizer, model_parameters, training_data, lr_scheduler, collate_fn: DeepSpeed's, handed on as they are.
+        distributed_port, mpu, dist_init_required, mesh_param: the same.
+        config: the DeepSpeed config, as a dict or the path of a JSON file; ``config_params`` is its older name.
+        config_params: see ``config``.
+
+    Returns:
+        The engine, the optimizer, the data loader and the learning-rate scheduler. Where nothing is enabled the engine
+        is DeepSpeed's own, without ``engine.fsmoe``.
+
+    Raises:
+        ConfigError: the block, or DeepSpeed blocks that do not go with it.
+        LayerError: the model.
+        IncompatibleError: the installed versions.
+    """
+    arguments = dict(locals())
+    if _depth:
+        # A wrapper that lies beneath ours calls ours again: it has been honoured already.
+        return _call_beneath(arguments)
+    written = next((each for each in (config, config_params, getattr(args, "deepspeed_config", None)) if each), None)
+    ds_config = {} if written is None else compat.load_ds_config(written)
+    if _given is not None and written is not None and model is not None:
+        ds_config = _with_given(ds_config, model)
+        with _passed_on(arguments, ds_config):
+            return _initialize(arguments, ds_config)
+    return _initialize(arguments, ds_config)
+
+
+def _initialize(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    # Whatever is wrong, it is called as the user has written it.
+    with words_of(ds_config.get(BLOCK)).in_errors():
+        return _initialize_by(read_block(ds_config), arguments, ds_config)
+
+
+def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Any:
+    model, mpu = arguments["model"], arguments["mpu"]
+    if model is None:
+        return _call_beneath(arguments)
+    if block is None or not block.enabled:
+        _make_stock(model, block is not None, mpu)
+        made = _call_beneath(arguments)
+        if block is not None:
+            watch_stock(made[0], block)
+        return made
+    _check_before_any_group(block, ds_config, model, mpu)
+    launch_order.ask()
+    compat.check_initialize(_function_beneath(), _said(arguments))
+    if block.esp_size > 1:
+        _rename_expert_groups((arguments["optimizer"], arguments["model_parameters"]), block.esp_size)
+    with _our_engine():
+        made = _call_beneath(arguments)
+    watch_ours(_engine_of(made))
+    return made
+
+
+def _function_beneath() -> Callable[..., Any]:
+    # Called without install(), ours still goes through what another library has put in DeepSpeed's place.
+    if _depth == 0 and _replaced is None and deepspeed.initialize is not initialize:
+        return deepspeed.initialize
+    return _beneath[max(len(_beneath) - 1 - _depth, 0)]
+
+
+def _call_beneath(arguments: dict[str, Any]) -> Any:
+    """DeepSpeed's own function, if need be through what other libraries have put in its place."""
+    global _depth
+    function = _function_beneath()
+    _depth += 1
+    try:
+        return function(**_said(arguments))
+    finally:
+        _depth -= 1
+
+
+def _said(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments, those that say something: a wrapper need not take what nobody gives it."""
+    defaults = inspect.signature(initialize).parameters
+    return {name: value for name, value in arguments.items() if value is not defaults[name].default}
+
+
+def _engine_of(made: Any) -> Any:
+    """Our engine among what was made; a wrapper around DeepSpeed's function may return it in a form of its own."""
+    engine = next((each for each in (made if isinstance(made, tuple) else (made,)) if hasattr(each, "fsmoe")), None)
+    if engine is None:
+        raise compat.IncompatibleError(
+            f"{compat.described(_function_beneath())} stands in the place of deepspeed.initialize and has not returned "
+            "an engine of ds_fsmoe: it has to call deepspeed.initialize and to return what that returns"
+        )
+    return engine
+
+
+def _with_given(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A config with the block given from outside in the place of its own. A script may have engines for models without
+    MoE layers too: for those there is no block."""
+    assert _given is not None
+    others = {key: value for key, value in ds_config.items() if key != BLOCK}
+    if getattr(model, "num_stages", 1) == 1 and not any(isinstance(each, StockMoE) for each in model.modules()):
+        log_on_rank_0(
+            f"{type(model).__name__} has no deepspeed.moe.layer.MoE, so the fsmoe block given from outside is not for "
+            "it: stock DeepSpeed trains it",
+            logging.WARNING,
+        )
+        return others
+    _given.is_used = True
+    if ds_config.get(BLOCK, _given.block) != _given.block:
+        log_on_rank_0("the fsmoe block given from outside takes the place of the one in the script's own config")
+    return others | {BLOCK: _given.block}
+
+
+@contextmanager
+def _passed_on(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Iterator[None]:
+    """DeepSpeed reads this config meanwhile, from where it would have read the script's own."""
+    where = next((name for name in ("config", "config_params") if arguments[name]), None)
+    if where is not None:
+        arguments[where] = ds_config
+        yield
+        return
+    args = arguments["args"]
+    written = args.deepspeed_config
+    args.deepspeed_config = ds_config
+    try:
+        yield
+    finally:
+        args.deepspeed_config = written
+
+
+def _rename_expert_groups(holders: Iterable[Any], esp_size: int) -> None:
+    """Parameter groups of experts that a script has split carry DeepSpeed's name for their ranks: with shards, the new
+    one, by which ZeRO looks them up."""
+    for holder in holders:
+        groups = getattr(holder, "param_groups", holder)
+        for group in groups if isinstance(groups, list) else ():
+            name = group.get("name", "") if isinstance(group, dict) and group.get("moe") else ""
+            if found := re.fullmatch(r"ep_size_(\d+)", name):
+                group["name"] = stock_names(int(found[1]), esp_size).expert_group_name
+
+
+def _make_stock(model: nn.Module, has_block: bool, mpu: Any) -> None:
+    """Not enabled means stock, for layers written as ``ds_fsmoe.MoE`` too."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
+    if has_block:
+        check_unused(layers)
+    check_sequence_parallel(layers, sizes_of_mpu(mpu)[0])
+    for layer in layers.values():
+        restore(layer)
+
+
+def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], model: nn.Module, mpu: Any) -> None:
+    compat.check_versions()
+    compat.check_private_names()
+    check_deepspeed_blocks(ds_config)
+    device_type = get_accelerator().device_name()
+    if block.ops == "required" and device_type not in LIBRARIES:
+        raise ConfigError(
+            f"fsmoe.ops = 'required': there are compiled ops for {' and '.join(LIBRARIES)}, and this is {device_type}; "
+            "use 'auto' or 'reference'"
+        )
+    if isinstance(model, DualPipeVModule):
+        raise LayerError("a DualPipeVModule is not supported in this version: use a PipelineModule")
+    layers = find_layers(model)
+    check_layers(layers, block.gate)
+    check_unused(layers)
+    # Under a launcher that sets no WORLD_SIZE the engine checks again, as soon as the ranks have found each other.
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 0))
+    if isinstance(model, PipelineModule):
+        world_size //= model.num_stages
+        mpu = model.mpu()
+    check_experts(layers, world_size or None, block.gate, block.esp_size)
+    check_tensor_parallel(layers, world_size or None, sizes_of_mpu(mpu)[0], block.esp_size)
+    check_gate_hooks(layers, block.gate)
+    check_parts(block, layers)
+    check_containers(layers, block.esp_size)
+    check_shards(layers, block.esp_size)
+
+
+@contextmanager
+def _our_engine() -> Iterator[None]:
+    """DeepSpeed looks its engine classes up in its own module when ``initialize`` runs; ours are there meanwhile."""
+    stock_engines = deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine
+    deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = FSMoEEngine, FSMoEPipelineEngine
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = stock_engines
+
+
+def install(block: Mapping[str, Any] | None = None) -> None:
+    """From now on ``deepspeed.initialize`` is :func:`initialize`, for every library that calls it too.
+
+    What another library has put in DeepSpeed's place by then is called by ours; one that does so later calls ours.
+    A second call changes nothing but the block, if it has one.
+
+    Args:
+        block: the ``"fsmoe"`` block of every engine with MoE layers from now on, whatever the config of that engine
+            has; ``None``: as the config says, or as an earlier call has said.
+
+    Raises:
+        ConfigError: the block.
+        RuntimeError: a module holds the function in DeepSpeed's place under a name of its own already, and would go
+            past us.
+    """
+    global _given, _replaced
+    if block is not None:
+        if not block:
+            raise ConfigError(f'{BLOCK} = {{}}: write "enabled": true, or false for stock DeepSpeed')
+        read_block({BLOCK: block})
+    found = deepspeed.initialize
+    if found is not initialize:
+        # Where a library has taken its own away again, what lay over it has gone, too.
+        kept = _beneath[: _beneath.index(found) + 1] if found in _beneath else [*_beneath, found]
+        _refuse_to_be_gone_past(kept)
+        _beneath[:] = kept
+        _replaced = found if _replaced is None else _replaced
+        deepspeed.initialize = initialize
+    else:
+        _refuse_to_be_gone_past(_beneath)
+    launch_order.ask()
+    accelerate.leave_block_alone()
+    if block is not None:
+        _given = Given(dict(block))
+
+
+def _refuse_to_be_gone_past(functions: Sequence[Callable[..., Any]]) -> None:
+    # A wrapper's own module holds what it wraps, as it has to.
+    own = {sys.modules[__name__], deepspeed, *(sys.modules.get(_module_of(each)) for each in functions)}
+    for name, module in list(sys.modules.items()):
+        if module in own or not hasattr(module, "__dict__"):
+            continue
+        for alias, value in list(vars(module).items()):
+            if any(value is each for each in functions):
+                raise RuntimeError(
+                    f"{name} took deepspeed.initialize in before ds_fsmoe.install(), as {alias}, and would go past it: "
+                    "call install() first, or use ds_fsmoe.initialize"
+                )
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """Where a function was written; its ``__module__`` is another's behind ``functools.wraps``."""
+    return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")
+
+
+def uninstall() -> None:
+    """Undo :func:`install`, the block given to it included; what others have laid over ours since then goes as well."""
+    global _given, _replaced
+    accelerate.look_at_block_again()
+    if _replaced is not None:
+        deepspeed.initialize = _replaced
+    del _beneath[1:]
+    _given = _replaced = None
+
+
+def warn_if_unused() -> None:
+    """Say so if no engine has taken the block that was given from outside."""
+    if _given is not None and not _given.is_used and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "the fsmoe block given from outside has done nothing: deepspeed.initialize was not called with a config "
+            "and a model that has deepspeed.moe.layer.MoE"
+        )

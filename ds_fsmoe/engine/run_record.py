@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a run, begun when its engine is complete: of ours, and of DeepSpeed's own to compare it with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+from deepspeed.moe.layer import MoE
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import ConfigError, shown
+from ds_fsmoe.distributed.fail_together import from_first_rank
+from ds_fsmoe.distributed.topology import rank_now
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.call_observer import trace_folder
+from ds_fsmoe.telemetry.record import Record
+from ds_fsmoe.telemetry.stock_trace import StockTracer
+
+_made: list[Record] = []
+"""The latest of this process."""
+
+
+def watch_ours(engine: Any) -> None:
+    """Begin the record of an engine of ours, if its block asks for one.
+
+    Raises:
+        ConfigError: its folder cannot be written to; on every rank.
+    """
+    state = engine.fsmoe
+    layers = {
+        each.deepspeed_moe.label: _layer(path, each) | {"gate": type(each.deepspeed_moe.gate).__name__}
+        for path, each in state.layers.items()
+    }
+    facts = {"schedule": state.block.schedule, "chosen": state.chosen(), "layers": layers}
+    record = _record(engine, state.block, facts)
+    if record is not None:
+        state.telemetry.record = record
+        state.telemetry.plans_changed()
+
+
+def watch_stock(engine: Any, block: FSMoEBlock) -> None:
+    """Begin the record and the trace of an engine of DeepSpeed's own, as far as the block asks for them. Collective for
+    a trace.
+
+    Raises:
+        ConfigError: the folder of the record cannot be written to; on every rank.
+        OSError: that of the trace cannot be.
+    """
+    found = ((path, each) for path, each in engine.module.named_modules() if isinstance(each, MoE))
+    layers = {f"L{index:02d}": _layer(path, each) for index, (path, each) in enumerate(found)}
+    watching: list[Record | StockTracer | None] = [_record(engine, block, {"layers": layers})]
+    if block.trace.enabled:
+        asked = block.trace
+        watching.append(StockTracer(engine, trace_folder(block), rank_now(), asked.start_step, asked.num_steps))
+    destroy = engine.destroy
+
+    @functools.wraps(destroy)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        for each in watching:
+            if each is not None:
+                each.close()
+        return destroy(*args, **kwargs)
+
+    if any(watching):
+        engine.destroy = outer
+
+
+def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any]) -> Record | None:
+    asked = block.record
+    if asked.dir is None and not asked.stop_after:
+        return None
+    if any(each.is_open for each in _made):
+        log_on_rank_0(
+            "fsmoe.record: another engine of this process is being recorded, so this one is not", logging.WARNING
+        )
+        return None
+    folder = None if asked.dir is None else Path(asked.dir)
+    facts |= {"block": block.model_dump(exclude_unset=True)}
+    problem, record = "", None
+    try:
+        record = Record(engine, folder, asked.stop_after, rank_now(), facts)
+    except OSError as error:
+        problem = f"fsmoe.record.dir = {shown(asked.dir)}: cannot be written to: {error}"
+    # Rank 0 alone writes, and no rank may go on into a collective without it.
+    problem = from_first_rank(problem)
+    if record is None or problem:
+        raise ConfigError(problem)
+    _made[:] = [record]
+    return record
+
+
+def _layer(path: str, layer: MoE) -> dict[str, Any]:
+    gate = layer.deepspeed_moe.gate
+    return {"path": path, "experts": layer.num_experts, "ep_size": layer.ep_size, "k": getattr(gate, "k", None)}

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine knows of its MoE layers, and what is due between its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_fsmoe.checks.expert_results import ExpertResults
+from ds_fsmoe.checks.router_checks import RouterCheck
+from ds_fsmoe.components.gate import GateBase, update_gates
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_plan
+from ds_fsmoe.distributed.groups import FSMoEGroups
+from ds_fsmoe.engine.telemetry import Telemetry
+from ds_fsmoe.gradients.reduction import Reduction
+from ds_fsmoe.layer.parts import Parts
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
+from ds_fsmoe.layer.unchunked import Uncut
+from ds_fsmoe.observing.predicted import Predicts
+from ds_fsmoe.tuning.autotune import Autotune
+from ds_fsmoe.tuning.drift import PredictionWatch
+from ds_fsmoe.tuning.step_comparison import StepComparison
+from ds_fsmoe.versions import VERSION
+
+
+class FSMoEState:
+    """What is on, for one engine: ``engine.fsmoe``."""
+
+    def __init__(
+        self,
+        block: FSMoEBlock,
+        layers: dict[str, StockMoE],
+        parts: Parts,
+        running: LayerRuntime,
+        stage_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.block = block
+        self.stage_group = stage_group
+        """The ranks that run the same layers; ``None``: all."""
+        self.layers = layers
+        self.parts = parts
+        self.running = running
+        self.reduction: Reduction | None = None
+        """Of gradients, where we do it."""
+        self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
+        running.observer.predictors = self._predictors
+        self.watch: PredictionWatch | None = None
+        """Compares steps with what was predicted of them, where that is asked for."""
+        if running.step_clock is not None and block.autotune.watch_every:
+            labels = list(self.inner_layers)
+            self.watch = PredictionWatch(
+                block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
+            )
+        self.gradients = "DeepSpeed's own reduction"
+        """What is done with them, in words."""
+
+        self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
+        if self._router_check is not None:
+            running.instruments.append(self._router_check.watch)
+        self.expert_results: ExpertResults | None = None
+        """Looked at before each optimizer step, where that is asked for."""
+        self.telemetry: Telemetry | None = None
+        """Told at the end of each step, since the engine is complete."""
+        self.plans_made_again = 0
+        """How often, because steps were no longer as predicted."""
+        self._facts: dict[str, str] = {}
+        self._compared_at = 0
+        self._first_step: int | None = None
+        self._is_settled = False
+        tries, is_tuned, is_sharded = block.debug.check_experts, block.autotune.enabled, block.esp_size > 1
+        self.uncut = Uncut(running.device, tries, is_tuned, is_sharded, stage_group, self._layers_uncut)
+        running.checks.append(self.uncut.look)
+
+    @property
+    def inner_layers(self) -> dict[str, FSMoELayer]:
+        """Those of this rank, by label."""
+        return {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks have to have alike, as short texts by name."""
+        if not self._facts:
+            for label, layer in self.inner_layers.items():
+                for plan in (layer.pipeline.forward, layer.pipeline.backward):
+                    self._facts |= facts_of_plan(label, plan)
+        return self._facts | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
+
+    def at_step(self, number: int) -> None:
+        """Optimizer step ``number`` is about to begin, or goes on.
+
+        Raises:
+            DisagreementError: every ``debug.check_every`` steps, if ranks have come to differ.
+        """
+        self.running.at_step(number)
+        if self._first_step is None:
+            self._first_step = number
+        elif number > self._first_step and not self._is_settled:
+            self._is_settled = True
+            self.uncut.settle(self.inner_layers)
+        if self._router_check is not None:
+            self._router_check.step = number
+        every = self.block.debug.check_every
+        if every and number >= self._compared_at + every:
+            self._compared_at = number
+            self.uncut.settle(self.inner_layers)
+            check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
+
+    def before_forward(self) -> None:
+        """A forward in training is about to begin: once, choose how layers are run. Collective where that is due.
+
+        Raises:
+            MeasuringError, DisagreementError: on every rank.
+        """
+        if self.autotune is None or not self.autotune.counts_forward():
+            return
+        clock = self.running.step_clock
+        dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
+        self.uncut.settle(self.inner_layers)
+        self.autotune.run(self.inner_layers, self.reduction, dense_ms)
+        if self.reduction is not None:
+            if self.autotune.trials is None:
+                self.reduction.look_at_plans()
+            else:
+                self.reduction.wait()
+        self.plans_changed()
+
+    def plans_changed(self) -> None:
+        """Layers are run otherwise from now on. Collective.
+
+        Raises:
+            DisagreementError: on every rank, if not on all in the same way.
+        """
+        if self.watch is not None:
+            self.watch.plans_changed()
+        self._facts = {}
+        check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
+        if self.telemetry is not None:
+            self.telemetry.plans_changed()
+
+    def look_again(self) -> None:
+        """Look once more whether layers may be cut: to be called by every rank, between two steps, after experts have
+        been changed, hooks put on their module, or dropout turned on. Collective.
+        """
+        self.uncut.look_again()
+        self.uncut.begin(self.inner_layers)
+
+    def _layers_uncut(self) -> None:
+        """Some layers are not cut any more, on this rank for now."""
+        self._facts = {}
+        if self.reduction is not None:
+            self.reduction.look_at_plans()
+        if self.telemetry is not None:
+            self.telemetry.plans_changed()
+
+    def step_is_over(self, next_step: int) -> StepComparison | None:
+        """An optimizer step is over: go on with trying plans, or compare it with what was predicted. Collective where
+        there is something to be done.
+
+        Args:
+            next_step: the number of the next one.
+
+        Returns:
+            What was found, if it was compared.
+        """
+        if self.autotune is not None and self.autotune.trials is not None:
+            is_settled = self.autotune.trial_is_over()
+            self._facts = {}
+            if is_settled:
+                if self.reduction is not None:
+                    self.reduction.go_on()
+                self.plans_changed()
+            return None
+        return None if self.watch is None else self.watch.step_is_over(next_step)
+
+    def _predictors(self) -> Mapping[str, Predicts]:
+        return {} if self.autotune is None else self.autotune.predictors
+
+    def _plan_again(self, reason: str) -> None:
+        self.plans_made_again += 1
+        self.uncut.look_again()
+        self.autotune.request_again(reason)
+
+    def after_optimizer_step(self) -> None:
+        """Parameters have been changed: let gates learn from what they have counted. Collective if there are such."""
+        inner, groups = list(self.inner_layers.values()), [self.stage_group]
+        # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
+        if self.stage_group is not None and inner and inner[0].fsmoe.mp_group is not None:
+            groups.append(inner[0].fsmoe.mp_group)
+        update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
+
+    def groups(self) -> dict[str, FSMoEGroups]:
+        """The groups of the layers, by DeepSpeed's name of those that share experts."""
+        return {
+            each.ep_group_name: self.running.groups(each.ep_size, each.fsmoe.tensor_parallel)
+            for each in self.inner_layers.values()
+        }
+
+    def close(self) -> None:
+        """Give back the reduction of gradients, and end what runs."""
+        if self.telemetry is not None:
+            self.telemetry.close()
+        if self.reduction is not None:
+            self.reduction.close()
+        self.running.close()
+
+    @property
+    def num_layers(self) -> int:
+        """How many MoE layers are ours."""
+        return len(self.layers)
+
+    def chosen(self) -> dict[str, str]:
+        """What runs, a word or two per choice, in the order a token meets them."""
+        gates = sorted({_describe_gate(layer.gate) for layer in self.inner_layers.values()})
+        return {
+            "schedule": self.block.schedule,
+            "pipeline_degree": _describe_degrees(self),
+            "links": self.running.describe_links(),
+            "esp_size": str(self.block.esp_size),
+            "gate": "; ".join(gates),
+            "order": self.parts.order_name,
+            "alltoall": self.running.plan.alltoall,
+            "ops": self.parts.ops.name,
+            "gradients": self.gradients,
+        }
+
+
+def summary(state: FSMoEState) -> str:
+    """What is on, as a table for the log."""
+    chosen = state.chosen()
+    width = max(map(len, chosen))
+    rows = [f"  {name:{width}}  {value}" for name, value in chosen.items()]
+    return "\n".join([f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)", *rows])
+
+
+def alike(block: FSMoEBlock) -> dict[str, Any]:
+    """What of a block has to be the same on every rank."""
+    return block.model_dump(by_alias=True, exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
+
+
+def _describe_degrees(state: FSMoEState) -> str:
+    pipelines = [layer.pipeline for layer in state.inner_layers.values()]
+    blocks = [(each.forward.block, each.backward.block) for each in pipelines]
+    # A stage of a pipeline may have no layer.
+    blocks = blocks or [(state.running.plan.forward, state.running.plan.backward)]
+    degrees = [(forward.degree, backward.degree) for forward, backward in blocks]
+    return "; ".join("forward {}, backward {}".format(*each) for each in dict.fromkeys(degrees))
+
+
+def _describe_gate(gate: Any) -> str:
+    if not isinstance(gate, FSMoEGate):
+        return gate.describe() if isinstance(gate, GateBase) else type(gate).__name__
+    return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine of ours tells at the end of its steps: to DeepSpeed's monitors, and to the record of the run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe.observing.instruments import LayerCall
+from ds_fsmoe.observing.step_timer import most_of
+from ds_fsmoe.telemetry.events import named, of_routers
+from ds_fsmoe.telemetry.record import Record
+from ds_fsmoe.telemetry.routers import RouterMetrics
+from ds_fsmoe.tuning.as_data import plans_as_data
+from ds_fsmoe.tuning.step_comparison import StepComparison
+
+if TYPE_CHECKING:
+    from ds_fsmoe.engine.state import FSMoEState
+
+
+class Telemetry:
+    """Of one engine. Nothing is counted where nobody listens: with ``metrics`` off, or neither monitor nor record.
+
+    Collective to make where a model has stages, and at the end of every step that is counted.
+
+    Args:
+        engine: complete.
+        state: of it.
+    """
+
+    def __init__(self, engine: Any, state: FSMoEState) -> None:
+        block = state.block
+        self._engine = engine
+        self._monitor = engine.monitor
+        self._gradient_plan: Any = None
+        self._state = state
+        self._every = block.metrics_every
+        self._is_detailed = block.metrics == "detailed"
+        self._tells = block.metrics != "off" and engine.monitor.enabled
+        self.record: Record | None = None
+        """Of the run, where there is to be one."""
+        self.routers: RouterMetrics | None = None
+        self._layers = {each.deepspeed_moe.label: each for each in state.layers.values()}
+        if block.metrics == "off":
+            return
+        # A script may have given its monitor to rank 0 alone; what is shared at the end of steps is shared by all.
+        (listens,) = most_of([float(engine.monitor.enabled or block.record.dir is not None)], state.running.device)
+        if not listens:
+            return
+        sizes = {label: (each.num_experts, _num_copies(each)) for label, each in self._layers.items()}
+        # Of the engine itself: what it does not have it looks for in the user's model.
+        self.routers = RouterMetrics(sizes, state.running.device, vars(engine).get("stage_id"))
+        state.running.instruments.append(self._watch)
+        self._listen(engine.global_steps)
+
+    def _watch(self, call: LayerCall) -> None:
+        if call.is_training:
+            call.gate = self.routers.after(call.gate, call.label)
+
+    def _gates(self) -> dict[str, Any]:
+        return {label: each.deepspeed_moe.gate for label, each in self._layers.items()}
+
+    def _listen(self, next_step: int) -> None:
+        # Steps are counted from 1 on in what people are shown.
+        if self.routers is not None and (next_step + 1) % self._every == 0:
+            self.routers.listen(self._gates())
+
+    def step_is_over(self, step: int, num_samples: int, found: StepComparison | None) -> None:
+        """Step number ``step``, from 1 on, is over. Collective if it was counted.
+
+        Args:
+            step: its number.
+            num_samples: trained with so far.
+            found: what it was compared with, if it was.
+        """
+        reduction = self._state.reduction
+        if reduction is not None and reduction.reducer.plan is not self._gradient_plan:
+            self._gradient_plan = reduction.reducer.plan
+            self.plans_changed()
+        values: dict[str, float] = {}
+        if self.routers is not None and self.routers.is_listening:
+            loads = self.routers.read(self._gates())
+            values |= of_routers(loads, self._is_detailed) | self._plans()
+            if self.record is not None:
+                self.record.routers(step, loads)
+        self._listen(step)
+        if found is not None:
+            values |= found.values(self._is_detailed)
+            if self.record is not None:
+                self.record.compared(asdict(found) | {"busy": found.busy})
+        if values and self._tells:
+            self._monitor.write_events(named(values, num_samples))
+
+    def _plans(self) -> dict[str, float]:
+        """What is decided, as numbers."""
+        found: dict[str, float] = {"plans_made_again": self._state.plans_made_again}
+        reduction = self._state.reduction
+        if reduction is not None and reduction.reducer.plan is not None:
+            found["gradients/bytes"], found["gradients/hidden_bytes"] = reduction.bytes_of_plan()
+            found["gradients/sent_again"] = reduction.reducer.sent_again
+        if self._is_detailed:
+            for label, layer in self._layers.items():
+                pipeline = layer.deepspeed_moe.pipeline
+                found[f"{label}/forward/degree"] = pipeline.forward.block.degree
+                found[f"{label}/backward/degree"] = pipeline.backward.block.degree
+        return found
+
+    def plans_changed(self) -> None:
+        """Layers are run otherwise from now on."""
+        if self.record is None:
+            return
+        pipelines = {label: each.deepspeed_moe.pipeline for label, each in self._layers.items()}
+        # In the step that is under way something has been measured.
+        now = {"settled_at": self._engine.global_steps + 1, "chosen": self._state.chosen()}
+        self.record.plans(plans_as_data(pipelines, self._state.autotune) | now)
+
+    def close(self) -> None:
+        """The run is over."""
+        if self.record is not None:
+            self.record.close()
+
+
+def _num_copies(layer: Any) -> int:
+    """Ranks that come to a layer with the same tokens."""
+    state = layer.deepspeed_moe.fsmoe
+    is_copied = state.mp_group is not None and state.tensor_parallel.same_tokens
+    return state.mp_group.size() if is_copied else 1

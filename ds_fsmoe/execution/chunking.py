@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the capacity is cut, and memory in which every chunk lies in one piece.
+
+Rows that travel are kept *chunk by chunk*: all slots of the first chunk, expert after expert, then those of the second.
+So a chunk is a view that a collective can send and receive without a copy.
+
+Letters: E experts of all ranks, C slots per expert, c those of a chunk, M width.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ds_fsmoe.execution.captures import is_capturing
+from ds_fsmoe.planning.chunks import chunk_bounds
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """The capacity, cut. Chunks may be empty: their number follows from the plan alone, never from the tokens."""
+
+    bounds: tuple[int, ...]
+    """Rising from 0 to C: chunk i is [bounds[i], bounds[i + 1])."""
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        return self.bounds[-1]
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every chunk."""
+        return tuple(itertools.pairwise(self.bounds))
+
+    def chunked_slots(self, slots: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Where slots lie chunk by chunk.
+
+        Args:
+            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none, as the result has it.
+            num_experts: E.
+        """
+        if len(self.chunks) == 1:
+            return slots
+        # Before the first slot is none as well: -1 is the last row of the table.
+        return _TABLES.of(self, num_experts, slots).take(slots.clamp(-1, num_experts * self.capacity))
+
+
+class _Tables:
+    """Slot -> its row chunk by chunk, kept between calls: it depends on sizes alone, which hardly ever change.
+
+    Made on the device that reads them, without a copy from the host. On CUDA each stream has its own, as nothing orders
+    one stream's first use after the kernels of another that have filled the table.
+
+    Args:
+        limit_bytes: of all that are kept; those that have not been used for longest go. Capacities that follow from the
+            tokens would otherwise fill a device's memory with tables of which none is used again.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._tables: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
+        self._num_bytes = 0
+        # A forward that is computed again runs in a thread of autograd's.
+        self._lock = threading.Lock()
+
+    def of(self, cutting: Cutting, num_experts: int, slots: torch.Tensor) -> torch.Tensor:
+        """[E * C + 1] int64, where these slots are; the last is the number of none."""
+        device = slots.device
+        # What is made while a graph is captured lives with the graph, and what a tracer makes has no numbers.
+        if type(slots) is not torch.Tensor or (slots.is_cuda and is_capturing()):
+            return _slot_table(cutting, num_experts, device)
+        key = cutting, num_experts, device, torch.cuda.current_stream(device).cuda_stream if slots.is_cuda else 0
+        with self._lock:
+            if key in self._tables:
+                self._tables.move_to_end(key)
+                return self._tables[key]
+        with torch.inference_mode(False):
+            table = _slot_table(cutting, num_experts, device)
+        if type(table) is torch.Tensor:
+            self._keep(key, table)
+        return table
+
+    def _keep(self, key: tuple[object, ...], table: torch.Tensor) -> None:
+        with self._lock:
+            if key in self._tables or table.nbytes > self._limit_bytes:
+                return
+            self._tables[key] = table
+            self._num_bytes += table.nbytes
+            while self._num_bytes > self._limit_bytes:
+                self._num_bytes -= self._tables.popitem(last=False)[1].nbytes
+
+
+_TABLES = _Tables(limit_bytes=32 << 20)
+
+
+def _slot_table(cutting: Cutting, num_experts: int, device: torch.device) -> torch.Tensor:
+    rows_Ec = [
+        torch.arange(num_experts * start, num_experts * stop, device=device).view(num_experts, stop - start)
+        for start, stop in cutting.chunks
+    ]
+    none = torch.full((1,), num_experts * cutting.capacity, device=device)
+    return torch.cat([torch.cat(rows_Ec, dim=1).view(-1), none])
+
+
+def cut(capacity: int, degree: int) -> Cutting:
+    """Cut the capacity into chunks that are as equal as whole slots allow; some may be empty."""
+    return Cutting(chunk_bounds(capacity, degree))
+
+
+class ChunkedRows:
+    """Rows [E * C, M] chunk by chunk, to be read and written by cuts of any kind."""
+
+    def __init__(self, rows: torch.Tensor, num_experts: int, cutting: Cutting) -> None:
+        self._rows = rows
+        self._num_experts = num_experts
+        self._cutting = cutting
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """[E, stop - start, M], contiguous: a view if this is one of the chunks, else a copy."""
+        parts = [view[:, low:high] for view, low, high, _ in self._overlaps(start, stop)]
+        if not parts:
+            return self._rows.new_empty(self._num_experts, 0, self._rows.shape[-1])
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def write(self, start: int, stop: int, values_EcM: torch.Tensor) -> None:
+        """Copy values [E, stop - start, M] to their places."""
+        for view, low, high, first in self._overlaps(start, stop):
+            view[:, low:high].copy_(values_EcM[:, first : first + high - low])
+
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """(a chunk [E, c, M], the first and the last of its slots that are wanted, where they come in the cut)."""
+        for first, last in self._cutting.chunks:
+            low, high = first if first > start else start, last if last < stop else stop
+            if low < high:
+                yield self._view(first, last), low - first, high - first, low - start
+
+    def _view(self, first: int, last: int) -> torch.Tensor:
+        rows = self._rows[self._num_experts * first : self._num_experts * last]
+        return rows.view(self._num_experts, last - first, self._rows.shape[-1])

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts' part of a layer, from the slots of this rank's tokens and back: one autograd function per call.
+
+Forward and backward each walk a schedule of their own, with their own chunks (PAPER: FSMoE, ASPLOS'25, section 4). The
+rows that came to the experts are kept by their place in the capacity, not by chunk, so the backward may cut anew; and
+because experts are row-wise, every cut gives the numbers of the whole. (The paper's published code keeps them by chunk,
+and computes wrong weight gradients where the two degrees differ.)
+
+Letters: E experts of all ranks, C slots per expert, c a chunk of them, M width, G ranks of an EP group, P of an ESP
+group, N = P * G, e experts on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ds_fsmoe.execution.chunking import Cutting, cut
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.dependencies import dependencies_of
+from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Together
+from ds_fsmoe.execution.phase import Direction, Hook, Phase
+from ds_fsmoe.execution.unchunked import WholeExperts, run_whole
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.schedule import (
+    A2A_IN_NODE,
+    A2A_OUT_NODE,
+    EXPERT,
+    EXPERT_DW,
+    EXPERT_DX,
+    EXPERT_GRAD,
+    GRAD,
+    Schedule,
+    Task,
+)
+
+
+class ExpertCall(Protocol):
+    """The experts of this rank in one call; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
+
+    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_dx(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_dw(self, start: int, stop: int) -> None: ...
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
+
+    def release(self) -> list[torch.Tensor | None]: ...
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
+
+    def rows(self) -> list[torch.Tensor]: ...
+
+
+class Experts(Protocol):
+    """The experts of this rank."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
+
+    def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall: ...
+
+
+class GradientSlice(Protocol):
+    """A slice of gradients."""
+
+    @property
+    def kind(self) -> str: ...
+
+
+class Window(Protocol):
+    """What else travels in the backward of a layer: gradients of what the backward has passed already."""
+
+    def open(self, label: str) -> Sequence[GradientSlice]: ...
+
+    def send(self, parcel: GradientSlice) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def uncut(block: BlockPlan) -> BlockPlan:
+    """The same order of tasks with one chunk."""
+    return BlockPlan(links=block.links)
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """The sizes of one call of a layer's experts on this rank."""
+
+    num_ranks: int
+    """N."""
+    capacity: int
+    """C."""
+    width: int
+    """M."""
+    dtype: torch.dtype
+    num_chunks: int
+    """Of the forward."""
+    same_cuts: bool
+    """Whether the backward has the forward's chunks."""
+    num_experts: int = 0
+    """E, of all ranks."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The experts' part of one layer: how it is run, and on what."""
+
+    lanes: Lanes
+    collectives: Collectives
+    forward: PhasePlan
+    backward: PhasePlan
+    label: str = "moe"
+    """For messages and traces, such as "L03"."""
+    recompute: bool = False
+    observer: Observer | None = None
+    window: Window | None = None
+    on_call: tuple[Callable[[CallSizes], None], ...] = ()
+    """Are told the sizes of each call, before it begins."""
+
+    def __post_init__(self) -> None:
+        kinds = dependencies_of(self.forward.schedule).kinds | dependencies_of(self.backward.schedule).kinds
+        if kinds & {A2A_IN_NODE, A2A_OUT_NODE} and not self.collectives.legs:
+            raise ValueError(f"{self.label}: an all-to-all in two tasks is planned, and the wires have no legs for it")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there is more than one chunk in either phase."""
+        return max(self.forward.block.degree, self.backward.block.degree) > 1
+
+    def uncut(self) -> Pipeline:
+        """The same with one chunk in both phases."""
+        forward, backward = (replace(each, block=uncut(each.block)) for each in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
+    def watched(self, observer: Observer | None = None, on_call: Callable[[CallSizes], None] | None = None) -> Pipeline:
+        """The same, with these told as well as those that are told already."""
+        observers = [each for each in (self.observer, observer) if each is not None]
+        together = observers[0] if len(observers) == 1 else Together(*observers) if observers else None
+        return replace(self, observer=together, on_call=self.on_call if on_call is None else (*self.on_call, on_call))
+
+    def __call__(
+        self,
+        x_RM: torch.Tensor,
+        num_experts: int,
+        capacity: int,
+        experts: Experts | WholeExperts,
+        hook: Hook | None = None,
+    ) -> torch.Tensor:
+        """Rows to the experts and back.
+
+        Args:
+            x_RM: [E * C, M], chunk by chunk as ``cut(capacity, self.forward.block.degree)`` says.
+            num_experts: E.
+            capacity: C.
+            experts: of this rank; as one module only where nothing is cut.
+            hook: called for each chunk, on its lane, in the forward and in the backward.
+
+        Returns:
+            [E * C, M] in the same order.
+
+        Raises:
+            ValueError: a hook or an expert has changed the number of rows.
+        """
+        needs_backward = torch.is_grad_enabled() and (
+            x_RM.requires_grad or any(each.requires_grad for each in experts.parameters)
+        )
+        cuttings = cut(capacity, self.forward.block.degree), cut(capacity, self.backward.block.degree)
+        same = cuttings[0] == cuttings[1]
+        if self.on_call:
+            num_ranks = self.collectives.num_exchanging * self.collectives.num_sharing
+            chunks = len(cuttings[0].chunks)
+            sizes = CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same, num_experts)
+            for tell in self.on_call:
+                tell(sizes)
+        if isinstance(experts, WholeExperts):
+            return run_whole(self, x_RM, num_experts, capacity, experts, hook, needs_backward)
+        call = experts.call(needs_backward, same_cuts=same, recompute=self.recompute)
+        of_call = _Call(self, num_experts, *cuttings, call, hook)
+        if not needs_backward:
+            return of_call.forward(x_RM)
+        # Autograd takes the youngest node first, so gradients arrive from the last parameter to the first, as they do
+        # from stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of
+        # a sum depend on where in a bucket it lies.
+        aliases = map(torch.Tensor.view_as, experts.parameters, experts.parameters)
+        return _ExpertsPart.apply(x_RM, of_call, *aliases)
+
+
+class _ExpertsPart(torch.autograd.Function):
+    """Experts' parameters are inputs, so that each gets its gradient once per backward, from here."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RM: torch.Tensor, call: _Call, *parameters: torch.Tensor) -> torch.Tensor:
+        y_RM = call.forward(x_RM)
+        ctx.call = call
+        ctx.save_for_backward(*call.experts.release())
+        return y_RM
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Read before anything runs: under checkpointing this is where the forward is run again.
+        ctx.call.experts.restore(ctx.saved_tensors)
+        # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory of
+        # rows that came over a link would be handed to the next chunk that comes: these stay until the streams are
+        # joined, as they would if they had been received into memory made whole beforehand.
+        held = ctx.call.experts.rows() if ctx.call.pipeline.lanes.runs_behind else []
+        # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
+        # but memory depends on it, and a torch that cannot do it yet goes without.
+        getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
+        dx_RM, gradients = ctx.call.backward(dy_RM)
+        del held
+        ctx.call.experts.release()
+        return dx_RM, None, *gradients
+
+
+class _Call:
+    """One call, which may be waiting for its backward while others run."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        num_experts: int,
+        forward: Cutting,
+        backward: Cutting,
+        experts: ExpertCall,
+        hook: Hook | None,
+    ) -> None:
+        self.pipeline = pipeline
+        self._num_experts = num_experts
+        self._cut_forward = forward
+        self._cut_backward = backward
+        self.experts = experts
+        self._hook = hook
+
+    def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
+        """[E * C, M] to the same."""
+        phase = self._phase("forward", self._cut_forward, x_RM.detach())
+        return self._run(phase, self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
+
+    def _phase(self, direction: Direction, cutting: Cutting, rows_RM: torch.Tensor) -> Phase:
+        collectives, is_behind = self.pipeline.collectives, self.pipeline.lanes.runs_behind
+        return Phase(
+            collectives, self._num_experts, self._cut_forward, self._hook, direction, cutting, rows_RM, is_behind
+        )
+
+    def _run(self, phase: Phase, schedule: Schedule, compute: Mapping[str, Body]) -> torch.Tensor:
+        pipeline = self.pipeline
+        return phase.run(pipeline.lanes, schedule, compute, pipeline.label, pipeline.observer)
+
+    def backward(self, dy_RM: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """The gradient of the rows, and those of the experts' parameters."""
+        phase = self._phase("backward", self._cut_backward, dy_RM)
+        window = self.pipeline.window
+        parcels = () if window is None else window.open(self.pipeline.label)
+
+        def expert_dw(task: Task) -> None:
+            self.experts.backward_dw(*self._cut_backward.chunks[task.chunk])
+
+        bodies = {
+            EXPERT: phase.compute(self.experts.backward),
+            EXPERT_DX: phase.compute(self.experts.backward_dx),
+            EXPERT_DW: expert_dw,
+        }
+        for kind in (GRAD, EXPERT_GRAD) if parcels else ():
+            bodies[kind] = lambda task: window.send(parcels[task.chunk])
+        dx_RM = self._run(phase, self.pipeline.backward.sending(tuple(each.kind for each in parcels)), bodies)
+        if window is not None:
+            window.close()
+        return dx_RM, self.experts.gradients()

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes on CUDA: a stream per link, and the caller's current stream computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import ClassVar
+
+import torch
+
+from ds_fsmoe.execution.captures import beside_captures, is_capturing
+from ds_fsmoe.execution.dependencies import Dependencies
+from ds_fsmoe.execution.lanes import Lanes, Work, name_of
+from ds_fsmoe.planning.schedule import Lane, Task
+
+_HIGH_PRIORITY = -1
+_HISTORY = 256
+"""Events kept at least, so that a watchdog sees some layers back: the host issues far ahead of the device."""
+
+
+class StreamLanes(Lanes):
+    """Two high-priority streams for the links; COMPUTE is the stream that is current when ``run`` is called.
+
+    One pass over the list issues everything from the caller's thread, in the same order on every rank, and never waits
+    for the device. Both links wait for what the compute stream was given before the run, the compute stream waits at
+    the end for both links, and in between a stream waits for an event only where the schedule crosses lanes.
+
+    Bodies issue collectives with ``async_op=False``: that runs on the current stream, the lane's, where
+    ``async_op=True`` would go to the process group's own stream and leave the order of the lane.
+
+    Memory: the allocator knows a tensor by the stream it was made on and may hand its memory out again, to that stream,
+    once the last reference is gone; it does not know who else still reads. So whoever calls ``run`` keeps every tensor
+    that is made on one lane and used on another until ``run`` returns, also one that an earlier run has made. Then the
+    streams are joined, the next run waits for the compute stream, and references may go, without a host wait.
+
+    With ``one_link`` both links are one stream, in the order of the list: where two collectives at work at once could
+    wait for each other over ranks.
+
+    While a graph is being captured no event is asked whether it has come to pass: CUDA would give up the capture. A run
+    that is captured does nothing yet and cannot be behind; its events belong to the graph, and what is replayed later
+    the lanes do not see.
+
+    After an error what has been issued runs to its end on the device, and the compute stream waits for it.
+    """
+
+    overlap: ClassVar[Mapping[Lane, str]] = {
+        Lane.COMPUTE: "the caller's stream; overlaps with both links, as far as their kernels leave it multiprocessors",
+        Lane.INTRA: "a high-priority stream; overlaps with COMPUTE and INTER",
+        Lane.INTER: "a high-priority stream; overlaps with COMPUTE and INTRA",
+    }
+    runs_behind: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device, one_link: bool = False) -> None:
+        """
+        Args:
+            device: a CUDA device; without an index, the current one.
+            one_link: whether the traffic of both links goes one after another.
+        """
+        super().__init__()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        first = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+        second = first if one_link else torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)
+        self._links = {Lane.INTRA: first, Lane.INTER: second}
+        self._events = _Events()
+        self._is_captured = False
+        """Whether the last run was captured. Set before the first of its events is recorded."""
+        self._end: torch.cuda.Event | None = None
+        """On the compute stream, at the end of the last run."""
+
+    def _execute(self, crossings: Dependencies, work: Work) -> None:
+        compute = torch.cuda.current_stream(self._device)
+        self._is_captured = is_capturing()
+        # One that was recorded in a capture must not be asked afterwards either.
+        events = _Events() if self._is_captured else self._events
+        try:
+            end = self._issue(crossings, work, compute, events)
+        except BaseException:
+            # With events of its own, whatever state ours are in. A device that has failed says so here again.
+            with suppress(RuntimeError):
+                for lane in crossings.links:
+                    compute.wait_stream(self._links[lane])
+                self._ends_with(events.record(compute, None))
+            raise
+        self._ends_with(end)
+
+    def _ends_with(self, end: torch.cuda.Event) -> None:
+        self._end = None if self._is_captured else end
+
+    def _issue(
+        self, crossings: Dependencies, work: Work, compute: torch.cuda.Stream, events: _Events
+    ) -> torch.cuda.Event:
+        """Give the streams all they are to do; returns the event at the end of it."""
+        events.reserve(crossings.count + 2)
+        if crossings.links:
+            fork = events.record(compute, None)
+            for lane in crossings.links:
+                self._links[lane].wait_event(fork)
+        crossed: list[tuple[torch.cuda.Stream, torch.cuda.Event] | None] = [None] * crossings.count
+        for step in crossings.steps:
+            task = step.task
+            mark = self._marks[task.lane]
+            stream = self._links.get(task.lane, compute)
+            for number in step.needs:
+                needed_on, event = crossed[number]
+                if needed_on is not stream:
+                    stream.wait_event(event)
+            if stream is compute:
+                work.do(step, mark)
+            else:
+                with torch.cuda.stream(stream):
+                    work.do(step, mark)
+            if step.feeds:
+                event = events.record(stream, mark.finished)
+                for number in step.feeds:
+                    crossed[number] = stream, event
+        for number in crossings.joins:
+            compute.wait_event(crossed[number][1])
+        return events.record(compute, None)
+
+    def is_behind(self) -> bool:
+        """Whether the device has yet to reach the end of the last run. Of a run that is under way it says nothing.
+
+        For a watchdog: it may be called from any thread, and does not wait for the device.
+        """
+        end = self._end
+        if end is None or self._is_captured:
+            return False
+        # A new thread is on device 0, and would make a context there.
+        with suppress(RuntimeError), torch.cuda.device(self._device), beside_captures():
+            return not end.query()
+        return False  # a device that has failed says so to whoever uses it next
+
+    def progress(self) -> dict[Lane, tuple[str, str]]:
+        """Lane -> the task issued last and the last one that is known to be finished on the device, as "label/name".
+
+        Known are tasks that another lane waits for, or the end of the run; of those, the last few hundred.
+        """
+        if self._is_captured:  # nothing of it has been done, and nobody may ask about what was before
+            return {lane: (name_of(mark.begun), "") for lane, mark in self._marks.items()}
+        with beside_captures():
+            finished = self._events.finished()
+        return {lane: (name_of(mark.begun), name_of(finished.get(lane))) for lane, mark in self._marks.items()}
+
+
+class _Events:
+    """Events used in turn, with what each was recorded after.
+
+    An event is free for the next record as soon as the last wait for it has been issued: a wait is for the record
+    before it, not for those after. Waits are issued in the run that records, which takes no event twice.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._after: list[tuple[str, Task] | None] = []
+        self._next = 0
+        self._size = _HISTORY
+
+    def reserve(self, count: int) -> None:
+        """From here on, that many records without using an event twice."""
+        self._size = max(self._size, count)
+
+    def record(self, stream: torch.cuda.Stream, after: tuple[str, Task] | None) -> torch.cuda.Event:
+        """An event at the end of what a stream has been given so far, which was this task of that run."""
+        at = self._next
+        if at == len(self._events):
+            self._after.append(None)
+            self._events.append(torch.cuda.Event())
+        event = self._events[at]
+        event.record(stream)
+        self._after[at] = after  # last, so that a watchdog never takes the new task for done by the old record
+        self._next = (at + 1) % self._size
+        return event
+
+    def finished(self) -> dict[Lane, tuple[str, Task]]:
+        """Lane -> the task recorded last whose event has come to pass."""
+        found: dict[Lane, tuple[str, Task]] = {}
+        at = self._next
+        for back in range(1, len(self._events) + 1):
+            index = (at - back) % len(self._events)
+            after = self._after[index]
+            if after is None or after[1].lane in found:
+                continue
+            with suppress(RuntimeError):  # a device that has failed knows of nothing finished
+                if self._events[index].query():
+                    found[after[1].lane] = after
+        return found

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MoE layer between tensor-parallel layers, whose ranks have the same tokens, or each its part of a sequence.
+
+*The same tokens.* Tensor-parallel attention ends in an all-reduce, so the ``mp`` ranks of a group come to the layer
+with the same tokens, and their gates decide alike. Each of them sends its ``1/mp`` of the slots to the experts, and the
+results are gathered: what stock's ``drop_tokens`` and ``gather_tokens`` do on the capacity (sharded_moe.py:686-742,
+whether experts are tensor-parallel themselves or not), with the same part for the same rank and so with the same
+numbers. The drop's backward is a gather of gradients, so that every rank has the whole gradient of its tokens. The
+gather's backward takes the rank's own part: all ranks have the same gradient there, and no slot may count twice.
+
+Two things are better than in stock. Where ``mp`` does not divide the capacity stock stops with an assertion; here empty
+slots are added, which changes no number. And slots are numbered so that a rank's part lies in one piece, chunk by chunk
+within it: the gather is one all-gather, without the copies that a gather along the capacity needs. (With k >= 3 choices
+the gradient of a token is added up in another order for that, and differs from stock's in its last bits.)
+
+*Parts of a sequence.* Nothing is dropped or gathered; see ``gradients/zero_stages.py`` for what becomes of the
+gradients.
+
+Letters: E experts of all ranks, C slots per expert, c those of this rank, P ranks of an MP group, M width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.execution.chunking import Cutting
+from ds_fsmoe.execution.collectives import Collectives, all_gather
+
+
+@dataclass(frozen=True)
+class TensorParallelUse:
+    """What a layer has to do with the tensor parallelism around it; without any it makes no difference."""
+
+    same_tokens: bool = True
+    """Whether the ranks of an MP group come with the same tokens; else each with its part of a sequence."""
+    experts: bool = False
+    """Whether the experts split themselves over these ranks: DeepSpeed's ``enable_expert_tensor_parallelism``."""
+
+
+PLAIN = TensorParallelUse()
+_Rows = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorParallelTokens:
+    """The ranks that have the same tokens, and how their slots are shared out."""
+
+    group: dist.ProcessGroup
+    """Used between other work of the layer, on the stream it is called on; never on a lane."""
+
+    @property
+    def num_ranks(self) -> int:
+        """P."""
+        return self.group.size()
+
+    def part(self, capacity: int) -> int:
+        """c: the slots of each expert that a rank sends, if there are so many in all."""
+        return -(-capacity // self.num_ranks)
+
+    def slots(self, slots: torch.Tensor, num_experts: int, capacity: int, cutting: Cutting) -> torch.Tensor:
+        """Where slots lie, rank after rank and for each rank chunk by chunk.
+
+        Args:
+            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none.
+            num_experts: E.
+            capacity: C.
+            cutting: of one rank's part, ``self.part(capacity)`` slots.
+
+        Returns:
+            The same shape: row numbers, ``P * E * c`` for none.
+        """
+        part = self.part(capacity)
+        if part == 0:
+            return slots
+        expert = slots.div(capacity, rounding_mode="floor")
+        position = slots - expert * capacity
+        rank = position.div(part, rounding_mode="floor")
+        own = cutting.chunked_slots(expert * part + position - rank * part, num_experts)
+        num_rows = num_experts * part
+        return torch.where(slots < num_experts * capacity, rank * num_rows + own, self.num_ranks * num_rows)
+
+    def drop(self, x_RM: torch.Tensor) -> torch.Tensor:
+        """[P * E * c, M] to the [E * c, M] that this rank sends."""
+        return _Through.apply(x_RM, self.group, _own_part, _all_parts)
+
+    def gather(self, y_RM: torch.Tensor) -> torch.Tensor:
+        """[E * c, M] of each rank to [P * E * c, M], the same on all."""
+        return _Through.apply(y_RM, self.group, _all_parts, _own_part)
+
+
+def _own_part(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A copy, so that the parts of the others can be freed."""
+    return rows.chunk(group.size())[group.rank()].clone() if rows.shape[0] else rows.clone()
+
+
+def _all_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    all_gather(gathered, rows.contiguous(), group=group)
+    return gathered
+
+
+class _Through(torch.autograd.Function):
+    """``apply(rows, group, forwards, backwards)``: one of the two functions above forwards, and the other backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, forwards: _Rows, backwards: _Rows):
+        ctx.group, ctx.backwards = group, backwards
+        return forwards(rows, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.backwards(gradient, ctx.group), None, None, None
+
+
+@dataclass(frozen=True)
+class SelfSplitWires(Collectives):
+    """For experts that split themselves over the ranks of the ESP group, and sum their parts themselves.
+
+    Their results are the same on all of these ranks, and so are, after a sum of their own, the gradients of their
+    input: each rank goes on with the part that is meant for it, and nothing is summed a second time.
+    """
+
+    def reduce(self, y_NecM: torch.Tensor) -> torch.Tensor:
+        """[P * G, e, c, M], the same on all P ranks: the block [G, e, c, M] meant for this one."""
+        return y_NecM if self.esp_group is None else y_NecM.chunk(self.esp_group.size())[self.esp_group.rank()]
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """From now on the gradient of each parameter is the sum over a group, before anybody else sees it.
+
+    For parameters that all ranks of the group hold alike and of which each rank's tokens give a part of the gradient.
+    Every backward in which one of them takes part has to run on all ranks.
+    """
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(summed)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts' part of a layer that is not cut, its experts called as one module under autograd, as DeepSpeed does.
+
+That is for experts of which somebody wants to see, or to change, what all of them are given and return at once: nothing
+is known of what is computed then, of which parameters it takes, or of who else keeps its graph. The collectives are
+those of any layer that is not cut, in the same order in both phases, so one rank may run a layer this way while
+its peers compute their experts as usual.
+
+Letters: E experts of all ranks, C slots per expert, M width, N ranks the rows came from, e experts on this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_fsmoe.execution.chunking import cut
+from ds_fsmoe.execution.lanes import Body, Observer
+from ds_fsmoe.execution.phase import Direction, Hook, Phase
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, Schedule, Task
+
+if TYPE_CHECKING:
+    from ds_fsmoe.execution.pipeline import Pipeline
+
+_COMPUTATIONS = (EXPERT, EXPERT_DX, EXPERT_DW)
+
+
+@dataclass(frozen=True)
+class WholeExperts:
+    """The experts of this rank, as one module."""
+
+    module: Callable[[torch.Tensor], Any]
+    """[N, e, C, M] to a tensor of as many elements."""
+    parameters: tuple[nn.Parameter, ...]
+    name: str
+    """For messages."""
+    again: Callable[[], AbstractContextManager] = nullcontext
+    """What holds around a call that is made once more."""
+    is_timed: bool = True
+    """Whether the layer's runs are told to whoever times steps."""
+
+
+def run_whole(
+    pipeline: Pipeline,
+    x_RM: torch.Tensor,
+    num_experts: int,
+    capacity: int,
+    experts: WholeExperts,
+    hook: Hook | None,
+    needs_backward: bool,
+) -> torch.Tensor:
+    """Rows to the experts and back; see :class:`~ds_fsmoe.execution.pipeline.Pipeline`.
+
+    Args:
+        pipeline, x_RM, num_experts, capacity, experts, hook: see there.
+        needs_backward: whether there will be a backward; the same on every rank.
+
+    Raises:
+        ValueError: the layer is cut, or the experts return another number of elements.
+    """
+    call = _Call(pipeline, num_experts, capacity, hook)
+    # Both ways back are walked whatever the module does with its rows: the other ranks count on it.
+    anchor = torch.zeros((), device=x_RM.device, requires_grad=needs_backward)
+    rows, token = _Arrive.apply(x_RM, call, anchor)
+    y_NecM = _computed(pipeline, experts, rows.view(call.shape))
+    if y_NecM.requires_grad and not needs_backward:
+        raise ValueError(
+            f"{experts.name}: neither its input nor a parameter of its own requires a gradient, and its result does: "
+            "hand what is trained there to the module as its parameter"
+        )
+    return _Leave.apply(y_NecM, call, token)
+
+
+def _computed(pipeline: Pipeline, experts: WholeExperts, x_NecM: torch.Tensor) -> torch.Tensor:
+    try:
+        if pipeline.recompute and torch.is_grad_enabled():
+            # A copy: the module may write into its rows, and they are needed once more.
+            contexts = nullcontext(), experts.again()
+            y = checkpoint(
+                lambda kept: experts.module(kept.clone()), x_NecM, use_reentrant=False, context_fn=lambda: contexts
+            )
+        else:
+            y = experts.module(x_NecM)
+        if not isinstance(y, torch.Tensor) or y.numel() != x_NecM.numel():
+            made = tuple(y.shape) if isinstance(y, torch.Tensor) else type(y).__name__
+            raise ValueError(
+                f"{experts.name} made {made} of {tuple(x_NecM.shape)}: it must return a tensor with a row of the same "
+                "width for every row"
+            )
+    except BaseException as error:
+        if pipeline.lanes.on_error is not None:
+            pipeline.lanes.on_error(error)
+        raise
+    return y.reshape(x_NecM.shape)
+
+
+class _Arrive(torch.autograd.Function):
+    """[E * C, M] to the rows of this rank's experts: as many elements as [N, e, C, M], in that order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RM: torch.Tensor, call: _Call, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.call = call
+        x_NecM = call.forward_in.arrive(x_RM.detach())
+        call.shape = x_NecM.shape
+        return _own_memory(x_NecM, x_RM), anchor.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dx_NecM: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.call.backward_out(dx_NecM.reshape(ctx.call.shape)), None, torch.zeros((), device=dx_NecM.device)
+
+
+def _own_memory(x_NecM: torch.Tensor, x_RM: torch.Tensor) -> torch.Tensor:
+    """The rows in memory that the module may write into, as it may in DeepSpeed's layer, and no view in autograd's
+    eyes, which would not let it."""
+    is_callers = x_NecM.untyped_storage().data_ptr() == x_RM.untyped_storage().data_ptr()
+    base = x_NecM._base
+    if is_callers or (base is not None and not (base.is_contiguous() and base.numel() == x_NecM.numel())):
+        return x_NecM.clone()
+    return x_NecM if base is None else base
+
+
+class _Leave(torch.autograd.Function):
+    """[N, e, C, M] to the results of this rank's slots, [E * C, M]."""
+
+    @staticmethod
+    def forward(ctx: Any, y_NecM: torch.Tensor, call: _Call, token: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        # Hooks of the layer may write into what they are given, and autograd may have kept it.
+        return call.forward_in.leave(y_NecM.detach() if call.hook is None else y_NecM.clone())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.call.backward_in(dy_RM).reshape(ctx.call.shape), None, torch.zeros((), device=dy_RM.device)
+
+
+class _Call:
+    """One call, which may be waiting for its backward while others run."""
+
+    def __init__(self, pipeline: Pipeline, num_experts: int, capacity: int, hook: Hook | None) -> None:
+        self._pipeline = pipeline
+        self._num_experts = num_experts
+        self.hook = hook
+        self.shape = torch.Size()
+        """[N, e, C, M], once the rows have arrived."""
+        self._layout = cut(capacity, pipeline.forward.block.degree)
+        self._backward_cutting = cut(capacity, pipeline.backward.block.degree)
+        if max(len(self._layout.chunks), len(self._backward_cutting.chunks)) > 1:
+            raise ValueError(f"{pipeline.label}: experts that are called as a whole in a layer that is cut")
+        self.forward_in = self._halves("forward", pipeline.forward.schedule, {})
+        self._backward: _Halves | None = None
+
+    def _halves(self, direction: Direction, schedule: Schedule, bodies: dict[str, Body]) -> _Halves:
+        cutting = self._layout if direction == "forward" else self._backward_cutting
+        of_call = self._pipeline.collectives, self._num_experts, self._layout, self.hook, direction, cutting
+        phase = functools.partial(Phase, *of_call, holds=self._pipeline.lanes.runs_behind)
+        return _Halves(self._pipeline, schedule, phase, bodies, direction)
+
+    def backward_in(self, dy_RM: torch.Tensor) -> torch.Tensor:
+        """The gradient of the results to that of what the module returned, [N, e, C, M]."""
+        window = self._pipeline.window
+        parcels = () if window is None else window.open(self._pipeline.label)
+        schedule = self._pipeline.backward.sending(tuple(each.kind for each in parcels))
+        send: Body = lambda task: window.send(parcels[task.chunk])  # noqa: E731
+        self._backward = self._halves("backward", schedule, dict.fromkeys((GRAD, EXPERT_GRAD), send))
+        return self._backward.arrive(dy_RM)
+
+    def backward_out(self, dx_NecM: torch.Tensor) -> torch.Tensor:
+        """The gradient of the module's rows to that of the rows that were sent, [E * C, M]."""
+        assert self._backward is not None
+        halves, self._backward = self._backward, None
+        dx_RM = halves.leave(dx_NecM)
+        if self._pipeline.window is not None:
+            self._pipeline.window.close()
+        return dx_RM
+
+
+class _Halves:
+    """One phase of a call in two runs, with the experts in between; whoever watches sees one."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        phase: Callable[[torch.Tensor], Phase],
+        bodies: dict[str, Body],
+        direction: Direction,
+    ) -> None:
+        self._lanes, self._observer = pipeline.lanes, pipeline.observer
+        self._label = f"{pipeline.label}/{direction}"
+        self._schedule = schedule
+        self._make_phase = phase
+        self._bodies = bodies
+        self._phase: Phase | None = None
+
+    def arrive(self, rows_RM: torch.Tensor) -> torch.Tensor:
+        """All that comes ahead of the experts; returns their rows."""
+        self._phase = self._make_phase(rows_RM)
+        if self._observer is not None:
+            self._observer.start(self._schedule, self._label)
+        before, _, _ = _split(self._schedule)
+        self._run(before)
+        self._tell("begin")
+        return self._phase.arrived()
+
+    def leave(self, rows_NecM: torch.Tensor) -> torch.Tensor:
+        """All that comes behind them, with their results; returns [E * C, M]."""
+        assert self._phase is not None
+        self._tell("end")
+        phase, self._phase = self._phase, None
+        phase.computed(rows_NecM)
+        _, _, after = _split(self._schedule)
+        self._run(after, phase)
+        return phase.result()
+
+    def _run(self, half: _Half, phase: Phase | None = None) -> None:
+        travel = (phase or self._phase).travel(self._schedule)
+        observer = None if self._observer is None else _OfHalf(self._observer, self._schedule, half.indices)
+        self._lanes.run(half.schedule, travel | self._bodies, self._label, observer)
+
+    def _tell(self, what: str) -> None:
+        if self._observer is not None:
+            for index in _split(self._schedule)[1]:
+                getattr(self._observer, what)(index, self._schedule.tasks[index])
+
+
+@dataclass(frozen=True)
+class _Half:
+    schedule: Schedule
+    indices: tuple[int, ...]
+    """Of its tasks, in the whole schedule."""
+
+
+@functools.lru_cache(maxsize=256)
+def _split(schedule: Schedule) -> tuple[_Half, tuple[int, ...], _Half]:
+    """(what comes ahead of the experts, the indices of what they do, what comes behind)."""
+    experts = tuple(index for index, task in enumerate(schedule.tasks) if task.kind in _COMPUTATIONS)
+    before = range(experts[0])
+    after = [index for index in range(experts[0], len(schedule.tasks)) if index not in experts]
+    return _half(schedule, before), experts, _half(schedule, after)
+
+
+def _half(schedule: Schedule, indices: Sequence[int]) -> _Half:
+    place = {index: at for at, index in enumerate(indices)}
+
+    def moved(task: Task) -> Task:
+        return replace(task, after=tuple(place[needed] for needed in task.after if needed in place))
+
+    return _Half(Schedule(tuple(moved(schedule.tasks[index]) for index in indices)), tuple(indices))
+
+
+class _OfHalf(Observer):
+    """Passes on what a half does as what the whole does."""
+
+    def __init__(self, observer: Observer, schedule: Schedule, indices: tuple[int, ...]) -> None:
+        self._observer, self._schedule, self._indices = observer, schedule, indices
+
+    def begin(self, index: int, task: Task) -> None:
+        self._observer.begin(self._indices[index], self._schedule.tasks[self._indices[index]])
+
+    def end(self, index: int, task: Task) -> None:
+        self._observer.end(self._indices[index], self._schedule.tasks[self._indices[index]])

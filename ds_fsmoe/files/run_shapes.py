@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the files of a run look like, as far as a page reads them."""
+
+from __future__ import annotations
+
+from ds_fsmoe.files.json_shapes import Map, Shape, is_number, is_text, is_whole, or_none, some
+
+_BOTH = {"predicted_ms": is_number, "measured_ms": is_number}
+_LOAD = {
+    "tokens_E": some(is_number),
+    "dropped_share": is_number,
+    "aux_loss": is_number,
+    "entropy": or_none(is_number),
+}
+
+STEP: Shape = {
+    "step": is_whole,
+    "loss?": or_none(is_number),
+    **{f"{part}_ms?": is_number for part in ("step", "forward", "backward", "optimizer")},
+}
+ROUTER: Shape = {"step": is_whole, "layers": Map(_LOAD)}
+COMPARED: Shape = {
+    "step": is_whole,
+    "whole": _BOTH,
+    "rest": _BOTH,
+    "phases": Map(_BOTH),
+    "busy?": Map(is_number),
+}
+
+_CHOICE = {
+    "layers": some(is_text),
+    "phase": is_text,
+    "degree": is_whole,
+    "asked": or_none(is_whole),
+    "order": is_text,
+    "late_dw": is_whole,
+    "predicted_ms": is_number,
+    "runner_up": lambda value: value is None or is_whole(value) or is_text(value),
+    "runner_up_ms": or_none(is_number),
+    "uncut_ms": is_number,
+}
+_FIT = {
+    "operation": is_text,
+    "unit": is_text,
+    **{name: [is_number] for name in ("sizes", "times_ms", "line_ms")},
+    "lines": [{"alpha_ms": is_number, "beta_ms": is_number}],
+    "r2": is_number,
+    "worst_residual_ms": is_number,
+    "is_good": lambda value: isinstance(value, bool),
+}
+_PREDICTED = ("chosen_ms", "deepspeed_ms", "bound_ms", "gradients_ms", "exposed_ms")
+
+# Field -> its shape. Any field may be absent.
+PLANS: dict[str, Shape] = {
+    "settled_at": is_whole,
+    "chosen": Map(is_text),
+    "choices": [_CHOICE],
+    "layers": [{"layer": is_text, "phase": is_text, "degree": is_whole, "order": is_text}],
+    "step": or_none(dict.fromkeys(_PREDICTED, is_number)),
+    "num_measured": is_whole,
+    "took_s": is_number,
+    "fits": [_FIT],
+}
+FACTS: dict[str, Shape] = {
+    "schedule": is_text,
+    "layers": lambda value: isinstance(value, dict),
+    "batch": lambda value: isinstance(value, dict),
+    "chosen": Map(is_text),
+}

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run (``fsmoe.record.dir``): who writes it and who reads it meet in the names here.
+
+``run.json`` says what ran; ``steps.jsonl`` has a line per optimizer step, ``routers.jsonl`` one per step whose routers
+were looked at, ``compared.jsonl`` one per step that was held against its prediction; ``plans.json`` is what was
+measured and decided; ``trace/`` has what each rank traced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.files import run_shapes
+from ds_fsmoe.files.json_shapes import Shape, fits
+from ds_fsmoe.files.whole_files import append_to, read_regular, write_whole
+
+RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl", "compared.jsonl", "plans.json"
+TRACE = "trace"
+FORMAT = 1
+STOCK = "stock"
+"""What ``run.json`` says of a run in which DeepSpeed's own engine and layers ran; of ours it names the schedule."""
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy, and what else says what it is in Python's own types; anything else in its own words."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(path, json.dumps(value, indent=1, default=_plain))
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A JSON line each.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    append_to(path, "".join(json.dumps(row, default=_plain) + "\n" for row in rows))
+
+
+@dataclass
+class Run:
+    """What a folder has of a run. What is not there is empty, and what cannot be read is named in ``problems``."""
+
+    folder: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    routers: list[dict[str, Any]] = field(default_factory=list)
+    compared: list[dict[str, Any]] = field(default_factory=list)
+    plans: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    title: str = ""
+    """Set where several runs would have one name."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether DeepSpeed's own layers ran."""
+        return self.facts.get("schedule") == STOCK
+
+    @property
+    def name(self) -> str:
+        """In a word or two."""
+        if self.title:
+            return self.title
+        return "stock DeepSpeed" if self.is_stock else f"ds_fsmoe, {self.facts.get('schedule', 'unknown schedule')}"
+
+
+class NoRunError(ValueError):
+    """There is no run in a folder; the message says what there is."""
+
+
+def read_run(folder: Path) -> Run:
+    """What a folder has of a run, whole or not.
+
+    Raises:
+        NoRunError: none of the files of a run is there.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise NoRunError(f"{folder}: there is no such folder")
+    run = Run(folder)
+    run.facts = _object(run, RUN, run_shapes.FACTS)
+    run.plans = _object(run, PLANS, run_shapes.PLANS)
+    run.steps = _lines(run, STEPS, run_shapes.STEP)
+    run.routers = _lines(run, ROUTERS, run_shapes.ROUTER)
+    run.compared = _lines(run, COMPARED, run_shapes.COMPARED)
+    if not (run.facts or run.steps or has_trace(folder)):
+        names = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
+        raise NoRunError(
+            f"{folder}: no run has been recorded here: neither {RUN} nor {STEPS} nor a trace; it has {names}. "
+            'A run leaves them in the folder that "fsmoe": {"record": {"dir": ...}} names'
+        )
+    if run.facts.get("format", FORMAT) != FORMAT:
+        run.problems.append(f"{RUN}: format {run.facts['format']}, and this version reads {FORMAT}")
+    if not run.facts:
+        run.problems.append(f"{RUN} is missing: what ran is not known")
+    if not run.steps:
+        run.problems.append(f"{STEPS} has no step: the run ended before its first one was written")
+    elif "failed" in run.facts:
+        run.problems.append(f"the run has failed, and what is here is shown: {run.facts['failed']}")
+    elif run.facts and "ended" not in run.facts:
+        run.problems.append("the run did not say that it has ended: it goes on, or was killed; what is here is shown")
+    return run
+
+
+def has_trace(folder: Path) -> bool:
+    """Whether ranks have left traces there."""
+    return any(trace_folder(folder).glob("rank*.json"))
+
+
+def trace_folder(folder: Path) -> Path:
+    """Where ranks leave them: in a folder of their own, or, if that is all there is, in this one."""
+    return folder / TRACE if (folder / TRACE).is_dir() else folder
+
+
+def _object(run: Run, name: str, fields: Mapping[str, Shape]) -> dict[str, Any]:
+    """What is in a file, without the fields that are not what a run writes."""
+    path = run.folder / name
+    try:
+        value = json.loads(read_regular(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        run.problems.append(f"{name} cannot be read: {error}")
+        return {}
+    if not isinstance(value, dict):
+        run.problems.append(f"{name} is not what a run writes")
+        return {}
+    damaged = [field for field, shape in fields.items() if field in value and not fits(value[field], shape)]
+    if damaged:
+        run.problems.append(f"{name}: not what a run writes, and left out: {', '.join(damaged)}")
+    return {field: each for field, each in value.items() if field not in damaged}
+
+
+def _lines(run: Run, name: str, shape: Shape) -> list[dict[str, Any]]:
+    """The lines of a file that are what a run writes."""
+    try:
+        # Not splitlines: inside of a text there may be characters that it takes for line breaks.
+        lines = [each for each in read_regular(run.folder / name).split("\n") if each]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        run.problems.append(f"{name} cannot be read: {error}")
+        return []
+    rows, bad = [], 0
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if fits(row, shape):
+            rows.append(row)
+        else:
+            bad += 1
+    if bad:
+        # A run that was killed has left half a line at the end.
+        run.problems.append(f"{name}: {bad} of {len(lines)} lines cannot be read, and are left out")
+    return rows

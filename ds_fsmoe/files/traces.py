@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces as files: what Perfetto and chrome://tracing read, one file per rank, and those of a folder as one.
+
+Times are whole microseconds since 1970 by the host's clock, so files of one host fit together, and those of several as
+far as their clocks agree. Whole ones, because that many have no room for more in a float, and rounded down, because
+then tasks that do not overlap never seem to. The milliseconds in ``args`` are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.files.json_shapes import Map, Shape, fits, is_number, is_text, is_whole
+from ds_fsmoe.files.whole_files import read_regular, write_whole
+from ds_fsmoe.planning.schedule import HOLD, Lane, Task
+from ds_fsmoe.planning.timeline import Timeline
+
+logger = logging.getLogger("ds_fsmoe")
+
+MERGED = "trace.json"
+LEFT_OUT = ("missing", "unreadable", "of_another_job")
+"""Why a file is not in the merged one; there they are named under these words."""
+MEASURED, PREDICTED = "measured", "predicted"
+"""Categories of events."""
+_PHASES = {"forward": "fwd", "backward": "bwd"}
+_ROWS_OF_PROCESS = 1000
+_Row = tuple[bool, int, int]
+"""(predicted or measured, track, lane)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRun:
+    """One run of a schedule, with its times in nanoseconds since 1970."""
+
+    number: int
+    """Of all runs of the trace, by their beginnings."""
+    label: str
+    """Such as "L03/backward"."""
+    step: int
+    tasks: Sequence[Task]
+    start_ns: int
+    spans_ns: Sequence[tuple[int, int] | None]
+    """(begin, end) of each task; ``None`` for one that has not come to its end."""
+    predicted: Timeline | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it came to its end."""
+        return None not in self.spans_ns
+
+
+def place_of(label: str, task: Task) -> tuple[str, str]:
+    """(layer, phase) of a task in a run of that label: "L03/backward" is ("L03", "bwd").
+
+    A label without a layer, such as "backward", is a run over several, and the task knows its own.
+    """
+    layer, _, phase = label.rpartition("/")
+    return layer or f"L{task.layer:02d}", _PHASES.get(phase, phase)
+
+
+def range_name(label: str, task: Task) -> str:
+    """The stable name of a task: ``fsmoe/L03/bwd/A2A_IN/chunk1``."""
+    return "/".join(each for each in ("fsmoe", *place_of(label, task), task.kind, f"chunk{task.chunk}") if each)
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Where the trace of a rank is written."""
+    return folder / f"rank{rank}.json"
+
+
+# ---- one rank
+
+
+def trace_of(rank: int, host: str, runs: Iterable[TracedRun], about: Mapping[str, Any]) -> dict[str, Any]:
+    """A process for the rank, a row for each lane, and rows for what was predicted of it, from where each run began.
+
+    A lane whose runs overlap, because one was started inside another or took less than predicted, has further rows.
+    """
+    pid = rank + 1  # viewers take 0 for the kernel's
+    drawn: list[tuple[_Row, dict[str, Any]]] = []
+    ends_ns: dict[bool, list[int]] = {False: [], True: []}
+    for run in sorted(runs, key=lambda run: run.start_ns):
+        measured = _measured(run)
+        if not measured:
+            continue
+        for is_predicted, spans in ((False, measured), (True, _predicted(run))):
+            if spans:
+                track = _free_track(ends_ns[is_predicted], run.start_ns, max(end_ns for *_, end_ns in spans))
+                for span in spans:
+                    row = is_predicted, track, list(Lane).index(span[0].lane)
+                    drawn.append((row, _event(run, is_predicted, *span)))
+    rows = sorted({row for row, _ in drawn} | {(False, 0, lane) for lane in range(len(Lane))})
+    # No other process has the same numbers: some viewers would mix them up.
+    tid_of_row = {row: pid * _ROWS_OF_PROCESS + place for place, row in enumerate(rows, start=1)}
+    named = [
+        _metadata("process_name", pid, name=f"rank {rank}, {host}"),
+        _metadata("process_sort_index", pid, sort_index=rank),
+    ]
+    for row, tid in tid_of_row.items():
+        named.append(_metadata("thread_name", pid, tid, name=_title(row)))
+        named.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
+    return {
+        "traceEvents": named + [event | {"pid": pid, "tid": tid_of_row[row]} for row, event in drawn],
+        "displayTimeUnit": "ms",
+        "otherData": {"rank": rank, "host": host, "written_ns": time.time_ns(), **about},
+    }
+
+
+def _measured(run: TracedRun) -> list[tuple[Task, int, int]]:
+    spans = zip(run.tasks, run.spans_ns, strict=True)
+    return [(task, *span_ns) for task, span_ns in spans if span_ns is not None and task.kind != HOLD]
+
+
+def _predicted(run: TracedRun) -> list[tuple[Task, int, int]]:
+    spans = () if run.predicted is None else run.predicted.spans
+    return [
+        (each.task, run.start_ns + round(each.start_ms * 1e6), run.start_ns + round(each.end_ms * 1e6))
+        for each in spans
+        if each.task.kind != HOLD
+    ]
+
+
+def waits_for(tasks: Sequence[Task], index: int) -> list[int]:
+    """What has to be over before a task can begin: what it needs, and what its lane does before it. A HOLD stands for
+    what it waits for itself."""
+    before = next((at for at in reversed(range(index)) if tasks[at].lane is tasks[index].lane), None)
+    found: dict[int, None] = {}
+    for needed in (*tasks[index].after, *(() if before is None else (before,))):
+        for each in waits_for(tasks, needed) if tasks[needed].kind == HOLD else (needed,):
+            found[each] = None
+    return sorted(found)
+
+
+def _free_track(ends_ns: list[int], start_ns: int, end_ns: int) -> int:
+    """The first track on which nothing is going on any more; it is taken until the end."""
+    track = next((track for track, until_ns in enumerate(ends_ns) if until_ns <= start_ns), len(ends_ns))
+    ends_ns[track : track + 1] = [end_ns]
+    return track
+
+
+def _title(row: _Row) -> str:
+    is_predicted, track, lane = row
+    return f"{PREDICTED} " * is_predicted + list(Lane)[lane] + f" ({track + 1})" * (track > 0)
+
+
+def _metadata(what: str, pid: int, tid: int | None = None, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, **({} if tid is None else {"tid": tid}), "args": args}
+
+
+def _event(run: TracedRun, is_predicted: bool, task: Task, start_ns: int, end_ns: int) -> dict[str, Any]:
+    layer, phase = place_of(run.label, task)
+    args = {
+        "layer": layer,
+        "phase": phase,
+        "kind": task.kind,
+        "chunk": task.chunk,
+        "lane": str(task.lane),
+        "step": run.step,
+        "run": run.number,
+        "ms": (end_ns - start_ns) / 1e6,
+    }
+    if not is_predicted:
+        index = next(at for at, each in enumerate(run.tasks) if each is task)
+        args |= {"index": index, "waits_for": waits_for(run.tasks, index)}
+    return {
+        "name": range_name(run.label, task),
+        "cat": PREDICTED if is_predicted else MEASURED,
+        "ph": "X",
+        "ts": start_ns // 1000,
+        "dur": end_ns // 1000 - start_ns // 1000,
+        "args": args if run.is_whole else args | {"cut_short": True},
+    }
+
+
+def write_trace(trace: Mapping[str, Any], path: Path) -> None:
+    """Write it whole or not at all: whoever reads meanwhile, or after a crash, finds the old file or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    # Two threads may write the same one: that of a job that ends, and that of the watchdog that sees it end.
+    write_whole(path, json.dumps(trace))  # several times as fast as json.dump
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """A file of :func:`write_trace`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not one, or not all of it.
+    """
+    try:
+        trace = json.loads(read_regular(path))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not a whole trace: {error}") from error
+    parts = trace if isinstance(trace, dict) else {}
+    if not isinstance(parts.get("traceEvents"), list) or not fits(parts.get("otherData"), _ABOUT):
+        raise ValueError(f"{path}: not a trace of ds_fsmoe")
+    for number, event in enumerate(trace["traceEvents"]):
+        if not _is_event(event):
+            raise ValueError(f"{path}: event {number} is not one of a trace of ds_fsmoe")
+    return trace
+
+
+_MOST_RANKS = 1_000_000
+_ABOUT: Shape = {
+    "world_size?": lambda value: is_whole(value) and 0 < value <= _MOST_RANKS,
+    "written_ns?": is_number,
+    "steps?": [is_whole],
+    "peers?": Map(Map([is_whole])),
+    "ended?": is_text,
+}
+_SPAN: Shape = {"name": is_text, "ts": is_number, "dur": is_number, "pid": is_whole, "args": Map(lambda value: True)}
+_TASK: Shape = {
+    **dict.fromkeys(("kind", "layer", "phase"), is_text),
+    **dict.fromkeys(("chunk", "step", "run"), is_whole),
+    "lane": lambda value: value in list(Lane),
+    "index?": is_whole,
+    "waits_for?": [is_whole],
+}
+
+
+def _is_event(event: Any) -> bool:
+    """Whether it has what is read of it here; other programs may have put others beside ours."""
+    if not isinstance(event, dict) or event.get("ph") != "X":
+        return isinstance(event, dict)
+    if not fits(event, _SPAN):
+        return False
+    if event.get("cat") not in (MEASURED, PREDICTED):
+        return True
+    args = event["args"]
+    # A task waits for earlier ones only: whoever follows them comes to an end.
+    return fits(args, _TASK) and all(each < args.get("index", 0) for each in args.get("waits_for", ()))
+
+
+# ---- all ranks
+
+
+def merge_traces(folder: Path) -> Path:
+    """Put what the ranks have written into a folder into one file, ``trace.json`` in it; returns its path.
+
+    Of each rank it keeps what the rank says about its trace, in ``otherData``. The files that are missing, those that
+    cannot be read, and those of a job with another number of ranks are named there too, and in a warning.
+
+    Raises:
+        FileNotFoundError: there is no file of a rank that can be read.
+        OSError: the merged file cannot be written.
+    """
+    folder = Path(folder)
+    found: dict[int, dict[str, Any]] = {}
+    left_out: dict[str, list[str]] = {what: [] for what in LEFT_OUT}
+    for path in sorted(folder.glob("rank*.json")):
+        if number := re.fullmatch(r"rank(\d+)\.json", path.name):
+            try:
+                found[int(number[1])] = read_trace(path)
+            except (OSError, ValueError):
+                left_out["unreadable"].append(path.name)
+    if not found:
+        names = ", ".join(left_out["unreadable"]) or "no files"
+        raise FileNotFoundError(f"{folder}: no traces of ranks to merge; unreadable: {names}")
+    newest = max(found.values(), key=lambda trace: trace["otherData"].get("written_ns", 0))
+    world_size = newest["otherData"].get("world_size", 1 + max(found))
+    for rank in sorted(found):
+        if found[rank]["otherData"].get("world_size", world_size) != world_size:
+            left_out["of_another_job"].append(rank_file(folder, rank).name)
+            del found[rank]
+    expected = (rank_file(folder, rank).name for rank in range(world_size) if rank not in found)
+    left_out["missing"] = [name for name in expected if name not in left_out["unreadable"]]
+    for what, names in left_out.items():
+        if names:
+            logger.warning("%s: the merged trace is without files that are %s: %s", folder, what, ", ".join(names))
+    ranks = {str(rank): found[rank]["otherData"] for rank in sorted(found)}
+    merged = {
+        "traceEvents": [event for rank in sorted(found) for event in found[rank]["traceEvents"]],
+        "displayTimeUnit": "ms",
+        "otherData": {"ranks": ranks} | left_out,
+    }
+    write_trace(merged, folder / MERGED)
+    return folder / MERGED

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much time a backward leaves for gradients: measured in the backward itself, in the rounds before the plan.
+
+A window's first part is the time in which the lane of gradients has nothing to do inside an MoE layer, between the last
+tokens that come in and the first that go out; its second part lies between the end of that layer and the next window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.gradients.flat_buffers import FlatGradients
+from ds_fsmoe.gradients.reducer import GradientReducer
+from ds_fsmoe.measuring.stopwatch import Stopwatch, all_reducing
+from ds_fsmoe.observing.clock import HOST, Clock
+from ds_fsmoe.observing.spans import Recorder, clock_of
+from ds_fsmoe.planning.cost import LinearCost, fit
+from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, GradientSlice, WindowBytes, plan_by_bytes
+from ds_fsmoe.planning.gradients import Mode, Piece, Window, partition
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.schedule import GRAD, Lane
+
+MEASURED_NUMEL = 1 << 20
+"""The largest message that is timed: enough for a slope, and not much memory."""
+
+
+@dataclass
+class Idle:
+    """One window in one round, in milliseconds."""
+
+    moe_ms: float = 0.0
+    dense_ms: float = 0.0
+
+
+class IdleTimes:
+    """Collects windows, round by round.
+
+    Args:
+        device: on which the backward runs. Reading its clock waits for it, so this is for a few rounds only.
+        host: the clock of the CPU.
+    """
+
+    def __init__(self, device: torch.device, host: Clock = HOST) -> None:
+        self.device = device
+        self.host = host
+        self.rounds: list[list[Idle]] = [[]]
+        clock = clock_of(device, host)
+        self._stamp, self._elapsed_ms = clock.now, clock.elapsed_ms
+        self._closed_at: object = None
+
+    def opened(self) -> None:
+        """A window begins, so the part behind the last layer is over."""
+        self.over()
+        self.rounds[-1].append(Idle())
+
+    def closed(self, moe_ms: float) -> None:
+        """The layer is through."""
+        self.rounds[-1][-1].moe_ms = moe_ms
+        self._closed_at = self._stamp()
+
+    def over(self) -> None:
+        """What lies behind a layer is over."""
+        if self._closed_at is not None:
+            self.rounds[-1][-1].dense_ms = self._elapsed_ms(self._closed_at, self._stamp())
+            self._closed_at = None
+
+    def next_round(self) -> None:
+        """The backward is through."""
+        self.over()
+        self.rounds.append([])
+
+    def typical(self, num_windows: int, group: dist.ProcessGroup) -> list[Idle]:
+        """Of each window the median over rounds, and of that the least of all ranks. Collective.
+
+        The first round is left out where there are more: it is the one in which everything is slow.
+        """
+        rounds = [each for each in self.rounds if len(each) >= num_windows and each] or [[Idle()] * num_windows]
+        rounds = rounds[1:] or rounds
+        times = [[(each.moe_ms, each.dense_ms) for each in windows[:num_windows]] for windows in rounds]
+        medians = torch.tensor(np.median(np.array(times).reshape(len(rounds), num_windows, 2), axis=0))
+        medians = medians.to(self.device)
+        dist.all_reduce(medians, dist.ReduceOp.MIN, group=group)
+        return [Idle(*each) for each in medians.tolist()]
+
+
+class TimedWindow:
+    """A layer's window that also measures how idle the lane of gradients is in it.
+
+    Args:
+        reducer: whose window it is.
+        plan: of the layer's backward.
+        idle: where it is noted.
+    """
+
+    def __init__(self, reducer: GradientReducer, plan: PhasePlan, idle: IdleTimes) -> None:
+        self.recorder = Recorder(idle.device, idle.host)
+        """To be told what the layer's backward does."""
+        self._reducer = reducer
+        self._plan = plan
+        self._idle = idle
+        self._is_timed = False
+
+    @property
+    def flats(self) -> tuple[FlatGradients, ...]:
+        """Likewise."""
+        return self._reducer.flats
+
+    def open(self, label: str) -> tuple[GradientSlice, ...]:
+        """See :class:`~ds_fsmoe.gradients.reducer.GradientReducer`."""
+        parcels = self._reducer.open(label)
+        # A graph that is older than the plan still has this window, and gradients travel in it by now.
+        self._is_timed = self._reducer.is_sending() and self._reducer.plan is None
+        if self._is_timed:
+            self._idle.opened()
+        return parcels
+
+    def send(self, parcel: GradientSlice) -> None:
+        """Likewise."""
+        self._reducer.send(parcel)
+
+    def close(self) -> None:
+        """Likewise."""
+        if self._is_timed:
+            self._idle.closed(self._gap_ms())
+        self._reducer.close()
+
+    def _gap_ms(self) -> float:
+        """From the end of the task before the gradients' place on their lane to the start of the one behind it."""
+        sending = self._plan.sending((GRAD,))
+        place = next(i for i, task in enumerate(sending.tasks) if task.kind == GRAD)
+        lane = sending.tasks[place].lane
+        num_before = sum(task.lane is lane for task in sending.tasks[:place])
+        spans = self.recorder.timeline(self._plan.schedule).spans
+        on_lane = [each for each in spans if each.task.lane is lane]
+        start_ms = on_lane[num_before - 1].end_ms if num_before else 0.0
+        end_ms = on_lane[num_before].start_ms if num_before < len(on_lane) else max(each.end_ms for each in spans)
+        return max(0.0, end_ms - start_ms)
+
+
+def cost_of(flat: FlatGradients, host: Clock = HOST) -> LinearCost:
+    """Measure what reducing bytes of a buffer costs, here and now among its ranks. Collective.
+
+    Args:
+        flat: the buffer.
+        host: the clock of the CPU.
+    """
+    largest = max(8, min(flat.numel, MEASURED_NUMEL))
+    sizes = [max(1, largest // 16), max(2, largest // 4), largest]
+    reducing = all_reducing(flat.dtype, flat.device, flat.group)
+    medians_ms = Stopwatch(flat.device, flat.group, host).times_ms("gradients", sizes, reducing, flat.group)
+    return fit([numel * flat.element_bytes for numel in sizes], medians_ms).cost
+
+
+def plan_by_time(
+    supplies: Sequence[BufferReadiness],
+    lanes: Sequence[tuple[Lane, ...]],
+    costs: Sequence[LinearCost],
+    idle: Sequence[Idle],
+    mode: Mode,
+    *,
+    solver: str,
+    chunk_bytes: int,
+) -> GradientPlan:
+    """Slices for the time there is (paper, section 5): up to it they cost nothing, from there on as much as alone.
+
+    Args:
+        supplies: of the buffers.
+        lanes: of the buffers.
+        costs: of the buffers, per byte.
+        idle: of the windows.
+        mode: not "off".
+        solver, chunk_bytes: see :func:`ds_fsmoe.planning.gradients.partition`.
+    """
+    pieces: list[Piece] = []
+    windows: list[Window] = []
+    for number, window in enumerate(idle):
+        for supply, lane, cost in zip(supplies, lanes, costs, strict=True):
+            before = supply.ready[number - 1] if number else 0
+            size_bytes = (supply.ready[number] - before) * supply.element_bytes
+            pieces.append(Piece(supply.kind, lane, size_bytes, cost))
+        for kind, time_ms in (("moe", window.moe_ms), ("dense", window.dense_ms)):
+            windows.append(Window(number, kind, len(pieces), _beyond(time_ms)))
+    found = partition(pieces, windows, mode, solver=solver, chunk_bytes=chunk_bytes)
+    wanted = [
+        WindowBytes(
+            *(tuple((each.kind, each.size_bytes) for each in found.slices[2 * number + part]) for part in (0, 1))
+        )
+        for number in range(len(idle))
+    ]
+    return plan_by_bytes(supplies, wanted)
+
+
+def _beyond(idle_ms: float):
+    return lambda grad_ms: np.maximum(0.0, grad_ms - idle_ms)

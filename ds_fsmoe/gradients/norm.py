@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norm of all gradients, where DeepSpeed's own is not it: every distinct parameter once, alike on every rank.
+
+With ZeRO (stages 1 and 2) DeepSpeed's norm is right, and stays. Without it (stage 0) DeepSpeed 0.19.8 averages the
+norms that the ranks find for what they hold, or leaves experts out altogether, so the value depends on how experts are
+spread; and gradients are clipped by it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import PIPE_REPLICATED, is_model_parallel_parameter
+from deepspeed.utils import groups as stock_groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+from torch import nn
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
+    """The 2-norm of the reduced gradients of a model, as a scalar. Collective.
+
+    A dense gradient is the same on all ranks and counts here. Those of experts are summed over the ranks that hold
+    different experts, or different shards of one; what tensor-parallel ranks or pipeline stages hold, over those.
+
+    Args:
+        parameters: of the model, on this rank; those without a gradient count nothing.
+        mpu: DeepSpeed's, or ``None``.
+    """
+    is_counted = bwc_tensor_model_parallel_rank(mpu) == 0
+    whole: list[torch.Tensor] = []
+    split: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is None or getattr(parameter, PIPE_REPLICATED, False):
+            continue
+        norm = parameter.grad.detach().float().norm(2)
+        if is_moe_param(parameter) and _ranks_of(parameter.group_name).size() > 1:
+            split[parameter.group_name].append(norm)
+        elif is_counted or is_model_parallel_parameter(parameter):
+            whole.append(norm)
+    device = next((each.device for norms in (whole, *split.values()) for each in norms), None)
+    total = _sum_of_squares(whole, device)
+    # By name: every rank that holds experts of a group has parameters of that name.
+    for name in sorted(split):
+        of_group = _sum_of_squares(split[name], device)
+        dist.all_reduce(of_group, group=_ranks_of(name))
+        # Tensor-parallel ranks are among those of the group, and have all found the same.
+        total = total + of_group if is_counted else total
+    if mpu is not None:
+        dist.all_reduce(total, group=mpu.get_model_parallel_group())
+    return total.sqrt()
+
+
+def _ranks_of(group_name: str) -> dist.ProcessGroup:
+    return stock_groups._get_expert_parallel_group(group_name)
+
+
+def _sum_of_squares(norms: list[torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    return torch.stack(norms).pow(2).sum() if norms else torch.zeros((), device=device)
+
+
+def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any = None) -> torch.Tensor:
+    """Scale gradients down to ``max_norm``, if they are above; returns what their norm was."""
+    parameters = [each for each in parameters if each.grad is not None]
+    norm = gradient_norm(parameters, mpu)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for each in parameters:
+        each.grad.mul_(factor)
+    return norm
+
+
+def correct_norm(engine: Any) -> None:
+    """Let the optimizer of an engine clip by the true norm, where it would not.
+
+    A plain optimizer has its clipping done by the engine (see ``FSMoEEngine.clip_fp32_gradients``).
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, ZeROOptimizer) or not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return
+    stock_unscale = optimizer.unscale_and_clip_grads
+
+    def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
+        # It comes here with the norm of the dense gradients alone, when all have been reduced.
+        parameters = (each for group in optimizer.fp16_groups for each in group)
+        norm = gradient_norm(parameters, engine.mpu).item()
+        optimizer._global_grad_norm = norm
+        return stock_unscale(norm, apply_scale)
+
+    optimizer.unscale_and_clip_grads = unscale_and_clip_grads

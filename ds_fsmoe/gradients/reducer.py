@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduces gradients while the backward is still under way: in windows, by a plan that every rank has alike.
+
+A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one and move into flat
+buffers: from then on there is no other copy of them, and what autograd adds goes there too. The MoE layers' backwards
+open windows, in which stretches of the buffers travel; ``finish`` sends the rest. The messages of a communicator and
+their sizes follow from the plan alone, never from what has arrived on a rank. Two things may therefore go wrong on a
+rank, and both are put right at the end: a gradient that never came was sent as zero, which is what it is; what came
+after its place was sent travels in a message of its own, and is added. The last message carries, for every parameter,
+on how many ranks that happened, so all ranks send those together.
+
+The first rounds have no plan and send all at the end; they note before which window each gradient came. Ranks take
+the latest of what they saw, lay the buffers out in that order and make the plan. A round in which something came too
+late makes the next one look again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.gradients.flat_buffers import FlatGradients
+from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, GradientSlice
+
+MakePlan = Callable[[Sequence[BufferReadiness]], GradientPlan]
+
+
+class GradientReducer:
+    """Owns the buffers and the state of a round.
+
+    Args:
+        flats: the buffers; the last one's ranks include those of all others, and its ``extra`` has room for two
+            elements per parameter of all buffers.
+        gradient_of: the present gradient of a parameter, or ``None``.
+        is_sending: whether a backward under way now is to be reduced; the same on every rank.
+        make_plan: from what exists before each window; the same on every rank. It may communicate.
+        looks: rounds before there is a plan.
+        replace: puts a tensor, or ``None``, where ``gradient_of`` reads.
+        all_used: whether every parameter is known to get its gradient once in each round, early enough: then nothing
+            is ever sent again, ranks need not tell each other, and ``extra`` is empty.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[FlatGradients],
+        gradient_of: Callable[[nn.Parameter], torch.Tensor | None],
+        is_sending: Callable[[], bool],
+        make_plan: MakePlan,
+        replace: Callable[[nn.Parameter, torch.Tensor | None], None],
+        looks: int = 1,
+        all_used: bool = False,
+    ) -> None:
+        self.flats = tuple(flats)
+        self._gradient_of = gradient_of
+        self.is_sending = is_sending
+        self._make_plan = make_plan
+        self.plan: GradientPlan | None = None
+        # By number: of a parameter over all buffers, as they were given. Their order in a buffer may change.
+        self._numbers = {id(p): n for n, p in enumerate(p for flat in self.flats for p in flat.parameters)}
+        self._replace = replace
+        self._all_used = all_used
+        num_extra = 0 if all_used else 2 * len(self._numbers)
+        if len(self.flats[-1].extra) != num_extra:
+            raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
+        self._ready_at = [0] * len(self._numbers)
+        self._looks_left = looks
+        self.is_waiting = False
+        """Whether rounds are not looked at for now, because backwards will be run otherwise."""
+        self._passed: list[list[str]] = []
+        """Layers, in the order of the windows they opened, for each round that was looked at."""
+        self._windows: tuple[str, ...] = ()
+        """The layers that the plan counts on."""
+        self.on_finish: Callable[[], None] | None = None
+        """Hears of the end of each backward, ahead of what is sent then."""
+        self.rounds = 0
+        """How many have been finished."""
+        self.sent_again = 0
+        """How many gradients had to travel twice, over all rounds."""
+        self._backwards: set[int] = set()
+        """Autograd's numbers of those that have begun and not come to their end."""
+        self._new_plan: GradientPlan | None = None
+        self._new_windows: tuple[str, ...] = ()
+        self._parts: tuple[tuple[GradientSlice, ...], ...] = ()
+        self._locate()
+        self._begin()
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._numbers
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Whose gradients are reduced here."""
+        return (parameter for flat in self.flats for parameter in flat.parameters)
+
+    def value(self, parameter: nn.Parameter) -> torch.Tensor:
+        """[numel]: the reduced gradient, from :meth:`finish` until the next round."""
+        flat, index = self._places[id(parameter)]
+        return self.flats[flat].value(index)
+
+    def place(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The same memory, in the parameter's shape and layout."""
+        flat, index = self._places[id(parameter)]
+        return self.flats[flat].place(index)
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        """The gradient of a parameter is there. Without it, it is looked for at the end."""
+        self._begin_if_over()
+        self._note_backward()
+        flat, index = self._places[id(parameter)]
+        self._came_at[self._numbers[id(parameter)]] = self._opened
+        # What comes behind the stretch stays with the parameter: it is late.
+        if self._sent[flat] <= self.flats[flat].starts[index]:
+            self._move(parameter)
+
+    def _note_backward(self) -> None:
+        """Called within one: autograd tells when it has come to its end, and says nothing if it ends in an error."""
+        number = torch._C._current_graph_task_id()
+        if number >= 0 and number not in self._backwards:
+            self._backwards.add(number)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._backwards.discard, number))
+
+    def forget_if_broken_off(self) -> None:
+        """A forward begins: what a backward that ended in an error has left behind is no part of the next round."""
+        # Within a backward it is part of one, checkpointed as a whole, and no sign of an error.
+        if self._backwards and torch._C._current_graph_task_id() < 0:
+            self.forget()
+
+    def forget(self) -> None:
+        """Give the round up, on every rank. Gradients that parameters still have stay with them."""
+        self._backwards.clear()
+        self._wait()
+        self._is_over = True
+
+    def _move(self, parameter: nn.Parameter) -> None:
+        """The gradient that a parameter has, to its place in the buffer."""
+        number, gradient, place = self._numbers[id(parameter)], self._gradient_of(parameter), self.place(parameter)
+        if gradient is None:
+            place.zero_()
+            return
+        if gradient.dtype == place.dtype:
+            if gradient.data_ptr() != place.data_ptr():
+                place.copy_(gradient)
+            self._replace(parameter, place)
+        else:
+            # Of another type than the wire's. The parameter keeps it until its slice leaves, for hooks to see.
+            place.copy_(gradient)
+        self._lent.add(number)
+        self._there.add(number)
+
+    def open(self, label: str) -> tuple[GradientSlice, ...]:
+        """The backward of the MoE layer of that name begins: what is to be sent in it, in this order."""
+        if not self.is_sending():
+            return ()
+        self._begin_if_over()
+        self._note_backward()
+        self._wait()
+        self._layers.append(label)
+        # By name: where a rank has gone past a layer that others have run, it is where they are all the same.
+        if label in self._windows[self._opened :]:
+            self._opened = self._windows.index(label, self._opened) + 1
+        elif self._windows:
+            return ()
+        else:
+            self._opened += 1
+        part = 2 * (self._opened - 1)
+        if part >= len(self._parts):
+            return ()
+        self._start_until(part)  # a layer inside another's expert: the part beside the outer one has not gone yet
+        self._wait()
+        self._next_part = part + 1
+        for parcel in self._parts[part]:
+            self._fill(parcel)
+        return self._parts[part]
+
+    def send(self, parcel: GradientSlice) -> None:
+        """One of what ``open`` gave, in the calling thread and on its current stream."""
+        self.flats[parcel.flat].send(parcel.first, parcel.stop)
+
+    def close(self) -> None:
+        """The layer's backward is through: what travels beside what follows is on its way."""
+        part = 2 * self._opened - 1
+        if not self._is_over and part == self._next_part < len(self._parts):
+            self._start_until(part + 1)
+
+    def finish(self) -> set[int]:
+        """The backward is over: send the rest, and again what was sent too early.
+
+        Returns:
+            ids of the parameters that have a gradient on any rank; of all, where all are known to.
+
+        Raises:
+            RuntimeError: a gradient came too late, and was known not to; all messages have been sent.
+        """
+        self._begin_if_over()
+        if self.on_finish is not None:
+            self.on_finish()
+        self._wait()
+        last = self.flats[-1]
+        marks = self._marks()
+        last.extra.copy_(torch.tensor([] if self._all_used else marks))
+        # Where a rank has passed fewer layers than others, its messages are cut as theirs all the same.
+        self._start_until(len(self._parts), at_end=True)
+        for index, flat in enumerate(self.flats):
+            parcel = GradientSlice(flat.kind, index, self._sent[index], flat.numel)
+            if parcel.first == parcel.stop and not (flat is last and len(last.extra)):
+                continue
+            self._fill(parcel, at_end=True)
+            self._under_way.append(flat.start(parcel.first, parcel.stop, with_extra=flat is last))
+        self._wait()
+        if self._all_used:
+            self._refuse_late(marks[len(self._numbers) :])
+        # The one look from the host at what the ranks have in common.
+        present_on, late_on = ([1.0] * len(self._numbers), []) if self._all_used else last.extra.view(2, -1).tolist()
+        self._send_again([number for number, count in enumerate(late_on) if count])
+        self._look(any(late_on))
+        self.rounds += 1
+        self._is_over = True
+        return {each for each, number in self._numbers.items() if present_on[number]}
+
+    def _marks(self) -> list[float]:
+        """For every parameter: whether it has a gradient here; then, for every one: whether that came too late."""
+        present, late = ([0.0] * len(self._numbers) for _ in range(2))
+        for flat, each in enumerate(self.flats):
+            for index, parameter in enumerate(each.parameters):
+                number, has_own = self._numbers[id(parameter)], self._gradient_of(parameter) is not None
+                present[number] = float(has_own or number in self._there)
+                # When its place was sent, a gradient that was there left the parameter.
+                late[number] = float(has_own and self._sent[flat] > each.starts[index])
+        return present + late
+
+    def _refuse_late(self, late: Sequence[float]) -> None:
+        if any(late):
+            sizes = [tuple(each.shape) for each in self.parameters if late[self._numbers[id(each)]]]
+            raise RuntimeError(
+                f"gradients of parameters of shape {sizes} came after their slices had left, or twice, and "
+                "fsmoe.gradient_partition.all_used = true says that this does not happen: leave it out"
+            )
+
+    def _begin_if_over(self) -> None:
+        if self._is_over:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._new_plan is not None:
+            # Not before: until now the reduced gradients of the last round may have been read.
+            self._take_out()
+            for flat in self.flats:
+                flat.arrange(self._in_order(flat))
+            self._locate()
+            self.plan, self._new_plan = self._new_plan, None
+            self._parts = self.plan.parts
+            self._windows, self._new_windows = self._new_windows, ()
+        self._is_over = False
+        self._sent = [0] * len(self.flats)
+        self._opened = 0
+        self._layers: list[str] = []
+        self._next_part = 0
+        self._there: set[int] = set()
+        # Of those, which the parameters can still see.
+        self._lent: set[int] = set()
+        self._came_at: dict[int, int] = {}
+        self._under_way: list[Callable[[], None]] = []
+
+    def _locate(self) -> None:
+        self._places = {
+            id(parameter): (flat, index)
+            for flat, each in enumerate(self.flats)
+            for index, parameter in enumerate(each.parameters)
+        }
+
+    def _wait(self) -> None:
+        for wait in self._under_way:
+            wait()
+        self._under_way = []
+
+    def _start_until(self, part: int, at_end: bool = False) -> None:
+        """All parts of the plan before this one are on their way."""
+        for parcels in self._parts[self._next_part : part]:
+            for parcel in parcels:
+                self._fill(parcel, at_end)
+                self._under_way.append(self.flats[parcel.flat].start(parcel.first, parcel.stop))
+        self._next_part = max(self._next_part, part)
+
+    def _fill(self, parcel: GradientSlice, at_end: bool = False) -> None:
+        """Before a stretch leaves: what has not come is zero, and at the end what it is."""
+        flat = self.flats[parcel.flat]
+        # One that began in an earlier stretch was filled with it.
+        for index in range(bisect_left(flat.starts, parcel.first), bisect_left(flat.starts, parcel.stop)):
+            parameter = flat.parameters[index]
+            number = self._numbers[id(parameter)]
+            if number in self._lent and not self._is_in_place(parameter):
+                # A hook or a script has put another in its stead, or none; or it is of another type.
+                self._there.discard(number)
+                self._move(parameter)
+            if number not in self._there:
+                if not at_end and not self._is_in_place(parameter):
+                    flat.value(index).zero_()
+                    continue
+                self._move(parameter)
+            self._replace(parameter, None)
+        self._sent[parcel.flat] = parcel.stop
+
+    def _is_in_place(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradient lies in the buffer, from an earlier round."""
+        gradient = self._gradient_of(parameter)
+        return gradient is not None and gradient.data_ptr() == self.value(parameter).data_ptr()
+
+    def _take_out(self) -> None:
+        """Gradients of an earlier round leave the buffer, for others will lie where they do."""
+        for parameter in self.parameters:
+            if self._is_in_place(parameter):
+                self._replace(parameter, self.place(parameter).clone())
+
+    def _send_again(self, numbers: Sequence[int]) -> None:
+        parameters = {self._numbers[id(each)]: each for each in self.parameters} if numbers else {}
+        for number in numbers:
+            parameter = parameters[number]
+            flat, index = self._places[id(parameter)]
+            self.flats[flat].add(index, self._gradient_of(parameter))
+            self._replace(parameter, None)
+        self.sent_again += len(numbers)
+
+    def _look(self, was_late: bool) -> None:
+        """Note what came when, if this round was one for looking; after the last one agree on it, and plan."""
+        if self.is_waiting:
+            return
+        if not self._looks_left:
+            self._looks_left = int(was_late)
+            return
+        # What was late once stays late: ranks may take turns.
+        for number in range(len(self._numbers)):
+            came_at = self._came_at.get(number, self._opened)
+            self._ready_at[number] = max(self._ready_at[number], came_at)
+        if not self._windows:
+            self._passed.append(self._layers)
+        self._looks_left -= 1
+        if self._looks_left:
+            return
+        last = self.flats[-1]
+        facts = on_every_rank((self._passed, self._ready_at), last.group)
+        self._ready_at = [max(each) for each in zip(*(ready_at for _, ready_at in facts), strict=True)]
+        seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
+        # Where not every backward passes the same layers, there is no telling when a window opens.
+        self._new_windows = seen.pop() if len(seen) == 1 else ()
+        self._plan_for(len(self._new_windows))
+
+    def look_again(self, rounds: int) -> None:
+        """From now on, in so many rounds more."""
+        self.is_waiting, self._looks_left = False, rounds
+
+    def memory(self) -> dict[str, list]:
+        """What the plan in force rests on, as plain data: the layers whose windows it counts on, and how many windows
+        had opened when each gradient came."""
+        return {"windows": list(self._windows), "ready_at": list(self._ready_at)}
+
+    def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
+        """Send by a plan that was made in another run, of the same model on as many ranks; between two rounds.
+
+        Args:
+            plan: then in force.
+            windows, ready_at: its :meth:`memory`.
+
+        Raises:
+            ValueError: of other buffers or parameters.
+        """
+        sizes = tuple(flat.numel for flat in self.flats)
+        if plan.sizes != sizes or len(ready_at) != len(self._numbers):
+            raise ValueError(f"a plan for buffers of {plan.sizes} elements and {len(ready_at)} parameters: has {sizes}")
+        self._looks_left, self.is_waiting = 0, False
+        self._ready_at = list(ready_at)
+        self._new_plan, self._new_windows = plan, tuple(windows)
+        self._begin()
+
+    def _plan_for(self, num_windows: int) -> None:
+        supplies = []
+        for flat in self.flats:
+            ready = tuple(
+                sum(each.numel() for each in flat.parameters if self._ready_of(each) <= window)
+                for window in range(num_windows)
+            )
+            supplies.append(BufferReadiness(flat.kind, flat.element_bytes, ready, flat.numel))
+        self._new_plan = self._make_plan(supplies)
+
+    def _in_order(self, flat: FlatGradients) -> list[nn.Parameter]:
+        return sorted(flat.parameters, key=lambda each: (self._ready_of(each), self._numbers[id(each)]))
+
+    def _ready_of(self, parameter: nn.Parameter) -> int:
+        return self._ready_at[self._numbers[id(parameter)]]

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the reduction of gradients over from DeepSpeed: when their bytes move, and nothing else.
+
+DeepSpeed goes on deciding what a gradient is worth: its division, its type on the wire, its partitions, norm, clipping
+and overflow check. At stage 0 one method of the engine is replaced, at stages 1 and 2 four of the ZeRO optimizer, on
+the objects themselves; :meth:`Reduction.close` takes them off again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as stock_groups
+from torch import nn
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.fail_together import from_first_rank
+from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
+from ds_fsmoe.gradients.flat_buffers import FlatGradients
+from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
+from ds_fsmoe.gradients.reducer import GradientReducer
+from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2
+from ds_fsmoe.layer.stock_layer import FSMoELayer
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, plan_by_rule
+from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.presets import BEST, preset
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+
+LOOKS = 3
+"""Backwards that are looked at before gradients travel in them: the first of all is slow, two are measured."""
+
+
+def wanted_mode(block: FSMoEBlock) -> Mode:
+    """As the block says, or else as its schedule is: "off" is DeepSpeed's own reduction."""
+    asked = block.gradient_partition.mode
+    if asked != "auto":
+        return asked
+    of_schedule = "adaptive" if block.schedule == BEST else preset(block.schedule).gradients
+    return "off" if of_schedule == "exposed" else of_schedule
+
+
+def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
+    """What keeps gradients of this engine from being taken over; ``None`` for nothing. The same on every rank."""
+    optimizer = engine.optimizer
+    if optimizer is None:
+        return "there is no optimizer"
+    if engine.pipeline_parallelism:
+        return "a pipeline of stages reduces when it is through"
+    if engine.sequence_parallel_size > 1:
+        return "DeepSpeed's sequence parallelism divides gradients in a way of its own"
+    if isinstance(optimizer, ZeROOptimizer) and type(optimizer) is not DeepSpeedZeroOptimizer:
+        return f"{type(optimizer).__name__} keeps gradients where a backward cannot reach them"
+    if len(next(iter(groups.values())).layout.dp[0]) == 1:
+        return "a model has no replica to reduce with"
+    for each in groups.values():
+        # Whoever reduces experts together has to agree on what is late, and does so with those of dense gradients.
+        if not all(any(set(edp) <= set(dp) for dp in each.layout.dp) for edp in each.layout.edp):
+            return "experts are reduced among ranks that reduce dense gradients apart (mpu)"
+    return None
+
+
+class Reduction:
+    """The gradients of one engine, reduced by us. Collective to make.
+
+    Args:
+        engine: complete, its optimizer included.
+        layers: its MoE layers, with their pipelines.
+        mode: when bytes move.
+        block: what else is asked for.
+        groups: of the MoE layers, by DeepSpeed's name of their experts' group.
+        beside: whether slices may travel beside other collectives between the layers.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        layers: Sequence[FSMoELayer],
+        mode: Mode,
+        block: FSMoEBlock,
+        groups: dict[str, FSMoEGroups],
+        beside: bool = True,
+    ) -> None:
+        self.mode = mode
+        self._asked = block.gradient_partition
+        self._layers = tuple(layers)
+        self._by_rule = block.deterministic
+        self._door = (Stages1And2 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else Stage0)(engine)
+        self.reducer = GradientReducer(
+            _flats(self._door, groups, block.gradient_partition.all_used, beside),
+            self._door.gradient_of,
+            self._door.is_sending,
+            self._plan,
+            self._door.replace,
+            looks=1 if self._by_rule else LOOKS,
+            all_used=block.gradient_partition.all_used,
+        )
+        self._idle = IdleTimes(engine.device)
+        self.reducer.on_finish = self._idle.next_round
+        self.look_at_plans()
+        self._door.take(self.reducer)
+        log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
+
+    def wait(self) -> None:
+        """The layers' plans are not settled: do not measure in their backwards, nor plan by those."""
+        if self.reducer.plan is None:
+            self.reducer.is_waiting, self.reducer.on_finish = True, None
+            self._watch_no_more()
+
+    def go_on(self) -> None:
+        """They are settled."""
+        if self.reducer.plan is None:
+            self._idle = IdleTimes(self._idle.device)
+            self.reducer.on_finish = self._idle.next_round
+            self.reducer.look_again(LOOKS)
+            self.look_at_plans()
+
+    def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
+        """See :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
+        self.reducer.go_on_with(plan, windows, ready_at)
+        self.reducer.on_finish = None
+        self._watch_no_more()
+
+    def _watch_no_more(self) -> None:
+        for layer in self._layers:
+            layer.fsmoe.attach(self.reducer)
+
+    def look_at_plans(self) -> None:
+        """Measure in the backwards of the layers' plans, which have changed: until gradients are planned."""
+        if self.reducer.plan is not None:
+            return
+        for layer in self._layers:
+            # A graph that is older keeps the window of its own plan.
+            window = TimedWindow(self.reducer, layer.pipeline.backward, self._idle)
+            layer.fsmoe.attach(window, window.recorder)
+
+    def _plan(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
+        """The same on every rank: rank 0 of those that share dense gradients decides."""
+        self.reducer.on_finish = None
+        self._watch_no_more()
+        num_windows = len(supplies[-1].ready)
+        if self._by_rule or not num_windows:
+            return plan_by_rule(supplies, self.mode, self._asked.chunk_bytes)
+        group = self.reducer.flats[-1].group
+        idle = self._idle.typical(num_windows, group)
+        costs = [cost_of(each) for each in self.reducer.flats]
+        placements = self._layers[0].pipeline.backward.groups.placements
+        # Experts of the first layer may have nobody to be summed with, and those of another with another ep_size do.
+        lanes_of = {GRAD: placements["dp"].lanes, EXPERT_GRAD: placements["edp"].lanes or placements["dp"].lanes}
+        lanes = [lanes_of[each.kind] for each in supplies]
+        solver, chunk_bytes = self._asked.solver, self._asked.chunk_bytes
+        plan = plan_by_time(supplies, lanes, costs, idle, self.mode, solver=solver, chunk_bytes=chunk_bytes)
+        plan = from_first_rank(plan, group)
+        log_on_rank_0(_describe(plan, supplies, idle, self.mode))
+        return plan
+
+    def bytes_of_plan(self) -> tuple[int, int]:
+        """(all, those that travel before the backward is over), once there is a plan."""
+        assert self.reducer.plan is not None
+        return _bytes_of(self.reducer.plan, [each.element_bytes for each in self.reducer.flats])
+
+    def close(self) -> None:
+        """Give the reduction back to DeepSpeed."""
+        self._door.give_back()
+        for layer in self._layers:
+            layer.fsmoe.attach(None)
+
+
+def _memory_of(flats: Sequence[FlatGradients], is_partitioned: bool) -> str:
+    size = sum(each.numel * each.element_bytes for each in flats) / 1e6
+    sentence = f"gradients that travel early lie in buffers of {size:.4g} MB on this rank, and nowhere else"
+    if is_partitioned:
+        sentence += (
+            "; DeepSpeed's stage 2 by itself keeps a rank's own part of them and a bucket. Where that memory is "
+            'wanted: "gradient_partition": {"mode": "off"}'
+        )
+    return sentence
+
+
+def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, int]:
+    """(all, those that travel in windows)."""
+    early = sum((each.stop - each.first) * element_bytes[each.flat] for parcels in plan.parts for each in parcels)
+    return sum(numel * size for numel, size in zip(plan.sizes, element_bytes, strict=True)), early
+
+
+def _describe(plan: GradientPlan, supplies: Sequence[BufferReadiness], idle: Sequence[Idle], mode: Mode) -> str:
+    total, early = _bytes_of(plan, [each.element_bytes for each in supplies])
+    windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
+    return (
+        f"gradients ({mode}): {early / 1e6:.4g} of {total / 1e6:.4g} MB travel before the backward is over; idle there "
+        f"were, inside and behind each MoE layer, {windows} ms"
+    )
+
+
+def _flats(
+    door: Stage0 | Stages1And2, groups: dict[str, FSMoEGroups], all_used: bool, beside: bool
+) -> list[FlatGradients]:
+    """A buffer for each group and type; that of the most ranks last."""
+    dense: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+    experts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    everyone = next(iter(groups.values()))
+    # From the last to the first, as a backward makes them, until a backward has been seen.
+    for parameter in reversed(door.parameters()):
+        if not is_moe_param(parameter):
+            dense[door.wire_type(parameter)].append(parameter)
+        elif stock_groups._get_expert_data_parallel_group(parameter.group_name).size() > 1:
+            experts[parameter.group_name, door.wire_type(parameter)].append(parameter)
+    if not dense:
+        dense[torch.float32] = []
+    made: list[FlatGradients] = []
+    count = sum(map(len, (*dense.values(), *experts.values())))
+    communicators = {name: communicator_like(groups[name], "edp") for name in dict.fromkeys(n for n, _ in experts)}
+    for (name, dtype), parameters in experts.items():
+        of_kind = EXPERT_GRAD, parameters, dtype, communicators[name], door.scaling(), door.device
+        made.append(FlatGradients(*of_kind, beside=beside))
+    of_all = communicator_like(everyone, "dp")
+    for place, (dtype, parameters) in enumerate(dense.items(), 1):
+        extra = 2 * count if place == len(dense) and not all_used else 0
+        made.append(FlatGradients(GRAD, parameters, dtype, of_all, door.scaling(), door.device, extra, beside))
+    return made

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where DeepSpeed's own reduction of gradients is replaced: without ZeRO, and at its stages 1 and 2.
+
+Each says whose gradients there are, what they are divided by and when, and puts what was reduced where DeepSpeed looks
+for it.
+
+*Over which ranks a gradient is summed, and by what it is divided.* The gradient wanted is that of ``L = 1/dp * sum over
+d of L_d``, where L_d is the loss that one of the dp model replicas computes from its tokens. Every rank r starts its
+backward with dL_r/dL_r = 1, and gradients cross ranks where tokens did, so what a rank finds for a parameter of its own
+is the sum of dL_r/dw over all ranks r whose tokens it worked on. The rest is counting them. A pipeline stage has mp *
+dp = ep * esp * edp ranks.
+
+- Dense parameters and gates see the rank's own tokens: summed over DP, divided by dp.
+- An expert shard works on the tokens of its whole block of ep * esp ranks: the all-to-all brings those of ep ranks, the
+  all-gather those of all esp ranks of each. The reduce-scatter adds the shards' partial outputs, y_r = sum over s of
+  y_rs, hence dL_r/dy_rs = dL_r/dy_r for every shard s: its backward is an all-gather without any factor, and the shard
+  has its dL_r/dw_s for each r of the block, complete and once. EDP has one rank in every block: summed over EDP,
+  divided by dp, and not by edp, which would leave a factor that depends on ep and esp. The bias of the output is added
+  by one shard alone, and the others' gradient of it is zero.
+- With tensor parallelism mp ranks compute the same L_d. Where they have the same tokens, each sends its 1/mp of the
+  slots and the outputs are gathered: the gather's backward takes the rank's own slice of dL_d/dy, so every slot comes
+  to an expert once, with its full gradient, and the gate has the full gradient on each of the mp ranks: all as above.
+- Where the mp ranks have other tokens of one sequence, nothing changes for experts. The gate, and whatever else the
+  layer holds alike on them, sees the rank's own tokens only: it is summed over MP first, before DeepSpeed's hooks see
+  it. An auxiliary loss is computed mp times then, and the layer divides it by mp.
+
+DeepSpeed 0.19.8 does the same at every stage: experts (``group_name`` of ``ep_size_{ep*esp}``) over EDP, all else over
+DP, both divided by dp (``_reduce_expert_gradients`` of runtime/engine.py, ``average_tensor`` of zero/stage_1_and_2.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as stock_groups
+from torch import nn
+
+from ds_fsmoe.gradients.flat_buffers import Scaling
+from ds_fsmoe.gradients.reducer import GradientReducer
+
+
+class Stage0:
+    """Without ZeRO: DeepSpeed collects the gradients of all parameters when the backward is over."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.device = engine.device
+        self._handles: list[Any] = []
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose gradients are to be reduced, in the order of the module. Sparse ones are left to DeepSpeed."""
+        sparse = {
+            id(module.weight)
+            for module in self._engine.module.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
+        return [
+            each
+            for each in self._engine.module.parameters()
+            if each.requires_grad and each.numel() and id(each) not in sparse
+        ]
+
+    def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
+        return self._engine.communication_data_type
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # Made so by a function, and not by a module that says so beforehand.
+            parameter.grad = parameter.grad.to_dense()
+        return parameter.grad
+
+    def replace(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        parameter.grad = gradient
+
+    def is_sending(self) -> bool:
+        engine = self._engine
+        # Who asks for the reduction later may want to see to the gradients before.
+        is_by_backward = engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
+        return is_by_backward and engine.is_gradient_accumulation_boundary()
+
+    def scaling(self) -> Scaling:
+        """As ``DeepSpeedEngine.allreduce_bucket`` does it, for experts too: by the data-parallel size."""
+        engine = self._engine
+        size = dist.get_world_size(stock_groups._get_sequence_data_parallel_group())
+        if not engine.gradient_average:
+            return Scaling()
+        if not engine.postscale_gradients():
+            return Scaling(before=lambda message: message.mul_(1.0 / size))
+        first = engine.gradient_predivide_factor()
+        return Scaling(
+            before=None if first == 1.0 else lambda message: message.mul_(1.0 / first),
+            after=None if first == size else lambda message: message.mul_(first / size),
+        )
+
+    def take(self, reducer: GradientReducer) -> None:
+        def on_gradient(parameter: nn.Parameter) -> None:
+            if self.is_sending():
+                reducer.ready(parameter)
+
+        for parameter in reducer.parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
+
+        def gradients_for_reduction() -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+            reducer.finish()
+            return self._write_back(reducer)
+
+        self._engine._get_gradients_for_reduction = gradients_for_reduction
+
+    def _write_back(self, reducer: GradientReducer) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+        """Put what was reduced where DeepSpeed looks for it; returns what it still has to reduce."""
+        dense: list[torch.Tensor] = []
+        experts: dict[str, list[torch.Tensor]] = {name: [] for name in self._engine.expert_data_parallel_group}
+        for parameter in self._engine.module.parameters():
+            if not parameter.requires_grad or not parameter.numel():
+                continue
+            if parameter in reducer:
+                # Where it was reduced, if its type is the parameter's; one that is missing is zero there.
+                parameter.grad = reducer.place(parameter).to(parameter.dtype)
+                continue
+            if parameter.grad is None:
+                # A gradient that is missing is zero, as DeepSpeed has it.
+                parameter.grad = torch.zeros_like(parameter)
+            if is_moe_param(parameter):
+                experts[parameter.group_name].append(parameter.grad.data)
+            else:
+                dense.append(_as_deepspeed_has_it(parameter))
+        return dense, experts
+
+    def give_back(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        vars(self._engine).pop("_get_gradients_for_reduction", None)
+
+
+def _as_deepspeed_has_it(parameter: nn.Parameter) -> Any:
+    from deepspeed.runtime.sparse_tensor import SparseTensor
+
+    return SparseTensor(parameter.grad) if parameter.grad.is_sparse else parameter.grad.data
+
+
+class Stages1And2:
+    """With ZeRO: its hooks announce gradients, and its buckets are filled with what is reduced already."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._optimizer: DeepSpeedZeroOptimizer = engine.optimizer
+        self.device = engine.device
+        self._group_of = {
+            id(parameter): index for index, group in enumerate(self._optimizer.bit16_groups) for parameter in group
+        }
+        self._is_reduced = False
+        """Whether what goes through ZeRO's buckets now has been reduced already."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose gradients are to be reduced, in the order of the module."""
+        return [
+            each
+            for each in self._engine.module.parameters()
+            if each.requires_grad and each.numel() and id(each) in self._group_of
+        ]
+
+    def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
+        return self._optimizer.get_param_comm_dtype(parameter)
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return self._optimizer.get_gradient_for_reduction(parameter)
+
+    def replace(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        setattr(parameter, "grad_accum" if self._optimizer.use_grad_accum_attribute else "grad", gradient)
+
+    def is_sending(self) -> bool:
+        engine, optimizer = self._engine, self._optimizer
+        reduces = optimizer.partition_gradients or engine.is_gradient_accumulation_boundary()
+        return reduces and not engine.inside_no_sync_ctxt and not optimizer._coalesce_grad_reduction
+
+    def scaling(self) -> Scaling:
+        """As ``average_tensor`` does it, for experts too: by the data-parallel size, ahead of the sum."""
+        size = dist.get_world_size(self._optimizer.dp_process_group)
+        return Scaling(before=lambda message: message.div_(size)) if self._optimizer.gradient_average else Scaling()
+
+    def take(self, reducer: GradientReducer) -> None:
+        optimizer = self._optimizer
+        # Its second bucket and its stream are for a communication that is not its own any more.
+        self._overlap_comm, optimizer.overlap_comm = optimizer.overlap_comm, False
+        stock_process = optimizer.process_gradients
+        stock_average = optimizer.average_tensor
+        stock_epilogue = optimizer.overlapping_partition_gradients_reduce_epilogue
+
+        def process_gradients(parameter: nn.Parameter, i: int) -> None:
+            if parameter not in reducer or optimizer._coalesce_grad_reduction:
+                stock_process(parameter, i)
+                return
+            optimizer.setup_buckets()
+            if optimizer.use_grad_accum_attribute:
+                optimizer._fill_param_grad_accum_attribute(parameter)
+            if self.is_sending() and getattr(parameter, "ds_grad_is_ready", True):
+                reducer.ready(parameter)
+
+        def average_tensor(tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
+            if not self._is_reduced:
+                stock_average(tensor, communication_data_type)
+                return
+            bucket = optimizer.ipg_buckets[communication_data_type]
+            if not bucket.params:
+                return
+            parameters = (optimizer.bit16_groups[i][at] for i, at, _ in bucket.params)
+            reduced = torch.cat([reducer.value(each) for each in parameters])
+            tensor.copy_(reduced)
+            optimizer._add_full_reduction_to_compact_grad_partition(reduced, communication_data_type)
+
+        def epilogue() -> None:
+            self._hand_over(reducer)
+            stock_epilogue()
+
+        def reduce_gradients(pipeline_parallel: bool = False) -> None:
+            optimizer.setup_buckets()
+            for i, group in enumerate(optimizer.bit16_groups):
+                for parameter in group:
+                    if parameter not in reducer and self.gradient_of(parameter) is not None:
+                        optimizer.reduce_ready_partitions_and_remove_grads(parameter, i)
+            optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+        optimizer.process_gradients = process_gradients
+        optimizer.average_tensor = average_tensor
+        optimizer.overlapping_partition_gradients_reduce_epilogue = epilogue
+        optimizer.reduce_gradients = reduce_gradients
+        # Behind ``coalesce_grad_reduction``, where stock fills ZeRO's buckets with gradients yet to be reduced.
+        self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
+
+    def _hand_over(self, reducer: GradientReducer) -> None:
+        """Everything that has a gradient on some rank goes through ZeRO's buckets, in one order on all ranks."""
+        optimizer = self._optimizer
+        present = reducer.finish()
+        optimizer.setup_buckets()
+        optimizer.reduce_ipg_grads()  # what ZeRO has been given so far, and reduces itself
+        self._is_reduced = True
+        for parameter in reducer.parameters:
+            if id(parameter) in present:
+                self._give(parameter, reducer.place(parameter))
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
+        optimizer.reduce_ipg_grads()
+        self._is_reduced = False
+
+    def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
+        """What ZeRO takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""
+        uses_own = self._optimizer.use_grad_accum_attribute
+        dtype = self._optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
+        self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))
+
+    def give_back(self) -> None:
+        for name in _METHODS:
+            vars(self._optimizer).pop(name, None)
+        vars(self._engine).pop("_flush_coalesced_reduction_zero12", None)
+        self._optimizer.overlap_comm = self._overlap_comm
+
+
+_METHODS = (
+    "process_gradients",
+    "average_tensor",
+    "overlapping_partition_gradients_reduce_epilogue",
+    "reduce_gradients",
+)

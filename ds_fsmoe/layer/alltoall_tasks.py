@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an all-to-all is run in the groups of a layer: in one task or in two, and on which communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Nodes, Relays, Route
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
+from ds_fsmoe.execution.collectives import Leg
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
+from ds_fsmoe.planning.workload import AllToAll
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An all-to-all, ready to be run."""
+
+    whole: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+    """All of it at once: see :meth:`AllToAllBase.exchange`."""
+    legs: Mapping[str, Leg] = field(default_factory=dict)
+    """See :attr:`Wires.legs`."""
+
+    @property
+    def planned(self) -> AllToAll:
+        """As the planner calls what is run so."""
+        return "2dh" if self.legs else "flat"
+
+
+def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
+    """An all-to-all in the EP groups of a layer. Collective: it may make communicators.
+
+    Whether it is in steps follows from where all EP groups lie, not from this rank's, for the schedule has to be the
+    same on every rank. On one kind of link there is nothing to be gained, and it goes the flat way.
+
+    Raises:
+        ValueError: a hierarchical one that contradicts itself, on every rank.
+    """
+    if not isinstance(alltoall, HierarchicalAllToAll) or len(groups.planned.placements["ep"].lanes) < 2:
+        return Exchange(alltoall.exchange)
+    all_ranks = groups.layout.ep
+    nodes_of = {ranks: Nodes.of(groups.topology.node_of_rank[rank] for rank in ranks) for ranks in all_ranks}
+    relays_of = {nodes: Relays(alltoall, nodes) for nodes in dict.fromkeys(nodes_of.values())}
+    # Steps along one kind of link share communicators where they have the same parts, and those along another do not:
+    # each is on one lane.
+    communicators = tuple(
+        make_parts(
+            f"a2a_{link}",
+            tuple(
+                tuple(ranks[each] for each in part)
+                for ranks in all_ranks
+                for part in relays_of[nodes_of[ranks]].parts(step)
+            ),
+            groups.max_ctas,
+        )
+        for step, link in enumerate(alltoall.links)
+    )
+    own_ranks = groups.ranks_of("ep")
+    own, me = nodes_of[own_ranks], groups.index_in("ep")
+
+    def route(relays: Relays, groups_of_steps: tuple[dist.ProcessGroup | None, ...]) -> Route:
+        return Route(tuple(relays.hop(step, me) for step in range(len(relays.links))), groups_of_steps)
+
+    way_in = route(relays_of[own], communicators)
+    if alltoall.links != ("intra", "inter"):
+        return Exchange(way_in.exchange)
+    way_out = route(Relays(alltoall, own, back=True), communicators[::-1])
+    legs = {
+        A2A_IN_NODE: lambda blocks: way_in.step(0, blocks),
+        A2A_IN: lambda blocks: way_in.step(1, blocks),
+        A2A_OUT: lambda blocks: way_out.step(0, blocks),
+        A2A_OUT_NODE: lambda blocks: way_out.step(1, blocks),
+    }
+    return Exchange(way_in.exchange, legs)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A token's way through a layer, and the layer put together by hand that the paper's listing 2 shows.
+
+Letters: S tokens on this rank, M width, E experts, e experts on this rank, C slots per expert, G ranks that exchange
+tokens (E = G * e).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe import registry
+from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
+from ds_fsmoe.components.expert import LocalExperts
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.order import OrderBase
+from ds_fsmoe.components.routing import RoutingBase, kind_of
+from ds_fsmoe.execution.chunking import cut
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
+from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
+from ds_fsmoe.layer.widths import check_width, naming_widths
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.ops import REFERENCE, Ops
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_plan import PhasePlan
+
+
+@dataclass(frozen=True)
+class MoEOutput:
+    """What a layer computes."""
+
+    output: torch.Tensor
+    """[..., M], the shape of the input."""
+    aux_loss: torch.Tensor
+    """Scalar: the gate's load-balancing loss."""
+    counts_E: torch.Tensor
+    """[E] int64: tokens of this rank that chose each expert, before any was dropped."""
+
+
+def token_path(
+    x: torch.Tensor,
+    used_token_S: torch.Tensor | None,
+    *,
+    gate: Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], RoutingBase],
+    order: OrderBase,
+    pipeline: Pipeline,
+    experts: ExpertSet | WholeExperts,
+    group: dist.ProcessGroup | None,
+    callbacks: Sequence[CallbackBase] = (),
+    duplicates: TensorParallelTokens | None = None,
+    width: int | None = None,
+    name: str = "",
+) -> MoEOutput:
+    """Gate, order, to the experts and back chunk by chunk, i-order.
+
+    Args:
+        x: [..., M].
+        used_token_S: [S] mask of tokens that take part, or ``None``.
+        gate: ``(x_SM, used_token_S, group) -> routing``.
+        order: a part, that reads the gate's kind of routing.
+        pipeline: how the part between the orders is run.
+        experts: of this rank.
+        group: the ranks that have to agree on the capacity; ``None`` for one.
+        callbacks: called in turn at each of the six points.
+        duplicates: the ranks that have the same tokens and send a part of the slots each; ``None``: this one sends all.
+        width: M, that the layer was made for; ``None`` where it is not known.
+        name: of the layer, for messages; the pipeline's label unless given.
+
+    Raises:
+        LayerError: an input or an expert of another width.
+    """
+    name = name or pipeline.label
+    routing: RoutingBase | None = None
+
+    def hooked(
+        point: str, tensor: torch.Tensor, direction: Literal["forward", "backward"] = "forward", chunk: int = 0
+    ) -> torch.Tensor:
+        for callback in callbacks:
+            args = CallbackArgs(tensor, routing, direction, pipeline.label, chunk)
+            replaced = getattr(callback, point)(args)
+            tensor = tensor if replaced is None else replaced
+        return tensor
+
+    x = hooked("before_moe_start_hook", x)
+    check_width(name, x, width)
+    x_SM = x.reshape(-1, x.shape[-1])
+    routing = gate(x_SM, used_token_S, group)
+    chunked, capacity = _in_chunks(routing, pipeline, duplicates)
+    x_ECM = order.arrange(x_SM, chunked)
+    x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
+    if duplicates is not None:
+        x_RM = duplicates.drop(x_RM)
+    with naming_widths(name, experts, x_RM):
+        y_RM = pipeline(x_RM, routing.num_experts, capacity, experts, hooked if callbacks else None)
+    if duplicates is not None:
+        y_RM = duplicates.gather(y_RM)
+    y_ECM = y_RM.view(routing.num_experts, chunked.capacity, y_RM.shape[-1])
+    y = hooked("before_moe_end_hook", order.restore(y_ECM, chunked).reshape(x.shape))
+    return MoEOutput(y, routing.aux_loss, routing.counts_E)
+
+
+def pipeline_without_engine(
+    alltoall: AllToAllBase, group: dist.ProcessGroup | None, lanes: Lanes, degrees: tuple[int, int] = (1, 1)
+) -> Pipeline:
+    """What runs a layer that stands in no engine of ours.
+
+    Args:
+        alltoall: which all-to-all.
+        group: the ranks that share the experts; ``None`` for this process alone.
+        lanes: on which tasks are run.
+        degrees: chunks (forward, backward).
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
+    plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(degrees)]
+    return Pipeline(lanes, Collectives(alltoall.exchange, group if ranks > 1 else None, None), *plans)
+
+
+def _in_chunks(
+    routing: RoutingBase, pipeline: Pipeline, duplicates: TensorParallelTokens | None
+) -> tuple[RoutingBase, int]:
+    """The same routing with its slots chunk by chunk, and how many slots per expert this rank sends. An order puts rows
+    where the routing says, so chunks that lie in one piece cost no copy."""
+    num_experts, capacity = routing.num_experts, routing.capacity
+    if duplicates is None:
+        cutting = cut(capacity, pipeline.forward.block.degree)
+        return routing.relaid(partial(cutting.chunked_slots, num_experts=num_experts), capacity), capacity
+    own_capacity = duplicates.part(capacity)
+    cutting = cut(own_capacity, pipeline.forward.block.degree)
+    place = partial(duplicates.slots, num_experts=num_experts, capacity=capacity, cutting=cutting)
+    return routing.relaid(place, duplicates.num_ranks * own_capacity), own_capacity
+
+
+class MOELayer(nn.Module):
+    """A layer put together by hand from parts, usable as any ``nn.Module``, DeepSpeed or not.
+
+    ``MOELayer(LinearGate(k=2), SimpleOrder(), model_dim=512, num_experts=8, expert_dim=2048)``
+
+    Args:
+        gate_impl: a gate; the layer gives it its sizes.
+        order_impl: an order.
+        model_dim: M.
+        num_experts: E, over all ranks of ``group``.
+        expert_impl: one expert: a name on the shelf (then ``expert_dim`` is needed) or any row-wise ``nn.Module``,
+            copied for each expert of this rank.
+        expert_dim: H, for an expert named.
+        alltoall_impl: an all-to-all, or its name on the shelf.
+        callbacks: hooks, called in turn.
+        group: the ranks that share the experts; ``None`` means this process alone. Every rank has to be given the same
+            gate parameters: nothing is broadcast here.
+        return_stats: ``True`` makes ``forward`` return a :class:`MoEOutput` instead of the output tensor.
+        pipeline_degree: into how many chunks the capacity is cut; (forward, backward) if they differ. Experts that
+            would compute something else in chunks, as with dropout, are found at the first forward and not cut.
+        overlap: ``False`` does one task after another.
+        ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; those in plain
+            torch unless given.
+
+    Raises:
+        ValueError: sizes that do not fit together, or a part that does not exist.
+        TypeError: a part that is none of its kind.
+    """
+
+    def __init__(
+        self,
+        gate_impl: GateBase,
+        order_impl: OrderBase,
+        *,
+        model_dim: int,
+        num_experts: int,
+        expert_impl: str | nn.Module = "gpt",
+        expert_dim: int | None = None,
+        alltoall_impl: str | AllToAllBase = "flat",
+        callbacks: Sequence[CallbackBase] = (),
+        group: dist.ProcessGroup | None = None,
+        return_stats: bool = False,
+        pipeline_degree: int | tuple[int, int] = 1,
+        overlap: bool = True,
+        ops: Ops = REFERENCE,
+    ) -> None:
+        super().__init__()
+        if isinstance(alltoall_impl, str):
+            alltoall_impl = registry.lookup("alltoall", alltoall_impl)()
+        parts = [("gate_impl", gate_impl, GateBase), ("order_impl", order_impl, OrderBase)]
+        parts += [("alltoall_impl", alltoall_impl, AllToAllBase)]
+        parts += [("callbacks", callback, CallbackBase) for callback in callbacks]
+        for name, part, base in parts:
+            if not isinstance(part, base):
+                raise TypeError(f"MOELayer: {name} = {part!r}: must be an instance of {base.__name__}")
+        kind = kind_of(gate_impl)
+        if not issubclass(kind, order_impl.reads):
+            raise ValueError(
+                f"MOELayer: order_impl = {type(order_impl).__name__}: cannot read the {kind.__name__} that "
+                f"{type(gate_impl).__name__} gives; the order {kind.order!r} can"
+            )
+        num_ranks = 1 if group is None else dist.get_world_size(group)
+        if num_experts < 1 or num_experts % num_ranks:
+            raise ValueError(f"MOELayer: num_experts = {num_experts}: must be a multiple of the {num_ranks} rank(s)")
+        if isinstance(expert_impl, str):
+            if expert_dim is None or expert_dim < 1:
+                raise ValueError(f"MOELayer: expert_impl = {expert_impl!r} needs expert_dim, the expert's hidden width")
+            expert_impl = registry.lookup("expert", expert_impl)(model_dim, expert_dim)
+        degrees = (pipeline_degree,) * 2 if isinstance(pipeline_degree, int) else tuple(pipeline_degree)
+        if len(degrees) != 2 or not all(isinstance(each, int) and each >= 1 for each in degrees):
+            raise ValueError(f"MOELayer: pipeline_degree = {pipeline_degree!r}: must be 1 or more, or a pair of such")
+        gate_impl.build_once(model_dim, num_experts)
+        gate_impl.ops = order_impl.ops = ops
+        self.gate = gate_impl
+        self.experts = LocalExperts(expert_impl, num_experts // num_ranks)
+        self.order = order_impl
+        self.callbacks = tuple(callbacks)
+        self.group = group
+        self.return_stats = return_stats
+        self.overlap = overlap
+        self._degrees = degrees
+        self._alltoall = alltoall_impl
+        self._running: tuple[Pipeline, ExpertSet] | None = None
+        self._looked: set[bool] = set()
+
+    def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
+        """[..., M] to [..., M]; with ``return_stats`` a :class:`MoEOutput`."""
+        if self._running is None:
+            # Only now the device is known.
+            lanes = make_lanes(x.device, self.overlap)
+            experts = ExpertSet(list(self.experts.experts), path="MOELayer")
+            self._running = pipeline_without_engine(self._alltoall, self.group, lanes, self._degrees), experts
+        if self.training not in self._looked:
+            self._looked.add(self.training)
+            self._leave_whole_if_need_be(x)
+        pipeline, experts = self._running
+        result = token_path(
+            x,
+            used_token_S,
+            gate=self.gate,
+            order=self.order,
+            pipeline=pipeline,
+            experts=experts,
+            group=self.group,
+            callbacks=self.callbacks,
+            width=self.gate.takes_width,
+            name="MOELayer",
+        )
+        return result if self.return_stats else result.output
+
+    def _leave_whole_if_need_be(self, x: torch.Tensor) -> None:
+        """Experts that would compute something else in chunks are not cut. Collective where the layer is."""
+        pipeline, experts = self._running
+        if not pipeline.is_cut:
+            return
+        found = by_class(experts)
+        found = found if found.text else by_trial(experts, x)
+        is_alone = pipeline.collectives.ep_group is None
+        reason = agreed(found, found.kind == "shape", type(self).__name__, self.group, is_alone, x.device)
+        if reason:
+            self._running = pipeline.uncut(), experts
+            log_on_rank_0(f"a {type(self).__name__} put together by hand is run uncut: {reason}", logging.WARNING)

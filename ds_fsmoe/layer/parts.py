@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchangeable parts of a layer that hold no parameters, made as a block asks for them."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_fsmoe import registry
+from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.components.callback import CallbackBase
+from ds_fsmoe.components.order import OrderBase
+from ds_fsmoe.components.routing import kind_of
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
+from ds_fsmoe.ops import Ops, load_ops
+
+
+class LayerError(ValueError):
+    """A model whose MoE layers cannot be made ours. The message names layer, class and what to change."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The exchangeable parts of a layer that hold no parameters, shared by all layers of a model."""
+
+    alltoall: AllToAllBase
+    callbacks: tuple[CallbackBase, ...]
+    asked_order: str
+    """Name of the order for all layers; "auto": for each the one that goes with its gate."""
+    ops: Ops
+    _orders: dict[str, OrderBase] = field(default_factory=dict, repr=False)
+
+    def order_for(self, gate: Any) -> OrderBase:
+        """The order of a layer with this gate.
+
+        Raises:
+            ConfigError: the order asked for cannot read what the gate gives; with those that can.
+            LayerError: what is on the shelf under its name is no order.
+        """
+        kind = kind_of(gate)
+        name = kind.order if self.asked_order == "auto" else self.asked_order
+        if name not in self._orders:
+            self._orders[name] = self._make_order(name)
+        order = self._orders[name]
+        if not issubclass(kind, order.reads):
+            classes = {each: registry.lookup("order", each) for each in registry.known("order")}
+            fitting = [each for each in classes if issubclass(kind, getattr(classes[each], "reads", ()))]
+            raise ConfigError(
+                f"{BLOCK}.order = {shown(name)}: must be {' or '.join(map(shown, ['auto', *fitting]))} with "
+                f"{type(gate).__name__}, whose decision is a {kind.__name__}"
+            )
+        return order
+
+    @property
+    def order_name(self) -> str:
+        """The names of the orders that layers have been given."""
+        return "; ".join(sorted(self._orders)) or self.asked_order
+
+    def _make_order(self, name: str) -> OrderBase:
+        order_class = registry.lookup("order", name)
+        order = order_class()
+        _check_kind(order, OrderBase, name)
+        order.ops = self.ops
+        return order
+
+
+def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
+    """The parts a block asks for; "auto" takes the best there is. Collective, unless ``ops`` is "reference".
+
+    Raises:
+        RuntimeError: ``ops: "required"`` and the ops cannot be built, on every rank.
+        ValueError: ``ops: "required"`` on a device without compiled ops.
+    """
+    ops = load_ops(block.ops, device_type, block.deterministic)
+    name = "flat" if block.alltoall == "auto" else block.alltoall
+    alltoall = registry.lookup("alltoall", name)()
+    _check_kind(alltoall, AllToAllBase, name)
+    return Parts(alltoall, _make_callbacks(block), block.order, ops)
+
+
+def _check_kind(part: Any, base: type, name: str) -> None:
+    if not isinstance(part, base):
+        raise LayerError(f"the part {name!r} is a {type(part).__name__}: it must be a subclass of {base.__name__}")
+
+
+def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:
+    """``fsmoe.hooks``: each is named as ``package.module.Name``, a class without arguments or an object."""
+    callbacks = []
+    for name in block.hooks:
+        module, _, attribute = name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+            callback = found() if isinstance(found, type) else found
+        except Exception as error:  # whatever the module, or a name that is none, brings up
+            raise LayerError(f"fsmoe.hooks: {name!r} cannot be had: {type(error).__name__}: {error}") from error
+        if not isinstance(callback, CallbackBase):
+            raise LayerError(f"fsmoe.hooks: {name!r} is a {type(callback).__name__}: it must be a CallbackBase")
+        callbacks.append(callback)
+    return tuple(callbacks)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the layers of one engine are run: the plan that a block asks for, on lanes and groups that all layers share."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe import registry
+from ds_fsmoe.checks.first_forwards import FirstForwards
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import ConfigError, shown
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups, sizes_of_mpu
+from ds_fsmoe.distributed.launch_order import VARIABLE
+from ds_fsmoe.distributed.nccl import why_one_link
+from ds_fsmoe.distributed.topology import Layout, layout, world_size_now
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.tensor_parallel import PLAIN, SelfSplitWires, TensorParallelUse
+from ds_fsmoe.layer.alltoall_tasks import Exchange, exchange_in
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.call_observer import CallObserver
+from ds_fsmoe.observing.instruments import Check, Instrument
+from ds_fsmoe.observing.watchdog import Watchdog
+from ds_fsmoe.planning.block import BlockPlan, Links
+from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.presets import BEST, preset
+
+
+def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
+    """The plan that a block asks for. A degree that is "auto" is 1, as nothing has been measured that would say more.
+
+    Args:
+        block: of the engine.
+        links: the order of traffic within a layer.
+    """
+    asked = block.pipeline_degree
+    forward, backward = (
+        BlockPlan(1 if degree == "auto" else degree, links) for degree in (asked.forward, asked.backward)
+    )
+    return LayerPlan(forward, backward, "flat" if block.alltoall == "auto" else block.alltoall)
+
+
+def planned_links(block: FSMoEBlock) -> Links:
+    """The order of traffic within a layer."""
+    return "reduce_first" if block.schedule == BEST else preset(block.schedule).links
+
+
+class LayerRuntime:
+    """What the MoE layers of one engine have in common: lanes, plan, trace, watchdog. ``close`` it with the engine.
+
+    Made where torch.distributed is initialised already; collective over all ranks of the job.
+
+    Args:
+        block: what is asked for.
+        device: of the parameters.
+        expert_before_data: whether neighbours share the experts, DeepSpeed's default.
+        mpu: of the script, if there is one.
+
+    Raises:
+        OSError: the folder of the trace cannot be written to.
+    """
+
+    def __init__(
+        self, block: FSMoEBlock, device: torch.device, expert_before_data: bool = True, mpu: Any = None
+    ) -> None:
+        self.block = block
+        self.device = device
+        self.expert_before_data = expert_before_data
+        self.mp_size, self.pp_size = sizes_of_mpu(mpu)
+        self.one_link = why_one_link() if device.type == "cuda" else None
+        """Why no two collectives may be under way at once, where that is so; the same on every rank."""
+        if self.one_link is not None:
+            log_on_rank_0(
+                "links take turns, as NCCL might begin what is on both in another order on each rank, and hang: "
+                f"{self.one_link}",
+                logging.WARNING,
+            )
+        self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
+        self.links: Links = planned_links(block) if self.one_link is None else "shared"
+        self.plan = planned_by(block, self.links)
+        """By which layers are run until something else is applied to them."""
+        self.observer = CallObserver.of(block, device)
+        self.tracer, self.step_clock = self.observer.tracer, self.observer.clock
+        self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled)
+        self.instruments: list[Instrument] = [self.first_forwards.watch, *self.observer.instruments]
+        """Shown the calls of all layers."""
+        self.checks: list[Check] = []
+        """Shown all layers before their calls."""
+        self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
+        if self.tracer is not None:
+            self._watchdog.at_end.append(self.tracer.save)
+        self.lanes.on_error = self._watchdog.failed
+
+    @property
+    def max_ctas(self) -> int | None:
+        """The most thread blocks that a collective of a lane may have; ``None``: what NCCL likes."""
+        return None if self.block.max_ctas == "auto" else self.block.max_ctas
+
+    def describe_links(self) -> str:
+        """How their traffic runs, for the log."""
+        if not self.block.overlap:
+            return "one after another, as fsmoe.overlap = false says"
+        if self.one_link is not None:
+            return f"one after another: {self.one_link}"
+        if self.device.type != "cuda":
+            return "at the same time"
+        ctas = "" if self.max_ctas is None else f", {self.max_ctas} thread blocks each at the most"
+        return f"at the same time, begun in the order of issue ({VARIABLE}){ctas}"
+
+    def groups(self, ep_size: int, use: TensorParallelUse = PLAIN) -> FSMoEGroups:
+        """The groups of a layer spread over so many ranks. Collective."""
+        asked = self.block.topology.ranks_per_node
+        return make_groups(
+            ep_size,
+            self.block.esp_size,
+            expert_before_data=self.expert_before_data,
+            ranks_per_node=None if asked == "auto" else asked,
+            mp_size=self.mp_size,
+            pp_size=self.pp_size,
+            tensor_parallel_experts=use.experts,
+            same_tokens=use.same_tokens,
+            max_ctas=self.max_ctas,
+        )
+
+    def _layout(self, ep_size: int, esp_size: int) -> Layout:
+        sizes = {"mp_size": self.mp_size, "pp_size": self.pp_size}
+        return layout(world_size_now(), ep_size, esp_size, self.expert_before_data, **sizes)
+
+    def shard_index(self, ep_size: int) -> int:
+        """Which part of each of its experts this rank has. No group is made for it."""
+        rank = dist.get_rank() if world_size_now() > 1 else 0
+        return self._layout(ep_size, self.block.esp_size).group_of("esp", rank).index(rank)
+
+    def experts_by_rule(self, ep_size: int) -> list[int]:
+        """For each rank of this rank's block the EP rank whose experts a script gives it, by DeepSpeed's rule. It knows
+        nothing of shards: in its layout the ranks of a block are several groups of ``ep_size``."""
+        cut, whole = (self._layout(ep_size, esp_size) for esp_size in (self.block.esp_size, 1))
+        return [whole.group_of("ep", rank).index(rank) for rank in cut.group_of("blocks", dist.get_rank())]
+
+    def exchange(self, groups: FSMoEGroups, alltoall: str) -> Exchange:
+        """An all-to-all in the groups of a layer. Collective: communicators may be made.
+
+        Args:
+            groups: of the layer.
+            alltoall: its name in the registry.
+
+        Raises:
+            ConfigError: it contradicts itself, on every rank.
+        """
+        try:
+            return exchange_in(groups, registry.lookup("alltoall", alltoall)())
+        except ValueError as error:
+            raise ConfigError(f"fsmoe.alltoall = {shown(alltoall)}: {error}") from error
+
+    def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> Pipeline:
+        """What runs one layer by a plan.
+
+        Args:
+            label: of the layer.
+            groups: of the layer.
+            plan: of the layer.
+            exchange: the all-to-all of the plan, in these groups.
+        """
+        phases = (
+            PhasePlan(block, groups.planned, backward, exchange.planned)
+            for block, backward in ((plan.forward, False), (plan.backward, True))
+        )
+        of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Collectives
+        collectives = of_kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs, plan.reduces)
+        return Pipeline(self.lanes, collectives, *phases, label, self.block.recompute)
+
+    def at_step(self, number: int) -> None:
+        """Optimizer step ``number`` is about to begin, or goes on."""
+        if self.tracer is not None:
+            self.tracer.step(number)
+
+    def close(self) -> None:
+        """End the watchdog and the lanes, and write what there is of a trace."""
+        self._watchdog.close()
+        if self.tracer is not None:
+            self.tracer.close()
+        self.lanes.close()

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of ours that a converted layer has, and the one owner of how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.order import OrderBase
+from ds_fsmoe.distributed.groups import FSMoEGroups
+from ds_fsmoe.execution.lanes import Observer, SerialLanes
+from ds_fsmoe.execution.pipeline import Pipeline, Window
+from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
+from ds_fsmoe.layer.alltoall_tasks import Exchange
+from ds_fsmoe.layer.moe_layer import pipeline_without_engine
+from ds_fsmoe.layer.parts import Parts
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.unsharded import UnshardedExperts
+from ds_fsmoe.observing.instruments import Check, Instrument
+from ds_fsmoe.planning.layer_plan import LayerPlan
+
+
+@dataclass(eq=False, repr=False)
+class LayerState:
+    """What a layer inside DeepSpeed has of ours, on its one attribute ``fsmoe``.
+
+    Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_uncut` and :meth:`attach`. A
+    call that is under way, or waits for its backward, keeps the pipeline it began with.
+    """
+
+    parts: Parts
+    order: OrderBase
+    """The order that goes with the layer's gate."""
+    running: LayerRuntime | None
+    """What the layers of the engine have in common; ``None`` for a layer outside of one."""
+    label: str
+    """Label of the layer, in traces."""
+    path: str
+    """Path of the layer in its model, for messages."""
+    tensor_parallel: TensorParallelUse
+
+    pipeline: Pipeline | None = None
+    """How the layer is run; set in this class alone. ``None`` until the layer's groups are there."""
+    plan: LayerPlan | None = None
+    """What was applied last; a layer that is run uncut has one chunk whatever it says."""
+    why_uncut: str = ""
+    """Why the layer is not to be cut, see :class:`~ds_fsmoe.layer.unchunked.Uncut`; empty where it may be."""
+    groups: FSMoEGroups | None = None
+    """The process groups of a layer in an engine."""
+    duplicates: TensorParallelTokens | None = None
+    """The tensor-parallel ranks that have the same tokens, if there are any."""
+    last_shape: torch.Size | None = None
+    """Shape of the last input."""
+    unsharded: UnshardedExperts | None = None
+    """The experts of this rank, where they are to be sharded and the groups are not there yet."""
+    known_experts: tuple[list, ExpertSet] | None = None
+    """Modules and parameters of the experts, and the set that was made of them."""
+    _exchanges: dict[str, Exchange] = field(default_factory=dict)
+
+    @property
+    def instruments(self) -> Sequence[Instrument]:
+        """Shown each call of the layer."""
+        return () if self.running is None else self.running.instruments
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        """Shown the layer itself before that."""
+        return () if self.running is None else self.running.checks
+
+    @property
+    def capacity_group(self) -> dist.ProcessGroup | None:
+        """See :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
+        return None if self.groups is None else self.groups.capacity_group
+
+    @property
+    def mp_group(self) -> dist.ProcessGroup | None:
+        """See :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
+        return None if self.groups is None else self.groups.mp_group
+
+    def connect(self, ep_size: int) -> FSMoEGroups:
+        """Make the process groups of the layer, and run it as the block of its engine asks for. Collective.
+
+        Args:
+            ep_size: the ranks over which its experts are spread.
+        """
+        assert self.running is not None
+        groups = self.groups = self.running.groups(ep_size, self.tensor_parallel)
+        if self.tensor_parallel.same_tokens and groups.mp_group is not None:
+            self.duplicates = TensorParallelTokens(groups.mp_group)
+        self.apply(self.running.plan)
+        self.running.observer.meet(self.pipeline, groups)
+        return groups
+
+    def run_alone(self, group: dist.ProcessGroup | None) -> None:
+        """Run the layer without an engine of ours: one task after another, among the ranks of ``group``."""
+        self.pipeline = pipeline_without_engine(self.parts.alltoall, group, SerialLanes())
+
+    def apply(self, plan: LayerPlan) -> None:
+        """Run the layer by this plan from its next call on. Collective: an all-to-all may make communicators.
+
+        Args:
+            plan: the same on every rank that runs the layer.
+
+        Raises:
+            ConfigError: the all-to-all contradicts itself, on every rank.
+        """
+        assert self.running is not None
+        assert self.groups is not None
+        if plan.alltoall not in self._exchanges:
+            self._exchanges[plan.alltoall] = self.running.exchange(self.groups, plan.alltoall)
+        pipeline = self.running.pipeline(self.label, self.groups, plan, self._exchanges[plan.alltoall])
+        if self.is_uncut:
+            pipeline = pipeline.uncut()
+        if self.pipeline is not None:
+            pipeline = replace(pipeline, window=self.pipeline.window, observer=self.pipeline.observer)
+        self.pipeline, self.plan = pipeline, plan
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether the layer is run in one chunk whatever is planned."""
+        return bool(self.why_uncut)
+
+    def run_uncut(self, reason: str) -> None:
+        """Run the layer in one chunk from its next call on, whatever is planned.
+
+        Args:
+            reason: why, for messages.
+        """
+        self.why_uncut = reason
+        if self.pipeline is not None and self.pipeline.is_cut:
+            self.pipeline = self.pipeline.uncut()
+
+    def attach(self, window: Window | None, observer: Observer | None = None) -> None:
+        """From the next call on, let gradients travel in the layer's backward, and tell somebody of its tasks.
+
+        Args:
+            window: of the gradients; ``None``: none travel.
+            observer: told of every task; ``None``: nobody is.
+        """
+        assert self.pipeline is not None
+        self.pipeline = replace(self.pipeline, window=window, observer=observer)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer inside DeepSpeed: subclasses of stock's gate and inner MoE layer.
+
+DeepSpeed decides parameter groups, expert checkpoints, timers and refusals by ``isinstance`` on ``MoE``, ``MOELayer``
+and ``TopKGate``. So a layer is converted (see ``engine/convert_layers.py``) by giving its inner modules one of these as
+their class: same Parameter objects, same state-dict names, every ``isinstance`` still true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE as StockMoE
+from deepspeed.moe.sharded_moe import MOE_TIMER, TOPK_GATE_TIMER
+from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
+from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
+from deepspeed.utils import groups as stock_groups
+from torch import nn
+
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.manual_ffn import runs_unobserved
+from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
+from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.components.stock_routes import StockMasks, StockRoutes, routing_of, stock_masks, stock_routes
+from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.layer.expert_container import is_like_stocks, whole_experts, why_called
+from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.state import LayerState
+from ds_fsmoe.observing.instruments import LayerCall
+from ds_fsmoe.observing.spans import Recorder
+from ds_fsmoe.ops import REFERENCE, Ops
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
+
+__all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGate", "gate_settings"]
+
+
+class FSMoEGate(StockTopKGate):
+    """Stock's gate module, its parameter ``wg`` included, that decides in our way.
+
+    Called as a module it takes and returns what stock's does, so hooks on it, and whoever else calls it, see what they
+    would see there. Our layer does so only where somebody would notice; otherwise it asks :meth:`decide`.
+    """
+
+    ops: Ops = REFERENCE
+    """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+    says_entropy: bool = False
+    """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+    _entropy: torch.Tensor | None = None
+
+    @property
+    def takes_width(self) -> int | None:
+        """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+        return getattr(self.wg, "in_features", None)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        sparse_routes: bool = False,
+        use_tutel: bool = False,
+    ) -> StockRoutes | StockMasks:
+        """Stock's arguments and results; ``use_tutel`` changes nothing."""
+        routing = self.decide(input, used_token, self.ep_group)
+        self._entropy = routing.entropy
+        return stock_routes(routing) if sparse_routes else stock_masks(routing)
+
+    def decide_heard(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
+        """Through the module's call, by what its hooks have left of the result."""
+        routing = routing_of(self(x_SM, used_token_S, True, False))
+        # The tuple has no place for it.
+        entropy, self._entropy = self._entropy, None
+        return replace(routing, entropy=entropy)
+
+    def decide(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
+        """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+        with _timed(self, TOPK_GATE_TIMER, "gate_time") if self.wall_clock_breakdown else nullcontext():
+            settings, ops, says_entropy = gate_settings(self), self.ops, self.says_entropy
+            return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, ops, says_entropy)
+
+
+def gate_settings(gate: StockTopKGate) -> TopKSettings:
+    """The settings of a stock gate, read at every call because callers may change them between steps."""
+    return TopKSettings(
+        k=gate.k,
+        capacity_factor=gate.capacity_factor,
+        eval_capacity_factor=gate.eval_capacity_factor,
+        min_capacity=gate.min_capacity,
+        noisy_gate_policy=gate.noisy_gate_policy,
+        drop_tokens=gate.drop_tokens,
+        drop_policy=getattr(gate, "drop_policy", "probs"),
+        use_rts=gate.use_rts,
+        top2_2nd_expert_sampling=gate.top2_2nd_expert_sampling,
+    )
+
+
+class FSMoELayer(StockMOELayer):
+    """Stock's inner MoE layer, with our way for the tokens. Made by :func:`take_over`, never constructed."""
+
+    fsmoe: LayerState
+    """All of ours; a layer is stock's again without it."""
+
+    @property
+    def label(self) -> str:
+        """Label of the layer, in traces."""
+        return self.fsmoe.label
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """How the layer is run; changed by :class:`LayerState` alone."""
+        return self.fsmoe.pipeline
+
+    def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
+        """[..., M] to [..., M]; leaves ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads them.
+
+        Raises:
+            RuntimeError: the experts are spread over ranks, and nobody has made the process group.
+        """
+        state = self.fsmoe
+        state.last_shape = hidden_states.shape
+        if state.pipeline is None:
+            self._run_alone()
+        for check in state.checks:
+            check(self, hidden_states)
+        call = self._call(hidden_states)
+        with _stock_times(self, call) if self.wall_clock_breakdown else nullcontext():
+            for show in state.instruments:
+                show(call)
+            result = token_path(
+                hidden_states,
+                used_token,
+                gate=call.gate,
+                order=state.order,
+                pipeline=call.pipeline,
+                experts=call.experts,
+                group=self.ep_group if state.running is None else state.capacity_group,
+                callbacks=state.parts.callbacks,
+                duplicates=state.duplicates,
+                width=getattr(self.gate, "takes_width", None),
+                name=state.path,
+            )
+        self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
+        if state.mp_group is not None and not state.tensor_parallel.same_tokens:
+            # Each rank has the loss of its own tokens: added up over the group they are to be its mean.
+            self.l_aux = self.l_aux / state.mp_group.size()
+        return result.output
+
+    def _run_alone(self) -> None:
+        if self.ep_size > 1 and self.ep_group is None:
+            raise RuntimeError(
+                f"this MoE layer spreads its experts over ep_size = {self.ep_size} ranks and has no process group yet: "
+                "call initialize() before the first forward"
+            )
+        self.fsmoe.run_alone(self.ep_group)
+
+    def _call(self, x: torch.Tensor) -> LayerCall:
+        """The next call of the layer, as it is made where no instrument changes it."""
+        state, local = self.fsmoe, self.local_experts()
+        experts: ExpertSet | WholeExperts | None = local
+        if why_called(self.experts) is not None:
+            if not state.pipeline.is_cut:
+                experts = whole_experts(self.experts, state.path)
+            elif local is None:
+                raise RuntimeError(
+                    f"{state.path}: another experts module was put in after the first forward, and the layer is run "
+                    "in chunks: call engine.fsmoe.look_again() on every rank after such a change"
+                )
+        assert experts is not None
+        group = state.capacity_group
+        return LayerCall(state.label, state.path, self.training, x, group, self.route, state.pipeline, experts, local)
+
+    def local_experts(self) -> ExpertSet | None:
+        """The experts of this rank; ``None`` where nothing is known of the module that holds them."""
+        if not is_like_stocks(self.experts):
+            return None
+        state, modules = self.fsmoe, tuple(self.experts.deepspeed_experts)
+        # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
+        present = [*modules, *(parameter for module in modules for parameter in module.parameters())]
+        if state.known_experts is None or [*map(id, present)] != [*map(id, state.known_experts[0])]:
+            state.known_experts = present, ExpertSet(modules, keep_expert_dim=True, path=state.path)
+        return state.known_experts[1]
+
+    def _set_ep_group(self, ep_group: dist.ProcessGroup) -> None:
+        self.ep_group = ep_group
+        state = self.fsmoe
+        if state.running is not None:
+            # DeepSpeed comes here layer by layer on every rank, and making groups is collective.
+            groups = state.connect(self.ep_size)
+            if state.unsharded is not None and groups.block_group is not None:
+                rules = state.running.experts_by_rule(self.ep_size)
+                esp_size, path = state.running.block.esp_size, state.path or state.label
+                state.unsharded.hand_out(self.experts.deepspeed_experts, groups.block_group, rules, esp_size, path)
+            state.unsharded = None
+        elif sizes_of_mpu(stock_groups.mpu)[0] > 1:
+            raise LayerError(
+                f"a ds_fsmoe.MoE among {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in an engine of "
+                "DeepSpeed's own: call ds_fsmoe.initialize, or ds_fsmoe.install() first, with fsmoe.enabled = true"
+            )
+        if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
+            self.gate._set_ep_group(ep_group if state.capacity_group is None else state.capacity_group)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Torch's hook of every module; what it adds is a sentence where shards are given whole experts."""
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        running = self.fsmoe.running
+        esp_size = 1 if running is None else running.block.esp_size
+        experts = f"{prefix}experts.deepspeed_experts."
+        for name, own in self.experts.deepspeed_experts.named_parameters() if esp_size > 1 else ():
+            shape = getattr(state_dict.get(experts + name), "shape", own.shape)
+            if shape != own.shape:
+                *_, error_messages = others
+                error_messages.append(
+                    f"{experts}{name} is {list(shape)} there and {list(own.shape)} here, because a rank holds shards "
+                    f"of experts with fsmoe.expert_tensor_parallel_size = {esp_size}. Load whole experts before "
+                    "initialize(), on rank r those of EP rank r % ep_size, or a checkpoint by "
+                    "engine.load_checkpoint(), which cuts what it reads"
+                )
+                return
+
+    def route(
+        self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
+    ) -> RoutingBase:
+        """What the layer's gate decides; see :class:`~ds_fsmoe.components.gate.GateBase`."""
+        if isinstance(self.gate, FSMoEGate) and not runs_unobserved(self.gate):
+            return self.gate.decide_heard(x_SM, used_token_S)
+        return self.route_unheard(x_SM, used_token_S, group)
+
+    def route_unheard(
+        self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
+    ) -> RoutingBase:
+        """The same without the hooks of a gate like stock's: for tokens that are made up."""
+        if isinstance(self.gate, FSMoEGate):
+            return self.gate.decide(x_SM, used_token_S, group)
+        if isinstance(self.gate, GateBase):
+            return self.gate(x_SM, used_token_S, group)
+        # A user's subclass of stock's gate keeps its own forward; only what it returns is translated.
+        return routing_of(self.gate(x_SM, used_token_S, True, False))
+
+
+@contextmanager
+def _stock_times(layer: FSMoELayer, call: LayerCall) -> Iterator[None]:
+    """What stock's ``wall_clock_breakdown`` prints of a layer: its whole call, and the two all-to-alls in it."""
+    recorder = Recorder(call.x.device)
+    call.pipeline = call.pipeline.watched(recorder)
+    with _timed(layer, MOE_TIMER, "time_moe"):
+        yield
+    spans = recorder.timeline(call.pipeline.forward.schedule).spans
+    layer.time_falltoall, layer.time_salltoall = (
+        sum(each.end_ms - each.start_ms for each in spans if each.task.kind in kinds)
+        for kinds in ((A2A_IN_NODE, A2A_IN), (A2A_OUT, A2A_OUT_NODE))
+    )
+
+
+@contextmanager
+def _timed(module: nn.Module, timer: str, attribute: str) -> Iterator[None]:
+    """One of stock's timers, which its ``wall_clock_breakdown`` prints from the attributes of gate and layer."""
+    module.timers(timer).start()
+    yield
+    module.timers(timer).stop()
+    setattr(module, attribute, module.timers(timer).elapsed(reset=False))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Widths that do not fit together, said in terms of the layer: torch names two matrices and neither of their owners."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.layer.parts import LayerError
+
+_OF_SHAPES = re.compile(r"shapes? |size of tensor|input of size")
+"""What torch says of shapes that do not fit, and of nothing else that fails."""
+
+
+def check_width(layer: str, x: torch.Tensor, width: int | None) -> None:
+    """Hold the input of a layer against the width it was made for.
+
+    Args:
+        layer: its name, for the message.
+        x: [..., M].
+        width: M; ``None`` where the gate does not say.
+
+    Raises:
+        LayerError: another width, or no width at all.
+    """
+    if x.dim() == 0 or (width is not None and x.shape[-1] != width):
+        made_for = "M" if width is None else f"M = {width}"
+        raise LayerError(f"{layer}: its input has shape {list(x.shape)}: must be [..., {made_for}]")
+
+
+@contextmanager
+def naming_widths(layer: str, experts: ExpertSet, x: torch.Tensor) -> Iterator[None]:
+    """Where what runs inside fails because an expert does not take or make rows of the layer's width, say that.
+
+    The experts are tried, with one row each, only once something has failed.
+
+    Args:
+        layer: its name, for the message.
+        experts: of this rank.
+        x: [..., M], the rows they get.
+
+    Raises:
+        LayerError: naming the layer, the expert, M and the shape.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        for index, expert in enumerate(experts.experts):
+            if problem := _wrong_width(expert, x, experts.keep_expert_dim):
+                raise LayerError(f"{layer}: expert {index}, a {type(expert).__name__}, {problem}") from error
+        raise
+
+
+def _wrong_width(expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool) -> str | None:
+    shape = (1, 1, 1, x.shape[-1]) if keep_expert_dim else (1, 1, x.shape[-1])
+    devices = [x.device] if x.device.type == "cuda" else []
+    must = f"an expert must return a row of the layer's width, M = {x.shape[-1]}, for every row"
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        try:
+            made = expert(x.new_zeros(shape))
+        except RuntimeError as error:
+            if not _OF_SHAPES.search(str(error)):
+                return None
+            return f"does not take rows of shape {list(shape)}: {error}; {must}"
+    made = made[0] if isinstance(made, tuple) else made
+    if isinstance(made, torch.Tensor) and made.shape != shape:
+        return f"made {list(made.shape)} of {list(shape)}: {must}"
+    return None

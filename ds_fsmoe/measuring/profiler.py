@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tasks of a layer's plan cost here: each is timed alone, on the groups, types and device that it runs on.
+
+Letters: E experts of all ranks, e of this rank, c slots of a chunk, M width, G ranks of an EP group, P of an ESP group,
+N = P * G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.lanes import Lanes, SerialLanes
+from ds_fsmoe.execution.pipeline import CallSizes, ExpertCall, Experts
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
+from ds_fsmoe.measuring.contention import slowdowns
+from ds_fsmoe.measuring.link_times import prepared
+from ds_fsmoe.measuring.measurements import Measuring
+from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
+from ds_fsmoe.planning.measured import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BACKWARD,
+    BACKWARD_ANEW,
+    BETWEEN_NODES,
+    DW,
+    DX,
+    FORWARD,
+    IN_NODES,
+    REDUCE_SCATTER,
+    LayerProfile,
+    Slowdowns,
+    Timing,
+)
+from ds_fsmoe.planning.schedule import (
+    HOLD,
+    Lane,
+    Schedule,
+)
+
+_HOST_RUNS = 8
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One layer, as it was called."""
+
+    name: str
+    """For messages."""
+    kind: str
+    """What makes layers equal: those with the same text are measured once."""
+    collectives: Collectives
+    experts: Experts
+    num_local_experts: int
+    """e."""
+    num_weights: int
+    """Elements of the matrices of this rank's experts; at least 1."""
+    splits: bool
+    recompute: bool
+    sizes: CallSizes
+    surroundings: Callable[[], AbstractContextManager]
+    """What holds around a call: autocast."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """ "ep" and "esp" -> where the ranks of the group lie, as text."""
+    alltoall: str = "flat"
+    """Name of the algorithm."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.num_local_experts * self.collectives.num_exchanging
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Its collectives."""
+        exchanges = (IN_NODES, BETWEEN_NODES) if self.collectives.legs else (ALL_TO_ALL,)
+        return (
+            *(() if self.collectives.ep_group is None else exchanges),
+            *(() if self.collectives.esp_group is None else (ALL_GATHER, REDUCE_SCATTER)),
+        )
+
+    @property
+    def computations(self) -> tuple[str, ...]:
+        """What its experts do."""
+        if self.splits:
+            return FORWARD, BACKWARD, DX, DW
+        return (FORWARD, BACKWARD) if self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
+
+    @property
+    def measured_capacity(self) -> int:
+        """C, up to the next multiple of an eighth of a power of two: a capacity that follows the tokens shall not make
+        every run a new one."""
+        capacity = max(1, self.sizes.capacity)
+        step = max(1, (1 << (capacity - 1).bit_length()) // 16)
+        return -(-capacity // step) * step
+
+    def link_name(self, name: str) -> str:
+        """All that the time of one of its collectives depends on, but for the size."""
+        is_shared = name in (ALL_GATHER, REDUCE_SCATTER)
+        how = "" if is_shared else f" ({self.alltoall})"
+        return f"{name}{how} of {self.sizes.dtype} among {self.places.get('esp' if is_shared else 'ep', 'its ranks')}"
+
+    def link_bytes(self, name: str) -> int:
+        """Of the whole capacity, as it is measured."""
+        sent = self.num_experts * self.measured_capacity * self.sizes.width * self.sizes.dtype.itemsize
+        return self.collectives.num_sharing * sent if name in (ALL_GATHER, REDUCE_SCATTER) else sent
+
+
+def measured_slots(capacity: int) -> list[int]:
+    """Chunks to time, in slots, smallest first: up to the whole capacity, and at least four different ones."""
+    found = sorted({-(-max(1, capacity) // parts) for parts in (16, 8, 4, 2, 1)})
+    while len(found) < 4:
+        found.append(2 * found[-1])
+    return found
+
+
+def profile(measuring: Measuring, subject: Subject, lanes: Lanes, schedule: Schedule) -> LayerProfile:
+    """Time what a layer's experts do; its collectives are a matter of :mod:`~ds_fsmoe.measuring.link_times`.
+
+    Collective; random numbers and buffers are left as they were.
+
+    Args:
+        measuring: of this job.
+        subject: the layer.
+        lanes: on which it runs.
+        schedule: of such a layer, cut: what handing out its tasks costs is timed.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    watch = measuring.watch
+    operations: dict[str, Timing] = {}
+    slots = measured_slots(subject.measured_capacity)
+    of_kind = f"of {subject.kind}, {slots[-1]} slots"
+    with untouched(watch.device, *getattr(subject.experts, "experts", ())):
+        draws = _Draws(watch.device)
+        table = _Computations(watch.device, subject, draws).table()
+        for name in subject.computations:
+            prepare, flops = table[name]
+            operations[name] = measuring.timing(f"{name} {of_kind}", "flop", slots, flops, prepare)
+        drew = measuring.number(f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.seen)))
+        empty = f"an empty task of {sum(task.kind != HOLD for task in schedule.tasks)}, {type(lanes).__name__}"
+        task_ms = measuring.number(empty, lambda: _task_ms(watch, subject.name, lanes, schedule))
+    return LayerProfile(operations, task_ms, bool(drew))
+
+
+def slowdowns_of(measuring: Measuring, subject: Subject, lanes: Lanes, lane_of: Callable[[str], Lane]) -> Slowdowns:
+    """How much traffic and computation of a layer slow each other down. Collective.
+
+    Args:
+        measuring: of this job.
+        subject: the layer.
+        lanes: that overlap.
+        lane_of: name of a collective -> its lane; of those on one lane the first is taken.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    watch, slots = measuring.watch, measured_slots(subject.measured_capacity)
+    work: dict[Lane, Callable[[], _Work]] = {}
+    for name in subject.links:
+        prepare, row_bytes, _ = prepared(subject, name, subject.collectives, watch.device)
+        rows = max(1, subject.link_bytes(name) // row_bytes // 4)
+        work.setdefault(lane_of(name), partial(prepare, rows))
+    table = _Computations(watch.device, subject, _Draws(watch.device)).table()
+    work[Lane.COMPUTE] = partial(table[FORWARD][0], slots[-3])
+    pairs = [(a, b) for a in work for b in work if a is not b]
+    of_kind = f"{subject.kind}, {subject.alltoall}, {slots[-1]} slots"
+    names = {(a, b): f"slowdown of {a} by {b}, {of_kind}" for a, b in pairs}
+    if not all(name in measuring.known.numbers for name in names.values()):
+        with untouched(watch.device, *getattr(subject.experts, "experts", ())):
+            found = slowdowns(watch, lanes, work, f"lanes of {subject.name} side by side")
+        for pair, name in names.items():
+            measuring.number(name, partial(found.factors.__getitem__, pair))
+    return Slowdowns({pair: measuring.known.numbers[name] for pair, name in names.items()})
+
+
+_Work = Callable[[], object]
+_Body = Callable[[ExpertCall, int, torch.Tensor], _Work]
+"""From a call that has gone forward, its slots and a gradient of its results to what is timed."""
+
+
+class _Computations:
+    """What experts do, on made-up rows."""
+
+    def __init__(self, device: torch.device, subject: Subject, draws: _Draws) -> None:
+        self._device = device
+        self._subject = subject
+        self._draws = draws
+
+    def table(self) -> dict[str, tuple[Prepare, float]]:
+        """Name -> what prepares so many slots, and the floating-point operations of one."""
+        collectives = self._subject.collectives
+        flops = 2.0 * collectives.num_exchanging * collectives.num_sharing * self._subject.num_weights
+        backward = self._after_forward(lambda call, slots, dy: lambda: call.backward(0, slots, dy))
+        anew = self._after_forward(lambda call, slots, dy: lambda: call.backward(0, slots, dy), same_cuts=False)
+        dx = self._after_forward(lambda call, slots, dy: lambda: call.backward_dx(0, slots, dy))
+        return {
+            FORWARD: (self._forward, flops),
+            BACKWARD: (backward, 2 * flops),
+            BACKWARD_ANEW: (anew, 2 * flops),
+            DX: (dx, flops),
+            DW: (self._after_forward(_after_dx), flops),
+        }
+
+    def _arrived(self, slots: int) -> torch.Tensor:
+        """[N, e, c, M]."""
+        collectives, sizes = self._subject.collectives, self._subject.sizes
+        ranks = collectives.num_exchanging * collectives.num_sharing
+        shape = ranks, self._subject.num_local_experts, slots, sizes.width
+        return torch.randn(*shape, device=self._device).to(sizes.dtype)
+
+    def _call(self, same_cuts: bool = True) -> ExpertCall:
+        with self._subject.surroundings():
+            return self._subject.experts.call(True, same_cuts=same_cuts, recompute=self._subject.recompute)
+
+    def _forward(self, slots: int) -> _Work:
+        x_NecM = self._arrived(slots)
+        # A call takes each slot once; so that it can be done over and over, each time is a call of its own.
+        return lambda: self._call().forward(0, slots, x_NecM)
+
+    def _after_forward(self, body: _Body, same_cuts: bool = True) -> Prepare:
+        def prepare(slots: int) -> _Work:
+            call, x_NecM = self._call(same_cuts), self._arrived(slots)
+            with self._draws.watched():
+                y_NecM = call.forward(0, slots, x_NecM)
+            return body(call, slots, torch.randn_like(y_NecM))
+
+        return prepare
+
+
+def _after_dx(call: ExpertCall, slots: int, dy_NecM: torch.Tensor) -> _Work:
+    call.backward_dx(0, slots, dy_NecM)
+    return lambda: call.backward_dw(0, slots)
+
+
+def _task_ms(watch: Stopwatch, name: str, lanes: Lanes, schedule: Schedule) -> float:
+    """What a schedule whose tasks do nothing costs the host, per task."""
+    bodies = dict.fromkeys({task.kind for task in schedule.tasks}, lambda task: None)
+
+    def prepare(runs: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(runs):
+                lanes.run(schedule, bodies, f"{name}/empty")
+
+        return work
+
+    time_ms = watch.host_ms(f"empty tasks of {name}", _HOST_RUNS, prepare)
+    return time_ms / (_HOST_RUNS * max(1, sum(task.kind != HOLD for task in schedule.tasks)))
+
+
+class _Draws:
+    """Notices when random numbers are drawn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seen = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        before = self._state()
+        yield
+        self.seen = self.seen or not all(map(torch.equal, before, self._state()))
+
+    def _state(self) -> Sequence[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
+
+
+@contextmanager
+def untouched(device: torch.device, *modules: nn.Module) -> Iterator[None]:
+    """Made-up rows leave nothing behind: neither in the generators of random numbers nor in buffers of modules."""
+    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        try:
+            yield
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+def is_serial(lanes: Lanes) -> bool:
+    """Whether these lanes do one task after another."""
+    return isinstance(lanes, SerialLanes)
+
+
+def issues_ahead(lanes: Lanes, device: torch.device) -> bool:
+    """Whether one thread issues the tasks of all these lanes and is through before they are; lanes that are threads,
+    and a CPU with one task after another, do themselves what they are given."""
+    return not isinstance(lanes, ThreadLanes) and device.type == "cuda"

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long an operation takes at several sizes, as all ranks see it together; on a GPU by its own clock, and beside
+that how long the host takes to issue it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.observing.clock import HOST, Clock
+from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
+
+FEWEST, MOST = 3, 9
+"""Repetitions that count, after one that does not."""
+BUDGET_S = 0.5
+"""As many repetitions as fit in here, within these bounds; making ready for them counts, too."""
+ISSUED = 2
+"""Repetitions in which a GPU is not kept waiting: of these the host's time is taken, and by that it is kept waiting."""
+
+SETTLE_S = 0.003
+"""Ranks that have been brought together wait so long before a collective. Those who hear of it first would fill the
+link, and the news for others would wait behind: groups that share a link would be timed one after another, each having
+it alone."""
+
+Prepare = Callable[[int], Callable[[], object]]
+"""A size to what is timed; what it does itself is not. It may not communicate."""
+
+
+def all_reducing(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Prepare:
+    """What a :class:`Stopwatch` times to know the all-reduces of a group; a size is a number of elements."""
+
+    def prepare(numel: int) -> Callable[[], object]:
+        scratch = torch.zeros(numel, dtype=dtype, device=device)
+        return lambda: dist.all_reduce(scratch, group=group)
+
+    return prepare
+
+
+class Stopwatch:
+    """Times operations on all ranks that take part. Every method is collective.
+
+    Args:
+        device: on which they run.
+        group: the ranks that take part; ``None``: all of the job.
+        host: the clock of this rank.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, host: Clock = HOST) -> None:
+        self.device = device
+        self.group = group
+        self.host = host
+        self.num_timed = 0
+        """Operations, so far."""
+        self.issues_ahead = device.type == "cuda"
+        """Whether the host is through before the device is, so that the two are measured apart."""
+
+    def times(
+        self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None = None
+    ) -> tuple[list[float], list[float]]:
+        """The median of each size, and what each takes the host to issue, which is nothing on a CPU.
+
+        The time of a collective is the mean of the ranks of its group, and of several such groups the slowest counts.
+        All start together, so no rank has waited long for another; the least of them would be that of the rank whose
+        messages came through first, and of whoever comes last in training. The time of a computation is that of the
+        slowest rank.
+
+        On a GPU all work waits behind a delay until the host has issued it, and is timed by events: neither the latency
+        of a launch nor Python is in it. Behind the delay the ranks of a collective meet, on the device.
+
+        Args:
+            what: is timed, for messages.
+            sizes: given to ``prepare``, in turn within each repetition, so that no size has the quiet minutes alone.
+            prepare: makes ready for one of them.
+            group: of a collective; ``None`` for what a rank does alone.
+
+        Raises:
+            MeasuringError: on every rank, if one has failed.
+        """
+        self.num_timed += 1
+        start_s = self.host.perf_counter()
+        issued: list[float] = []
+
+        def by_host(place: int, work: Callable[[], object]) -> float:
+            return issued_ms(self.device, work, self.host)
+
+        def by_device(place: int, work: Callable[[], object]) -> float:
+            def ahead() -> None:
+                if self.issues_ahead:
+                    self.hold_back(pause_ms(issued[place]), group is not None, group)
+
+            return elapsed_ms(self.device, work, ahead, self.host)
+
+        of_round = what, sizes, prepare, group
+        self._round(*of_round, by_host)
+        if self.issues_ahead:
+            self._ready_to_hold_back(what)
+            # Of a round in which a rank was disturbed, the other one is taken.
+            rounds = [self._round(*of_round, by_host) for _ in range(ISSUED)]
+            issued = self._over_ranks(rounds, None).min(dim=0).values.tolist()
+            start_s = self.host.perf_counter()
+            self._round(*of_round, by_device)
+        # The same on every rank.
+        round_s = self._over_ranks([[self.host.perf_counter() - start_s]], None).item()
+        repeats = min(MOST, max(FEWEST, int(BUDGET_S / max(1e-6, round_s))))
+        rounds = [self._round(*of_round, by_device) for _ in range(repeats)]
+        return self._over_ranks(rounds, group).median(dim=0).values.tolist(), issued
+
+    def times_ms(
+        self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None = None
+    ) -> list[float]:
+        """The median of each size; see :meth:`times`."""
+        return self.times(what, sizes, prepare, group)[0]
+
+    def host_ms(self, what: str, size: int, prepare: Prepare) -> float:
+        """What some work costs the host: on a GPU to issue it, on a CPU to do it.
+
+        Raises:
+            MeasuringError: on every rank, if one has failed.
+        """
+        (time_ms,), issued = self.times(what, [size], prepare)
+        return issued[0] if issued else time_ms
+
+    def issued_in_ms(self, what: str, work: Callable[[], object]) -> float:
+        """What some work costs the host of this rank, done once for that; on a GPU it can be held back then.
+
+        Raises:
+            MeasuringError: on every rank, if one has failed.
+        """
+        self._ready_to_hold_back(what)
+        with raise_on_all_ranks(self.group, f"measuring {what}"):
+            took_ms = issued_ms(self.device, work, self.host)
+        return took_ms
+
+    def hold_back(self, delay_ms: float, meets: bool = False, group: dist.ProcessGroup | None = None) -> None:
+        """Keep the current stream of a GPU busy, so that the host can issue what is to come after.
+
+        Args:
+            delay_ms: for so long; delays of the same length differ between devices.
+            meets: whether ranks meet behind it, on the device, so that none has to wait for the delay of another.
+            group: those ranks; ``None``: all of the job.
+        """
+        self._delay(delay_ms)
+        if meets and world_size_now() > 1:
+            dist.all_reduce(self._token, group=group)
+
+    @cached_property
+    def _delay(self) -> Delay:
+        return Delay(self.device, self.host)
+
+    @cached_property
+    def _token(self) -> torch.Tensor:
+        return torch.zeros(1, device=self.device)
+
+    def _ready_to_hold_back(self, what: str) -> None:
+        """What takes a while the first time, all ranks do before anything is timed."""
+        if "_delay" not in vars(self):
+            with raise_on_all_ranks(self.group, f"making ready to measure {what}"):
+                self.hold_back(0.0)
+
+    def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Of each number the largest over ranks."""
+        return self._over_ranks(values, None).tolist()
+
+    def any_rank(self, what: bool) -> bool:
+        """Whether it is so on one rank at least."""
+        return bool(self._over_ranks([[float(what)]], None).item())
+
+    def _round(
+        self,
+        what: str,
+        sizes: Sequence[int],
+        prepare: Prepare,
+        group: dist.ProcessGroup | None,
+        time_ms: Callable[[int, Callable[[], object]], float],
+    ) -> list[float]:
+        """One repetition of all sizes, timed by ``time_ms``, which is told which of them it is."""
+        times_ms = []
+        doing = f"measuring {what}"
+        for place, size in enumerate(sizes):
+            # Nobody enters a collective that another rank will not come to. It also brings them together: ranks that
+            # share a machine are all at work in training, so they have to be when they are timed.
+            with raise_on_all_ranks(self.group, doing):
+                work = prepare(size)
+            with raise_on_all_ranks(self.group, doing):
+                if group is not None:
+                    self.host.sleep(SETTLE_S)
+                self._wait()
+                times_ms.append(time_ms(place, work))
+            del work
+        return times_ms
+
+    def _wait(self) -> None:
+        if self.issues_ahead:
+            torch.cuda.synchronize(self.device)
+
+    def _over_ranks(self, values: Sequence[Sequence[float]], group: dist.ProcessGroup | None) -> torch.Tensor:
+        times = torch.tensor(values, dtype=torch.float64)
+        if world_size_now() > 1:
+            times = times.to(self.device)
+            if group is not None:
+                dist.all_reduce(times, dist.ReduceOp.SUM, group=group)
+                times /= group.size()
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
+        return times.cpu()

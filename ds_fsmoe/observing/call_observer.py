@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is noted of a layer's calls, in steps that are traced and in steps that are timed.
+
+The tracer is told what each phase should take, and the clock of steps is given the phases with what is needed to
+predict them. In all other steps calls are made as if nothing of this were there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.groups import FSMoEGroups
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.execution.lanes import Observer, Together
+from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
+from ds_fsmoe.execution.pipeline import Experts, GradientSlice, Pipeline
+from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.files.runs import TRACE
+from ds_fsmoe.observing.instruments import Instrument, LayerCall
+from ds_fsmoe.observing.predicted import Predictor, Predictors, Predicts
+from ds_fsmoe.observing.step_timer import StepClock
+from ds_fsmoe.observing.trace import Tracer
+from ds_fsmoe.planning.call_shape import CallShape
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_IN_NODE,
+    A2A_OUT,
+    A2A_OUT_NODE,
+    EXPERT_GRAD,
+    GATHER,
+    GRAD,
+    REDUCE,
+    Schedule,
+    Task,
+)
+
+if TYPE_CHECKING:
+    from ds_fsmoe.gradients.reducer import GradientReducer
+
+_KINDS_OF_GROUP = {
+    "ep": (A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE),
+    "esp": (GATHER, REDUCE),
+    "dp": (GRAD,),
+    "edp": (EXPERT_GRAD,),
+}
+
+
+def trace_folder(block: FSMoEBlock) -> Path:
+    """Where ranks leave their traces: as the block says, or else with the record of the run, if there is one."""
+    if block.record.dir is None or "path" in block.trace.model_fields_set:
+        return Path(block.trace.path)
+    return Path(block.record.dir) / TRACE
+
+
+@dataclass
+class CallObserver:
+    """The instrument of traces and of timed steps, for the layers of one engine."""
+
+    tracer: Tracer | None = None
+    clock: StepClock | None = None
+    predictor: Predictor | Predicts | None = None
+    """Predicts all layers, for the trace."""
+    predictors: Predictors = dict
+    """Predicts layers from what was measured here: for the trace where there is no other."""
+
+    @classmethod
+    def of(cls, block: FSMoEBlock, device: torch.device) -> CallObserver:
+        """As a block asks for it.
+
+        Raises:
+            OSError: the folder of the trace cannot be written to.
+            ValueError: there is no such cluster, or its file is wrong.
+        """
+        trace, tracer = block.trace, None
+        if trace.enabled:
+            rank = dist.get_rank() if world_size_now() > 1 else 0
+            tracer = Tracer(trace_folder(block), rank, trace.start_step, trace.num_steps, device)
+        clock = StepClock(device) if block.autotune.enabled else None
+        return cls(tracer, clock, None if tracer is None or trace.cluster is None else Predictor(trace.cluster))
+
+    @property
+    def instruments(self) -> tuple[Instrument, ...]:
+        """What is to be shown the calls of layers."""
+        return () if self.tracer is None and self.clock is None else (self.watch,)
+
+    def meet(self, pipeline: Pipeline, groups: FSMoEGroups) -> None:
+        """A layer has its groups.
+
+        Raises:
+            ConfigError: the cluster lacks a number for one of them.
+        """
+        if self.tracer is not None:
+            self.tracer.peers[pipeline.label] = {
+                kind: list(groups.ranks_of(group)) for group, kinds in _KINDS_OF_GROUP.items() for kind in kinds
+            }
+        if isinstance(self.predictor, Predictor):
+            self.predictor.of(pipeline.forward.groups, pipeline.forward.alltoall)
+
+    def watch(self, call: LayerCall) -> None:
+        """In a step that is traced or timed, note what the call does. An evaluation that comes before a traced step is
+        no part of it."""
+        is_timed = not isinstance(call.experts, WholeExperts) or call.experts.is_timed
+        clock = self.clock if is_timed and self.clock is not None and self.clock.is_listening else None
+        tracer = self.tracer if call.is_training and self.tracer is not None and self.tracer.is_recording else None
+        if clock is None and tracer is None:
+            return
+        # For this call alone: another one may come before its backward.
+        window = None if call.pipeline.window is None else _MeasuredWindow(call.pipeline.window)
+        of_call = _OfCall(self, call.pipeline, call.experts, window, clock, tracer)
+        call.pipeline = replace(call.pipeline, window=window).watched(of_call, of_call.called)
+
+
+def sizes_of(at: CalledWith, experts: Experts | WholeExperts) -> CallShape:
+    """What a call with these sizes moves and multiplies."""
+    matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
+    return CallShape(at.num_experts, at.capacity, at.width, at.dtype.itemsize, len(matrices), sum(matrices))
+
+
+class _MeasuredWindow:
+    """The window of a layer's backward, and how large what it gave to be sent is."""
+
+    def __init__(self, window: Any) -> None:
+        self._window: GradientReducer = window
+        self.send, self.close = window.send, window.close
+        self.slices_bytes: tuple[int, ...] = ()
+
+    def open(self, label: str) -> Sequence[GradientSlice]:
+        parcels = self._window.open(label)
+        flats = self._window.flats
+        self.slices_bytes = tuple((each.stop - each.first) * flats[each.flat].element_bytes for each in parcels)
+        return parcels
+
+
+@dataclass
+class _OfCall(Observer):
+    """Tells the tracer and the clock of one call, and says ahead of each run what is needed to predict it."""
+
+    asked: CallObserver
+    pipeline: Pipeline
+    experts: Experts | WholeExperts
+    window: _MeasuredWindow | None
+    clock: StepClock | None
+    tracer: Tracer | None
+
+    def called(self, at: CalledWith) -> None:
+        self.sizes = sizes_of(at, self.experts)
+
+    def start(self, schedule: Schedule, label: str) -> None:
+        of, sizes, listeners = self.pipeline.label, self.sizes, []
+        plan = self.pipeline.backward if label.endswith("/backward") else self.pipeline.forward
+        if plan.backward and self.window is not None:
+            sizes = replace(sizes, slices_bytes=self.window.slices_bytes)
+        if self.tracer is not None and self.tracer.is_recording:
+            predictor = self.asked.predictor or self.asked.predictors().get(of)
+            if predictor is not None:
+                self.tracer.expect(partial(predictor.timeline, schedule, plan, sizes))
+            self.tracer.start(schedule, label)
+            listeners.append(self.tracer)
+        if self.clock is not None and (recorder := self.clock.run(schedule, label, (of, plan, sizes))) is not None:
+            listeners.append(recorder)
+        self.told = Together(*listeners)
+
+    def begin(self, index: int, task: Task) -> None:
+        self.told.begin(index, task)
+
+    def end(self, index: int, task: Task) -> None:
+        self.told.end(index, task)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What watches the calls of a layer: timers, metrics and checks, none of which the layer itself knows.
+
+An instrument is a function that is shown each call before it is made, and puts what it watches with around the parts of
+the call. The layers of one engine share one list of them. It holds what is asked for, and a layer outside of an engine
+has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.routing import RoutingBase
+from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.unchunked import WholeExperts
+
+Gate = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], RoutingBase]
+"""``(x_SM, used_token_S, group) -> routing``."""
+
+
+@dataclass
+class LayerCall:
+    """One call of a layer that is about to be made. Instruments may replace the gate, the pipeline and the experts."""
+
+    label: str
+    """Label of the layer, one for each layer of an engine."""
+    path: str
+    """Path of the layer in its model."""
+    is_training: bool
+    x: torch.Tensor
+    """[..., M], the input."""
+    capacity_group: dist.ProcessGroup | None
+    """The ranks that have to have as many slots as this one; ``None`` for one."""
+    gate: Gate
+    pipeline: Pipeline
+    experts: ExpertSet | WholeExperts
+    """The experts of this rank, in the form in which they are called."""
+    local_experts: ExpertSet | None
+    """The same experts one by one; ``None`` where nothing is known of the module that holds them."""
+
+
+Instrument = Callable[[LayerCall], None]
+Check = Callable[[Any, torch.Tensor], None]
+"""``(layer, x)``: looks at a layer that is about to be called with x, and may still change how the layer is run."""

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step takes: its forwards and its backwards as a whole, and inside them each run of a layer, task by task.
+
+A forward of the engine with everything in it is one stretch, a backward with the reduction of gradients another; the
+optimizer's step is in neither. What of a stretch is not in a layer's run is dense: all of the model but the experts'
+part of its layers. Where activations are checkpointed, a forward that is run again belongs to the backward it is in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.observing.clock import HOST, Clock
+from ds_fsmoe.observing.spans import Recorder, clock_of
+from ds_fsmoe.planning.schedule import Schedule
+from ds_fsmoe.planning.timeline import Timeline
+
+_FIRST = 2
+"""The forward in training that is timed by itself: in the first one everything is slow."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One phase of one call of a layer."""
+
+    label: str
+    """Such as "L03/backward"."""
+    in_backward: bool
+    """Whether it ran in a backward; a forward that is run again does."""
+    schedule: Schedule
+    timeline: Timeline
+    about: Any
+    """What :meth:`StepClock.run` was given."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """All of a step on this rank but the optimizer's part, in milliseconds."""
+
+    num_forwards: int
+    num_backwards: int
+    forward_ms: float
+    """Of all forwards together."""
+    backward_ms: float
+    """Likewise, gradients included."""
+    runs: tuple[MeasuredRun, ...]
+
+    @property
+    def has_both(self) -> bool:
+        """Whether there was a forward and a backward."""
+        return self.num_forwards > 0 and self.num_backwards > 0
+
+    @cached_property
+    def phases_ms(self) -> dict[str, float]:
+        """Label of a phase -> all its runs together."""
+        found: dict[str, float] = defaultdict(float)
+        for run in self.runs:
+            found[run.label] += run.timeline.makespan_ms
+        return dict(found)
+
+    @property
+    def dense_forward_ms(self) -> float:
+        """What of the forwards was not in a layer's run."""
+        return self.forward_ms - self._inside_ms(in_backward=False)
+
+    @property
+    def dense_backward_ms(self) -> float:
+        """Likewise of the backwards; with gradients that no layer's run has sent."""
+        return self.backward_ms - self._inside_ms(in_backward=True)
+
+    def _inside_ms(self, in_backward: bool) -> float:
+        return sum(run.timeline.makespan_ms for run in self.runs if run.in_backward is in_backward)
+
+
+@dataclass
+class _Stretch:
+    in_backward: bool
+    start: Any
+    end: Any = None
+
+
+class StepClock:
+    """Is told of every forward in training and of every backward; what it notes it notes between :meth:`start` and
+    :meth:`stop`. On CUDA that is events alone: only reading waits for the device.
+
+    Unasked it times the second forward in training and its backward, for whoever needs to know what is dense.
+
+    Args:
+        device: on which steps run.
+        host: the clock of the CPU.
+    """
+
+    def __init__(self, device: torch.device, host: Clock = HOST) -> None:
+        self.device = device
+        self._host = host
+        clock = clock_of(device, host)
+        self._stamp, self._elapsed_ms = clock.now, clock.elapsed_ms
+        self._num_forwards = 0
+        """Up to the first ones."""
+        self._is_asked = False
+        self._last: MeasuredStep | None = None
+        self.is_listening = False
+        """Whether runs are to be told: a stretch is under way that is timed."""
+        self._forget(is_on=False)
+
+    def start(self) -> None:
+        """From here on all is noted; what there was is forgotten."""
+        self._is_asked = True
+        self._forget(is_on=True)
+
+    def stop(self) -> None:
+        """Note nothing any more, and forget what there was."""
+        self._forget(is_on=False)
+
+    def _forget(self, is_on: bool) -> None:
+        self._is_on = is_on
+        self.is_listening = False
+        self._is_whole = True
+        self._stretches: list[_Stretch] = []
+        self._runs: list[tuple[str, bool, Schedule, Recorder, Any]] = []
+
+    def begin_forward(self) -> None:
+        """The engine's forward begins, in training."""
+        if self._num_forwards <= _FIRST:
+            self._num_forwards += 1
+            if not self._is_asked:
+                self._forget(is_on=self._num_forwards == _FIRST)
+        if self._is_on:
+            self._begin(in_backward=False)
+
+    def begin_backward(self) -> None:
+        """The engine's backward begins."""
+        if self._is_on:
+            self._begin(in_backward=True)
+
+    def _begin(self, in_backward: bool) -> None:
+        # One that is still open has ended in an error.
+        self._is_whole = self._is_whole and not self.is_listening
+        self._stretches.append(_Stretch(in_backward, self._stamp()))
+        self.is_listening = True
+
+    def end_forward(self) -> None:
+        """It has ended."""
+        if self.is_listening:
+            self._stretches[-1].end = self._stamp()
+            self.is_listening = False
+
+    end_backward = end_forward
+
+    def run(self, schedule: Schedule, label: str, about: Any = None) -> Recorder | None:
+        """A run of a layer begins, in the calling thread and on its stream.
+
+        Args:
+            schedule: of the run.
+            label: of the phase, such as "L03/backward".
+            about: is kept with it.
+
+        Returns:
+            To be told of its tasks; ``None``: nobody wants to know.
+        """
+        if not self.is_listening:
+            # The layer was called in a forward that was timed, so this is a backward of which nobody has told.
+            self._is_whole = self._is_whole and not self._is_on
+            return None
+        recorder = Recorder(self.device, self._host)
+        recorder.start(schedule, label)
+        self._runs.append((label, self._stretches[-1].in_backward, schedule, recorder, about))
+        return recorder
+
+    def read(self) -> MeasuredStep | None:
+        """What has been noted. On CUDA this waits for the last backward.
+
+        Returns:
+            ``None``: not all is known, as after an error or a backward that did not go through the engine.
+        """
+        if not self._is_whole or any(each.end is None for each in self._stretches):
+            return None
+        parts_ms = {False: [], True: []}
+        for each in self._stretches:
+            parts_ms[each.in_backward].append(self._elapsed_ms(each.start, each.end))
+        try:
+            runs = tuple(
+                MeasuredRun(label, in_backward, schedule, recorder.timeline(schedule), about)
+                for label, in_backward, schedule, recorder, about in self._runs
+            )
+        except ValueError:  # one that did not get to its end
+            return None
+        forward, backward = parts_ms[False], parts_ms[True]
+        step = MeasuredStep(len(forward), len(backward), sum(forward), sum(backward), runs)
+        if step.has_both:
+            self._last = step
+        return step
+
+    def dense_ms(self, group: dist.ProcessGroup | None = None) -> tuple[float, float] | None:
+        """What is dense of (one forward, one backward): each the most of all ranks, of what is noted now, or else of
+        what was read last. Collective.
+
+        The rank with the most is the one that the others wait for: in their layers' runs, so their dense parts are
+        free of that.
+
+        Args:
+            group: the ranks; ``None``: all.
+
+        Returns:
+            ``None`` on every rank if one has not both.
+        """
+        step, numbers = self.read(), [1.0, 0.0, 0.0]
+        if step is None or not step.has_both:
+            step = self._last
+        if step is not None:
+            numbers = [0.0, step.dense_forward_ms / step.num_forwards, step.dense_backward_ms / step.num_backwards]
+        lacks, forward_ms, backward_ms = most_of(numbers, self.device, group)
+        return None if lacks else (forward_ms, backward_ms)
+
+
+def most_of(numbers: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Each the largest over ranks. Collective."""
+    if world_size_now() == 1:
+        return numbers
+    held = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+    return held.tolist()

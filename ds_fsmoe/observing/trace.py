@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trace: when every task of chosen steps began and ended, on every lane, beside what was predicted.
+
+Where torch's profiler is on, or its NVTX ranges, each task is a range there too, under the same name. On the CPU the
+profiler sees the caller's thread only, and those of the links if it is told to profile all threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import profiler as torch_profiler
+from torch.profiler import record_function
+
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.execution.lanes import Observer
+from ds_fsmoe.files.traces import TracedRun, range_name, rank_file, trace_of, write_trace
+from ds_fsmoe.observing.clock import HOST, Clock
+from ds_fsmoe.observing.spans import clock_of, set_clock
+from ds_fsmoe.planning.schedule import Schedule, Task
+from ds_fsmoe.planning.timeline import Timeline
+
+logger = logging.getLogger("ds_fsmoe")
+
+# How long the writing waits for a device that has not done all it was given: after the last step, and at an early end,
+# which may be that of a device that hangs.
+_PATIENCE_S = 60.0
+_PATIENCE_AT_CLOSE_S = 5.0
+# Less than a watchdog gives all it calls at the end of a process.
+_PATIENCE_AT_SAVE_S = 1.0
+
+
+class Tracer(Observer):
+    """Records the runs of some steps and writes them to ``folder/rank{rank}.json`` when the last of the steps is over.
+
+    One object for all lanes of an engine. Outside of the steps it does nothing. A job that ends early leaves a file
+    with what there is: it is written by :meth:`close`, which the interpreter calls at its exit if nobody else has, and
+    by :meth:`save`, for a watchdog that is about to end the process without the interpreter's exit.
+
+    The host waits for the device when the first step begins, to set the clocks by each other, and after the last; in
+    between times are events on the lanes' streams.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        start_step: int,
+        num_steps: int,
+        device: torch.device,
+        predicted: Mapping[str, Timeline] | None = None,
+        host: Clock = HOST,
+    ) -> None:
+        """
+        Args:
+            folder: made if need be. What an earlier job has left there of this rank is removed.
+            rank: of this process.
+            start_step: the first step to record.
+            num_steps: how many.
+            device: that of the lanes.
+            predicted: label of a run, such as "L03/backward", -> what is expected of it, unless :meth:`expect` says.
+            host: the clock of the CPU.
+
+        Raises:
+            OSError: the folder cannot be made or written to.
+        """
+        self.path = rank_file(Path(folder), rank)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.unlink(missing_ok=True)
+        self.peers: dict[str, dict[str, Sequence[int]]] = {}
+        """Layer -> kind of task -> the ranks that do it together with this one. For the file."""
+        self._rank = rank
+        self._wanted = range(start_step, start_step + num_steps)
+        self._device = device
+        self._predicted = dict(predicted or {})
+        self._host = host
+        self._clock = clock_of(device, host)
+        self._now = self._clock.now
+        self._reference: tuple[Any, int] | None = None
+        self._step: int | None = None
+        self._expected: Callable[[], Timeline] | None = None
+        self._seen: list[int] = []
+        self._is_on = False
+        self._is_written = False
+        """Whether the trace is over: nothing is recorded any more."""
+        self._is_saved = False
+        """Whether its end has been written."""
+        self._runs: list[_Run] = []
+        self._open: tuple[_Run, ...] = ()
+        """Those whose tasks may begin or end, the latest first. Replaced, never changed: lanes read it unlocked."""
+        self._names: dict[str, tuple[Schedule, tuple[str, ...]]] = {}
+        # Reentrant: a handler of a signal may close in the middle of anything.
+        self._lock = threading.RLock()
+        atexit.register(self.close)
+
+    def step(self, number: int) -> None:
+        """Step ``number`` is about to begin. To be told at every step; once more for the same one does nothing."""
+        if number == self._step:
+            return
+        self._step = number
+        self._forget_runs_that_are_over()
+        if self._is_written:
+            return
+        if number >= self._wanted.stop:
+            self._write("after the last step", _PATIENCE_S, is_early=False)
+        elif number in self._wanted:
+            if self._reference is None:
+                self._reference = set_clock(self._clock, self._host)
+            self._seen.append(number)
+        self._is_on = number in self._wanted
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether this is one of the steps."""
+        return self._is_on
+
+    def expect(self, predict: Callable[[], Timeline]) -> None:
+        """Of the run that this thread starts next, this is to be expected. It is asked for when the trace is written.
+
+        Args:
+            predict: may raise ``ValueError``; then the trace is written without.
+        """
+        self._expected = predict
+
+    def start(self, schedule: Schedule, label: str) -> None:
+        if not self._is_on:
+            return
+        expected, self._expected = self._expected, None
+        with self._lock:
+            if label not in self._names or self._names[label][0] is not schedule:
+                self._names[label] = schedule, tuple(range_name(label, task) for task in schedule.tasks)
+            run = _Run(label, self._step, schedule, self._names[label][1], self._now(), expected)
+            self._runs.append(run)
+            self._open = (run, *(each for each in self._open if None in each.ends))
+
+    def begin(self, index: int, task: Task) -> None:
+        # A run inside a body, or after one that has failed, is the latest; its tasks are told by their identity.
+        for run in self._open:
+            if run.has(index, task) and run.begins[index] is None:
+                # As torch's own code asks. A range that nobody sees costs more than all else here.
+                if getattr(torch_profiler, "_is_profiler_enabled", True):
+                    run.ranges[index] = record_function(run.names[index]).__enter__()
+                run.begins[index] = self._now()
+                return
+
+    def end(self, index: int, task: Task) -> None:
+        opened = self._open
+        for run in opened:
+            if run.has(index, task) and run.begins[index] is not None and run.ends[index] is None:
+                run.ends[index] = self._now()
+                if run.ranges[index] is not None:
+                    run.ranges[index].__exit__(None, None, None)
+                    run.ranges[index] = None
+                if run is not opened[0]:
+                    self._forget_runs_inside(run)
+                return
+
+    def close(self) -> None:
+        """Write what there is, unless all of it has been written. A second time does nothing.
+
+        From any thread, also while a run hangs: the tasks that are under way are named in the file.
+        """
+        when = "before the first step" if self._step is None else f"in step {self._step}"
+        self._write(f"closed {when}", _PATIENCE_AT_CLOSE_S, is_early=True)
+
+    def save(self, reason: str) -> None:
+        """Write what there is so far and go on, unless all of it has been written.
+
+        From any thread, and without a lock: the one that holds it may be what hangs. What is written later replaces
+        this.
+
+        Args:
+            reason: why now, for the file.
+        """
+        if self._is_saved:
+            return
+        runs = tuple(self._runs)
+        self._wait(runs, _PATIENCE_AT_SAVE_S)
+        trace = self._trace_of(runs, reason, is_complete=False)
+        # The end of the trace may have been written meanwhile, and has more.
+        if not self._is_saved:
+            self._put(trace)
+
+    def _forget_runs_inside(self, run: _Run) -> None:
+        """A task has ended, so all runs are over that its body started, in this thread: also those that failed."""
+        here = threading.get_ident()
+        with self._lock:
+            at = next((at for at, each in enumerate(self._open) if each is run), 0)
+            later = tuple(each for each in self._open[:at] if each.thread != here)
+            self._open = later + self._open[at:]
+
+    def _forget_runs_that_are_over(self) -> None:
+        """Also those that have failed. Of others the lane is still to say that a task has ended."""
+        self._open = tuple(run for run in self._open if run.is_under_way())
+
+    def _write(self, ended: str, patience_s: float, is_early: bool) -> None:
+        with self._lock:
+            if self._is_written:
+                return
+            self._is_written, self._is_on = True, False
+            atexit.unregister(self.close)
+            self._forget_runs_that_are_over()
+            self._wait(self._runs, patience_s)
+            is_complete = not is_early and self._seen == list(self._wanted)
+            trace = self._trace_of(self._runs, ended, is_complete)
+            is_written = self._put(trace)
+            # In this order, and a new list: a thread that saves may be reading the old one.
+            self._is_saved = True
+            self._runs = []
+        if not is_written:
+            return
+        asked_for = self._asked_for
+        if self._rank == 0 and is_complete:
+            logger.info("the trace of %s is in %s", asked_for, self.path.parent)
+        elif self._rank == 0:
+            steps = ", ".join(map(str, self._seen)) or "none"
+            logger.warning("%s: not all of %s: %s; steps there are: %s", self.path.parent, asked_for, ended, steps)
+
+    @property
+    def _asked_for(self) -> str:
+        return f"steps {self._wanted[0]} to {self._wanted[-1]}"
+
+    def _trace_of(self, recorded: Sequence[_Run], ended: str, is_complete: bool) -> dict[str, Any]:
+        """What is written of these runs."""
+        runs = [] if self._reference is None else self._read(recorded, *self._reference)
+        about = {
+            "world_size": world_size_now(),
+            "device": str(self._device),
+            "asked_for": self._asked_for,
+            "steps": list(self._seen),
+            "complete": is_complete,
+            "ended": ended,
+            "peers": self.peers,
+            "runs": len(runs),
+            "unfinished": [
+                _describe(run, each.begins) for run, each in zip(runs, recorded, strict=True) if not run.is_whole
+            ],
+        }
+        return trace_of(self._rank, socket.gethostname(), runs, about)
+
+    def _put(self, trace: Mapping[str, Any]) -> bool:
+        """Write the file; whether that could be done."""
+        try:
+            write_trace(trace, self.path)
+        except OSError as error:
+            # Training goes on without its trace.
+            logger.warning("the trace of rank %d is lost: %s", self._rank, error)
+            return False
+        return True
+
+    def _wait(self, runs: Sequence[_Run], patience_s: float) -> None:
+        """Until the device has done what was recorded, but not for ever."""
+        deadline_s = self._host.monotonic() + patience_s
+        with suppress(RuntimeError):  # a device that has failed
+            for stamp in (each for run in runs for each in (run.start, *run.ends) if each is not None):
+                while not self._clock.has_come(stamp) and self._host.monotonic() < deadline_s:
+                    self._host.sleep(0.001)
+
+    def _read(self, runs: Sequence[_Run], reference: Any, unix_ns: int) -> list[TracedRun]:
+        """Runs, in nanoseconds since 1970.
+
+        From run to run, and from the run's start to its tasks: over a long time events are some microseconds coarse.
+        """
+        found = []
+        for number, run in enumerate(runs):
+            since_ns = self._elapsed_ns(reference, run.start)
+            spans_ns: list[tuple[int, int] | None] = [None] * len(run.begins)
+            if since_ns is not None:
+                reference, unix_ns = run.start, unix_ns + since_ns
+                for index, stamps in enumerate(zip(run.begins, run.ends, strict=True)):
+                    begin_ns, end_ns = (self._elapsed_ns(run.start, stamp) for stamp in stamps)
+                    if begin_ns is not None and end_ns is not None:
+                        spans_ns[index] = unix_ns + begin_ns, unix_ns + end_ns
+            predicted = self._prediction_of(run)
+            found.append(TracedRun(number, run.label, run.step, run.schedule.tasks, unix_ns, spans_ns, predicted))
+        return found
+
+    def _prediction_of(self, run: _Run) -> Timeline | None:
+        if run.expected is None:
+            return self._predicted.get(run.label)
+        try:
+            return run.expected()
+        except ValueError as error:
+            logger.warning("the trace has no prediction of %s: %s", run.label, error)
+            return None
+
+    def _elapsed_ns(self, one: Any, other: Any) -> int | None:
+        """``None`` where one of the two is not there, or has not come."""
+        with suppress(RuntimeError):
+            if other is not None and self._clock.has_come(one) and self._clock.has_come(other):
+                return self._clock.elapsed_ns(one, other)
+        return None
+
+
+def _describe(run: TracedRun, begins: Sequence[Any]) -> dict[str, Any]:
+    """What is known of a run that did not come to its end."""
+    under_way = [
+        range_name(run.label, task)
+        for task, begin, span_ns in zip(run.tasks, begins, run.spans_ns, strict=True)
+        if begin is not None and span_ns is None
+    ]
+    done = len(run.tasks) - run.spans_ns.count(None)
+    return {"label": run.label, "step": run.step, "tasks": len(run.tasks), "done": done, "under_way": under_way}
+
+
+class _Run:
+    """One run, a slot per task: each is written by the one lane that does the task, so nothing is locked."""
+
+    __slots__ = ("begins", "ends", "expected", "label", "names", "ranges", "schedule", "start", "step", "thread")
+
+    def __init__(
+        self,
+        label: str,
+        step: int,
+        schedule: Schedule,
+        names: tuple[str, ...],
+        start: Any,
+        expected: Callable[[], Timeline] | None,
+    ) -> None:
+        self.label = label
+        self.step = step
+        self.schedule = schedule
+        self.names = names
+        self.start = start
+        self.expected = expected
+        self.thread = threading.get_ident()
+        self.begins: list[Any] = [None] * len(names)
+        self.ends: list[Any] = [None] * len(names)
+        self.ranges: list[Any] = [None] * len(names)
+
+    def has(self, index: int, task: Task) -> bool:
+        return index < len(self.names) and self.schedule.tasks[index] is task
+
+    def is_under_way(self) -> bool:
+        """Whether a task has begun and not ended."""
+        return any(begin is not None and end is None for begin, end in zip(self.begins, self.ends, strict=True))

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what each rank was doing when a job goes wrong: it hangs, it fails, or it is told to end.
+
+A collective whose other ranks never come says nothing, and only one rank in a job knows the task in which it waits. So
+each rank leaves a report in a file of its own, by default ``fsmoe_reports/rank3.txt`` under the folder that was current
+when training began: the last task of the schedule that each lane began and finished, and the stacks of all threads.
+Nothing is written as long as nothing goes wrong. What else is to be saved before the process ends is called then.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_fsmoe.execution.lanes import Lanes
+from ds_fsmoe.files.whole_files import new_file, read_regular
+from ds_fsmoe.observing import exit_hooks
+from ds_fsmoe.observing.clock import HOST, Clock
+from ds_fsmoe.observing.exit_hooks import TERMINATED_STATUS
+from ds_fsmoe.planning.schedule import Lane
+
+__all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "report_file"]
+
+logger = logging.getLogger("ds_fsmoe")
+
+HANG_STATUS = 86
+"""With this a process ends that hangs; no signal, shell or launcher uses it."""
+
+# A disk or a driver that does not answer may not keep a process from ending. Launchers kill 30 s after SIGTERM.
+_REPORT_LIMIT_S = 10.0
+_AT_END_LIMIT_S = 5.0
+# A job that goes on after errors does not fill the disk: this many reports in a file, then it begins anew.
+_MAX_REPORTS = 8
+
+_Progress = dict[Lane, tuple[str, str]]
+
+
+def report_file(folder: Path | str = "fsmoe_reports") -> Path:
+    """This rank's file in a folder; a relative one is under the current folder."""
+    return Path(folder).absolute() / f"rank{_rank()}.txt"
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def end_process(file: Path | None) -> None:
+    """End this process now, also if its threads sit in collectives: no Python or C++ code of theirs runs any more."""
+    os._exit(HANG_STATUS)
+
+
+class Watchdog:
+    """Watches lanes from a thread of its own, and reports.
+
+    - A hang: a run is under way and no task has begun or finished for ``hang_timeout_s``. Between runs the clock stands
+      still, however long data are loaded or code is compiled, and so it does for a process that is stopped or gets no
+      time. A rank that waits for a slower one looks the same, so the time has to be above what ranks may be apart.
+      After the report ``on_hang`` ends the process, and with that the launcher ends the job.
+    - An error: one that nobody catches, through ``sys.excepthook``; one of a run, where :meth:`failed` is told.
+    - SIGTERM, also while the main thread sits in a collective: then what was there before goes on, be it a handler
+      or the end of the process. It is left alone where it is ignored, or where an event loop looks after signals; and
+      it is taken over only by a watchdog that is made in the main thread.
+
+    After a report each of ``at_end`` is called with its reason, to save what would be lost with the process: from a
+    thread of its own, and all of them have 5 s, because a process that hangs may not be kept by what else hangs in it.
+    The process need not end: after an error the job may go on.
+
+    The lanes know nothing of this and pay nothing for it: it looks every second, or four times per
+    ``hang_timeout_s``, and does not keep them alive. What it cannot see is a thread that never lets the interpreter's
+    lock go.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        hang_timeout_s: float,
+        file: Path | None = None,
+        on_hang: Callable[[Path | None], None] = end_process,
+        first_use_s: float = 900.0,
+        host: Clock = HOST,
+    ) -> None:
+        """
+        Args:
+            lanes: to watch.
+            hang_timeout_s: without a task that begins or finishes, this long is a hang.
+            file: of the reports; by default :func:`report_file`. One that is there is replaced by the first report. If
+                another watchdog of this process has it, the name is followed by a number.
+            on_hang: is called, from the watchdog's thread, with the file, or ``None`` if it could not be written. If it
+                returns, the next hang is reported once a task has begun or finished.
+            first_use_s: it takes at least so long in the first run, which makes communicators and compiles kernels.
+            host: by which it looks and waits.
+        """
+        self.file = _own_file((report_file() if file is None else Path(file)).absolute())
+        self.at_end: list[Callable[[str], None]] = []
+        self._lanes = weakref.ref(lanes)
+        self._host = host
+        self._hang_timeout_s = hang_timeout_s
+        self._first_use_s = first_use_s
+        self._on_hang = on_hang
+        self._poll_s = min(1.0, hang_timeout_s / 4)
+        self._rank = _rank()
+        self._is_first_use = True
+        self._labels: set[str] = set()
+        self._seen_marks = _marks(lanes)
+        self._seen_progress: _Progress | None = None
+        self._answer: tuple[bool, _Progress] = False, {}
+        self._asking: threading.Thread | None = None
+        self._num_reports = 0
+        self._writing = threading.Lock()
+        self._closed = threading.Event()
+        exit_hooks.attend(self)
+        self._thread = threading.Thread(target=self._watch, name="fsmoe-watchdog", daemon=True)
+        self._thread.start()
+
+    def failed(self, error: BaseException) -> None:
+        """Report an error of a run, whoever may catch it later; once per error. It gets a note with the file's name."""
+        if self._closed.is_set() or any(str(self.file) in note for note in getattr(error, "__notes__", ())):
+            return
+        text = "".join(traceback.format_exception(error))
+        if self._report_and_save(f"error: {type(error).__name__}: {error}", text) is not None:
+            error.add_note(f"what this rank was doing: {self.file}")
+
+    def terminated(self) -> None:
+        """Report SIGTERM."""
+        self._report_and_save("SIGTERM")
+
+    @property
+    def limit_s(self) -> float:
+        """So long :meth:`terminated` takes at the most."""
+        return _REPORT_LIMIT_S + _AT_END_LIMIT_S
+
+    def close(self) -> None:
+        """End the thread, and give back the hooks with the last watchdog of the process; once is enough."""
+        self._closed.set()
+        exit_hooks.leave(self)
+        # When the interpreter is on its way out, such a thread does not run any more, not even to its end.
+        if self._thread is not threading.current_thread() and not sys.is_finalizing():
+            self._thread.join()
+
+    # ---- the clock
+
+    def _watch(self) -> None:
+        still_s, last_s = 0.0, self._host.monotonic()
+        while not self._host.wait(self._closed, self._poll_s):
+            lanes = self._lanes()
+            if lanes is None:
+                exit_hooks.leave(self)
+                return
+            now_s = self._host.monotonic()
+            # More has passed only if this process was stopped, or got no time, and then its tasks have waited for that.
+            passed_s, last_s = min(now_s - last_s, 2 * self._poll_s), now_s
+            still_s = still_s + passed_s if self._stands_still(lanes) else 0.0
+            limit_s = max(self._hang_timeout_s, self._first_use_s if self._is_first_use else 0.0)
+            if still_s >= limit_s:
+                reason = (
+                    f"hang: a run is under way, and for {still_s:.1f} s no task has begun or finished "
+                    f"(fsmoe.debug.hang_timeout_s = {self._hang_timeout_s:g})"
+                )
+                self._on_hang(self._report_and_save(reason))
+                still_s = float("-inf")  # until something moves
+            del lanes  # not kept alive from here
+
+    def _stands_still(self, lanes: Lanes) -> bool:
+        """Whether a run is under way in which nothing has moved since this was asked last."""
+        is_under_way, marks = lanes._is_running, _marks(lanes)
+        is_same = all(new is old for new, old in zip(marks, self._seen_marks, strict=True))
+        progress = None
+        if is_same:  # where the host is seen to move, a device need not be asked
+            is_behind, progress = self._ask(lanes)
+            is_under_way = is_under_way or is_behind
+        if self._is_first_use:
+            self._labels.update(mark[0] for mark in marks if mark is not None)
+            # Another label means that a run is over; so does one that nobody is in.
+            self._is_first_use = len(self._labels) < 2 if is_under_way else not self._labels
+        is_same = is_same and progress == self._seen_progress
+        self._seen_marks, self._seen_progress = marks, progress
+        return is_same and is_under_way
+
+    def _ask(self, lanes: Lanes) -> tuple[bool, _Progress]:
+        """Whether a device has yet to do what runs have given it, and how far each lane has come.
+
+        On CUDA that is for the driver to say, which may keep one thread waiting while another waits in it. If it does
+        not answer, it is behind, and the lanes are where they were.
+        """
+        if self._asking is None or not self._asking.is_alive():
+
+            def ask() -> None:
+                self._answer = _is_behind(lanes), lanes.progress()
+
+            self._asking = threading.Thread(target=ask, name="fsmoe-progress", daemon=True)
+            self._asking.start()
+        self._host.join(self._asking, self._poll_s)
+        return (True, self._answer[1]) if self._asking.is_alive() else self._answer
+
+    # ---- the report
+
+    def _report_and_save(self, reason: str, details: str = "") -> Path | None:
+        """The report first, because it is what says why; returns its file."""
+        file = self._report(reason, details)
+        if self.at_end:
+            thread = threading.Thread(target=self._save, args=(reason,), name="fsmoe-at-end", daemon=True)
+            with suppress(RuntimeError):  # no more threads: then the process ends without
+                thread.start()
+                self._host.join(thread, _AT_END_LIMIT_S)
+        return file
+
+    def _save(self, reason: str) -> None:
+        for each in tuple(self.at_end):
+            try:
+                each(reason)
+            except BaseException:
+                logger.exception("rank %s: at its end something was not saved", self._rank)
+
+    def _report(self, reason: str, details: str = "") -> Path | None:
+        """Write a report and log where it is; ``None`` if it could not be written, or not in time."""
+        written: list[Path] = []
+
+        def write() -> None:
+            try:
+                with self._writing:
+                    self._write(reason, details)
+                written.append(self.file)
+                logger.error("rank %s: %s; what it was doing: %s", self._rank, reason, self.file)
+            except OSError as error:
+                logger.error("%s\nno report could be written: %s", self._head(reason), error)
+            with suppress(OSError, ValueError):  # what is printed would be lost with the process
+                sys.stdout.flush()
+
+        thread = threading.Thread(target=write, name="fsmoe-report", daemon=True)
+        thread.start()
+        self._host.join(thread, _REPORT_LIMIT_S)
+        return written[0] if written else None
+
+    def _write(self, reason: str, details: str) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        goes_on = self._num_reports % _MAX_REPORTS and self.file.exists()
+        earlier = read_regular(self.file, follow_links=False) if goes_on else ""
+        # A launcher may kill this process at any time: the file is there as a whole, or as it was.
+        with new_file(self.file, errors="backslashreplace") as out:
+            out.write(f"{earlier}{self._head(reason)}\n")
+            if details:
+                out.write(f"error:\n{details}\n")
+            names = "\n".join(f"  0x{each.ident or 0:016x} {each.name}" for each in threading.enumerate())
+            out.write(f"threads, this report's own among them:\n{names}\n\nstacks:\n")
+            out.flush()
+            faulthandler.dump_traceback(out, all_threads=True)
+            out.write(f"{'=' * 120}\n")
+        self._num_reports += 1
+
+    def _head(self, reason: str) -> str:
+        lanes = self._lanes()
+        is_behind, progress = (False, {}) if lanes is None else self._ask(lanes)
+        is_running = lanes is not None and lanes._is_running
+        run = "under way" if is_running else "issued, not done" if is_behind else "none under way"
+        rows = [("lane", "begun last", "finished last")]
+        rows += [(lane, begun or "-", finished or "-") for lane, (begun, finished) in progress.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"ds_fsmoe: what rank {self._rank} was doing",
+            f"time:   {datetime.now().astimezone().isoformat(timespec='milliseconds')}",
+            f"host:   {socket.gethostname()}, process {os.getpid()}",
+            f"reason: {reason}",
+            f"run:    {run}",
+            "",
+            *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+        ]
+        if self._asking is not None and self._asking.is_alive():
+            lines.append("(from before: the device's driver does not answer)")
+        return "\n".join([*lines, ""])
+
+
+def _marks(lanes: Lanes) -> list[tuple[str, Any] | None]:
+    """What each lane began and finished last: other objects each time, also if a task of the same name is done again
+    and again. Reading them asks no device."""
+    return [at for mark in lanes._marks.values() for at in (mark.begun, mark.finished)]
+
+
+def _is_behind(lanes: Lanes) -> bool:
+    """Whether a device has yet to do what runs have given it. Without a device, a run is over when it is over."""
+    is_behind = getattr(lanes, "is_behind", None)
+    return is_behind is not None and is_behind()
+
+
+def _own_file(file: Path) -> Path:
+    """That, or one beside it that no watchdog of this process has."""
+    others = {each.file for each in exit_hooks.attending() if isinstance(each, Watchdog)}
+    names = (file, *(file.with_stem(f"{file.stem}_{number}") for number in range(2, len(others) + 2)))
+    return next(each for each in names if each not in others)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's evaluation, simulated: its table 5, its figures 6 to 8, how often the degrees of the phases differ, and
+what the plan loses when the models of cost are off.
+
+Its clusters are the reference sets (``clusters/testbed_a.json``, ``testbed_b.json``), its groups mp = esp = GPUs of a
+node, ep = dp = nodes = number of experts. A layer is taken in the steady state of a large model: the gradients of the
+layer before it, an equal one, are reduced in its backward, and its own in the next. Its clusters gained about a quarter
+of what overlap of the two links gives on ideal links; "contended" plans as if they were ideal and plays the plan with
+the contention that its table 5 points to.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from ds_fsmoe.planning.block_times import BlockTimes
+from ds_fsmoe.planning.cluster import Cluster, load_cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.degree import Load, Phase, choose_exact, makespan_ms
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.paper.grid import MODELS, table_4
+from ds_fsmoe.planning.plan import Planner, plan_by_name
+from ds_fsmoe.planning.presets import PRESETS
+from ds_fsmoe.planning.timeline import IDEAL, Contention
+from ds_fsmoe.planning.workload import Layer, Shape, kind_costs, layer_work
+
+TABLE_5 = {
+    "a": {"tutel": 1.00, "tutel_improved": 1.09, "fsmoe_no_iio": 1.12, "fsmoe": 1.18},
+    "b": {"tutel": 1.00, "tutel_improved": 1.08, "fsmoe_no_iio": 1.16, "fsmoe": 1.22},
+}
+"""Average speedup over tutel, as printed."""
+OVER_TUTEL = {"tutel": 1.0, "tutel_improved": 1.19 / 1.12, "pipemoe_lina": 1.19 / 1.14, "fsmoe_no_iio": 1.19 / 1.07}
+"""Figure 6's averages over tutel: fsmoe is 1.19 times tutel, 1.12, 1.14 and 1.07 times the others."""
+DEGREES_DIFFER = 912
+"""Of its 1458 configurations."""
+Progress = Callable[[str, int, int], None]
+
+
+def _silent(_title: str, _done: int, _total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Bed:
+    """One of the paper's two clusters, or a part of it."""
+
+    letter: str
+    cluster: Cluster
+    groups: Groups
+    costs: Mapping[str, LinearCost]
+
+    @property
+    def num_experts(self) -> int:
+        """One per node."""
+        return self.groups.world // self.groups.gpus_per_node
+
+
+def load_bed(letter: str, nodes: int | None = None, pp: int = 1, costs: str = "reference") -> Bed:
+    """A testbed.
+
+    Args:
+        letter: "a" or "b".
+        nodes: so many of them; ``None``: all.
+        pp: pipeline stages.
+        costs: "reference" or "printed".
+
+    Raises:
+        ValueError: another letter or set of costs.
+    """
+    if letter not in TABLE_5:
+        raise ValueError(f"testbed = {letter!r}: the choices are a, b")
+    if costs not in ("reference", "printed"):
+        raise ValueError(f"costs = {costs!r}: the choices are reference, printed")
+    cluster = load_cluster(f"testbed_{letter}" + ("_printed" if costs == "printed" else ""))
+    nodes, gpus = nodes or cluster.num_nodes, cluster.gpus_per_node
+    groups = Groups(nodes * gpus, gpus, mp=gpus, esp=gpus, ep=nodes // pp, dp=nodes // pp, pp=pp)
+    return Bed(letter, cluster, groups, kind_costs(cluster, groups))
+
+
+def steady_state(layer: Layer) -> tuple[Layer, ...]:
+    """One layer in the middle of many: its own gradients are the next one's business, those before it are carried."""
+    return (replace(layer, gradients=()),)
+
+
+def layers_of(bed: Bed, sample: int | None = None) -> list[Shape]:
+    """The layers of table 4 for this testbed, or so many of them, drawn with a fixed seed."""
+    shapes = list(table_4(bed.letter, bed.num_experts))
+    return shapes if sample is None or sample >= len(shapes) else random.Random(0).sample(shapes, sample)
+
+
+@dataclass
+class Table5:
+    """Mean speedups over tutel, and what they come from."""
+
+    letter: str
+    num_layers: int
+    ideal: dict[str, float]
+    contended: dict[str, float]
+    degrees_differ: int
+    """Layers for which fsmoe's degrees of the two phases differ."""
+    layers_ms: dict[str, list[float]] = field(default_factory=dict)
+    """System -> its time of every layer, on ideal links."""
+
+
+def table_5(
+    bed: Bed, names: Sequence[str] = tuple(PRESETS), sample: int | None = None, progress: Progress = _silent
+) -> Table5:
+    """Simulate the layers of table 4.
+
+    Args:
+        bed: the testbed.
+        names: systems; tutel is always among them.
+        sample: take so many layers, always the same; ``None``: all.
+        progress: called with a title, the number of layers done and their number.
+    """
+    names = tuple(dict.fromkeys(("tutel", *names)))
+    shapes = layers_of(bed, sample)
+    ideal: dict[str, list[float]] = {name: [] for name in names}
+    contended: dict[str, list[float]] = {name: [] for name in names}
+    differ = 0
+    for index, shape in enumerate(shapes):
+        layer = layer_work(shape, bed.groups)
+        planner = Planner(bed.costs)
+        for name in names:
+            plan = plan_by_name(planner, name, steady_state(layer), layer.gradients)
+            ideal[name].append(plan.step_ms(bed.costs))
+            contended[name].append(plan.step_ms(bed.costs, bed.cluster.contention))
+            differ += name == "fsmoe" and plan.forward[0].degree != plan.backward[0].degree
+        progress(f"table 5, testbed {bed.letter.upper()}", index + 1, len(shapes))
+    speedups = (
+        {name: fmean(t / x for t, x in zip(times["tutel"], times[name], strict=True)) for name in names}
+        for times in (ideal, contended)
+    )
+    return Table5(bed.letter, len(shapes), *speedups, differ, ideal)
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One model in one setting."""
+
+    model: str
+    setting: str
+    step_ms: dict[str, float]
+
+    def over(self, base: str) -> dict[str, float]:
+        """System -> its speedup over one of them."""
+        return {name: self.step_ms[base] / time_ms for name, time_ms in self.step_ms.items()}
+
+
+def simulate_model(
+    bed: Bed, name: str, length: int, num_layers: int, contention: Contention, setting: str, names: Sequence[str]
+) -> ModelRow:
+    """A whole model, B = 1, k = 2, f = 1.2. Planned as if links were ideal, as the paper does."""
+    shape = replace(MODELS[name].shape, L=length, E=bed.num_experts)
+    layers = (layer_work(shape, bed.groups),) * (num_layers // bed.groups.pp)
+    planner = Planner(bed.costs)
+    times_ms = {each: plan_by_name(planner, each, layers).step_ms(bed.costs, contention) for each in names}
+    return ModelRow(name, setting, times_ms)
+
+
+def figures(names: Sequence[str] = tuple(PRESETS), contended: bool = True) -> Iterator[tuple[str, list[ModelRow]]]:
+    """The settings of figures 6, 7 and 8, one figure (or part of one) at a time.
+
+    Figure 8's stages are half of the nodes each; the 6 experts are spread over the 3 nodes of a stage. One micro-batch
+    of one stage is simulated: filling and draining the pipeline stretches every system alike.
+    """
+
+    def row(letter: str, model: str, length: int, layers: int, setting: str, nodes: int | None = None, pp: int = 1):
+        bed = load_bed(letter, nodes, pp)
+        contention = bed.cluster.contention if contended else IDEAL
+        return simulate_model(bed, model, length, layers, contention, setting, names)
+
+    on_a = {"gpt2-xl": 48, "mixtral-7b": 32, "mixtral-22b": 33}
+    on_b = {"gpt2-xl": 48, "mixtral-7b": 7}
+    rows = [row("a", model, 1024, layers, "testbed A") for model, layers in on_a.items()]
+    yield "figure 6", rows + [row("b", model, 256, layers, "testbed B") for model, layers in on_b.items()]
+    yield (
+        "figure 7, by length",
+        [row("a", m, length, n, f"L = {length}") for length in (512, 1024, 2048) for m, n in on_a.items()],
+    )
+    yield (
+        "figure 7, by size",
+        [row("a", m, 1024, n, f"P = {8 * nodes}", nodes) for nodes in (2, 4, 6) for m, n in on_a.items()],
+    )
+    yield "figure 8", [row("a", m, 1024, n - n % 2, "two stages", None, 2) for m, n in on_a.items()]
+
+
+@dataclass(frozen=True)
+class Regret:
+    """What is lost when the models of cost are off."""
+
+    what: str
+    """"alpha", "beta" or "both"."""
+    off_by: float
+    mean: float
+    """How much longer layers take at the degree chosen from the wrong numbers, as a share; averaged."""
+    worst: float
+    changed: float
+    """Share of phases for which another degree is chosen."""
+
+
+def sensitivity(
+    bed: Bed,
+    sample: int | None = None,
+    off_by: Sequence[float] = (0.1, 0.3, 0.5),
+    seed: int = 0,
+    progress: Progress = _silent,
+) -> list[Regret]:
+    """Every operation's alpha, beta or both too high or too low by a share, each by its own coin; the degree chosen
+    from that, the time from the true numbers. fsmoe's order, both phases, no gradient."""
+    coin = random.Random(seed)
+    shapes = layers_of(bed, sample)
+    cases = [(what, share) for what in ("alpha", "beta", "both") for share in off_by]
+    losses: dict[tuple[str, float], list[float]] = {case: [] for case in cases}
+    changed = dict.fromkeys(cases, 0)
+    for index, shape in enumerate(shapes):
+        for phase in phases(bed, shape):
+            true = choose_exact(phase)
+            for what, share in cases:
+                wrong = choose_exact(_off(phase, what, share, coin)).degree
+                losses[what, share].append(makespan_ms(phase, wrong) / true.makespan_ms - 1)
+                changed[what, share] += wrong != true.degree
+        progress(f"sensitivity, testbed {bed.letter.upper()}", index + 1, len(shapes))
+    return [
+        Regret(what, share, fmean(lost), max(lost), changed[what, share] / len(lost))
+        for (what, share), lost in losses.items()
+    ]
+
+
+def phases(bed: Bed, shape: Shape) -> tuple[Phase, Phase]:
+    """Forward and backward of a layer's MoE part, without gradients."""
+    layer = layer_work(shape, bed.groups)
+    forward, backward = (BlockTimes(work, bed.costs).phase() for work in (layer.forward, layer.backward))
+    return forward, backward
+
+
+def _off(phase: Phase, what: str, share: float, coin: random.Random) -> Phase:
+    def wrong(load: Load) -> Load:
+        def factor(name: str) -> float:
+            return 1 + coin.choice((-share, share)) if what in (name, "both") else 1.0
+
+        cost = load.cost
+        return replace(load, cost=LinearCost(cost.alpha_ms * factor("alpha"), cost.beta_ms * factor("beta")))
+
+    parts = {name: wrong(getattr(phase, name)) for name in ("a2a", "gather", "expert", "reduce")}
+    return replace(phase, **parts)
+
+
+def mean_over(rows: Iterable[ModelRow], base: str) -> dict[str, float]:
+    """Averages of speedups over one system."""
+    speedups = [row.over(base) for row in rows]
+    return {name: fmean(each[name] for each in speedups) for name in speedups[0]}

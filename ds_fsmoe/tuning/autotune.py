@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Degrees chosen for the machine at hand: measure, search, apply, and try.
+
+The first forward in training runs uncut and tells the sizes of each layer; the second shows what the rest of the model
+takes. At the start of the third, where all ranks are together and no layer is under way, what the layers' tasks cost is
+measured; the planner makes plans of it; the best are tried for some steps, if that is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.fail_together import from_first_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.predicted import MeasuredPredictor
+from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
+from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
+from ds_fsmoe.tuning.measure import Measured, gradients_of, measure
+from ds_fsmoe.tuning.table import Row, Told, bad_fits, describe, describe_plan, rows_of
+from ds_fsmoe.tuning.trials import Trials, Tried
+
+if TYPE_CHECKING:
+    from ds_fsmoe.gradients.reduction import Reduction
+    from ds_fsmoe.layer.runtime import LayerRuntime
+    from ds_fsmoe.layer.stock_layer import FSMoELayer
+
+_T = TypeVar("_T")
+FORWARDS_BEFORE = 2
+"""In training, before it is measured: one is slow, one shows what the rest of the model takes."""
+
+
+class Autotune:
+    """The stage, for one engine.
+
+    Args:
+        block: what is asked for.
+        running: lanes and groups of its layers.
+        group: the ranks that run the same layers; ``None``: all of the job.
+    """
+
+    def __init__(self, block: FSMoEBlock, running: LayerRuntime, group: dist.ProcessGroup | None = None) -> None:
+        self._block = block
+        self._running = running
+        self._group = group
+        self._num_forwards = 0
+        self._is_wanted = True
+        self._why_again: str | None = None
+        self.took_s = 0.0
+        """Seconds that the stage took when it ran last."""
+        self.num_measured = 0
+        """Operations that were timed; none where all was known."""
+        self.rows: list[Row] = []
+        """What was measured and chosen."""
+        self.step: StepTimes | None = None
+        """What a step is predicted to take."""
+        self.trials: Trials | None = None
+        """Trials under way, ahead of which plans are not settled."""
+        self.tried: list[list[Tried]] = []
+        """Rounds of trials -> what each plan took: the last word on what is run."""
+        self._refine: Callable[[int, tuple[int, int]], Trials | None] | None = None
+        """The round to come: plan that is kept, and those of the fastest phases -> what is tried beside it."""
+        self.predictors: dict[str, MeasuredPredictor] = {}
+        """Label of a layer -> what its phases should take, since the stage has run."""
+
+    def counts_forward(self) -> bool:
+        """Count a forward in training that is about to begin, and tell whether the stage is due ahead of it: the same
+        on every rank."""
+        self._num_forwards += 1
+        return self._is_wanted and self._num_forwards > FORWARDS_BEFORE
+
+    def need_not_run(self) -> None:
+        """Take note that plans have come from elsewhere."""
+        self._is_wanted, self.trials, self._refine = False, None, None
+
+    def request_again(self, reason: str) -> None:
+        """Measure and plan anew, one training forward from now. Every rank asks for it at the same step.
+
+        Args:
+            reason: is said when it is done.
+        """
+        self._is_wanted, self._why_again = True, reason
+        self._num_forwards = FORWARDS_BEFORE - 1
+        self.trials = self._refine = None
+        self._running.first_forwards.watch_again()
+
+    def run(
+        self,
+        layers: Mapping[str, FSMoELayer],
+        reduction: Reduction | None = None,
+        dense_ms: tuple[float, float] | None = None,
+    ) -> None:
+        """Measure, search, and apply what was found. Collective over all ranks, between forwards.
+
+        Args:
+            layers: of the engine, by label, in the order of the forward.
+            reduction: of its gradients, if we do it.
+            dense_ms: what the rest of the model takes, forward and backward.
+
+        Raises:
+            MeasuringError: on every rank, if one has failed.
+            DisagreementError: on every rank, if they have run different layers.
+        """
+        start_s = time.perf_counter()
+        self._is_wanted = False
+        measured = measure(self._running, layers, reduction, self._group, reads_cache=self._why_again is None)
+        model = _Model(self._block, self._running, layers, measured, gradients_of(reduction), dense_ms)
+        plans = self._on_first(lambda: model.search.candidates())
+        sharded = self._on_first(model.other_esp_sizes)
+        self.num_measured = measured.num_measured
+        self.trials = self._start(model, plans)
+        can_refine = self.trials is not None and model.search.space.asked == (None, None)
+        self._refine = (lambda kept, halves: self._start_again(model, plans, kept, halves)) if can_refine else None
+        self.tried.clear()
+        self.took_s = time.perf_counter() - start_s
+        self._tell(measured, sharded)
+
+    def trial_is_over(self) -> bool:
+        """Take note that an optimizer step of a trial is over; tell whether a plan is settled on. Collective."""
+        assert self.trials is not None
+        kept = self.trials.step_is_over()
+        if kept is None:
+            return False
+        log_on_rank_0(self.trials.describe(kept))
+        self.tried.append(self.trials.results(kept))
+        halves, refine = self.trials.fastest_phases(kept), self._refine
+        self._refine = None
+        self.trials = None if refine is None else refine(kept, halves)
+        return self.trials is None
+
+    def _apply(self, model: _Model, plan: ModelPlan) -> None:
+        """Run layers by a plan from now on."""
+        model.apply(plan, self.predictors)
+        self.step = model.predict(plan)
+        self.rows = rows_of(model.measured, model.labels, plan, model.search.space.asked)
+
+    def _start(self, model: _Model, plans: Sequence[ModelPlan]) -> Trials | None:
+        """Apply the first plan; try the others in turns, if there are some and that is asked for."""
+        self._apply(model, plans[0])
+        rounds, clock = self._block.autotune.trials, self._running.step_clock
+        if not rounds or clock is None or not model.labels or len(plans) == 1:
+            return None
+        names = [describe_plan(model.labels, plan) for plan in plans]
+        return Trials(names, rounds, lambda number: self._apply(model, plans[number]), clock, self._group)
+
+    def _start_again(
+        self, model: _Model, plans: Sequence[ModelPlan], kept: int, halves: tuple[int, int]
+    ) -> Trials | None:
+        forward, backward = (plans[number] for number in halves)
+        near = self._on_first(lambda: model.search.refinements(plans[kept], forward, backward))
+        return self._start(model, near)
+
+    def _on_first(self, decide: Callable[[], _T]) -> _T:
+        """What the first rank of the stage decides. Collective over the stage, and raises on all of its ranks."""
+        decided: list[_T] = []
+        with raise_on_all_ranks(self._group, "choosing degrees"):
+            if world_size_now() == 1 or dist.get_rank(self._group) == 0:
+                decided = [decide()]
+        return from_first_rank(decided, self._group)[0]
+
+    def _tell(self, measured: Measured, sharded: Mapping[int, float]) -> None:
+        assert self.step is not None
+        told = Told(
+            step=self.step,
+            slowed=measured.slowed,
+            sharded_ms=sharded,
+            esp_size=self._block.esp_size,
+            schedule=self._block.schedule,
+            cluster=measured.cluster,
+            why_again=self._why_again,
+            is_tried=self.trials is not None,
+        )
+        source = measured.source or f"measured {self.num_measured} operations"
+        log_on_rank_0(describe(self.rows, told, self.took_s, source))
+        if bad := bad_fits(self.rows):
+            log_on_rank_0(bad, logging.WARNING)
+        self._why_again = None
+
+
+class _Model:
+    """The layers of one engine, as they were measured: what is searched, and what plans are applied to.
+
+    Args:
+        block: what is asked for.
+        running: lanes and groups of the layers.
+        layers: by label, in the order of the forward.
+        measured: of them.
+        gradients: kind and bytes of every buffer that we reduce.
+        dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
+            when it was measured; ``None``: not seen.
+    """
+
+    def __init__(
+        self,
+        block: FSMoEBlock,
+        running: LayerRuntime,
+        layers: Mapping[str, FSMoELayer],
+        measured: Measured,
+        gradients: Sequence[tuple[str, int]],
+        dense_ms: tuple[float, float] | None,
+    ) -> None:
+        self.measured = measured
+        self._layers = layers
+        self.labels = [label for label in layers if label in measured.kind_of]
+        contention = measured.slowed.contention()
+        settings = Settings(
+            contention,
+            max_degree=block.pipeline_degree.max,
+            is_serial=measured.is_serial,
+            shared_link=running.one_link is not None,
+        )
+        costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
+        of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
+        self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
+        rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - self._gradients_ms))
+        self._dense_ms = None if dense_ms is None else sum(rest_ms)
+        totals: dict[str, int] = {}
+        for kind, size in gradients:
+            if kind in of_gradients:
+                totals[kind] = totals.get(kind, 0) + size
+        asked = block.pipeline_degree
+        forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
+        space = settings.space(block.schedule)
+        asked_mode = block.gradient_partition.mode
+        self.search = Search(
+            Planner({}, settings),
+            measured.options(self.labels, rest_ms, totals),
+            space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
+            mode_of(block.schedule) if asked_mode == "auto" else asked_mode,
+            running.links,
+            [layers[label].fsmoe.is_uncut for label in self.labels],
+        )
+
+    def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:
+        """Run the layers by a plan from now on."""
+        measured = self.measured
+        for index, label in enumerate(self.labels):
+            kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
+            forward, backward = (each.order.plan() for each in plan.choices(index))
+            self._layers[label].fsmoe.apply(LayerPlan(forward, backward, alltoall, measured.reduces(kind)))
+            predictors[label] = MeasuredPredictor(
+                measured.costs_of(kind, alltoall),
+                measured.slowed.contention(),
+                measured.is_serial,
+                forward.degree == backward.degree,
+            )
+
+    def predict(self, plan: ModelPlan) -> StepTimes:
+        """Predict what a step with a plan takes."""
+        search = self.search
+        return predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms)
+
+    def other_esp_sizes(self) -> dict[int, float]:
+        """Predict what experts' parts of a step take with experts sharded otherwise."""
+        measured, search = self.measured, self.search
+        counted = [
+            (len(kind.labels), kind.pipeline.forward.groups, kind.sizes, measured.costs_of(kind, next(iter(kind.ways))))
+            for kind in measured.kinds
+        ]
+        if world_size_now() == 1:
+            return {}
+        return other_esp_sizes(
+            search.planner, search.space, measured.cluster, counted, measured.topology.ranks_per_node
+        )

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""While training, what was predicted beside what happens: of every n-th step, by phase of a layer and by kind of task.
+
+Predicted are the experts' parts of the layers, for the schedules and sizes that were really run, gradients in them
+included. The rest of a step (dense layers, gates, losses, gradients that travel after the backward, waiting for ranks
+that have more to do) is not predicted: it is taken as it was in the first steps compared, and what a step should take
+is that and its predicted phases. Ranks share their numbers, so whatever follows from them is the same on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch.distributed as dist
+
+from ds_fsmoe.config.blocks import AutotuneBlock
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.predicted import Predictors
+from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock, most_of
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_IN_NODE,
+    A2A_OUT,
+    A2A_OUT_NODE,
+    EXPERT,
+    EXPERT_DW,
+    EXPERT_DX,
+    EXPERT_GRAD,
+    GATHER,
+    GRAD,
+    HOLD,
+    REDUCE,
+    Lane,
+)
+from ds_fsmoe.planning.timeline import Timeline
+from ds_fsmoe.tuning.step_comparison import Compared, StepComparison
+
+IN_A_ROW = 3
+"""Steps compared that have to differ before anything is said."""
+BEFORE_NEXT = 10
+"""Steps compared after a new plan before drift may ask for another one."""
+_REFERENCES = 3
+"""Steps compared from which the rest of a step is taken: the lower median, as one of them may have been disturbed."""
+_KINDS = (
+    *(A2A_IN_NODE, A2A_IN, GATHER, EXPERT, EXPERT_DX, EXPERT_DW, REDUCE, A2A_OUT, A2A_OUT_NODE),
+    *(GRAD, EXPERT_GRAD),
+)
+_LANES = tuple(str(lane) for lane in Lane)
+
+
+class PredictionWatch:
+    """Compares steps, for one engine. Every rank is told of the end of every optimizer step.
+
+    Which steps are compared follows from their number alone, and at the end of such a step all ranks communicate once,
+    whatever each of them has run in it.
+
+    Args:
+        block: how often, and what differs too much.
+        clock: is started for the steps that are compared.
+        labels: of the layers, the same on every rank.
+        predictors: of those; layers without one belong to the rest.
+        plan_again: hears why, on all ranks in the same step; it has the layers measured and planned anew ahead of a
+            later forward, and :meth:`plans_changed` is called then.
+        group: the ranks; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        block: AutotuneBlock,
+        clock: StepClock,
+        labels: Iterable[str],
+        predictors: Predictors,
+        plan_again: Callable[[str], None],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._block = block
+        self._clock = clock
+        self._names = tuple(f"{label}/{direction}" for label, direction in product(labels, ("forward", "backward")))
+        self._predictors = predictors
+        self._plan_again = plan_again
+        self._group = group
+        self.last: StepComparison | None = None
+        self._is_sampling = False
+        self._has_warned = False
+        self._wait = 0
+        """Steps to compare before a new plan may be asked for."""
+        self.plans_changed()
+
+    def plans_changed(self) -> None:
+        """Layers are run by other plans from now on, so there is nothing to hold them against yet; a step that is under
+        way is not compared. On every rank at once."""
+        if self._is_sampling:
+            self._is_sampling = False
+            self._clock.stop()
+        self._rests: dict[tuple[int, int], list[float]] = {}
+        """(forwards, backwards) of a step -> what was in no phase."""
+        self._in_a_row = 0
+        self._is_told = False
+
+    def step_is_over(self, next_step: int) -> StepComparison | None:
+        """An optimizer step is over; collective if it was one to be compared.
+
+        Args:
+            next_step: the number of the next one.
+
+        Returns:
+            What was found, if anything.
+        """
+        found = None
+        if self._is_sampling:
+            found = self._compare(next_step - 1)
+            self._clock.stop()
+        every = self._block.watch_every
+        # Predictors come on all ranks together, as plans do.
+        self._is_sampling = every > 0 and next_step % every == 0 and bool(self._predictors())
+        if self._is_sampling:
+            self._clock.start()
+        if found is not None:
+            self.last = found
+            self._judge(found)
+        return found
+
+    def _compare(self, step: int) -> StepComparison | None:
+        own = self._clock.read()
+        totals, problem = _Totals((*self._names, *_KINDS, *_LANES)), ""
+        try:
+            if own is not None:
+                self._add_up(own, totals)
+        except ValueError as error:
+            own, problem = None, f": {error}"
+        head = [1.0, 0.0, 0.0, 0.0]
+        if own is not None:
+            head = [0.0, own.num_forwards, own.num_backwards, own.forward_ms + own.backward_ms]
+        numbers = most_of([*head, *totals.numbers()], self._clock.device, self._group)
+        lacks, num_forwards, num_backwards, whole_ms = numbers[: len(head)]
+        if lacks:
+            self._warn(step, problem)
+        if lacks or not num_forwards:
+            return None
+        compared = totals.compared(numbers[len(head) :])
+        phases = {name: compared[name] for name in self._names if name in compared}
+        rest_ms = whole_ms - sum(each.measured_ms for each in phases.values())
+        rests = self._rests.setdefault((int(num_forwards), int(num_backwards)), [])
+        if len(rests) < _REFERENCES:
+            rests.append(rest_ms)
+        rest = Compared(statistics.median_low(rests), rest_ms)
+        whole = Compared(rest.predicted_ms + sum(each.predicted_ms for each in phases.values()), whole_ms)
+        kinds, lanes = ({name: compared[name] for name in names if name in compared} for names in (_KINDS, _LANES))
+        return StepComparison(step, whole, rest, phases, kinds, lanes)
+
+    def _add_up(self, own: MeasuredStep, totals: _Totals) -> None:
+        predictors = self._predictors()
+        for run in own.runs:
+            label, plan, sizes = run.about
+            if label not in predictors:
+                continue
+            predicted = predictors[label].timeline(run.schedule, plan, sizes)
+            # With nobody to exchange tokens with, nobody is waited for.
+            waits = any(task.lane is not Lane.COMPUTE for task in plan.schedule.tasks)
+            totals.add(run.label, waits, predicted.makespan_ms, run.timeline.makespan_ms)
+            expected = _busy_ms(predicted)
+            for name, measured_ms in _busy_ms(run.timeline).items():
+                sent = name not in (EXPERT, EXPERT_DX, EXPERT_DW, Lane.COMPUTE)
+                totals.add(name, sent, expected.get(name, 0.0), measured_ms)
+
+    def _warn(self, step: int, problem: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        log_on_rank_0(
+            f"step {step} cannot be compared with what was predicted: on some rank a forward or a backward was not run "
+            f"through the engine's own forward and backward, or has failed, or cannot be predicted{problem}",
+            logging.WARNING,
+        )
+
+    def _judge(self, found: StepComparison) -> None:
+        self._wait = max(0, self._wait - 1)
+        if abs(found.drift) <= self._block.drift_threshold:
+            self._in_a_row, self._is_told = 0, False
+            return
+        self._in_a_row += 1
+        if self._in_a_row < IN_A_ROW:
+            return
+        plans = self._block.retune_on_drift and not self._wait
+        if not self._is_told or plans:
+            self._is_told = True
+            log_on_rank_0(f"{self._reason(found)}. {self._advice(plans)}", logging.WARNING)
+        if plans:
+            self._wait = BEFORE_NEXT
+            self._plan_again(self._reason(found))
+
+    def _reason(self, found: StepComparison) -> str:
+        change = f"{abs(found.drift):.0%} {'more' if found.drift > 0 else 'less'}"
+        return (
+            f"step {found.step} took {found.whole.measured_ms:.4g} ms where {found.whole.predicted_ms:.4g} ms were "
+            f"predicted ({change}), and the {self._in_a_row - 1} steps compared before it were off as well; furthest "
+            f"off, predicted and measured: {found.worst()}"
+        )
+
+    def _advice(self, plans: bool) -> str:
+        if plans:
+            return "The layers are measured and planned anew"
+        if self._block.retune_on_drift:
+            return f"The plans are new: others are made after {self._wait} more such comparisons, if this lasts"
+        return (
+            "The plans were made for other times than these: see what else runs on these machines, or what has become "
+            "of the batches; fsmoe.autotune.retune_on_drift = true measures and plans anew by itself"
+        )
+
+
+def _busy_ms(timeline: Timeline) -> dict[str, float]:
+    """Kind of task, and lane -> how long there was such a task."""
+    found: dict[str, float] = {}
+    for span in timeline.spans:
+        if span.task.kind != HOLD:
+            for name in (span.task.kind, str(span.task.lane)):
+                found[name] = found.get(name, 0.0) + span.end_ms - span.start_ms
+    return found
+
+
+@dataclass
+class _Total:
+    """Over the runs on this rank."""
+
+    count: int = 0
+    waits: bool = False
+    predicted_ms: float = 0.0
+    measured_ms: float = 0.0
+
+
+@dataclass
+class _Totals:
+    """Sums by name, and the numbers by which ranks share them: as many on every rank, for the largest of each."""
+
+    names: Sequence[str]
+    _of: dict[str, _Total] = field(default_factory=dict)
+
+    def add(self, name: str, waits: bool, predicted_ms: float, measured_ms: float) -> None:
+        """One more.
+
+        Args:
+            name: another than those known is left out.
+            waits: whether its time on a rank is also that of waiting for others.
+            predicted_ms, measured_ms: of this one.
+        """
+        total = self._of.setdefault(name, _Total(waits=waits))
+        total.count += 1
+        total.predicted_ms += predicted_ms
+        total.measured_ms += measured_ms
+
+    def numbers(self) -> list[float]:
+        """This rank's. Means, because ranks may differ in how often they ran it; what is negative finds the least."""
+        found: list[float] = []
+        for name in self.names:
+            total = self._of.get(name)
+            if total is None:
+                found += [0.0, 0.0, *(-math.inf,) * 3]
+            else:
+                predicted_ms, measured_ms = total.predicted_ms / total.count, total.measured_ms / total.count
+                found += [total.count, total.waits, predicted_ms, measured_ms, -measured_ms]
+        return found
+
+    def compared(self, numbers: Sequence[float]) -> dict[str, Compared]:
+        """Of those that any rank has run."""
+        found = {}
+        for at, name in enumerate(self.names):
+            count, waits, predicted_ms, most_ms, negative_least_ms = numbers[5 * at : 5 * at + 5]
+            if count:
+                measured_ms = -negative_least_ms if waits else most_ms
+                found[name] = Compared(count * predicted_ms, count * measured_ms)
+        return found

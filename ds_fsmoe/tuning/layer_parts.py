@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer does beside the experts' part: gate, order, and the sums of gradients; timed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.measuring.measurements import Measuring
+from ds_fsmoe.measuring.profiler import untouched
+from ds_fsmoe.measuring.stopwatch import Prepare, all_reducing
+from ds_fsmoe.planning.measured import EXPERT_GRADIENTS, GATE, GRADIENTS, ORDER, Timing
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+from ds_fsmoe.tuning.layer_kinds import LayerKind
+
+if TYPE_CHECKING:
+    from ds_fsmoe.gradients.reduction import Reduction
+
+LARGEST_NUMEL = 1 << 20
+"""Of gradients that are summed to see what it takes."""
+_NAMES = {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS}
+
+
+def time_gate_and_order(measuring: Measuring, kind: LayerKind) -> dict[str, Timing]:
+    """Forward of a layer's gate, and of its order there and back, per token. Collective.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    layer, device = kind.layer, measuring.watch.device
+    width, dtype = kind.subject.sizes.width, kind.subject.sizes.dtype
+    # As many tokens as the fullest rank has, so that all measure the same.
+    num_tokens = int(measuring.watch.slowest([[float(kind.num_tokens)]])[0][0])
+    sizes = _sizes_up_to(num_tokens, 4)
+
+    def tokens(size: int) -> torch.Tensor:
+        return torch.randn(size, width, device=device).to(dtype)
+
+    def gate(size: int) -> Callable[[], object]:
+        x_SM = tokens(size)
+        return lambda: layer.route_unheard(x_SM, None, None)
+
+    def order(size: int) -> Callable[[], object]:
+        x_SM = tokens(size)
+        routing = layer.route_unheard(x_SM, None, None)
+        return lambda: layer.fsmoe.order.restore(layer.fsmoe.order.arrange(x_SM, routing), routing)
+
+    was_training = layer.gate.training
+    # A gate that counts what it routes in training does not count this.
+    layer.gate.eval()
+    found: dict[str, Timing] = {}
+    jobs: dict[str, Prepare] = {GATE: gate, ORDER: order}
+    try:
+        with untouched(device, layer.gate), kind.subject.surroundings():
+            for name, prepare in jobs.items():
+                parts = f"{name} {type(layer.gate).__name__}, {type(layer.fsmoe.order).__name__}"
+                of_kind = f"{parts}, {layer.num_local_experts}"
+                full_name = f"{of_kind} experts a rank, width {width}, {dtype}, up to {sizes[-1]} tokens"
+                found[name] = measuring.timing(full_name, "token", sizes, 1.0, prepare)
+    finally:
+        layer.gate.train(was_training)
+    return found
+
+
+def time_gradients(measuring: Measuring, kind: LayerKind, reduction: Reduction | None) -> dict[str, Timing]:
+    """The sums of gradients, per byte: of dense ones, and of the experts' where several ranks hold them. Collective.
+
+    Args:
+        measuring: of this job.
+        kind: a layer.
+        reduction: whose groups are used; without one, those of DeepSpeed for dense gradients.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+    """
+    device = measuring.watch.device
+    groups: dict[str, tuple[dist.ProcessGroup, torch.dtype, int]] = {}
+    for flat in () if reduction is None else reduction.reducer.flats:
+        numel = min(LARGEST_NUMEL, flat.numel)
+        if flat.kind not in groups or numel > groups[flat.kind][2]:
+            groups[flat.kind] = flat.group, flat.dtype, numel
+    found: dict[str, Timing] = {}
+    placements = kind.pipeline.forward.groups.placements
+    for grad_kind, (group, dtype, largest) in groups.items():
+        sizes = _sizes_up_to(largest, 6)
+        at = placements["dp" if grad_kind == GRAD else "edp"]
+        name = f"{_NAMES[grad_kind]} of {dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
+        found[_NAMES[grad_kind]] = measuring.timing(
+            name, "byte", sizes, float(dtype.itemsize), all_reducing(dtype, device, group), group
+        )
+    return found
+
+
+def _sizes_up_to(largest: int, count: int) -> list[int]:
+    """So many sizes by halves, or fewer where they would be the same, but at least the three that a line needs."""
+    sizes = sorted({max(1, largest >> halvings) for halvings in range(count)})
+    while len(sizes) < 3:
+        sizes.append(2 * sizes[-1])
+    return sizes

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that the autotuner measures, as data; and the model as the planner sees it, made from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
+from ds_fsmoe.measuring.cache import MeasurementCache
+from ds_fsmoe.measuring.cluster_profile import profile_cluster
+from ds_fsmoe.measuring.fingerprint import cluster_fingerprint
+from ds_fsmoe.measuring.link_times import LinkTimes, Reduces, time_links
+from ds_fsmoe.measuring.measurements import Measurements, Measuring
+from ds_fsmoe.measuring.profiler import is_serial, issues_ahead, profile, slowdowns_of
+from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.call_shape import layer_of_call
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.measured import REDUCE_SCATTER, LayerProfile, Slowdowns
+from ds_fsmoe.planning.phase_plan import PhasePlan, gradient_lanes
+from ds_fsmoe.planning.workload import Gradient, Layer
+from ds_fsmoe.telemetry.progress import Progress
+from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each
+from ds_fsmoe.tuning.layer_parts import time_gate_and_order, time_gradients
+
+if TYPE_CHECKING:
+    from ds_fsmoe.gradients.reduction import Reduction
+    from ds_fsmoe.layer.runtime import LayerRuntime
+    from ds_fsmoe.layer.stock_layer import FSMoELayer
+
+_HOST_DEGREE = 4
+"""Chunks of the schedule by which the cost of handing out tasks is timed."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured, and of what."""
+
+    kinds: Sequence[LayerKind]
+    profiles: Mapping[tuple[str, str], LayerProfile]
+    """(kind of layer, all-to-all) -> what its operations take."""
+    links: LinkTimes
+    slowed: Slowdowns
+    cluster: Cluster
+    topology: Topology
+    is_serial: bool
+    """Whether lanes run one after another."""
+    issues_ahead: bool
+    """Whether one thread issues for all lanes, ahead of them."""
+    num_measured: int = 0
+    """Operations that were timed; none where all was known."""
+    source: str = ""
+    """Where what was not measured again is from."""
+    _costs: dict[tuple[str, str], LayerCosts] = field(default_factory=dict)
+
+    @cached_property
+    def kind_of(self) -> dict[str, LayerKind]:
+        """Label of a layer -> its kind."""
+        return {label: kind for kind in self.kinds for label in kind.labels}
+
+    def profile_of(self, kind: LayerKind, alltoall: str) -> LayerProfile:
+        """Return what was measured of layers with an all-to-all."""
+        return self.profiles[kind.subject.kind, alltoall]
+
+    def costs_of(self, kind: LayerKind, alltoall: str) -> LayerCosts:
+        """Return the same as the planner needs it; always the same object."""
+        key = kind.subject.kind, alltoall
+        if key not in self._costs:
+            self._costs[key] = self.profiles[key].costs(self.issues_ahead)
+        return self._costs[key]
+
+    def reduces(self, kind: LayerKind) -> Reduces:
+        """Return how reduce-scatters of these layers are done."""
+        return self.links.reduces.get(kind.subject.link_name(REDUCE_SCATTER), ())
+
+    def options(
+        self, labels: Sequence[str], rest_ms: tuple[float, float], gradients_bytes: Mapping[str, int]
+    ) -> list[dict[str, Layer]]:
+        """Return the model as the planner sees it: layer by layer, name of an all-to-all -> the layer with it.
+
+        Args:
+            labels: of its layers, in the order of the forward.
+            rest_ms: all but the experts' parts, forward and backward: each layer has its share behind it.
+            gradients_bytes: kind of gradient -> all that is reduced: each layer leaves its share.
+        """
+        found: dict[int, dict[str, Layer]] = {}
+        count = max(1, len(labels))
+        shares_ms = rest_ms[0] / count, rest_ms[1] / count
+        for kind in self.kinds:
+            groups = kind.pipeline.forward.groups
+            gradients = tuple(
+                Gradient(each, lanes, gradients_bytes[each] // count)
+                for each, lanes in gradient_lanes(groups).items()
+                if gradients_bytes.get(each, 0) >= count and lanes
+            )
+            found[id(kind)] = {
+                name: layer_of_call(groups, kind.sizes, self.costs_of(kind, name), way.planned, shares_ms, gradients)
+                for name, way in kind.ways.items()
+            }
+        return [found[id(self.kind_of[label])] for label in labels]
+
+
+def gradients_of(reduction: Reduction | None) -> list[tuple[str, int]]:
+    """Return the kind and the bytes of every buffer that we reduce."""
+    flats = () if reduction is None else reduction.reducer.flats
+    return [(each.kind, each.numel * each.element_bytes) for each in flats]
+
+
+def measure(
+    running: LayerRuntime,
+    layers: Mapping[str, FSMoELayer],
+    reduction: Reduction | None,
+    group: dist.ProcessGroup | None,
+    *,
+    reads_cache: bool,
+) -> Measured:
+    """Measure what plans follow from. Collective over all ranks, between forwards.
+
+    Args:
+        running: lanes and groups of the layers.
+        layers: of the engine, by label; those that were called are measured.
+        reduction: of its gradients, if we do it.
+        group: the ranks that run the same layers; ``None``: all of the job.
+        reads_cache: whether what was measured before need not be measured again.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+        DisagreementError: on every rank, if they have run different layers.
+    """
+    calls, device, block = running.first_forwards.calls, running.device, running.block
+    everyone, stage = Stopwatch(device), Stopwatch(device, group)
+    asked_nodes = block.topology.ranks_per_node
+    topology = find_topology(None if asked_nodes == "auto" else asked_nodes)
+    kinds = find_kinds({label: layer for label, layer in layers.items() if label in calls}, calls, group)
+    max_ctas = running.max_ctas
+    fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=running.one_link is not None)
+    cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
+    known, source = _known(everyone, cache if reads_cache else None, fingerprint)
+    with Progress(rank_now() == 0) as progress:
+        for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
+        cluster = profile_cluster(for_all, topology, running.lanes, _dtype(kinds, group), max_ctas=max_ctas)
+        profiles, links, slowed = _layers(of_stage, kinds, reduction, running)
+    num_measured = everyone.num_timed + stage.num_timed
+    if cache is not None and everyone.any_rank(num_measured > 0):
+        _keep(everyone, cache, fingerprint, known, cluster, group)
+    # They hold experts, and are of no use any more.
+    calls.clear()
+    lanes = running.lanes
+    ahead = issues_ahead(lanes, device)
+    return Measured(kinds, profiles, links, slowed, cluster, topology, is_serial(lanes), ahead, num_measured, source)
+
+
+def _layers(
+    measuring: Measuring, kinds: list[LayerKind], reduction: Reduction | None, running: LayerRuntime
+) -> tuple[dict[tuple[str, str], LayerProfile], LinkTimes, Slowdowns]:
+    """Each collective once for all layers that share its ranks, experts once for layers that are equal."""
+    largest = largest_of_each(kinds)
+    for kind in largest:
+        kind.find_ways(running)
+    links = time_links(measuring, [way.subject for kind in largest for way in kind.ways.values()])
+    profiles: dict[tuple[str, str], LayerProfile] = {}
+    for kind in largest:
+        block = BlockPlan(_HOST_DEGREE, running.links)
+        schedule = PhasePlan(block, kind.pipeline.forward.groups, backward=False).schedule
+        measured = profile(measuring, kind.subject, running.lanes, schedule)
+        others = time_gate_and_order(measuring, kind) | time_gradients(measuring, kind, reduction)
+        for name, way in kind.ways.items():
+            of_links = {each: links.timings[way.subject.link_name(each)] for each in way.subject.links}
+            operations = {**of_links, **measured.operations, **others}
+            profiles[kind.subject.kind, name] = replace(measured, operations=operations)
+    # Smaller layers of a kind are run as the largest was measured.
+    for kind in kinds:
+        kind.ways = next(each.ways for each in largest if each.subject.kind == kind.subject.kind)
+    if not largest or is_serial(running.lanes):
+        return profiles, links, Slowdowns({})
+    heaviest = max(largest, key=lambda kind: kind.subject.measured_capacity * kind.subject.sizes.width)
+    # One with a part on each link, if there is one.
+    way = max(heaviest.ways.values(), key=lambda each: len(each.subject.links))
+    return profiles, links, slowdowns_of(measuring, way.subject, running.lanes, heaviest.lane_of)
+
+
+def _dtype(kinds: Sequence[LayerKind], group: dist.ProcessGroup | None) -> torch.dtype:
+    """Of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
+    own = kinds[0].subject.sizes.dtype if kinds else None
+    of_ranks = [own] if group is None else on_every_rank(own)
+    return next((each for each in of_ranks if each is not None), torch.float32)
+
+
+def _known(
+    everyone: Stopwatch, cache: MeasurementCache | None, fingerprint: Mapping[str, object]
+) -> tuple[Measurements, str]:
+    """What need not be measured, the same on every rank, and where it is from."""
+    known, source = Measurements(), ""
+    with raise_on_all_ranks(everyone.group, "reading what was measured before"):
+        if cache is not None and rank_now() == 0:
+            found = cache.read(fingerprint)
+            if found is not None:
+                known, source = found, str(cache.file_of(fingerprint))
+    known, source = from_first_rank((known, source))
+    return known, source and f"what {source} has is not measured again"
+
+
+def _keep(
+    everyone: Stopwatch,
+    cache: MeasurementCache,
+    fingerprint: Mapping[str, object],
+    known: Measurements,
+    cluster: Cluster,
+    group: dist.ProcessGroup | None,
+) -> None:
+    # Stages have measured layers of their own.
+    of_ranks = [known] if group is None else on_every_rank(known)
+    with raise_on_all_ranks(everyone.group, "keeping what was measured"):
+        if rank_now() == 0:
+            joined = Measurements()
+            for each in of_ranks:
+                joined.timings |= each.timings
+                joined.numbers |= each.numbers
+            cache.write(fingerprint, joined, cluster)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the autotuner has measured and chosen, as tables to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ds_fsmoe.measuring.link_times import Reduces
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
+from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing
+from ds_fsmoe.planning.plan import ModelPlan
+from ds_fsmoe.planning.presets import BEST
+from ds_fsmoe.planning.search import MIN_GAIN, Choice, Degree
+from ds_fsmoe.planning.step_time import StepTimes
+
+if TYPE_CHECKING:
+    from ds_fsmoe.tuning.measure import Measured
+
+PAYS = 1.1
+"""Below this much more work of two lanes at once, overlap is said not to pay."""
+
+_EQUAL = 1e-3
+"""A share below which times count as equal."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Equal layers."""
+
+    labels: tuple[str, ...]
+    """Such as "L03"."""
+    profile: LayerProfile
+    choices: tuple[Choice, Choice]
+    """(forward, backward)."""
+    asked: tuple[Degree, Degree]
+    """Degrees given by hand."""
+    alltoall: str
+    alltoalls_ms: Mapping[str, float]
+    """All-to-all -> what both phases are predicted to take with it."""
+    reduces: Reduces
+    """How reduce-scatters are done, by size."""
+    uncut: str = ""
+    """Why the layers may not be cut; empty: they may be."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What holds for all layers."""
+
+    step: StepTimes
+    slowed: Slowdowns
+    sharded_ms: Mapping[int, float]
+    """ESP size -> all experts' parts of a step, by the cluster's numbers."""
+    esp_size: int
+    """As it is."""
+    schedule: str
+    """As it was asked for."""
+    cluster: Cluster
+    why_again: str | None = None
+    """What it was measured anew for."""
+    is_tried: bool = False
+    """Whether trials follow: steps with these and other plans, by whose times one is kept."""
+
+
+def rows_of(
+    measured: Measured,
+    labels: Sequence[str],
+    plan: ModelPlan,
+    asked: tuple[Degree, Degree],
+) -> list[Row]:
+    """Return a row for all layers that are equal and run alike.
+
+    Args:
+        measured: the layers.
+        labels: of the layers of the plan.
+        plan: how they are run.
+        asked: degrees given by hand.
+    """
+    found: dict[tuple, Row] = {}
+    for index, label in enumerate(labels):
+        kind, alltoall, choices = measured.kind_of[label], plan.alltoalls[index], plan.choices(index)
+        reason = kind.layer.fsmoe.why_uncut
+        row = Row(
+            (label,),
+            measured.profile_of(kind, alltoall),
+            choices,
+            (None, None) if reason else asked,
+            alltoall,
+            plan.alltoalls_ms[index],
+            measured.reduces(kind),
+            reason,
+        )
+        key = id(kind), alltoall, *(each.order for each in choices)
+        before = found.get(key)
+        # Gradients that travel in them may differ: the first of the layers is shown.
+        found[key] = row if before is None else replace(before, labels=(*before.labels, label))
+    return list(found.values())
+
+
+def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
+    """Say in one line how a plan runs its layers: chunks and order of both phases."""
+    texts: dict[str, list[str]] = {}
+    for index, label in enumerate(labels):
+        alltoall = plan.alltoalls[index]
+        phases = " and ".join(_describe_order(each.order) for each in plan.choices(index))
+        texts.setdefault(phases if alltoall == "flat" else f"{phases} {alltoall}", []).append(label)
+    return " and ".join(
+        f"{users[0]}.. {text}" if len(users) > 1 else f"{users[0]} {text}" for text, users in texts.items()
+    )
+
+
+def _describe_order(order: Order) -> str:
+    return f"{order.degree} {order.links}" + (f" {order.late_dw} late dW" if order.late_dw else "")
+
+
+def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str:
+    """Tables: what operations cost, how lanes slow each other down, how layers are run, what a step should take.
+
+    Args:
+        rows: one per kind of layer.
+        told: for all of them.
+        took_s: seconds of the stage.
+        source: where the numbers are from.
+    """
+    again = f", again because {told.why_again}" if told.why_again else ""
+    head = f"autotune{again}: {source}; the stage took {took_s:.2f} s"
+    lines = [head, *_costs(rows), "", *_slowed(told), *_plans(rows, told.schedule), "", *_step(told)]
+    if told.is_tried:
+        lines.append("this is predicted: the next steps try this plan and others in turns, and what they take decides")
+    return "\n".join(lines)
+
+
+def bad_fits(rows: Sequence[Row]) -> str:
+    """A sentence on what was measured and is not described by a line; empty if there is nothing."""
+    names = {name for row in rows for name, timing in row.profile.operations.items() if not timing.best_fit.is_good}
+    if not names:
+        return ""
+    return (
+        f"no straight line describes what was measured of {', '.join(sorted(names))}, so degrees follow from rough "
+        "numbers: something else may have been running; fsmoe.autotune.trials above 0 judges plans by their steps"
+    )
+
+
+def _costs(rows: Sequence[Row]) -> list[str]:
+    cells = [("layers", "operation", "alpha [ms]", "beta [ms per unit]", "unit", "r^2", "worst residual [ms]")]
+    bad: dict[str, list[str]] = {}
+    users: dict[tuple[str, int], list[str]] = {}
+    timings: dict[tuple[str, int], Timing] = {}
+    profiles: dict[int, tuple[LayerProfile, list[str]]] = {}
+    for row in rows:
+        profiles.setdefault(id(row.profile), (row.profile, []))[1].extend(row.labels)
+        for name, timing in row.profile.operations.items():
+            users.setdefault((name, id(timing)), []).extend(row.labels)
+            timings[name, id(timing)] = timing
+    for key, timing in timings.items():
+        fit, layers = timing.best_fit, _span(sorted(set(users[key])))
+        for cost, from_size in _lines(fit.cost):
+            unit = timing.unit if from_size is None else f"{timing.unit}, {from_size}"
+            line = (f"{cost.alpha_ms:.4f}", f"{cost.beta_ms:.3e}", unit, f"{fit.r2:.4f}")
+            cells.append((layers, key[0], *line, f"{fit.worst_residual_ms:.4f}"))
+        if not fit.is_good:
+            bad.setdefault(layers, []).append(key[0])
+    notes = [
+        f"{layers}: no straight line describes what was measured of {', '.join(names)}" for layers, names in bad.items()
+    ]
+    for measured, labels in profiles.values():
+        layers = _span(sorted(set(labels)))
+        if measured.relative_residual > MIN_GAIN:
+            notes.append(
+                f"{layers}: best cuts for a gain of more than {measured.relative_residual:.0%}, as measurements are off"
+            )
+        cells.append((layers, "each task, besides", f"{measured.task_ms:.4f}", "", "", "", ""))
+        issued = [f"{name} {each.issue_ms:.3f}" for name, each in measured.operations.items() if each.issued_ms]
+        if issued:
+            notes.append(f"{layers}: one thread issues all of it, and needs for a task, in ms: {', '.join(issued)}")
+        if measured.uses_rng:
+            notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")
+    return [*_aligned(cells), *notes]
+
+
+def _lines(cost: Cost) -> list[tuple[LinearCost, str | None]]:
+    if isinstance(cost, SwitchedCost):
+        return [(cost.below, f"below {cost.switch_size:.3g}"), (cost.above, f"from {cost.switch_size:.3g}")]
+    return [(cost, None)]
+
+
+def _slowed(told: Told) -> list[str]:
+    factors = told.slowed.factors
+    if not factors:
+        return ["one task runs after another here: no lane slows another down", ""]
+    lanes = list(dict.fromkeys(lane for pair in factors for lane in pair))
+    cells = [("slowed down", *(f"by {lane}" for lane in lanes))]
+    for slowed in lanes:
+        shown = (f"{factors[slowed, by]:.2f}" if (slowed, by) in factors else "-" for by in lanes)
+        cells.append((str(slowed), *shown))
+    lines = [*_aligned(cells)]
+    for (a, b), both in told.slowed.pays().items():
+        if both < PAYS:
+            lines.append(f"{a} and {b} at once do {both:.2f} of what one does alone: overlap of these will not pay")
+    return [*lines, ""]
+
+
+def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
+    heads = ("layers", "phase", "degree", "predicted [ms]", "isolated [ms]", "runner-up", "its [ms]", "degree 1 [ms]")
+    cells: list[tuple[str, ...]] = [(*heads, "order", "all-to-all")]
+    notes: list[str] = []
+    for row in rows:
+        layers = _span(row.labels)
+        if len(row.alltoalls_ms) > 1:
+            each = ", ".join(f"{name} {time_ms:.3f} ms" for name, time_ms in row.alltoalls_ms.items())
+            notes.append(f"{layers}: all-to-all {row.alltoall} of {each} for both phases")
+        if row.reduces:
+            names = {"exchange": "an all-to-all and a sum", "backend": "the backend's own"}
+            each = ", ".join(f"from {from_bytes:.3g} bytes on {names[name]}" for from_bytes, name in row.reduces)
+            notes.append(f"{layers}: reduce-scatter: {each}")
+        for phase, choice, asked in zip(("forward", "backward"), row.choices, row.asked, strict=True):
+            block = choice.block
+            runner_up = ("-", "-")
+            if choice.runner_up is not None and choice.runner_up_ms is not None:
+                runner_up = (str(choice.runner_up), f"{choice.runner_up_ms:.3f}")
+            late = f", {block.late_dw} late dW" if block.late_dw else ""
+            times = (f"{choice.time_ms:.3f}", f"{choice.isolated_ms:.3f}", *runner_up, f"{choice.uncut_ms:.3f}")
+            cells.append((layers, phase, str(block.degree), *times, f"{block.links}{late}", row.alltoall))
+            if asked is not None:
+                notes.append(
+                    f"{layers} {phase}: degree {asked} is given by hand; auto would have chosen {choice.auto_degree}, "
+                    f"predicted {choice.auto_ms:.3f} ms"
+                )
+            elif row.uncut:
+                notes.append(f"{layers} {phase}: not cut: {row.uncut}")
+            elif block.degree == 1 and schedule == BEST:
+                notes.append(f"{layers} {phase}: stock's schedule, as nothing is predicted to gain enough over it")
+            if asked is None and (reason := _why_not_runner_up(choice, max(MIN_GAIN, row.profile.relative_residual))):
+                notes.append(f"{layers} {phase}: {reason}")
+    return [*_aligned(cells), *notes]
+
+
+def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
+    """Why a degree is not taken with which its phase would be faster; ``None`` if there is none.
+
+    Args:
+        choice: of one phase.
+        margin: what a cut has to gain.
+    """
+    if choice.runner_up_ms is None or choice.runner_up_both_ms is None:
+        return None
+    # Of equals, which differ by rounding, the smaller degree is taken.
+    if choice.runner_up_ms >= (1 - _EQUAL) * choice.time_ms:
+        return None
+    if choice.runner_up_both_ms >= choice.both_ms:
+        return (
+            f"with degree {choice.runner_up} it would take less, but {choice.runner_up_both_ms:.3f} ms instead of "
+            f"{choice.both_ms:.3f} in both phases together"
+        )
+    gain = 1 - choice.runner_up_ms / choice.time_ms
+    return f"with degree {choice.runner_up} it would take {gain:.1%} less; a cut has to gain more than {margin:.0%}"
+
+
+def _step(told: Told) -> list[str]:
+    step = told.step
+    rest = "not seen yet, so left out" if step.dense_ms is None else f"{step.dense_ms:.3f} ms, as measured"
+    lines = [
+        f"a step without the optimizer, predicted: {step.chosen_ms:.3f} ms ({step.isolated_ms:.3f} if lanes did not "
+        f"slow each other down), deepspeed {step.deepspeed_ms:.3f} ms: {step.speedup:.2f} times as fast",
+        f"  the busiest lanes alone would take {step.bound_ms:.3f} ms: no schedule takes less",
+        f"  in it: all but the experts' parts {rest}; gradients {step.gradients_ms:.3f} ms, of which "
+        f"{step.exposed_ms:.3f} have no idle link to travel on",
+    ]
+    if len(told.sharded_ms) > 1:
+        sizes = ", ".join(
+            f"{size}{' (as it is)' if size == told.esp_size else ''} {time_ms:.3f} ms"
+            for size, time_ms in told.sharded_ms.items()
+        )
+        lines.append(
+            "  experts' parts of a step with another fsmoe.expert_tensor_parallel_size, by the cluster's numbers: "
+            f"{sizes}"
+        )
+    return lines
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _span(labels: Sequence[str]) -> str:
+    """``L00..L03``, and what does not follow on one by one: ``L01, L03``."""
+    numbers = [int(each.removeprefix("L")) for each in labels]
+    if len(labels) > 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"{labels[0]}..{labels[-1]}"
+    return ", ".join(labels)

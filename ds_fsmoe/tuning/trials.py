@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few plans that look best, tried by training with them: every plan gives the same numbers, so no step is lost.
+
+A prediction adds up what operations take one by one, and pair by pair. Ranks that share cores or links, wait for each
+other in other places, or drift apart, make it wrong by more than plans differ. What a step takes is the judge.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from ds_fsmoe.observing.step_timer import StepClock, most_of
+
+GAIN = 0.01
+"""What a plan has to gain over one that stands before it: less is chance."""
+HOPELESS = 0.1
+"""A plan whose fastest step takes so much more than that of another is not tried again: no training time is lost."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a plan took."""
+
+    name: str
+    step_ms: float
+    """The median of its steps."""
+    num_steps: int
+    is_kept: bool
+
+
+class Trials:
+    """Whole optimizer steps, each with one plan, in turns; every second round backwards, and after each without those
+    that have no hope. Ranks decide alike.
+
+    Args:
+        names: of the plans, for people; the one that is kept if none is faster stands first.
+        rounds: steps with each plan, of which the median counts.
+        use: runs the layers by a plan from now on.
+        clock: of the steps.
+        group: the ranks; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        rounds: int,
+        use: Callable[[int], None],
+        clock: StepClock,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.times_ms: list[list[float]] = [[] for _ in names]
+        """Plan -> of each step, of its slowest rank, all but the optimizer's part."""
+        self._phases_ms: list[list[tuple[float, float]]] = [[] for _ in names]
+        self._rounds = rounds
+        self._to_try = list(range(len(names)))
+        """In this round, in order."""
+        self._tried: list[int] = []
+        self._use = use
+        self._clock = clock
+        self._group = group
+        self._trying: int | None = None
+
+    def step_is_over(self) -> int | None:
+        """An optimizer step is over: the first call begins. Collective, on every rank after the same steps.
+
+        Returns:
+            The plan that is kept, and is run from now on; ``None`` while there is more to try.
+        """
+        if self._trying is not None:
+            own = self._clock.read()
+            seen = [1.0, 0.0, 0.0, 0.0]
+            if own is not None and own.has_both:
+                seen = [0.0, own.forward_ms + own.backward_ms, own.forward_ms, own.backward_ms]
+            lacks, step_ms, *phases_ms = most_of(seen, self._clock.device, self._group)
+            # A step that was not seen whole, such as one without a backward, says nothing.
+            if not lacks:
+                self.times_ms[self._trying].append(step_ms)
+                self._phases_ms[self._trying].append((phases_ms[0], phases_ms[1]))
+            self._clock.stop()
+            self._tried.append(self._to_try.pop(0))
+        if not self._to_try:
+            self._rounds -= 1
+            self._to_try, self._tried = [plan for plan in reversed(self._tried) if self._has_hope(plan)], []
+            if len(self._to_try) == 1:
+                self._rounds = 0
+        if not self._rounds:
+            best = self._best()
+            self._use(best)
+            return best
+        self._trying = self._to_try[0]
+        self._use(self._trying)
+        self._clock.start()
+        return None
+
+    def _has_hope(self, plan: int) -> bool:
+        # One that has not been seen whole is tried on.
+        fastest_ms = min((min(each) for each in self.times_ms if each), default=float("inf"))
+        return not self.times_ms[plan] or min(self.times_ms[plan]) <= (1 + HOPELESS) * fastest_ms
+
+    def _best(self) -> int:
+        best, best_ms = 0, statistics.median(self.times_ms[0] or [float("inf")])
+        for plan, times_ms in enumerate(self.times_ms):
+            if times_ms and statistics.median(times_ms) < (1 - GAIN) * best_ms:
+                best, best_ms = plan, statistics.median(times_ms)
+        return best
+
+    def fastest_phases(self, kept: int) -> tuple[int, int]:
+        """The plans with the fastest forward and with the fastest backward.
+
+        Args:
+            kept: stands for both if no step was seen whole.
+        """
+        seen = [(plan, np.median(times_ms, axis=0)) for plan, times_ms in enumerate(self._phases_ms) if times_ms]
+        if not seen:
+            return kept, kept
+        forward, backward = (min(seen, key=lambda each: each[1][phase])[0] for phase in (0, 1))
+        return forward, backward
+
+    def results(self, kept: int) -> list[Tried]:
+        """What each took that was seen, the fastest first.
+
+        Args:
+            kept: the plan that stays.
+        """
+        seen = [
+            Tried(self.names[plan], statistics.median(times_ms), len(times_ms), plan == kept)
+            for plan, times_ms in enumerate(self.times_ms)
+            if times_ms
+        ]
+        return sorted(seen, key=lambda each: each.step_ms)
+
+    def describe(self, kept: int) -> str:
+        """The same, a line for each."""
+        results = self.results(kept)
+        if not results:
+            return "autotune: no step of a trial was seen whole, so what was predicted stays"
+        lines = ["autotune: trained with each of these in turns, and no longer with those that had no hope"]
+        lines += [f"{'ms':>8}  steps  plan"]
+        for each in results:
+            lines.append(f"{each.step_ms:8.4g}  {each.num_steps:5}  {each.name}{'  (kept)' if each.is_kept else ''}")
+        return "\n".join(lines)
