@@ -373,11 +373,11 @@ def test_each_communicator_is_used_on_one_lane(tmp_path: Path) -> None:
 
 PLUGIN = '''
 from ds_fsmoe import register_alltoall
-from ds_fsmoe.components.hierarchical import RelayedAllToAll
+from ds_fsmoe.components.hierarchical import HierarchicalAllToAll
 
 
 @register_alltoall("last")
-class ByTheLast(RelayedAllToAll):
+class ByTheLast(HierarchicalAllToAll):
     """All of a node goes out through its last rank."""
 
     links = ("intra", "inter")

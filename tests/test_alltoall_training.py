@@ -88,11 +88,11 @@ def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(tmp_pa
 
 WRONG = """
 from ds_fsmoe import register_alltoall
-from ds_fsmoe.components.hierarchical import RelayedAllToAll
+from ds_fsmoe.components.hierarchical import HierarchicalAllToAll
 
 
 @register_alltoall("direct")
-class Direct(RelayedAllToAll):
+class Direct(HierarchicalAllToAll):
     links = ("intra", "inter")
 
     def relays(self, source, destination, nodes):

@@ -20,7 +20,7 @@ from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.search import SearchSpace
 from ds_fsmoe.planning.timeline import Contention
-from ds_fsmoe.tuning import profile
+from ds_fsmoe.tuning import measure as measuring
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
@@ -119,15 +119,15 @@ def train_as_chosen(rank: int, kept: Path) -> tuple[Run, list[Contention]]:
         What it was like; by which contention plans were chosen.
     """
     seen: list[Contention] = []
-    choose, measure = Search.candidates, profile.slowdowns_of
+    choose, measure = Search.candidates, measuring.slowdowns_of
 
     def candidates(search: Search) -> list[ModelPlan]:
         seen.append(search.planner.settings.contention)
         return [search.fastest(SearchSpace.fixed(*CHOSEN))]
 
-    Search.candidates, profile.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
+    Search.candidates, measuring.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
     run = train(rank, tuned(kept), steps=1)
-    Search.candidates, profile.slowdowns_of = choose, measure
+    Search.candidates, measuring.slowdowns_of = choose, measure
     return run, seen
 
 

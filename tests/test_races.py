@@ -175,13 +175,13 @@ def test_a_task_on_a_stream_of_its_own_is_reported_whatever_it_does(
 
 
 def test_a_host_that_waits_between_tasks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = Phase._enter
+    gather = Phase._dispatch
 
     def looks(self: Phase, task: Any) -> None:
         gather(self, task)
         self._at[task.chunk].sum().item()
 
-    monkeypatch.setattr(Phase, "_enter", looks)
+    monkeypatch.setattr(Phase, "_dispatch", looks)
     gpu, _ = watched(Case())
     assert {each.rule for each in gpu.breaches} == {"wait"}
 

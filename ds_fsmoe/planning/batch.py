@@ -88,17 +88,7 @@ def _walk(template: Template, task_ms: np.ndarray, issue_ms: np.ndarray) -> np.n
 def _play(jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: Contention) -> list[np.ndarray]:
     counts = [task_ms.shape[1] for _, task_ms, _ in jobs]
     starts = np.cumsum([0, *counts])
-    width = 1 + max((len(tasks) for template, _, _ in jobs for tasks in template.lane_tasks), default=0)
-    # Rows of one table: order by order, task by task. One more task than a lane has ends it: its needs are never met.
-    needs = np.full((_NUM_LANES, _NUM_LANES, len(jobs) * width), _NEVER)
-    issue_ms = np.zeros((_NUM_LANES, len(jobs) * width))
-    work_ms = np.zeros((_NUM_LANES, width, starts[-1]))
-    for job, (template, task_ms, issued_ms) in enumerate(jobs):
-        for lane, tasks in enumerate(template.lane_tasks):
-            here = slice(job * width, job * width + len(tasks))
-            needs[lane, :, here] = template.needs[lane].T
-            issue_ms[lane, here] = issued_ms[tasks]
-            work_ms[lane, : len(tasks), starts[job] : starts[job + 1]] = task_ms[tasks]
+    needs, issue_ms, work_ms, width = _tables(jobs, starts)
     columns = np.arange(starts[-1])
     row = np.repeat(np.arange(len(jobs)) * width, counts)
     left_tasks = np.repeat([len(template.after) for template, _, _ in jobs], counts)
@@ -149,3 +139,22 @@ def _play(jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: C
             of = np.flatnonzero(ended[lane])
             left_ms[lane, of] = work_ms[lane, done[lane, of], columns[of]]
     return np.split(result_ms, starts[1:-1])
+
+
+def _tables(
+    jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], starts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Per lane and task: how many tasks of each lane it needs, when the host has issued it, and what it takes; and the
+    most tasks of a lane."""
+    width = 1 + max((len(tasks) for template, _, _ in jobs for tasks in template.lane_tasks), default=0)
+    # Rows of one table: order by order, task by task. One more task than a lane has ends it: its needs are never met.
+    needs = np.full((_NUM_LANES, _NUM_LANES, len(jobs) * width), _NEVER)
+    issue_ms = np.zeros((_NUM_LANES, len(jobs) * width))
+    work_ms = np.zeros((_NUM_LANES, width, starts[-1]))
+    for job, (template, task_ms, issued_ms) in enumerate(jobs):
+        for lane, tasks in enumerate(template.lane_tasks):
+            here = slice(job * width, job * width + len(tasks))
+            needs[lane, :, here] = template.needs[lane].T
+            issue_ms[lane, here] = issued_ms[tasks]
+            work_ms[lane, : len(tasks), starts[job] : starts[job + 1]] = task_ms[tasks]
+    return needs, issue_ms, work_ms, width

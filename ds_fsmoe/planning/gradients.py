@@ -105,6 +105,16 @@ class _Queue:
         dense_ms = (last - first) * self.step_ms - expert_ms
         return self.alphas_ms[0] * (dense_ms > tiny) + self.alphas_ms[1] * (expert_ms > tiny)
 
+    def kinds_between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Which kinds lie between two steps: 0 for dense gradients only, or where there is one kind; 1 for experts';
+        2 for both."""
+        if not all(self.has):
+            return np.zeros_like(first)
+        tiny = 1e-9 * self.step_ms
+        expert_ms = self.expert_ms[last] - self.expert_ms[first]
+        dense_ms = (last - first) * self.step_ms - expert_ms
+        return np.where(expert_ms <= tiny, 0, np.where(dense_ms <= tiny, 1, 2))
+
     def slices(self, first: int, last: int) -> tuple[Slice, ...]:
         """What lies between two steps, one slice per kind; cut so that slices of adjacent stretches sum exactly."""
         if first == last:
@@ -218,18 +228,9 @@ def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
     choices = []
     # Of equally cheap ways, the one that treats layers alike: a millionth for many small slices over few large ones.
     even_ms = 1e-6 * queue.step_ms * np.arange(steps + 1) ** 2 / steps**2
-    two_kinds = all(queue.has)
+    two_kinds, kinds_between = all(queue.has), queue.kinds_between
     alphas_ms = [queue.alphas_ms[0]] if not queue.has[1] else [queue.alphas_ms[1]] if not queue.has[0] else None
     seen: dict[int, np.ndarray] = {}
-
-    def kinds_between(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Which row of a window's prices: gradients of the first kind only, of the second, or of both."""
-        if not two_kinds:
-            return np.zeros_like(first)
-        tiny = 1e-9 * queue.step_ms
-        expert_ms = queue.expert_ms[last] - queue.expert_ms[first]
-        dense_ms = (last - first) * queue.step_ms - expert_ms
-        return np.where(expert_ms <= tiny, 0, np.where(dense_ms <= tiny, 1, 2))
 
     for window in windows:
         exists = queue.exists(window.num_pieces)

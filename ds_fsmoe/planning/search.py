@@ -239,17 +239,11 @@ def choose(
     times = forward, backward
     # A gain that is smaller than what the costs are off by is none.
     min_gain = max(space.min_gain, relative_residual) if space.min_gain else 0.0
-    open_phases, phases = [], []
-    for number, (phase, degree) in enumerate(zip(times, space.asked, strict=True)):
-        moe = phase.same.work.moe
-        # More chunks than slots gain nothing.
-        most = moe.capacity or max(each.degree for each in space.orders(bool(number), True))
-        splits = bool(number) and moe.expert_dw is not None
-        orders = [each for each in space.orders(bool(number), splits) if each.degree <= most]
-        open_phases.append(_Phase(phase, orders, min_gain))
-        phases.append(
-            open_phases[-1] if degree is None else _Phase(phase, [Order(degree, space.asked_links)], min_gain)
-        )
+    open_phases = [_open_phase(phase, bool(number), space, min_gain) for number, phase in enumerate(times)]
+    phases = [
+        open_phase if degree is None else _Phase(phase, [Order(degree, space.asked_links)], min_gain)
+        for open_phase, phase, degree in zip(open_phases, times, space.asked, strict=True)
+    ]
     must_match = space.common_degree or uses_rng
     auto = _best_pair(open_phases[0], open_phases[1], min_gain, must_match)
     chosen = _best_pair(phases[0], phases[1], min_gain, must_match)
@@ -283,6 +277,14 @@ def choose(
             )
         )
     return choices[0], choices[1]
+
+
+def _open_phase(times: PhaseTimes, backward: bool, space: SearchSpace, min_gain: float) -> _Phase:
+    """All ways that a space leaves open in one phase."""
+    moe = times.same.work.moe
+    orders = space.orders(backward, backward and moe.expert_dw is not None)
+    # More chunks than slots gain nothing.
+    return _Phase(times, [each for each in orders if moe.capacity is None or each.degree <= moe.capacity], min_gain)
 
 
 def _papers(times: PhaseTimes, phase: _Phase, exact: int) -> int:

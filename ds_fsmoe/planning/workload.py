@@ -198,16 +198,7 @@ def layer_work(
     # With model parallelism each of its ranks holds its share of the tokens after the reduce-scatter.
     tokens_S = shape.B * shape.L / groups.mp
     row_bytes = shape.M * shape.dtype_bytes
-    sent_bytes = shape.F * tokens_S * row_bytes
-    gathered_bytes = sent_bytes * groups.esp
-    local_e = shape.E // groups.ep
-    gemms = GEMMS[shape.ffn]
-    # Each gathers the rows of esp ranks, and multiplies them with its esp-th part of H.
-    expert_flops = 2 * gemms * shape.F * tokens_S * shape.M * shape.H
-    expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * local_e)
-
-    enter, leave = _all_to_all(at["ep"], sent_bytes, alltoall)
-    gather, reduce = (_collective(kind, at["esp"], gathered_bytes) for kind in (GATHER, REDUCE))
+    forward_moe, backward_moe = _moe_work(shape, groups, alltoall, tokens_S, whole_slots)
     mp_gather, mp_reduce = (
         _collective(kind, at["mp"], shape.B * shape.L * row_bytes) for kind in (MP_GATHER, MP_REDUCE)
     )
@@ -218,16 +209,10 @@ def layer_work(
     moved_bytes = (shape.F + 1) * tokens_S * row_bytes
     order, restore = (Work(kind, (Lane.COMPUTE,), moved_bytes) for kind in (ORDER, RESTORE))
 
-    capacity = max(1, math.ceil(shape.F * tokens_S / shape.E)) if whole_slots else None
-    forward = BlockWork(
-        (*mp_gather, attention, softmax, *mp_reduce, route, order),
-        MoEWork(enter, gather, expert, reduce, leave, capacity=capacity),
-        (restore,),
-    )
-    twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
+    forward = BlockWork((*mp_gather, attention, softmax, *mp_reduce, route, order), forward_moe, (restore,))
     backward = BlockWork(
         (restore,),
-        MoEWork(enter, gather, twice, reduce, leave, *(replace(expert, kind=each) for each in HALVES), capacity),
+        backward_moe,
         # What the forward reduced, the backward gathers, and the other way round.
         (
             order,
@@ -238,15 +223,42 @@ def layer_work(
             *mp_reduce,
         ),
     )
+    return Layer(forward, backward, _gradients(shape, groups), recompute)
+
+
+def _moe_work(
+    shape: Shape, groups: Groups, alltoall: AllToAll, tokens_S: float, whole_slots: bool
+) -> tuple[MoEWork, MoEWork]:
+    """The part that is cut into chunks, forward and backward."""
+    at, gemms = groups.placements, GEMMS[shape.ffn]
+    sent_bytes = shape.F * tokens_S * shape.M * shape.dtype_bytes
+    # Each gathers the rows of esp ranks, and multiplies them with its esp-th part of H.
+    expert_flops = 2 * gemms * shape.F * tokens_S * shape.M * shape.H
+    expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
+    enter, leave = _all_to_all(at["ep"], sent_bytes, alltoall)
+    gather, reduce = (_collective(kind, at["esp"], sent_bytes * groups.esp) for kind in (GATHER, REDUCE))
+    capacity = max(1, math.ceil(shape.F * tokens_S / shape.E)) if whole_slots else None
+    twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
+    return (
+        MoEWork(enter, gather, expert, reduce, leave, capacity=capacity),
+        MoEWork(enter, gather, twice, reduce, leave, *(replace(expert, kind=each) for each in HALVES), capacity),
+    )
+
+
+def _gradients(shape: Shape, groups: Groups) -> tuple[Gradient, ...]:
+    """What the backward of a layer leaves to be reduced."""
+    at = groups.placements
     dense_bytes = round(shape.attention_weights / groups.mp + shape.M * shape.E) * shape.dtype_bytes
-    expert_bytes = local_e * gemms * shape.M * (shape.H // groups.esp) * shape.dtype_bytes
-    gradients = tuple(
+    weights = shape.E // groups.ep * GEMMS[shape.ffn] * shape.M * (shape.H // groups.esp)
+    return tuple(
         # Where a group crosses both kinds of links, slices hold the slower one alone.
         Gradient(kind, at[group].lanes[:1], size_bytes)
-        for kind, group, size_bytes in ((GRAD, "dp", dense_bytes), (EXPERT_GRAD, "edp", expert_bytes))
+        for kind, group, size_bytes in (
+            (GRAD, "dp", dense_bytes),
+            (EXPERT_GRAD, "edp", weights * shape.dtype_bytes),
+        )
         if at[group].size > 1
     )
-    return Layer(forward, backward, gradients, recompute)
 
 
 def _collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
