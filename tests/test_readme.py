@@ -56,8 +56,8 @@ def test_every_path_of_the_tree_exists() -> None:
     [
         ({"gat": {}}, "fsmoe.gat: unknown key; did you mean 'gate'? The keys are enabled, schedule, gate, order, "),
         (
-            {"schedule": "tutel", "pipeline_degree": {"forward": 2, "backward": 3}},
-            "fsmoe.pipeline_degree = 2 forward and 3 backward: must be equal with fsmoe.schedule = ",
+            {"schedule": "tutel", "num_chunks": {"forward": 2, "backward": 3}},
+            "fsmoe.num_chunks = 2 forward and 3 backward: must be equal with fsmoe.schedule = ",
         ),
         (
             {"autotune": {"retune_on_drift": True}},
