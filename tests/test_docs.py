@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import ds_fsmoe
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -73,3 +75,11 @@ def test_the_letters_that_names_of_tensors_end_in_are_defined() -> None:
     defined = re.findall(r"^\| (\w) \|", table, flags=re.MULTILINE)
     assert len(defined) == len(set(defined))
     assert set("BLSMHEeKCcNP") <= set(defined)
+
+
+def test_what_a_public_name_takes_is_documented_one_parameter_a_line() -> None:
+    """``a, b: ...`` reads well and is one parameter of that name to whatever builds the reference."""
+    together = re.compile(r"(?m)^ {4,}[a-z_]+(, [a-z_]+)+: ")
+    for name in CHECK["public_names"]():
+        public = getattr(ds_fsmoe, name)
+        assert not together.search(public.__doc__ or ""), name

@@ -26,7 +26,8 @@ class OptionError(ValueError):
 
     Args:
         owner: the name of the part's class.
-        name, value: the option and what was given for it.
+        name: the option.
+        value: what was given for it.
         problem: what it has to be instead.
     """
 

@@ -93,8 +93,15 @@ def initialize(
     Args:
         args: the script's own, of which DeepSpeed reads ``deepspeed_config`` and ``local_rank``.
         model: any module, or a ``PipelineModule``, with ``deepspeed.moe.layer.MoE`` or :class:`ds_fsmoe.MoE` in it.
-        optimizer, model_parameters, training_data, lr_scheduler, collate_fn: DeepSpeed's, handed on as they are.
-        distributed_port, mpu, dist_init_required, mesh_param: the same.
+        optimizer: handed on to DeepSpeed as it is, as are all below but the config.
+        model_parameters: what DeepSpeed is to train.
+        training_data: a data set for DeepSpeed's loader.
+        lr_scheduler: an object or a function that makes one.
+        distributed_port: the port of the first rank.
+        mpu: what knows the tensor- and pipeline-parallel groups.
+        dist_init_required: whether torch.distributed is to be initialised.
+        collate_fn: what makes a batch of samples.
+        mesh_param: the shape of DeepSpeed's device mesh.
         config: the DeepSpeed config, as a dict or the path of a JSON file; ``config_params`` is its older name.
         config_params: see ``config``.
 
