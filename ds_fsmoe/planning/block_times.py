@@ -58,7 +58,8 @@ class BlockTimes:
             is_serial: whether all tasks run one after another.
         """
         self.work, self.costs, self.grad_lanes, self.is_serial = work, costs, grad_lanes, is_serial
-        self.contention, self.host_ms = (IDEAL, 0.0) if is_serial else (contention, host_ms)
+        # One lane has nothing beside it to be slowed by; what issuing takes stays.
+        self.contention, self.host_ms = IDEAL if is_serial else contention, host_ms
         moe = work.moe
         self.is_papers = (
             grad_lanes == (Lane.INTER,)

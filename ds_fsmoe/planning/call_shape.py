@@ -150,5 +150,5 @@ def call_timeline(
         run = Schedule(tuple(replace(task, launches=min(1, task.launches)) for task in run.tasks))
     of_phase, host_ms = costs.of(plan.backward, same_chunks)
     if is_serial:
-        return simulate(run.in_one_lane(), of_phase)
+        return simulate(run.in_one_lane(), of_phase, IDEAL, host_ms)
     return simulate(run, of_phase, contention, host_ms)

@@ -93,7 +93,9 @@ class Search:
         def with_late(index: int, pair: _Orders, late_of: Callable[[int], int]) -> _Orders:
             layer = self.options[index][kept.alltoalls[index]]
             wanted = replace(pair[1], late_dw=late_of(pair[1].degree))
-            is_open = wanted in self.space.orders(True, layer.backward.moe.expert_dw is not None)
+            is_open = not self.uncut[index] and wanted in self.space.orders(
+                True, layer.backward.moe.expert_dw is not None
+            )
             return (pair[0], wanted) if is_open else pair
 
         count = range(len(self.options))

@@ -89,9 +89,10 @@ class ModelPlan:
                 raise ValueError(f"no cost for {task.kind}: there are costs for {', '.join(sorted(costs))}")
             work_ms.append(costs[task.kind].ms(task.size, task.launches))
             launch_ms.append(task.launches * _host_ms(host_ms, task))
+        issue_ms = list(itertools.accumulate(launch_ms))
         if is_serial:
-            return play(schedule.in_one_lane(), work_ms, [0.0] * len(work_ms))
-        return play(schedule, work_ms, list(itertools.accumulate(launch_ms)), contention)
+            return play(schedule.in_one_lane(), work_ms, issue_ms)
+        return play(schedule, work_ms, issue_ms, contention)
 
     def step_ms(
         self,

@@ -110,7 +110,9 @@ def _space(schedule: str, max_degree: int, shared_link: bool, min_gain: float, w
 @lru_cache(maxsize=1024)
 def _uncut(space: SearchSpace, links: Links) -> SearchSpace:
     def orders(backward: bool, splits: bool) -> Sequence[Order]:
-        return [each for each in space.orders(backward, splits) if each.degree == 1] or [Order(1, links)]
+        # As they are run: in one chunk, whose weight gradients are not put off.
+        orders = space.orders(backward, splits)
+        return [each for each in orders if each.degree == 1 and not each.late_dw] or [Order(1, links)]
 
     return replace(space, orders=orders, asked=(None, None))
 
@@ -283,8 +285,9 @@ def _open_phase(times: PhaseTimes, backward: bool, space: SearchSpace, min_gain:
     """All ways that a space leaves open in one phase."""
     moe = times.same.work.moe
     orders = space.orders(backward, backward and moe.expert_dw is not None)
-    # More chunks than slots gain nothing.
-    return _Phase(times, [each for each in orders if moe.capacity is None or each.degree <= moe.capacity], min_gain)
+    # More chunks than slots gain nothing; where only such a degree is open, it was asked for.
+    useful = [each for each in orders if moe.capacity is None or each.degree <= moe.capacity]
+    return _Phase(times, useful or list(orders), min_gain)
 
 
 def _papers(times: PhaseTimes, phase: _Phase, exact: int) -> int:

@@ -60,6 +60,10 @@ def predict_step(
         gradients_ms: of reducing all gradients at once, when the backward is over.
     """
     settings = planner.settings
+    if not options:  # a stage of a pipeline without such layers
+        rest_ms = dense_ms or 0.0
+        whole_ms = rest_ms + gradients_ms
+        return StepTimes(whole_ms, whole_ms, whole_ms, dense_ms, gradients_ms, gradients_ms, whole_ms)
     how = {"contention": settings.contention, "is_serial": settings.is_serial}
     stocks = [next(iter(each.values())) for each in options]
     stock = planner.plan([replace(each, gradients=()) for each in stocks], settings.space("deepspeed"), "off")
@@ -149,7 +153,8 @@ def _among(links: Mapping, measured: LayerCosts) -> LayerCosts:
     """The costs of a layer whose collectives cost what they do among other ranks."""
 
     def costs(own: Mapping) -> dict:
-        return dict(links) | {kind: cost for kind, cost in own.items() if kind in _COMPUTED}
+        sent = {kind: cost for kind, cost in links.items() if kind not in _COMPUTED}
+        return sent | {kind: cost for kind, cost in own.items() if kind in _COMPUTED}
 
     def host_ms(own: float | Mapping[str, float]) -> float | dict[str, float]:
         if not isinstance(own, Mapping):

@@ -214,6 +214,8 @@ class _Model:
         settings = Settings(
             contention,
             max_degree=block.pipeline_degree.max,
+            gradient_solver=block.gradient_partition.solver,
+            chunk_bytes=block.gradient_partition.chunk_bytes,
             is_serial=measured.is_serial,
             shared_link=running.one_link is not None,
         )

@@ -10,7 +10,8 @@ import pytest
 
 from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.block_times import BlockTimes, Order
-from ds_fsmoe.planning.call_shape import moe_work
+from ds_fsmoe.planning.call_shape import layer_of_call, moe_work
+from ds_fsmoe.planning.candidates import Search
 from ds_fsmoe.planning.measured import BACKWARD, BACKWARD_ANEW, LayerProfile, Timing
 from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import Contention
@@ -288,3 +289,34 @@ def test_a_layer_whose_issuing_takes_longer_than_its_work_is_not_cut_where_one_t
         for phase in range(2):
             of_phase = [each[phase] for each in degrees.values()]
             assert of_phase == sorted(of_phase, reverse=True)
+
+
+@pytest.mark.parametrize("schedule", ["best", "fsmoe", "tutel"])
+@pytest.mark.parametrize("asked", [(8, 8), (8, None), (None, 8)])
+def test_a_degree_above_the_capacity_that_is_asked_for_is_kept(schedule: str, asked: tuple) -> None:
+    few = replace(SIZES, capacity=4)
+    machine, space = Machine(), SearchSpace.of(schedule, MAX_DEGREE).with_degrees(*asked, "paper")
+    layer = layer_of_call(GROUPS, few, made_up().costs())
+    search = Search(machine.planner(), [{"flat": layer}] * 2, space, "adaptive", "paper", [False] * 2)
+    for plan in search.candidates():
+        for block, degree in zip(plan.blocks(0), asked, strict=True):
+            assert degree in (None, block.degree)
+
+
+def test_an_uncut_layer_is_planned_as_it_is_run() -> None:
+    """In one chunk, and without weight gradients that are put off."""
+    space = SearchSpace.of("best", MAX_DEGREE).uncut("reduce_first")
+    for seed in range(6):
+        for choice in choose_degrees(made_up(seed), Machine(), space):
+            assert (choice.order.degree, choice.order.late_dw) == (1, 0)
+
+
+def test_what_issuing_takes_counts_where_tasks_run_one_after_another_too() -> None:
+    uncut = SearchSpace.of("deepspeed", 1)
+    for ahead in (False, True):
+        free, dear = (
+            choose_degrees(made_up(0, task_ms=task_ms), Machine(is_serial=True, issues_ahead=ahead), uncut)
+            for task_ms in (0.0, 50.0)
+        )
+        for cheap, slow in zip(free, dear, strict=True):
+            assert slow.time_ms >= cheap.time_ms + 4 * 50.0

@@ -16,6 +16,7 @@ from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
+    BACKWARD,
     DW,
     DX,
     FORWARD,
@@ -164,6 +165,9 @@ def test_of_a_model_whose_rest_was_not_seen_only_layers_and_gradients_are_told()
     assert found.chosen_ms == pytest.approx(2 * sum(each.time_ms for each in plan.choices(0)))
     nothing = planner.plan_options([], planner.settings.space("fsmoe"), "off")
     assert predict_step(planner, nothing, [], None, 0.0).speedup == 1.0
+    # A stage of a pipeline may have no such layer, and takes what it takes.
+    alone = predict_step(planner, nothing, [], 3.0, 0.5)
+    assert (alone.chosen_ms, alone.deepspeed_ms, alone.bound_ms) == (3.5, 3.5, 3.5)
 
 
 def test_lanes_that_slow_each_other_down_are_told_beside_those_that_do_not() -> None:
@@ -201,6 +205,16 @@ def test_experts_that_are_sharded_otherwise_multiply_as_much_and_send_by_the_num
     assert ahead is not None
     # Five tasks in the forward, five in the backward; the results of the last one are there when it has been issued.
     assert ahead >= 2 * 5 * 7.0
+
+
+def test_experts_whose_backward_is_one_piece_stay_so_however_they_are_sharded() -> None:
+    """The numbers of a cluster have a product for weight gradients; what was measured of these experts has none."""
+    cluster = Cluster("here", 2, 2, {name: Operation(LinearCost(0.0, 1e-9), ranks=2) for name in UNITS})
+    whole, space = made_up(3, splits=False), SearchSpace.of("best", 8)
+    computed_ms = cost_ms(whole, FORWARD, BACKWARD)
+    for esp_size in (1, 2):
+        found_ms = sharded_ms(Machine().planner(), space, cluster, GROUPS, SIZES, whole.costs(), esp_size)
+        assert found_ms == pytest.approx(computed_ms, rel=1e-3)
 
 
 def test_other_esp_sizes_are_priced_for_all_layers_of_every_kind() -> None:
