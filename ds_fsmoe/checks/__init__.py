@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked before training and at the first forwards, and what is said about it."""
+"""Checks models and configs before training and at the first forwards, and reports what it finds."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fsmoe.debug.check_results``: which expert of which layer was the first to make nan or infinity of finite numbers.
+"""Finds, for ``fsmoe.debug.check_results``, which expert of which layer first made nan or infinity of finite numbers.
 
-One such number is everywhere after the next all-to-all, and gradients say nothing of where it came from. So each
-expert's rows are looked at as they leave it, on the device and without waiting for it, and all ranks look at what was
-found together, once before each optimizer step.
+One such number is everywhere after the next all-to-all, and gradients do not tell its origin. So each expert's rows are
+checked as they leave it, on the device and without waiting for it, and all ranks compare what was found, once before
+each optimizer step.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ExpertResultError(RuntimeError):
 
 
 class ExpertResults:
-    """Of the layers of one engine.
+    """Checks the experts' results in the layers of one engine.
 
     Args:
         group: the ranks that run the same layers; ``None``: all.
-        is_scaled: losses are scaled (fp16), so that an overflow is no error: DeepSpeed leaves such a step out, on all
-            ranks, and scales less.
+        is_scaled: whether losses are scaled (fp16), so that an overflow is no error: DeepSpeed skips such a step, on
+            all ranks, and scales less.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, is_scaled: bool) -> None:
@@ -46,19 +46,19 @@ class ExpertResults:
         self._first: dict[str, int] = {}
 
     def add(self, path: str, num_experts: int, first_expert: int, device: torch.device) -> None:
-        """A layer, in the order in which they are run.
+        """Add a layer, in the order in which layers are run.
 
         Args:
-            path: of it in the model.
+            path: its path in the model.
             num_experts: E, over all ranks.
-            first_expert: of this rank.
-            device: where its experts are.
+            first_expert: the first expert of this rank.
+            device: the device of its experts.
         """
         self._found_E[path] = torch.zeros(num_experts, dtype=torch.int32, device=device)
         self._first[path] = first_expert
 
     def watch(self, call: LayerCall) -> None:
-        """Look at what the experts of a layer make in training."""
+        """Check what the experts of a layer return in training."""
         if not call.is_training:
             return
         if isinstance(call.experts, WholeExperts):
@@ -76,16 +76,16 @@ class ExpertResults:
         return looked_at
 
     def look(self, path: str, x_NeCM: torch.Tensor, y_NeCM: torch.Tensor) -> None:
-        """At what the experts of this rank were given and have made of it."""
+        """Check what the experts of this rank were given and what they returned."""
         given_e, made_e = (_is_bad(each) for each in (x_NeCM, y_NeCM))
         own_e = self._found_E[path].narrow(0, self._first[path], len(given_e))
         torch.maximum(own_e, torch.where(given_e, _GIVEN, _MADE * made_e.int()), out=own_e)
 
     def before_step(self, step: int) -> None:
-        """All ranks look at what was found since the last time. Collective.
+        """Let all ranks look at what was found since the last time. Collective.
 
         Raises:
-            ExpertResultError: on every rank, if there is something and losses are not scaled.
+            ExpertResultError: raised on every rank, if something was found and losses are not scaled.
         """
         if not self._found_E:
             return
@@ -111,12 +111,12 @@ class ExpertResults:
 
 
 def _is_bad(rows_NeCM: torch.Tensor) -> torch.Tensor:
-    """[e]: whether an expert's rows hold nan or infinity."""
+    """Return for each expert whether its rows hold nan or infinity: [e]."""
     return ~torch.isfinite(rows_NeCM.detach()).all(dim=3).all(dim=2).all(dim=0)
 
 
 class _Watched:
-    """An :class:`ExpertSet` whose calls are looked at; all else is its own."""
+    """An :class:`ExpertSet` whose calls are checked; all else is its own."""
 
     def __init__(self, experts: ExpertSet, results: ExpertResults, path: str) -> None:
         self._experts, self._results, self._path = experts, results, path
@@ -125,7 +125,7 @@ class _Watched:
         return getattr(self._experts, name)
 
     def call(self, *args: Any, **options: Any) -> ExpertCall:
-        """An :class:`ExpertCall`, looked at when it goes forward."""
+        """Return an :class:`ExpertCall` that is checked when it goes forward."""
         call = self._experts.call(*args, **options)
         forward = call.forward
 

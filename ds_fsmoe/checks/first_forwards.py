@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is noted and said when the layers of an engine run in training for the first time, their sizes being known."""
+"""Records and logs what is known when the layers of an engine first run in training, such as their sizes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ds_fsmoe.observing.instruments import Gate, LayerCall
 
 @dataclass(frozen=True)
 class FirstCall:
-    """How a layer was called first."""
+    """Describes the first call of a layer."""
 
     experts: ExpertSet
     forms: tuple[ManualExpert | None, ...]
-    """By which the experts were computed."""
+    """The forms by which the experts were computed."""
     sizes: CallSizes
     autocast: AutocastState
     num_tokens: int
-    """S, on this rank."""
+    """The number of tokens S on this rank."""
 
 
 class FirstForwards:
-    """Of the layers of one engine.
+    """Watches the first forwards of the layers of one engine.
 
     Args:
         keeps_calls: whether :attr:`calls` is filled.
@@ -45,24 +45,24 @@ class FirstForwards:
     def __init__(self, keeps_calls: bool = False) -> None:
         self._keeps_calls = keeps_calls
         self.calls: dict[str, FirstCall] = {}
-        """By label of the layer."""
+        """Label of the layer -> its first call."""
         self._seen: set[str] = set()
         self._compared: set[tuple[str, bool]] = set()
         self._kept: dict[bool, list[SavedBytes]] = {False: [], True: []}
-        """By whether all but the rows is computed again."""
+        """Bytes kept per call, by whether all but the rows is computed again."""
         self._many: list[tuple[str, int, tuple[int, int]]] = []
         """(label, slots of an expert, chunks forward and backward) of layers with more chunks than slots."""
         self._recompute = False
         self._is_told = False
 
     def watch(self, call: LayerCall) -> None:
-        """A layer is about to be called: compare what its ranks exchange, and note how the layer is called.
+        """Compare what a layer's ranks exchange, before it is called, and record how the layer is called.
 
-        In the first forward in training, and in the first in evaluation, what ranks are about to exchange is compared:
-        of different sizes it would end the process, or never come.
+        In the first forward in training, and in the first in evaluation, ranks compare what they will exchange:
+            different sizes would end the process, or hang.
 
         Args:
-            call: of the layer.
+            call: the call of the layer.
         """
         key = call.label, call.is_training
         if call.capacity_group is not None and key not in self._compared and not in_backward():
@@ -94,12 +94,12 @@ class FirstForwards:
         return compared
 
     def watch_again(self) -> None:
-        """Keep the next call of each layer as if it were its first."""
+        """Keep the next call of each layer as if it were the first."""
         self._seen.clear()
         self.calls.clear()
 
     def tell(self) -> None:
-        """A forward of the engine has ended: say once what is kept for its backward."""
+        """Log once, after a forward of the engine, what is kept for its backward."""
         if self._is_told or not self._seen:
             return
         self._is_told = True
@@ -110,7 +110,7 @@ class FirstForwards:
 
 
 def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
-    """A sentence on layers of which some chunks are empty."""
+    """Return a sentence on layers with some empty chunks."""
     label, num_slots, degrees = min(layers, key=lambda each: each[1])
     others = f" and {len(layers) - 1} other layer(s)" if len(layers) > 1 else ""
     return (
@@ -121,10 +121,10 @@ def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
 
 
 def _compare(capacity: int, x_SM: torch.Tensor, path: str, group: dist.ProcessGroup) -> None:
-    """Collective over the group.
+    """Compare slots and tokens between ranks. Collective over the group.
 
     Raises:
-        DisagreementError: on every rank of it, if they have different numbers of slots, or tokens of different types.
+        DisagreementError: raised on every rank, if numbers of slots or types of tokens differ.
     """
     exchanged = {"slots of each expert": str(capacity), "dtype": str(x_SM.dtype).removeprefix("torch.")}
     what = f"the size of a batch in {path} (each rank brings as many tokens, or the gate has drop_tokens = False)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment tells of who started this process, and what is known to go wrong there."""
+"""Reads from the environment who started this process, and warns of what is known to go wrong there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SHARES_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def launcher_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """A sentence for each thing that will be in the way of a restart."""
+    """Return a sentence for each thing that will prevent a restart."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
     keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get(_SHARES_STORE) != "1"
     if restarts.isdigit() and int(restarts) > 0 and keeps_store:

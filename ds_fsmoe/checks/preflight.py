@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an enabled block is held against before training: the model's layers, and DeepSpeed's own blocks.
+"""Checks an enabled block before training against the model's layers and DeepSpeed's own blocks.
 
 All of it runs on every rank before any process group is made, so a mistake costs seconds and not an allocation.
 """
@@ -16,16 +16,16 @@ from ds_fsmoe.planning.schedule import Lane
 
 
 def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateBlock | None, esp_size: int = 1) -> None:
-    """Hold a model's MoE layers against the number of ranks and the gate asked for.
+    """Check a model's MoE layers against the number of ranks and the gate asked for.
 
     Args:
         layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``num_experts``, ``ep_size`` and gate's ``k`` are read.
-        world_size: ranks of the job; ``None`` where they are not known yet.
+        world_size: the number of ranks of the job; ``None`` where they are not known yet.
         gate: the block's gate, or ``None``.
         esp_size: the ranks that share an expert.
 
     Raises:
-        ConfigError: naming layer, value and choices.
+        ConfigError: names layer, value and choices.
     """
     problems = []
     for name, layer in layers.items():
@@ -60,10 +60,10 @@ def check_experts(layers: Mapping[str, Any], world_size: int | None, gate: GateB
 
 
 def check_gate_hooks(layers: Mapping[str, Any], gate: GateBlock | None) -> None:
-    """Refuse to put another gate in the place of one that somebody has put hooks on: they would be lost.
+    """Refuse to replace a gate that a user has put hooks on: they would be lost.
 
     Raises:
-        ConfigError: naming the layer and the way out.
+        ConfigError: names the layer and the way out.
     """
     if gate is None or gate.type == "topk":
         return
@@ -77,16 +77,16 @@ def check_gate_hooks(layers: Mapping[str, Any], gate: GateBlock | None) -> None:
 
 
 def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_size: int, esp_size: int) -> None:
-    """Hold a model's MoE layers against the tensor-parallel ranks of its ``mpu``.
+    """Check a model's MoE layers against the tensor-parallel ranks of its ``mpu``.
 
     Args:
         layers: name -> a ``deepspeed.moe.layer.MoE``; ``ep_size`` and ``enable_expert_tensor_parallelism`` are read.
-        world_size: ranks of the job; ``None`` where they are not known yet.
-        mp_size: tensor-parallel ranks.
+        world_size: the number of ranks of the job; ``None`` where they are not known yet.
+        mp_size: the number of tensor-parallel ranks.
         esp_size: the ranks that share an expert.
 
     Raises:
-        ConfigError: naming layer, value and the way out.
+        ConfigError: names layer, value and the way out.
     """
     if mp_size == 1:
         return
@@ -123,18 +123,18 @@ def check_tensor_parallel(layers: Mapping[str, Any], world_size: int | None, mp_
 def check_nodes(
     block: FSMoEBlock, layers: Mapping[str, Any], expert_before_data: bool, mp_size: int, pp_size: int
 ) -> list[str]:
-    """Hold the sharding of experts against the nodes that the ranks lie on. Collective over all ranks of the job.
+    """Check the sharding of experts against the nodes of the ranks. Collective over all ranks of the job.
 
     Args:
-        block: ``esp_size`` and ``topology`` are read.
+        block: the block, whose ``esp_size`` and ``topology`` are read.
         layers: name -> a ``deepspeed.moe.layer.MoE``, whose ``deepspeed_moe.ep_size`` is read.
-        expert_before_data, mp_size, pp_size: lay out the groups, see :func:`ds_fsmoe.distributed.topology.layout`.
+        expert_before_data, mp_size, pp_size: sizes, see :func:`ds_fsmoe.distributed.topology.layout`.
 
     Returns:
-        What is allowed and costs more than it need: a sentence each.
+        A sentence for each thing that is allowed but costs more than it need.
 
     Raises:
-        ConfigError: the nodes are not equally large; on every rank.
+        ConfigError: the nodes are not equally large; raised on every rank.
     """
     if block.esp_size == 1:
         return []
@@ -169,10 +169,10 @@ def check_nodes(
 
 
 def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
-    """Refuse to run as stock's what stock's layer would compute wrongly.
+    """Refuse to run as stock's layer what that layer would compute wrongly.
 
     Raises:
-        ConfigError: naming the layers.
+        ConfigError: names the layers.
     """
     names = [name for name, layer in layers.items() if getattr(layer, "sequence_parallel", False)]
     if names and mp_size > 1:
@@ -184,7 +184,7 @@ def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
 
 
 def _zero(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The zero_optimization block; what is no object is DeepSpeed's to refuse."""
+    """Return the zero_optimization block; a value that is no object is left for DeepSpeed to refuse."""
     block = ds_config.get("zero_optimization")
     return block if isinstance(block, Mapping) else {}
 
@@ -248,7 +248,7 @@ def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
     """Refuse what DeepSpeed's own blocks ask for that does not go together with an enabled ``fsmoe`` block.
 
     Raises:
-        ConfigError: with what to change, all clashes at once.
+        ConfigError: says what to change, all clashes at once.
     """
     problems = [sentence for clashes, sentence in _CLASHES if clashes(ds_config)]
     if problems:
@@ -256,7 +256,7 @@ def check_deepspeed_blocks(ds_config: Mapping[str, Any]) -> None:
 
 
 def untested(ds_config: Mapping[str, Any], device_type: str) -> list[str]:
-    """A sentence for each thing that runs and that nobody has tested.
+    """Return a sentence for each thing that runs and that has not been tested.
 
     Args:
         ds_config: the whole DeepSpeed config.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fsmoe.debug.check_router``: nan or infinity on its way into a router stops all ranks, and says where it came in.
+"""Stops all ranks when nan or infinity enters a router (``fsmoe.debug.check_router``), and says where it came in.
 
-A router makes of such a token a choice like any other, so nothing fails at once: the number spreads over the ranks with
-the experts' results. A rank that stopped by itself would leave the others waiting in their next all-to-all, so all of
-them look together.
+A router chooses for such a token as for any other, so nothing fails at once: the number spreads over the ranks with the
+    experts' results. A rank that stopped alone would leave the others waiting in their next all-to-all, so all of them
+    check together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RouterInputError(RuntimeError):
 
 
 class RouterCheck:
-    """For the layers of one engine. Costs a wait for the device and an all-gather of one number in each layer.
+    """Checks the layers of one engine. It costs a wait for the device and an all-gather of one number in each layer.
 
     Args:
         group: the ranks that run the same layers; ``None``: all.
@@ -37,7 +37,7 @@ class RouterCheck:
         """The optimizer step that is under way."""
 
     def watch(self, call: LayerCall) -> None:
-        """Look at the input of a layer's gate first: in forwards in training, which all ranks do together."""
+        """Check the input of a layer's gate first: in forwards in training, which all ranks do together."""
         if not call.is_training:
             return
         gate = call.gate
@@ -50,10 +50,10 @@ class RouterCheck:
         call.gate = checked
 
     def look_at(self, x_SM: torch.Tensor, path: str) -> None:
-        """Collective.
+        """Check tokens for nan and infinity. Collective.
 
         Raises:
-            RouterInputError: on every rank, if one of them has such a number.
+            RouterInputError: raised on every rank, if one of them has such a number.
         """
         is_bad_S = ~torch.isfinite(x_SM.detach()).all(dim=1)
         counts = [is_bad_S.sum()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes the experts' part of a layer keeps from a forward to its backward, from sizes alone.
+"""Computes from sizes alone how many bytes the experts' part of a layer keeps from a forward to its backward.
 
 Letters: N ranks the rows came from, e experts on this rank, C slots per expert, M width, H hidden width.
 """
@@ -19,20 +19,20 @@ from ds_fsmoe.execution.pipeline import CallSizes
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Of one call, or summed over several."""
+    """The bytes kept for one call, or summed over several."""
 
     rows: int
     """The rows that came to the experts: [N, e, C, M]. N = ranks of the EP group x ranks of the ESP group."""
     hidden: int
     """The hidden layers of experts whose gradients are written out: [N, C, H / esp] for each tensor kept."""
     rest: int
-    """States of random-number generators, for experts that autograd differentiates."""
+    """The states of random-number generators, for experts that autograd differentiates."""
     num_graphs: int
-    """How many experts keep a graph of autograd besides, of which nothing is known beforehand."""
+    """The number of experts that also keep a graph of autograd, whose size is not known beforehand."""
 
     @property
     def total(self) -> int:
-        """What is known."""
+        """The bytes that are known."""
         return self.rows + self.hidden + self.rest
 
     def __add__(self, other: SavedBytes) -> SavedBytes:
@@ -45,14 +45,14 @@ class SavedBytes:
 
 
 def saved_bytes(experts: ExpertSet, sizes: CallSizes, device: torch.device, recompute: bool) -> SavedBytes:
-    """What a call of these experts keeps that is made now, under the autocast that holds now.
+    """Return the bytes that a call of these experts would keep now, under the current autocast.
 
     Under activation checkpointing it is kept only while the layer's own backward lasts.
 
     Args:
-        experts: of this rank.
-        sizes: of the call.
-        device: of the rows.
+        experts: the experts of this rank.
+        sizes: the sizes of the call.
+        device: the device of the rows.
         recompute: whether all but the rows is computed again in the backward.
     """
     forms = experts.written_now()
@@ -76,12 +76,12 @@ def _hidden_bytes_of_a_row(form: ManualExpert, sizes: CallSizes, device: torch.d
 
 
 def describe(kept: Iterable[SavedBytes], otherwise: Iterable[SavedBytes], recompute: bool) -> str:
-    """A sentence or two for the log.
+    """Return a sentence or two for the log.
 
     Args:
-        kept: of each layer.
-        otherwise: the same with the other choice about ``recompute``.
-        recompute: the choice that was made.
+        kept: the bytes of each layer.
+        otherwise: the bytes with the other choice of ``recompute``.
+        recompute: the choice of ``recompute``.
     """
     kept = list(kept)
     total, other = _sum(kept), _sum(otherwise)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is set and costs speed without a word: said once, when an engine is made."""
+"""Warns about settings that silently cost speed: once, when an engine is made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def speed_warnings(
     device_type: str,
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """A sentence for each.
+    """Return a sentence for each such setting.
 
     Args:
         ds_config: the whole DeepSpeed config.
-        block: ours in it.
+        block: our block in it.
         device_type: "cpu" or "cuda".
-        environment: of this process.
+        environment: the environment of this process.
     """
     found = []
     if _is_on(ds_config, "comms_logger"):
@@ -56,7 +56,7 @@ def speed_warnings(
 
 
 def _of_environment(environment: Mapping[str, str]) -> list[str]:
-    """What CUDA, NCCL and torch read from the environment of a process."""
+    """Return sentences on what CUDA, NCCL and torch read from the environment of a process."""
     found = []
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         found.append(
@@ -92,7 +92,7 @@ def _of_environment(environment: Mapping[str, str]) -> list[str]:
 
 
 def _is_set(value: str | None) -> bool:
-    """As torch reads a flag of its environment."""
+    """Return whether a flag is set, as torch reads its environment."""
     return value is not None and value.strip().lower() in {"1", "y", "yes", "t", "true", "on"}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps Accelerate, and with it the Trainer of Hugging Face, from taking the ``"auto"`` in our block for its own.
+"""Keeps Accelerate, and with it the Trainer of Hugging Face, from using the ``"auto"`` in our block as its own.
 
 In a DeepSpeed config ``"auto"`` is their word for "filled in from the training arguments". While it prepares a model,
 ``accelerate.DeepSpeedPlugin`` walks over every field of the config, blocks it does not know included, and raises an
@@ -21,11 +21,11 @@ from typing import Any
 from ds_fsmoe.config.reading import BLOCK
 
 _MODULE, _CLASS, _METHOD = "accelerate.utils.dataclasses", "DeepSpeedPlugin", "fill_match"
-"""What looks at one field: ``fill_match(self, "fsmoe.alltoall", ...)``."""
+"""The method that looks at one field: ``fill_match(self, "fsmoe.alltoall", ...)``."""
 
 
 def leave_block_alone() -> None:
-    """From now on Accelerate does not look into our block, whether it is imported already or will be."""
+    """Keep Accelerate from looking into our block from now on, whether it is imported already or later."""
     if _MODULE in sys.modules:
         _wrap(sys.modules[_MODULE])
     if _finder not in sys.meta_path:
@@ -59,7 +59,7 @@ def _wrap(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the others find, and has the one module wrapped as soon as it has run."""
+    """Finds what the other finders find, and has the one module wrapped as soon as it has run."""
 
     def __init__(self) -> None:
         self._is_asking = False

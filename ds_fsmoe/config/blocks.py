@@ -69,7 +69,7 @@ def _switch() -> _OrAlone:
 
 
 MOST_CHUNKS = 256
-"""The planner plans with no more chunks than this."""
+"""The most chunks with which the planner plans."""
 Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _NullIsAuto()]
 Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _NullIsAuto()]
 ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, _NullIsAuto()]
@@ -101,18 +101,18 @@ def _may_be(kind: type, annotation: Any) -> bool:
 
 
 def words_for(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """The words under which a field may be written, the one of today first."""
+    """Return the words under which a field may be written, today's first."""
     return tuple(dict.fromkeys((field.alias or name, name)))
 
 
 def block_in(field: FieldInfo) -> type[BaseModel] | None:
-    """The block that a field holds, if it holds one."""
+    """Return the block that a field holds, if it holds one."""
     kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
     return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def alone_in(field: FieldInfo) -> tuple[str, ...]:
-    """The fields of the block in ``field`` that a value in the place of the whole block stands for."""
+    """Return the fields of the block in ``field`` that a value in place of the whole block stands for."""
     return next((each.names for each in field.metadata if isinstance(each, _OrAlone)), ())
 
 
@@ -148,7 +148,7 @@ class GateBlock(_Block):
         }
 
     def options(self, names: Collection[str] = ("k",)) -> dict[str, Any]:
-        """What a user wrote for the gate, as keyword arguments.
+        """Return what a user wrote for the gate, as keyword arguments.
 
         Args:
             names: what the gate's constructor calls its options; a gate of a user may say ``top_k`` as the block does.

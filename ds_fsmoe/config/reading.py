@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``"fsmoe"`` block of ds_config.json: its fields, what they may hold, and what this version can do.
+"""Reads the ``"fsmoe"`` block of ds_config.json: its fields, what they may hold, and what this version can do.
 
-Everything that is wrong with a block is found here, on every rank, before any process group is made, and said in one
-error that lists each path with its value and the choices. Every default means "the best that exists by now"; an
+Everything that is wrong with a block is found here, on every rank, before any process group is made, and reported in
+one error that lists each path with its value and the choices. Every default means "the best that exists by now"; an
 option that a user sets to something this version cannot do is refused, never ignored.
 """
 
@@ -23,11 +23,11 @@ from ds_fsmoe.config.words import BLOCK, Words, shown, without_gone, words_of
 
 
 class ConfigError(ValueError):
-    """A block that cannot be used. The message names every path, its value and the choices."""
+    """The block cannot be used. The message names every path, its value and the choices."""
 
 
 def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
-    """The validated block of a DeepSpeed config, or ``None`` where there is none.
+    """Return the validated block of a DeepSpeed config, or ``None`` where there is none.
 
     Raises:
         ConfigError: the block is misspelt or wrong, or asks for what this version cannot do.
@@ -69,13 +69,13 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
 
 
 def join_problems(problems: Iterable[str]) -> str:
-    """One sentence as it is, several under a heading."""
+    """Return one sentence as it is, several under a heading."""
     problems = list(problems)
     return problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *problems])
 
 
 def _refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
-    """DeepSpeed accepts unknown top-level keys in silence, so a misspelt block would do nothing, unnoticed."""
+    """Refuse a misspelt block: DeepSpeed silently accepts unknown top-level keys, so it would do nothing, unnoticed."""
     for key in ds_config:
         letters = re.sub(r"[^a-z]", "", str(key).lower())
         if key != BLOCK and (BLOCK in letters or difflib.SequenceMatcher(None, letters, BLOCK).ratio() >= 0.8):
@@ -83,7 +83,7 @@ def _refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
 
 
 def _sentences(errors: Iterable[Mapping[str, Any]], words: Words) -> list[str]:
-    """Pydantic's errors in this project's form, one per path: ``path = value: must be ...``."""
+    """Return Pydantic's errors in this project's form, one per path: ``path = value: must be ...``."""
     musts: dict[str, dict[str, None]] = {}
     listed: set[str] = set()
     for error in errors:
@@ -102,7 +102,7 @@ def _sentences(errors: Iterable[Mapping[str, Any]], words: Words) -> list[str]:
 
 
 _OF_PYDANTIC = re.compile(r"int$|constrained-int$|literal\['auto'\]$")
-"""What Pydantic adds to a location that is no key."""
+"""Matches what Pydantic adds to a location that is not a key."""
 
 
 # What other projects, or DeepSpeed's layer, call things that are not here under that name.
@@ -124,7 +124,7 @@ _ELSEWHERE = {
 
 
 def _unknown_key(path: str, choices: list[tuple[str, ...]], is_listed: bool = True) -> str:
-    """A sentence with the nearest key there is, and, where they were not ``is_listed`` before, all of them."""
+    """Return a sentence with the nearest known key, and, unless ``is_listed`` before, all of them."""
     name = path.rpartition(".")[2]
     if hint := elsewhere(path):
         return f"{path}: unknown key; {hint}"
@@ -135,7 +135,7 @@ def _unknown_key(path: str, choices: list[tuple[str, ...]], is_listed: bool = Tr
 
 
 def elsewhere(path: str) -> str | None:
-    """Where to write what a key with a well-known name stands for, if it has its place somewhere else."""
+    """Return where to write a well-known option that belongs somewhere else."""
     parent, _, name = path.rpartition(".")
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
@@ -145,13 +145,13 @@ def elsewhere(path: str) -> str | None:
 
 
 _PLACES: dict[str, set[str]] = {}
-"""Word of a field -> the paths of the fields that may be written by it, with the words of today."""
+"""Word of a field -> the paths, in today's words, of the fields that may be written by it."""
 for _path, _place in words_of({}).paths.items():
     _PLACES.setdefault(_path.rpartition(".")[2], set()).add(_place)
 
 
 def _known_keys(block: type[BaseModel]) -> list[tuple[str, ...]]:
-    """For every field of a block the words that it may be written by, that of today first."""
+    """Return, for every field of a block, the words that it may be written by, today's first."""
     return [words_for(name, field) for name, field in block.model_fields.items()]
 
 
@@ -182,7 +182,7 @@ _COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
 
 
 def _unfit_gradients(block: FSMoEBlock) -> list[str]:
-    """Options of one mode, written beside another."""
+    """Return problems with options of one mode that are written beside another."""
     asked = block.gradient_partition
     of_mode = {"chunk_bytes": "fixed_chunk", "solver": "adaptive"}
     return [
@@ -194,7 +194,7 @@ def _unfit_gradients(block: FSMoEBlock) -> list[str]:
 
 
 def _unfit_autotune(block: FSMoEBlock) -> list[str]:
-    """Options that mean something to the autotuner alone, and what goes against it."""
+    """Return problems with options that only the autotuner uses, and with what conflicts with it."""
     enabled = f"{BLOCK}.autotune.enabled"
     if block.autotune.enabled:
         why = (
@@ -294,14 +294,14 @@ def _missing_parts(block: FSMoEBlock) -> list[str]:
 
 
 def _unknown_keys_of_topk(block: FSMoEBlock) -> list[str]:
-    """For the layers' own gate there are no options but those of the block itself."""
+    """Return unknown keys of the layers' own gate: it has no options but those of the block itself."""
     if block.gate is None or block.gate.type != "topk":
         return []
     return [_unknown_key(f"{BLOCK}.gate.{name}", _known_keys(GateBlock)) for name in block.gate.model_extra or ()]
 
 
 def _unknown_gate_options(block: FSMoEBlock, written: Any) -> list[str]:
-    """Options that the chosen gate does not have, by the signature of its class."""
+    """Return options that the chosen gate does not have, by the signature of its class."""
     if block.gate is None or block.gate.type == "topk" or block.gate.type not in registry.known("gate"):
         return []
     parameters = inspect.signature(registry.lookup("gate", block.gate.type)).parameters.values()

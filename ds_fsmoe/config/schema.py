@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A JSON schema of the ``"fsmoe"`` block, so that editors complete it and say what a field is for.
+"""Makes a JSON schema of the ``"fsmoe"`` block, so that editors complete it and say what a field is for.
 
 ``python -m ds_fsmoe.config.schema > ds_configs/ds_config.schema.json`` writes the one that comes along.
 """
@@ -16,7 +16,7 @@ from ds_fsmoe.config.words import BLOCK
 
 
 def schema() -> dict[str, Any]:
-    """A DeepSpeed config with our block: what else stands in it is DeepSpeed's, and not described."""
+    """Return the schema of a DeepSpeed config with our block; the rest belongs to DeepSpeed and is not described."""
     block = FSMoEBlock.model_json_schema()
     definitions = block.pop("$defs")
     for model, described in ((FSMoEBlock, block), (GateBlock, definitions["GateBlock"])):

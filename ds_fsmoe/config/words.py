@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under which words a user has written the fields of the ``"fsmoe"`` block.
+"""Finds under which words a user has written the fields of the ``"fsmoe"`` block.
 
-Some fields have two words, that of the field of research and one that this project had before, and some blocks may be
+Some fields have two words, the one of the research field and an older one of this project, and some blocks may be
 written as one value. Messages are made with either word; what a user reads has the paths that the user wrote.
 """
 
@@ -23,22 +23,22 @@ BLOCK = "fsmoe"
 
 @dataclass
 class Words:
-    """The words of one block, see :func:`words_of`."""
+    """Holds the words of one block, see :func:`words_of`."""
 
     paths: dict[str, str] = field(default_factory=dict)
     """Path of a field by any of its words -> the path that the user wrote, or would write today."""
     old: list[str] = field(default_factory=list)
-    """A sentence for each word of before that was used."""
+    """A sentence for each older word that was used."""
     twice: list[str] = field(default_factory=list)
     """A sentence for each field that was written by both of its words."""
 
     def as_written(self, text: str) -> str:
-        """A text with the paths in it as the user has written them."""
+        """Return a text with the paths in it as the user has written them."""
         return re.sub(rf"\b{BLOCK}(?:\.\w+)+", lambda path: self.paths.get(path[0], path[0]), text)
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """A context from which errors come out with the paths that the user wrote."""
+        """Return a context from which errors come out with the paths that the user wrote."""
         try:
             yield
         except (ValueError, RuntimeError) as error:
@@ -47,7 +47,7 @@ class Words:
 
 
 def words_of(written: Any) -> Words:
-    """The words of a block as it stands in a config; any value is looked at, wrong ones as well."""
+    """Return the words of a block as it is written in a config; any value is looked at, wrong ones as well."""
     found = Words()
     _look(found, FSMoEBlock, written, [BLOCK], BLOCK)
     if isinstance(written, Mapping):
@@ -57,7 +57,7 @@ def words_of(written: Any) -> Words:
 
 
 def without_gone(written: Mapping[str, Any]) -> dict[str, Any]:
-    """A block without ``solver``, which could have one value alone where the block was enabled, and says nothing."""
+    """Return a block without ``solver``, which could only have one value in an enabled block, and says nothing."""
     return {
         name: value
         for name, value in written.items()
@@ -88,5 +88,5 @@ def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], 
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in the JSON file."""
+    """Return a value as it is written in the JSON file."""
     return json.dumps(value, default=repr)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups, where ranks lie, what they agree on, and errors raised on all of them."""
+"""Makes process groups, finds the ranks' nodes, compares what ranks agree on, and raises errors on all of them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks have to agree on before they communicate: compared once, cheaply, and named where it differs.
+"""Compares what all ranks have to agree on before they communicate: once, cheaply, with names of what differs.
 
 Ranks that issue other collectives than their peers do not fail, they hang. So each rank states facts, a few short texts
 by name; what is compared is one digest of all of them, and only ranks that differ exchange the texts.
@@ -34,7 +34,7 @@ _LEAD_LETTERS = 24
 
 
 class DisagreementError(RuntimeError):
-    """Ranks that have to be alike are not. The message, the same on all of them, names the ranks and the fields."""
+    """Ranks that have to be alike are not. The message, the same on all ranks, names the ranks and the fields."""
 
 
 def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = None, what: str = "the job") -> None:
@@ -48,10 +48,10 @@ def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = 
         facts: name of a field -> its value, both short and the same text for the same thing: no addresses, no sets in
             their own order.
         group: the ranks; ``None``: all. With one rank, or without a process group, nothing is done.
-        what: is compared, for the message.
+        what: the thing that is compared, for the message.
 
     Raises:
-        DisagreementError: on every rank, with the same message.
+        DisagreementError: facts differ; raised on every rank, with the same message.
     """
     if world_size_now() == 1 or dist.get_world_size(group) <= 1:  # below 1 on a rank outside of the group
         return
@@ -68,7 +68,7 @@ def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = 
 
 
 def _digest(facts: Mapping[str, str]) -> bytes:
-    """The same for the same facts, in whatever order they were stated; of a fixed size."""
+    """Return a digest of a fixed size, the same for the same facts in any order."""
     digest = hashlib.sha256()
     for pair in sorted(facts.items()):
         for text in pair:
@@ -79,11 +79,11 @@ def _digest(facts: Mapping[str, str]) -> bytes:
 
 
 def describe(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") -> str:
-    """A message that says, for each field that differs, which ranks have which value.
+    """Return a message that says, for each field that differs, which ranks have which value.
 
     Args:
         stated_by: rank -> its facts.
-        what: was compared.
+        what: the thing that was compared.
     """
     fields = sorted({name for facts in stated_by.values() for name in facts})
     differing = [name for name in fields if len({facts.get(name) for facts in stated_by.values()}) > 1]
@@ -106,7 +106,7 @@ def describe(stated_by: Mapping[int, Mapping[str, str]], what: str = "the job") 
 
 
 def _shortened(values: Sequence[str]) -> dict[str, str]:
-    """Value -> as much of it as a message has room for: where it is cut, the place where the values part is shown."""
+    """Return value -> the part that a message has room for: where it is cut, the part that differs is shown."""
     if all(len(value) <= _MAX_LETTERS for value in values):
         return {value: value for value in values}
     # What the first and the last in order begin with, all begin with.
@@ -120,7 +120,7 @@ def _shortened(values: Sequence[str]) -> dict[str, str]:
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Ranks in rising order, like ``ranks 0-2, 5``."""
+    """Return ranks in rising order, like ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -137,7 +137,7 @@ def in_words(ranks: Sequence[int]) -> str:
 
 
 def text_of_schedule(schedule: Schedule) -> str:
-    """A short text that is the same for the same tasks, lanes and order, and for no others.
+    """Return a short text that is the same for the same tasks, lanes and order, and for no others.
 
     Like ``3 chunks, 13 tasks, 0f3a9c52d1b7e846``: the last is a digest of each task's kind, chunk, layer, lane and
     needs. Sizes do not count, they change nothing about what is run.
@@ -148,10 +148,10 @@ def text_of_schedule(schedule: Schedule) -> str:
 
 
 def facts_of_plan(name: str, plan: PhasePlan) -> dict[str, str]:
-    """Facts about how one layer is run in one phase: its tasks, and where its capacity is cut.
+    """Return facts about how one layer is run in one phase: its tasks, and where its capacity is cut.
 
     Args:
-        name: of the layer, such as "L03".
+        name: the name of the layer, such as "L03".
     """
     phase = "backward" if plan.backward else "forward"
     # The text of a schedule does not tell where chunks end, and pieces of other sizes do not fit each other either.
@@ -159,7 +159,7 @@ def facts_of_plan(name: str, plan: PhasePlan) -> dict[str, str]:
 
 
 def facts_of_config(values: Mapping[str, object], path: str = "fsmoe") -> dict[str, str]:
-    """One fact per option of a nested config, by its path: ``fsmoe.gate.top_k`` -> ``2``.
+    """Return one fact per option of a nested config, by its path: ``fsmoe.gate.top_k`` -> ``2``.
 
     Leave out what may differ from rank to rank, such as folders of a node.
     """
@@ -173,8 +173,8 @@ def facts_of_config(values: Mapping[str, object], path: str = "fsmoe") -> dict[s
 
 
 def facts_of_layers(layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Facts about the MoE layers of a model, in the order in which they are run: how many, which, and for each the
-    names, types and shapes of its parameters, which on every rank are those of as many experts."""
+    """Return facts about the MoE layers of a model, in the order in which they run: how many, which, and for each the
+    names, types and shapes of its parameters, which on every rank belong to equally many experts."""
     facts = {
         "number of MoE layers": str(len(layers)),
         "order of MoE layers": ", ".join(layers),
@@ -191,7 +191,7 @@ def facts_of_layers(layers: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def facts_of_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The installed versions, such as those of torch and deepspeed."""
+    """Return the installed versions, such as those of torch and deepspeed."""
     return {f"version of {package}": _version(package) for package in packages}
 
 

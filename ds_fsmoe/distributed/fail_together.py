@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a group tell each other as objects: a value of one or of each, and the error that ends them all."""
+"""Exchanges objects between the ranks of a group: a value of one or of each, and an error that ends them all."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class MeasuringError(RuntimeError):
 
 @contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
-    """Collective: all ranks leave it, or all raise. What is inside may not be a collective that only some reach.
+    """Make all ranks leave this context, or all raise. Collective; inside, no collective that only some ranks reach.
 
     Args:
         group: the ranks; ``None``: all of the job.
-        what: is done, for the message.
+        what: the work that is done, for the message.
 
     Raises:
-        MeasuringError: on every rank, if one has failed inside.
+        MeasuringError: raised on every rank, if one has failed inside.
     """
     error: Exception | None = None
     try:
@@ -71,7 +71,7 @@ def on_every_rank(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where the tensors are that a group carries: NCCL knows those of the current GPU only."""
+    """Return the device for tensors that a group carries: NCCL only knows those of the current GPU."""
     if dist.get_backend(group) == dist.Backend.NCCL:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communicators of an MoE layer, and what DeepSpeed has to be told for its own.
+"""Makes the communicators of an MoE layer, and sets what DeepSpeed has to be told for its own.
 
 The ranks of a pipeline stage are ep x esp x edp. DeepSpeed knows no sharding of experts, so it is told that
 ``ep * esp`` ranks share the experts: its own function then makes the groups it calls ``ep_size_{ep*esp}``, a *block* of
 ranks that hold different parts of all experts, and the expert-data-parallel (EDP) groups of ranks that hold the same
 part. Its broadcast, reduction and checkpoints are right with that, for no two shards look like replicas. Inside a block
 we cut: ESP groups, the ranks that share one expert's hidden width, are runs of ``esp`` neighbours, and EP groups stride
-over them, one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With more they have
-not, and what a script puts into experts by DeepSpeed's EP ranks is handed on by ``layer/unsharded.py``.
+over them, one rank of each ESP group. With ``esp = 1`` our EP groups have the ranks of DeepSpeed's. With more they
+differ, and ``layer/unsharded.py`` passes on what a script puts into experts by DeepSpeed's EP ranks.
 """
 
 from __future__ import annotations
@@ -40,42 +40,43 @@ from ds_fsmoe.distributed.topology import (
 
 @dataclass(frozen=True)
 class FSMoEGroups:
-    """The groups of one (ep, esp) as one rank sees them. A communicator of one rank, or without ranks to talk to, is
-    ``None``."""
+    """Holds the groups of one (ep, esp) as one rank sees them. A communicator of one rank, or without ranks to talk to,
+    is ``None``."""
 
     layout: Layout
     topology: Topology
     rank: int
     ep_group: dist.ProcessGroup | None
-    """All-to-alls of tokens. Ours alone and for one lane, so nothing else can come between; so is ``esp_group``."""
+    """All-to-alls of tokens use it. It and ``esp_group`` are ours alone and for one lane, so nothing can come
+    between."""
     esp_group: dist.ProcessGroup | None
-    """All-gathers and reduce-scatters of tokens."""
+    """The group for all-gathers and reduce-scatters of tokens."""
     block_group: dist.ProcessGroup | None
     """DeepSpeed's ``ep_size_{ep*esp}``. Never used on a lane of links."""
     edp_group: dist.ProcessGroup | None
-    """DeepSpeed's: reduces gradients of experts."""
+    """DeepSpeed's group that reduces gradients of experts."""
     dp_group: dist.ProcessGroup | None
-    """DeepSpeed's: reduces gradients of dense parameters. Under its sequence parallelism those ranks count in, too."""
+    """DeepSpeed's group that reduces gradients of dense parameters. It includes sequence-parallel ranks, too."""
     mp_group: dist.ProcessGroup | None = None
-    """Ours: gathers what tensor-parallel ranks have dropped, and sums gradients of what they hold alike."""
+    """Our group that gathers what tensor-parallel ranks have dropped, and sums gradients of what they hold alike."""
     capacity_group: dist.ProcessGroup | None = None
-    """What all ranks have to agree on who exchange, gather or share tokens: the block group, as a rule."""
+    """All ranks that exchange, gather or share tokens and must agree on a capacity: the block group, as a rule."""
     max_ctas: int | None = None
-    """Of a communicator of a lane on NCCL, see :func:`make_parts`."""
+    """The most thread blocks of a lane's communicator on NCCL, see :func:`make_parts`."""
 
     @cached_property
     def planned(self) -> PlacedGroups:
-        """For the planner. ``planned.placements[kind].lanes`` are the lanes of a kind of group, the same on every
-        rank; ``topology.lanes_of(ranks_of(kind))`` are those of this rank's own group."""
+        """The groups as the planner needs them. ``planned.placements[kind].lanes`` are the lanes of a kind of group,
+        the same on every rank; ``topology.lanes_of(ranks_of(kind))`` are those of this rank's own group."""
         return placed_groups(self.layout, self.topology)
 
     def ranks_of(self, kind: str) -> Ranks:
-        """The ranks of this rank's group of a kind, see :meth:`Layout.group_of`."""
+        """Return the ranks of this rank's group of a kind, see :meth:`Layout.group_of`."""
         return self.layout.group_of(kind, self.rank)
 
     def index_in(self, kind: str) -> int:
-        """Which of them this rank is: in ``"ep"`` the EP rank, in ``"esp"`` the shard, in ``"blocks"`` DeepSpeed's EP
-        rank, by which it names the files of experts."""
+        """Return this rank's index in its group of a kind: in ``"ep"`` the EP rank, in ``"esp"`` the shard, in
+        ``"blocks"`` DeepSpeed's EP rank, by which it names the files of experts."""
         return self.ranks_of(kind).index(self.rank)
 
 
@@ -98,26 +99,26 @@ def make_groups(
     same_tokens: bool = True,
     max_ctas: int | None = None,
 ) -> FSMoEGroups:
-    """The groups of this rank for experts spread over ``ep_size`` and sharded over ``esp_size`` ranks.
+    """Return the groups of this rank for experts spread over ``ep_size`` and sharded over ``esp_size`` ranks.
 
-    Collective over all ranks of the job: every rank calls with the same arguments, in the same order of calls. Made
-    once, and given again until the default process group is destroyed. With one rank, or without torch.distributed, no
-    communicator is made.
+    Collective over all ranks of the job: every rank calls with the same arguments, in the same order of calls. Groups
+    are made once, and returned again until the default process group is destroyed. With one rank, or without
+    torch.distributed, no communicator is made.
 
     Under DeepSpeed, call it where the engine calls ``set_deepspeed_parallelism`` or later: by then DeepSpeed has its
     ``mpu`` and the device is set. Where DeepSpeed is not in use (a layer put together by hand) all groups are ours.
 
     Args:
         ep_size, esp_size, expert_before_data: see :func:`layout`.
-        ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None``: from host names.
-        mp_size, pp_size: of the rest of the model; ``None``: what DeepSpeed's ``mpu`` says, 1 without.
+        ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None`` counts by host names.
+        mp_size, pp_size: those of the rest of the model; ``None``: what DeepSpeed's ``mpu`` says, 1 without.
         tensor_parallel_experts: see :func:`layout`.
         same_tokens: whether tensor-parallel ranks come to the layer with the same tokens.
-        max_ctas: of the communicators of lanes, see :func:`make_parts`.
+        max_ctas: the limit for communicators of lanes, see :func:`make_parts`.
 
     Raises:
-        ValueError: sizes that do not divide the ranks, with the sizes that would do; experts to be sharded on nodes
-            that are not equally large.
+        ValueError: sizes do not divide the ranks (names those that would), or experts are to be sharded on nodes that
+            are not equally large.
         RuntimeError: DeepSpeed's groups of that size have other ranks, or belong to a destroyed process group.
     """
     stock = _deepspeed_groups()
@@ -152,9 +153,8 @@ def _with_ours(
     agreeing: tuple[Ranks, ...],
     max_ctas: int | None,
 ) -> FSMoEGroups:
-    """Make the groups that DeepSpeed has none of. The order of these lines is the order on every rank, members or not:
-    making a group is collective. DeepSpeed's came first, as they do with a layer, which has made them before it comes
-    here."""
+    """Make the groups that DeepSpeed lacks. The order of these lines is the order on every rank, members or not: making
+    a group is collective. DeepSpeed's came first, as with a layer, which has made them before this is called."""
     ours = [make_parts(kind, getattr(found, kind), max_ctas) for kind in ("ep", "esp")]
     mp_group = make_parts("mp", found.mp)
     capacity_group = make_parts("capacity", agreeing) if agreeing != found.blocks else theirs[0]
@@ -162,7 +162,7 @@ def _with_ours(
 
 
 def _theirs(stock: Any, found: Layout, rank: int, expert_before_data: bool) -> list[dist.ProcessGroup | None]:
-    """This rank's groups of blocks, EDP and DP: DeepSpeed's, where it is in use, connected to their peers."""
+    """Return this rank's block, EDP and DP groups: DeepSpeed's, where it is in use, connected to their peers."""
     if stock is None:
         return [make_parts(kind, getattr(found, kind)) for kind in ("blocks", "edp", "dp")]
     groups = _made_by_deepspeed(stock, found, rank, expert_before_data)
@@ -172,15 +172,15 @@ def _theirs(stock: Any, found: Layout, rank: int, expert_before_data: bool) -> l
 
 
 def make_parts(kind: str, parts: tuple[Ranks, ...], max_ctas: int | None = None) -> dist.ProcessGroup | None:
-    """A communicator for each of these sets of ranks; returns the one with this rank, ``None`` if it is alone.
+    """Make a communicator for each of these sets of ranks; return this rank's, or ``None`` if it is alone.
 
-    Collective over all ranks of the job, with the same arguments on each. Made once, and given again until the default
-    process group is destroyed.
+    Collective over all ranks of the job, with the same arguments on each. Communicators are made once, and returned
+    again until the default process group is destroyed.
 
     Args:
-        kind: what they are for: two kinds with the same ranks have communicators of their own.
-        parts: no rank is in two of them.
-        max_ctas: on NCCL, the most thread blocks that a collective of theirs may have; ``None``: NCCL's own choice.
+        kind: their purpose: two kinds with the same ranks have separate communicators.
+        parts: the sets; no rank is in two of them.
+        max_ctas: the most thread blocks that their collectives may have on NCCL; ``None``: NCCL's own choice.
     """
     world = _current_world()
     key = kind, parts, max_ctas
@@ -190,7 +190,7 @@ def make_parts(kind: str, parts: tuple[Ranks, ...], max_ctas: int | None = None)
 
 
 def _current_world() -> Any:
-    """The default process group; what was made under another one is forgotten."""
+    """Return the default process group; what was made under another one is forgotten."""
     global _made_under
     world = dist.group.WORLD
     if _made_under is None or _made_under() is not world:
@@ -208,7 +208,7 @@ def _forget() -> None:
 def _communicator(
     groups: Sequence[Ranks], kind: str, rank: int, timeout: timedelta | None, max_ctas: int | None
 ) -> dist.ProcessGroup | None:
-    """New communicators for all groups of a kind; returns this rank's, connected to its peers."""
+    """Make new communicators for all groups of a kind; return this rank's, connected to its peers."""
     own = None
     for ranks in groups:
         if len(ranks) > 1:
@@ -220,20 +220,20 @@ def _communicator(
 
 
 def _connect(group: dist.ProcessGroup | None) -> None:
-    """Not at its first collective, which may be beside others. Collective over the ranks of the group; the groups of a
-    kind have no rank in common, and nothing else is under way while groups are made."""
+    """Connect before the first collective, which may run beside others. Collective over the ranks of the group; the
+    groups of a kind have no rank in common, and nothing else is under way while groups are made."""
     if group is not None and nccl.is_used(group):
         nccl.warm(group)
 
 
 def _timeout_of(world: Any) -> timedelta | None:
-    """The default group's timeout, which a new group does not inherit: it gets its backend's, half an hour on gloo."""
+    """Return the default group's timeout. A new group gets its backend's instead, half an hour on gloo."""
     backend = world._get_backend(world._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def _deepspeed_groups() -> Any:
-    """DeepSpeed's module of groups, if this process communicates through DeepSpeed; importing it takes seconds."""
+    """Return DeepSpeed's module of groups, if this process communicates through DeepSpeed; importing takes seconds."""
     if "deepspeed.comm" not in sys.modules:
         return None
     from deepspeed import comm
@@ -243,7 +243,7 @@ def _deepspeed_groups() -> Any:
 
 
 def sizes_of_mpu(mpu: Any) -> tuple[int, int]:
-    """(tensor-parallel ranks, pipeline stages) of what a script gives DeepSpeed as ``mpu``; ``None`` is 1 of each."""
+    """Return (tensor-parallel ranks, pipeline stages) of a script's ``mpu`` for DeepSpeed; ``None`` is 1 of each."""
     if mpu is None:
         return 1, 1
     from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
@@ -252,7 +252,7 @@ def sizes_of_mpu(mpu: Any) -> tuple[int, int]:
 
 
 def has_neighbours(mpu: Any) -> bool:
-    """Whether the tensor-parallel ranks with this one are the run of neighbours that :func:`layout` takes them for."""
+    """Return whether this rank's tensor-parallel ranks are the run of neighbours that :func:`layout` expects."""
     size, _ = sizes_of_mpu(mpu)
     if size == 1:
         return True
@@ -265,7 +265,7 @@ def has_neighbours(mpu: Any) -> bool:
 def _made_by_deepspeed(
     stock: Any, found: Layout, rank: int, expert_before_data: bool
 ) -> list[dist.ProcessGroup | None]:
-    """DeepSpeed's block, EDP and DP groups of this rank; its own function makes those that are not there yet."""
+    """Return DeepSpeed's block, EDP and DP groups of this rank; its own function makes the missing ones."""
     block_size = len(found.blocks[0])
     name = stock_names(block_size, 1).expert_group_name
     if name not in stock._get_expert_parallel_group_dict():
@@ -299,16 +299,16 @@ def _made_by_deepspeed(
 
 @dataclass(frozen=True)
 class StockNames:
-    """What a ``deepspeed.moe.layer.MoE`` has to carry so that DeepSpeed treats it right."""
+    """The values that a ``deepspeed.moe.layer.MoE`` has to carry so that DeepSpeed treats it right."""
 
     ep_size: int
-    """``MoE.ep_size``: ep * esp, the ranks that hold different parts of the experts."""
+    """The value for ``MoE.ep_size``: ep * esp, the ranks that hold different parts of the experts."""
     expert_group_name: str
-    """``MoE.expert_group_name``, ``MOELayer.ep_group_name`` and ``group_name`` of every parameter of an expert. Also
-    ``name`` of the optimizer's parameter groups of experts, where a script has split them already."""
+    """The value for ``MoE.expert_group_name``, ``MOELayer.ep_group_name`` and ``group_name`` of every parameter of an
+    expert. Also ``name`` of the optimizer's parameter groups of experts, where a script has split them already."""
 
     def put_on(self, moe: nn.Module) -> None:
-        """Write them on a layer. ``MOELayer.ep_size`` stays: it is what the layer's own forward goes by."""
+        """Write them on a layer. ``MOELayer.ep_size`` stays, because the layer's own forward uses it."""
         moe.ep_size = self.ep_size
         moe.expert_group_name = self.expert_group_name
         moe.deepspeed_moe.ep_group_name = self.expert_group_name
@@ -318,14 +318,14 @@ class StockNames:
 
 
 def stock_names(ep_size: int, esp_size: int) -> StockNames:
-    """What a layer spread over ``ep_size`` and sharded over ``esp_size`` ranks carries towards DeepSpeed."""
+    """Return the names for DeepSpeed of a layer spread over ``ep_size`` and sharded over ``esp_size`` ranks."""
     return StockNames(ep_size * esp_size, f"ep_size_{ep_size * esp_size}")
 
 
 def communicator_like(groups: FSMoEGroups, kind: str) -> dist.ProcessGroup | None:
-    """A communicator with the ranks of this rank's group of a kind, for traffic that must not come between that of
-    another: gradients on a lane. Collective; ``None`` for a group of one rank. Made once, as :func:`make_parts` does:
-    each engine of a process is given the same one, and so are two kinds with the same ranks, whose gradients travel in
+    """Return a communicator with the ranks of this rank's group of a kind, for traffic that must not come between that
+    of another: gradients on a lane. Collective; ``None`` for a group of one rank. Made once, as :func:`make_parts`
+    does: each engine of a process gets the same one, and so do two kinds with the same ranks, whose gradients travel in
     one order on one lane."""
     return make_parts("gradients", getattr(groups.layout, kind), groups.max_ctas)
 
@@ -334,12 +334,12 @@ def communicator_like(groups: FSMoEGroups, kind: str) -> dist.ProcessGroup | Non
 def passing_communicators(
     kinds: Sequence[Sequence[Ranks]], name: str, max_ctas: int | None = None
 ) -> Iterator[list[dist.ProcessGroup]]:
-    """Communicators for a while: of each kind this rank's, of one rank too. They are destroyed at the end, by when no
-    rank may be in one of their collectives. Collective over all ranks of the job, with the same arguments on each.
+    """Make communicators for a while: this rank's of each kind, also of one rank. They are destroyed at the end, when
+    no rank may be in their collectives. Collective over all ranks of the job, with the same arguments on each.
 
     Args:
         kinds: the groups of each kind; every rank is in one of them.
-        name: of them, for messages.
+        name: their name, for messages.
         max_ctas: see :func:`make_parts`.
     """
     made: list[dist.ProcessGroup] = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NCCL needs so that lanes may be at work at the same time; on other backends nothing is done.
+"""Sets what NCCL needs so that lanes may be at work at the same time; on other backends nothing is done.
 
 A collective of NCCL is a kernel that stays on its GPU until those of all its ranks have come. Lanes may overlap where
-kernels start in one order on all ranks (see ``launch_order.py``), and they leave each other and the experts room where
-each communicator has few thread blocks.
+kernels start in one order on all ranks (see ``launch_order.py``), and they leave room for each other and the experts
+where each communicator has few thread blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_fsmoe.distributed.launch_order import VARIABLE
 from ds_fsmoe.distributed.topology import world_size_now
 
 ORDERED_FROM = (2, 26)
-"""The first NCCL that starts kernels in the order of issue when asked to."""
+"""The first NCCL version that starts kernels in the order of issue when asked to."""
 # torch renamed them in 2.13, and warns about the names that 2.11 has.
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -30,12 +30,12 @@ _WARM_BYTES = (0, 8 << 20)
 
 
 def is_used(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a group's tensors on a GPU travel by NCCL."""
+    """Return whether a group's tensors on a GPU travel by NCCL."""
     return "nccl" in str(dist.get_backend_config(group))
 
 
 def why_not_ordered(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Why a GPU may start this rank's collectives in another order than they are issued in; ``None``: it does not."""
+    """Return why a GPU may start this rank's collectives in another order than they are issued; ``None`` if not."""
     if torch.version.hip is not None:
         return "RCCL has no order of launches that can be relied on"
     found = torch.cuda.nccl.version()
@@ -53,7 +53,7 @@ def why_not_ordered(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _is_on(value: str) -> bool:
-    """As NCCL reads it: a whole number other than 0."""
+    """Return whether a value is on as NCCL reads it: a whole number other than 0."""
     try:
         return int(value, 0) != 0
     except ValueError:
@@ -61,9 +61,9 @@ def _is_on(value: str) -> bool:
 
 
 def why_one_link() -> str | None:
-    """Why the traffic of both links has to go one after another; ``None``: lanes may overlap.
+    """Return why the traffic of both links has to go one after another; ``None`` if lanes may overlap.
 
-    Collective over all ranks of the job, and the same on each: the reason of the first rank that has one.
+    Collective over all ranks of the job, with the same result on each: the reason of the first rank that has one.
     """
     if world_size_now() == 1 or not is_used():
         return None
@@ -72,14 +72,14 @@ def why_one_link() -> str | None:
 
 
 def options(max_ctas: int | None, timeout: timedelta | None) -> Any:
-    """For ``dist.new_group``: the most thread blocks that a collective of the new communicator may have.
+    """Return options for ``dist.new_group``: the most thread blocks of the new communicator's collectives.
 
     Args:
-        max_ctas: ``None``: NCCL's own choice.
-        timeout: of the group, so that torch sees no contradiction.
+        max_ctas: the limit; ``None``: NCCL's own choice.
+        timeout: the timeout of the group, so that torch sees no contradiction.
 
     Returns:
-        ``None`` where NCCL is not used, or nothing is asked for.
+        The options, or ``None`` where NCCL is not used, or nothing is asked for.
     """
     if max_ctas is None or not is_used():
         return None
@@ -97,7 +97,7 @@ def options(max_ctas: int | None, timeout: timedelta | None) -> Any:
 
 
 def warm(group: dist.ProcessGroup) -> None:
-    """Let a communicator connect to its peers, in every way in which it may be used. Collective; the host waits.
+    """Connect a communicator to its peers, in every way in which it may be used. Collective; the host waits.
 
     NCCL connects at first use, from the host, which then waits for the other ranks' hosts. Within a schedule that would
     come between collectives of other communicators that are under way.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks lie: which share a node, which make up a group, and with that, which links a group crosses."""
+"""Finds which ranks share a node, which make up a group, and with that, which links a group crosses."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a job, the same object on every rank."""
+    """Holds the nodes of a job, the same object on every rank."""
 
     node_of_rank: tuple[int, ...]
-    """Rank -> number of its node. Ranks of a node need not be neighbours, nor nodes equally large."""
+    """Rank -> the number of its node. Ranks of a node need not be neighbours, nor nodes equally large."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """The number of ranks of the job."""
         return len(self.node_of_rank)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of the fullest node."""
+        """The number of ranks on the fullest node."""
         return max(Counter(self.node_of_rank).values())
 
     @property
     def node_sizes(self) -> tuple[int, ...]:
-        """Ranks of each node, in the order of its first rank."""
+        """The number of ranks on each node, in the order of its first rank."""
         return tuple(Counter(self.node_of_rank).values())
 
     def lanes_of(self, ranks: Sequence[int]) -> tuple[Lane, ...]:
-        """The links that one group crosses; see :class:`~ds_fsmoe.planning.groups.Placement`."""
+        """Return the links that one group crosses; see :class:`~ds_fsmoe.planning.groups.Placement`."""
         return self.place([ranks]).lanes
 
     def place(self, groups: Iterable[Sequence[int]]) -> Placement:
-        """Where the groups of one kind lie, taken together: the worst of them counts.
+        """Place the groups of one kind, taken together: the worst of them counts.
 
         A schedule has to be the same on every rank, so its lanes may not follow from the rank's own group: where one
         group of a kind lies inside a node and another spans two, both are scheduled as the second needs it.
 
         Args:
-            groups: ranks of each group, all groups equally large.
+            groups: the ranks of each group, all groups equally large.
         """
         nodes = [Counter(self.node_of_rank[rank] for rank in ranks) for ranks in groups]
         size = nodes[0].total()
@@ -63,13 +63,13 @@ class Topology:
 
 
 def topology_of_hosts(hosts: Iterable[str]) -> Topology:
-    """Ranks with the same host name share a node. ``hosts``: one name per rank, in rank order."""
+    """Put ranks with the same host name on one node. ``hosts``: one name per rank, in rank order."""
     numbers: dict[str, int] = {}
     return Topology(tuple(numbers.setdefault(host, len(numbers)) for host in hosts))
 
 
 def topology_of_size(world_size: int, ranks_per_node: int) -> Topology:
-    """So many neighbours share a node.
+    """Put so many neighbours on each node.
 
     Raises:
         ValueError: ``ranks_per_node`` does not divide the ranks.
@@ -83,7 +83,7 @@ def topology_of_size(world_size: int, ranks_per_node: int) -> Topology:
 
 
 def why_not_sharded(topology: Topology, esp_size: int) -> str | None:
-    """Why experts cannot be shared by ``esp_size`` ranks on these nodes; ``None``: they can."""
+    """Return why ``esp_size`` ranks cannot share experts on these nodes; ``None`` if they can."""
     sizes = Counter(topology.node_sizes)
     if esp_size == 1 or len(sizes) == 1:
         return None
@@ -96,7 +96,7 @@ def why_not_sharded(topology: Topology, esp_size: int) -> str | None:
 
 
 def find_topology(ranks_per_node: int | None = None) -> Topology:
-    """The topology of this job, from the ranks' host names or as the config says. Collective: every rank has to call.
+    """Return the topology of this job, by the ranks' host names or the config. Collective: every rank has to call.
 
     Args:
         ranks_per_node: ``fsmoe.topology.ranks_per_node``; ``None`` asks every rank for its host name. On a GPU the
@@ -115,7 +115,7 @@ def find_topology(ranks_per_node: int | None = None) -> Topology:
 
 
 def world_size_now() -> int:
-    """Ranks of the default process group; 1 where there is none."""
+    """Return the number of ranks of the default process group; 1 where there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -126,40 +126,40 @@ def rank_now(group: dist.ProcessGroup | None = None) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every group of every kind, as ranks in ascending order. One static order, the same on every rank."""
+    """Lists every group of every kind, as ranks in ascending order. One static order, the same on every rank."""
 
     world_size: int
     ep_size: int
     esp_size: int
-    """Ranks of a group in ``esp``; the tensor-parallel ones, if experts split themselves over those."""
+    """The number of ranks of a group in ``esp``; the tensor-parallel ones, if experts split themselves over those."""
     mp_size: int
     pp_size: int
     blocks: tuple[Ranks, ...]
-    """What DeepSpeed takes for expert-parallel groups: rank ``i * esp + s`` of a block holds shard s of the experts of
-    EP rank i. Where experts split themselves over the tensor-parallel ranks, it is the EP groups."""
+    """The groups that DeepSpeed takes for expert-parallel: rank ``i * esp + s`` of a block holds shard s of the experts
+    of EP rank i. Where experts split themselves over the tensor-parallel ranks, these are the EP groups."""
     ep: tuple[Ranks, ...]
-    """Exchange tokens."""
+    """The groups whose ranks exchange tokens."""
     esp: tuple[Ranks, ...]
-    """Share the hidden width of the same experts."""
+    """The groups whose ranks share the hidden width of the same experts."""
     edp: tuple[Ranks, ...]
-    """Hold the same shard of the same experts."""
+    """The groups whose ranks hold the same shard of the same experts."""
     mp: tuple[Ranks, ...]
-    """Work on the same tokens, or the same sequence, outside the MoE layers: tensor parallelism."""
+    """The tensor-parallel groups: ranks work on the same tokens, or the same sequence, outside the MoE layers."""
     dp: tuple[Ranks, ...]
-    """Hold the same dense parameters."""
+    """The groups whose ranks hold the same dense parameters."""
     tensor_parallel_experts: bool = False
-    """Whether experts split themselves over the ranks of the MP groups, which are the ESP groups then."""
+    """Whether experts split themselves over the ranks of the MP groups, which then are the ESP groups."""
 
     def group_of(self, kind: str, rank: int) -> Ranks:
-        """The one group of a kind (``"ep"``, ``"esp"``, ``"edp"``, ``"mp"``, ``"dp"``, ``"blocks"``) with a rank."""
+        """Return the group of a kind (``"ep"``, ``"esp"``, ``"edp"``, ``"mp"``, ``"dp"``, ``"blocks"``) with a rank."""
         return next(ranks for ranks in getattr(self, kind) if rank in ranks)
 
     def agreeing(self, *, same_tokens: bool) -> tuple[Ranks, ...]:
-        """The groups of ranks that have to agree on a capacity that follows from their tokens.
+        """Return the groups of ranks that have to agree on a capacity that follows from their tokens.
 
         Those of a block exchange slots, those of an ESP group gather them, and an MP group whose ranks have the same
-        tokens sends one set of slots in parts. It is the blocks themselves where each of them has among its ranks the
-        tokens of all.
+        tokens sends one set of slots in parts. These are the blocks themselves where the ranks of each block have all
+        the tokens among them.
 
         Args:
             same_tokens: whether the ranks of an MP group have the same tokens; else each has its own.
@@ -191,18 +191,18 @@ def layout(
     """Lay out the groups of a job.
 
     Args:
-        world_size: ranks of the job.
-        ep_size: ranks over which the experts are spread, as the script says.
-        esp_size: ranks that share one expert, ``fsmoe.expert_tensor_parallel_size``.
+        world_size: the number of ranks of the job.
+        ep_size: the number of ranks over which the experts are spread, as the script says.
+        esp_size: the number of ranks that share one expert, ``fsmoe.expert_tensor_parallel_size``.
         expert_before_data: DeepSpeed's default, a block is a run of neighbours; ``False`` is its
-            ``use_data_before_expert_parallelism``: the ranks of an EDP group are neighbours, a block strides over them.
-        mp_size, pp_size: tensor-parallel ranks and pipeline stages of the rest of the model.
-        tensor_parallel_experts: experts split themselves over the tensor-parallel ranks, DeepSpeed's
-            ``enable_expert_tensor_parallelism``. Then EP groups lie within the DP groups, and the ranks of an MP group
-            share an expert as those of an ESP group do; ``esp_size`` has to be 1.
+            ``use_data_before_expert_parallelism``: ranks of an EDP group are neighbours, and a block strides over them.
+        mp_size, pp_size: the numbers of tensor-parallel ranks and pipeline stages of the rest of the model.
+        tensor_parallel_experts: whether experts split themselves over the tensor-parallel ranks, DeepSpeed's
+            ``enable_expert_tensor_parallelism``. Then EP groups are parts of the DP groups, and the ranks of an MP
+            group share an expert as those of an ESP group do; ``esp_size`` has to be 1.
 
     Raises:
-        ValueError: sizes that do not divide the ranks, with the sizes that would do.
+        ValueError: sizes do not divide the ranks; names the sizes that would.
     """
     self_split = tensor_parallel_experts and mp_size > 1
     stage_size = _checked_stage_size(world_size, ep_size, esp_size, mp_size, pp_size, self_split)
@@ -243,7 +243,7 @@ def layout(
 def _checked_stage_size(
     world_size: int, ep_size: int, esp_size: int, mp_size: int, pp_size: int, self_split: bool
 ) -> int:
-    """Ranks of one pipeline stage."""
+    """Return the number of ranks of one pipeline stage."""
     if not is_count(pp_size) or world_size % pp_size:
         raise ValueError(
             f"{pp_size!r} pipeline stages: must divide the {world_size} ranks; the choices are "
@@ -276,18 +276,18 @@ def _checked_stage_size(
 
 @dataclass(frozen=True)
 class PlacedGroups(Groups):
-    """The planner's groups, lying where the hosts of the ranks say, not so many neighbours to a node."""
+    """The planner's groups, placed by the hosts of the ranks instead of so many neighbours to a node."""
 
     placed: tuple[tuple[str, Placement], ...] = ()
 
     @property
     def placements(self) -> dict[str, Placement]:  # type: ignore[override]
-        """Where the groups lie: ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
+        """The placements of the groups: ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
         return dict(self.placed)
 
 
 def placed_groups(laid_out: Layout, topology: Topology) -> PlacedGroups:
-    """A layout as the planner takes it: sizes, and the link that each kind of group crosses."""
+    """Return a layout as the planner takes it: sizes, and the link that each kind of group crosses."""
     return PlacedGroups(
         world=laid_out.world_size,
         gpus_per_node=topology.ranks_per_node,
@@ -300,10 +300,10 @@ def placed_groups(laid_out: Layout, topology: Topology) -> PlacedGroups:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number of at least 1; ``True`` is none."""
+    """Return whether a value is a whole number of at least 1; ``True`` is not one."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def sizes_that_divide(total: int) -> str:
-    """``"1, 2, 3, 6"`` for 6."""
+    """Return ``"1, 2, 3, 6"`` for 6."""
     return ", ".join(str(size) for size in range(1, total + 1) if total % size == 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``"fsmoe"`` block given on a command line, for scripts whose DeepSpeed config is a dict inside them."""
+"""Reads the ``"fsmoe"`` block from a command line, for scripts whose DeepSpeed config is a dict inside them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _EXAMPLE = """a file, or a JSON object such as '{"enabled": true}'"""
 
 
 def take_option(arguments: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
-    """Take our option from in front of a script.
+    """Take our option out of the arguments in front of a script.
 
-    Only what stands in front of the script is ours; behind it, an argument of the same name is the script's own.
+    Only arguments in front of the script are ours; after it, an argument of the same name belongs to the script.
 
     Returns:
         The value of the option or ``None``, the other options in front, and the script with all that follows it.
 
     Raises:
-        ValueError: the option stands there twice, or without a value.
+        ValueError: the option is given twice, or without a value.
     """
     value: str | None = None
     others: list[str] = []
@@ -41,12 +41,12 @@ def take_option(arguments: Sequence[str]) -> tuple[str | None, list[str], list[s
 
 
 def read_given(text: str) -> dict[str, Any]:
-    """The block that a command line gives.
+    """Return the block that a command line gives.
 
     Args:
-        text: JSON, if it begins with a brace; else the path of a JSON file, which may have comments as DeepSpeed's
-            configs may. Either holds the block, or a DeepSpeed config with the block in it, of which nothing else is
-            used.
+        text: the block as JSON, if it begins with a brace; else the path of a JSON file, which may have comments as
+            DeepSpeed's configs may. Either holds the block, or a DeepSpeed config with the block in it, of which
+            nothing else is used.
 
     Raises:
         ValueError: there is no such file, or it holds something else. The message begins with what was given.

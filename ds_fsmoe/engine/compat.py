@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything private of DeepSpeed that we touch, in one place, checked before training starts.
+"""Lists everything private of DeepSpeed that we touch, in one place, and checks it before training starts.
 
 DeepSpeed has no plugin interface. An upgrade may move any of the names below; then the check here says which one,
 instead of an error from deep inside an hour later.
@@ -21,7 +21,7 @@ from ds_fsmoe.versions import SUPPORTED, TESTED
 
 
 class IncompatibleError(RuntimeError):
-    """The installed DeepSpeed, torch or Python is not one this package works with."""
+    """The installed DeepSpeed, torch or Python does not work with this package."""
 
 
 _INITIALIZE = (
@@ -39,7 +39,7 @@ _INITIALIZE = (
     "mesh_param",
     "config_params",
 )
-"""What DeepSpeed's ``initialize`` takes; ours passes on by name what it is given."""
+"""The arguments of DeepSpeed's ``initialize``; ours passes on by name what it is given."""
 
 # "module:attribute" -> the leading parameters we rely on; None for what is not called.
 _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
@@ -152,18 +152,18 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
 
 
 def in_range(name: str, found: str, supported: Mapping[str, str] = SUPPORTED) -> bool:
-    """Whether a version of "python", "torch" or "deepspeed" is one this package works with; a "+cpu" is ignored."""
+    """Return whether this package works with a version of "python", "torch" or "deepspeed"; a "+cpu" is ignored."""
     return SpecifierSet(supported[name]).contains(Version(found).base_version, prereleases=True)
 
 
 def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[str]:
-    """Hold what is installed against the supported ranges.
+    """Check the installed versions against the supported ranges.
 
     Returns:
         A sentence for each version that is in range but not among the tested ones.
 
     Raises:
-        IncompatibleError: a version out of range, with the range.
+        IncompatibleError: a version is out of range; names the range.
     """
     installed = {"python": ".".join(map(str, sys.version_info[:3])), "torch": version("torch")}
     installed["deepspeed"] = version("deepspeed")
@@ -181,7 +181,7 @@ def check_private_names(expected: Mapping[str, tuple[str, ...] | None] = _PRIVAT
     """Check that every private name still exists and still takes the parameters we pass.
 
     Raises:
-        IncompatibleError: naming the first that does not.
+        IncompatibleError: names the first that does not.
     """
     for name, parameters in expected.items():
         found = _find(name)
@@ -198,11 +198,11 @@ def check_initialize(function: Callable[..., Any], arguments: Iterable[str] = ()
     """Check that DeepSpeed's ``initialize``, or what another library has put in its place, takes what we pass.
 
     Args:
-        function: the one or the other.
-        arguments: names of what the script gives.
+        function: the function to check.
+        arguments: the names of the script's arguments.
 
     Raises:
-        IncompatibleError: naming that function and what it does not take.
+        IncompatibleError: names that function and what it does not take.
     """
     if _is_deepspeeds(function):
         takes = tuple(inspect.signature(function).parameters)
@@ -234,7 +234,7 @@ def _is_deepspeeds(function: Callable[..., Any]) -> bool:
 
 
 def described(function: Callable[..., Any]) -> str:
-    """A function by its own name and place, also behind ``functools.wraps``: ``tracked (acme/patch.py, line 12)``."""
+    """Return a function's own name and place, also behind ``functools.wraps``: ``tracked (acme/patch.py, line 12)``."""
     if _is_deepspeeds(function):
         return "deepspeed.initialize"
     called = function if hasattr(function, "__code__") else type(function).__call__
@@ -258,10 +258,10 @@ def _find(name: str) -> Any:
 
 
 def load_ds_config(config: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A DeepSpeed config as DeepSpeed itself reads it: a dict, a path (JSON with comments) or base64.
+    """Read a DeepSpeed config as DeepSpeed itself does: a dict, a path (JSON with comments) or base64.
 
     Raises:
-        ValueError: none of these.
+        ValueError: it is none of these.
     """
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config as read
 

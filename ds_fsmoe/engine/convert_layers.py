@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock's MoE modules made ours, and back; ``ds_fsmoe.MoE`` for models written for us."""
+"""Makes stock's MoE modules ours, and back; ``ds_fsmoe.MoE`` is for models written for us."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ds_fsmoe.log import log_on_rank_0
 
 
 def find_layers(model: nn.Module) -> dict[str, StockMoE]:
-    """Name -> every ``deepspeed.moe.layer.MoE`` of a model, in module order; of a pipeline, in this rank's stage.
+    """Return name -> every ``deepspeed.moe.layer.MoE`` of a model (or of this rank's stage), in module order.
 
     Raises:
-        LayerError: there is none; a stage of a pipeline may be without.
+        LayerError: there is none; a stage of a pipeline may have none.
     """
     named = ((name or type(model).__name__, module) for name, module in model.named_modules())
     layers = {name: module for name, module in named if isinstance(module, StockMoE)}
@@ -50,15 +50,15 @@ def find_layers(model: nn.Module) -> dict[str, StockMoE]:
 def make_groups_on_every_stage(
     model: nn.Module, layers: dict[str, StockMoE], running: LayerRuntime, zero_stage: int
 ) -> None:
-    """Let a stage without MoE layers take part in making the groups of the others: that is collective. Collective.
+    """Let a stage without MoE layers take part in making the others' groups, which is collective. Collective.
 
     DeepSpeed makes groups with the layers, in the order of the layers, so stages with layers have to agree on them.
 
     Args:
         model: a ``PipelineModule``.
-        layers: of this rank's stage.
-        running: of the engine.
-        zero_stage: of the config.
+        layers: the layers of this rank's stage.
+        running: the runtime of the engine.
+        zero_stage: the ZeRO stage of the config.
 
     Raises:
         LayerError: no stage has a layer, some have none where DeepSpeed hangs over that, or stages have layers that
@@ -84,10 +84,10 @@ def make_groups_on_every_stage(
 
 
 def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
-    """Refuse layers that were changed by somebody else, as far as a change would be lost.
+    """Refuse layers that a user has changed, where a change would be lost.
 
     Raises:
-        LayerError: naming the layer.
+        LayerError: a change would be lost; names the layer.
     """
     for name, layer in layers.items():
         inner = layer.deepspeed_moe
@@ -106,7 +106,7 @@ def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
 
 
 def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str, str]:
-    """What of the tensor parallelism around the layers all ranks have to have alike, as short texts by name."""
+    """Return what all ranks have to have alike of the tensor parallelism around the layers, as short texts by name."""
     facts = {
         "mpu: tensor-parallel ranks, pipeline stages": str(sizes_of_mpu(mpu)),
         "mpu: tensor-parallel ranks are neighbours": str(has_neighbours(mpu)),
@@ -119,11 +119,11 @@ def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str,
 
 
 def check_mpu(mpu: Any) -> None:
-    """Refuse tensor-parallel ranks that lie otherwise than DeepSpeed takes them to. Raises on all ranks or on none,
-    once the facts above have been compared.
+    """Refuse tensor-parallel ranks that are laid out otherwise than DeepSpeed expects. It raises on all ranks or on
+    none, once the facts above have been compared.
 
     Raises:
-        LayerError: with what to change.
+        LayerError: the ranks are laid out otherwise; says what to change.
     """
     if not has_neighbours(mpu):
         raise LayerError(
@@ -136,7 +136,7 @@ def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
     """Refuse experts that cannot be cut into as many parts as a block asks for.
 
     Raises:
-        LayerError: naming the layer, the expert and the sizes that would do.
+        LayerError: names the layer, the expert and the sizes that work.
     """
     if esp_size == 1:
         return
@@ -149,10 +149,10 @@ def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
 
 
 def check_unused(layers: dict[str, StockMoE]) -> None:
-    """Refuse a model that an engine has already: its layers hold that engine's process groups.
+    """Refuse a model that already has an engine: its layers hold that engine's process groups.
 
     Raises:
-        LayerError: naming the layer.
+        LayerError: a layer is in use; names the layer.
     """
     for name, layer in layers.items():
         if getattr(layer.deepspeed_moe, "ep_group", None) is not None:
@@ -173,16 +173,15 @@ def convert(
     """Make a stock layer ours, in place.
 
     Args:
-        layer: checked by :func:`check_layers`.
-        parts: order, all-to-all, ops, hooks.
-        gate: what the block asks for; ``None`` keeps the layer's own gate as it is.
-        running: of the engine; ``None`` for a layer outside of one.
-        label: of the layer, in traces.
-        path: of the layer in its model, for messages.
+        layer: a layer checked by :func:`check_layers`.
+        parts: its order, all-to-all, ops, hooks.
+        gate: the gate that the block asks for; ``None`` keeps the layer's own gate.
+        running: the runtime of the engine; ``None`` for a layer outside of one.
+        label: the label of the layer, in traces.
+        path: the path of the layer in its model, for messages.
 
     Returns:
-        New parameter -> the one it stands in for. Empty unless another kind of gate, or sharded experts, were asked
-        for.
+        New parameter -> the one it replaces. Empty unless another kind of gate, or sharded experts, were asked for.
     """
     inner = layer.deepspeed_moe
     replaced = _take_over_gate(layer, gate)
@@ -199,7 +198,7 @@ def convert(
 
 @functools.cache
 def _warn_of_later_tokens(gate: str) -> None:
-    """Once for each class of gates, however many layers there are."""
+    """Warn once for each class of gates, however many layers there are."""
     log_on_rank_0(
         f"{gate} decides on a token by the other tokens of its batch, later ones of its sequence too. A causal "
         "language model is then trained with what it cannot know when it generates, and its training loss looks better "
@@ -209,13 +208,13 @@ def _warn_of_later_tokens(gate: str) -> None:
 
 
 def tensor_parallel_use(layer: StockMoE) -> TensorParallelUse:
-    """What a layer was told of the tensor parallelism around it."""
+    """Return what a layer was told of the tensor parallelism around it."""
     same_tokens = not getattr(layer, "sequence_parallel", False)
     return TensorParallelUse(same_tokens, layer.enable_expert_tensor_parallelism)
 
 
 def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter, nn.Parameter]:
-    """Give this rank its part of each of its experts, if they are to be sharded at all."""
+    """Give this rank its part of each of its experts, if they are to be sharded."""
     ep_size, esp_size = layer.deepspeed_moe.ep_size, running.block.esp_size
     if esp_size == 1:
         return {}
@@ -291,7 +290,7 @@ def _refusals_in_words_of_the_block(options: dict[str, Any], path: str) -> Itera
 
 
 def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict[str, Any]:
-    """What a block leaves out stays as the layer has it, as far as the new gate knows such a thing."""
+    """Return the layer's own options that a block leaves out, as far as the new gate knows them."""
     parameters = inspect.signature(gate_class).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     names = ("k", "capacity_factor", "eval_capacity_factor", "min_capacity", "drop_tokens")
@@ -299,7 +298,7 @@ def _inherited_options(gate_class: type[GateBase], stock: StockTopKGate) -> dict
 
 
 def restore(layer: StockMoE) -> None:
-    """Make a layer stock's again, in place: the inverse of :func:`convert` with the layer's own gate and experts."""
+    """Turn a layer back into stock's, in place: undo :func:`convert` with the layer's own gate and experts."""
     inner = layer.deepspeed_moe
     if type(inner) is FSMoELayer:
         inner.__class__ = StockMOELayer
@@ -314,8 +313,8 @@ def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
     """Try the parts a block asks for, without building ops and without memory for parameters.
 
     Raises:
-        LayerError: a part that cannot be made.
-        ConfigError: an option that the gate refuses, or an order that does not go with a gate.
+        LayerError: a part cannot be made.
+        ConfigError: the gate refuses an option, or an order does not go with a gate.
     """
     parts = choose_parts(block.model_copy(update={"ops": "reference"}), "cpu")
     for name, layer in layers.items():
@@ -335,8 +334,8 @@ class MoE(StockMoE):
 
     Args:
         hidden_size: M, the width of a token.
-        expert: what each expert is a copy of.
-        num_experts: E, of all ranks.
+        expert: the module that each expert is a copy of.
+        num_experts: E, over all ranks.
         ep_size: the ranks over which they are spread.
         k: experts per token.
         args: see stock's layer.
@@ -344,12 +343,12 @@ class MoE(StockMoE):
         sequence_parallel: ``True``: the tensor-parallel ranks of an ``mpu`` come to this layer with different tokens,
             each with its part of the sequence, so none is dropped and none gathered. Gradients of the gate, and of the
             dense half of a residual layer, are summed over these ranks (but for parameters with a true attribute
-            ``tensor_model_parallel`` or ``model_parallel``, of which each rank has a part), and each rank returns its
+            ``tensor_model_parallel`` or ``model_parallel``, which are split over the ranks), and each rank returns its
             part of the auxiliary loss: its own tokens' divided by the number of ranks. Without tensor parallelism it
             changes nothing. Stock's layer has no such thing.
 
     Raises:
-        LayerError: ``num_experts``, ``ep_size`` or ``k`` that do not fit together.
+        LayerError: ``num_experts``, ``ep_size`` or ``k`` do not fit together.
     """
 
     def __init__(
@@ -376,7 +375,7 @@ class MoE(StockMoE):
         convert(self, choose_parts(FSMoEBlock(ops="reference"), "cpu"))
 
     def set_deepspeed_parallelism(self, *args: Any, **kwargs: Any) -> None:
-        """Called by DeepSpeed's engine, which makes the process groups."""
+        """Make the process groups of the layer; DeepSpeed's engine calls this."""
         super().set_deepspeed_parallelism(*args, **kwargs)
         mp_group = self.deepspeed_moe.fsmoe.mp_group if isinstance(self.deepspeed_moe, FSMoELayer) else None
         if self.sequence_parallel and mp_group is not None:
@@ -386,5 +385,5 @@ class MoE(StockMoE):
 
 
 def _is_split(parameter: nn.Parameter) -> bool:
-    """Whether each tensor-parallel rank has another part of it, by the marks that Megatron and DeepSpeed go by."""
+    """Return whether each tensor-parallel rank has another part of it, by the marks of Megatron and DeepSpeed."""
     return any(getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's engines with our layers, our reduction of gradients and our norm.
+"""Defines DeepSpeed's engines with our layers, our reduction of gradients and our norm.
 
 Layers are made ours at the point where DeepSpeed itself replaces layers: the config and the process group are there,
 the optimizer is not.
@@ -59,7 +59,7 @@ _LOAD_OPTIONS = (
     "load_module_only",
     "custom_load_fn",
 )
-"""Of DeepSpeed's ``load_checkpoint``, in its order."""
+"""The options of DeepSpeed's ``load_checkpoint``, in its order."""
 
 
 class FSMoEEngine(DeepSpeedEngine):
@@ -67,7 +67,7 @@ class FSMoEEngine(DeepSpeedEngine):
 
     fsmoe: FSMoEState
     has_partial_gradients = False
-    """Whether gradients have been summed up that no step has used yet."""
+    """Whether gradients have been summed that no step has used yet."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,13 +119,13 @@ class FSMoEEngine(DeepSpeedEngine):
         state.running.instruments.append(state.expert_results.watch)
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's optimizer step; before it, what its experts have made is looked at where that is asked for."""
+        """Take DeepSpeed's optimizer step; before it, check the results of its experts where that is asked for."""
         if self.fsmoe.expert_results is not None:
             self.fsmoe.expert_results.before_step(self.global_steps)
         super()._take_model_step(*args, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
+        """Run DeepSpeed's forward, with the trace and the comparison of ranks at the start of a step."""
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
@@ -139,7 +139,7 @@ class FSMoEEngine(DeepSpeedEngine):
         return result
 
     def _clock_of_forward(self) -> StepClock | None:
-        """A forward is about to begin: what there is to do ahead of one in training, and who times it."""
+        """Do what is due before a forward in training, and return the clock that times it."""
         # DeepSpeed's ``eval`` is told to the module alone: the engine itself is in training for ever.
         if not self.module.training:
             return None
@@ -147,7 +147,7 @@ class FSMoEEngine(DeepSpeedEngine):
         return self.fsmoe.running.step_clock
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, timed in steps that are compared with what was predicted."""
+        """Run DeepSpeed's backward, timed in steps that are compared with predictions."""
         clock = self.fsmoe.running.step_clock
         self.has_partial_gradients = True
         if clock is None:
@@ -158,7 +158,7 @@ class FSMoEEngine(DeepSpeedEngine):
         return result
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; the trace ends with the step, and not with what comes after it."""
+        """Run DeepSpeed's step; the trace ends with the step, and not with what comes after it."""
         number, ends_step = self.global_steps, self.is_gradient_accumulation_boundary()
         result = super().step(*args, **kwargs)
         self.has_partial_gradients = not ends_step
@@ -182,10 +182,10 @@ class FSMoEEngine(DeepSpeedEngine):
         *more: Any,
         **others: Any,
     ) -> Any:
-        """DeepSpeed's, published whole or not at all, with checksums, random generators and plans beside it.
+        """Save DeepSpeed's checkpoint, whole or not at all, with checksums, random generators and plans beside it.
 
         Raises:
-            CheckpointError: on every rank; the last good tag is still what ``latest`` names.
+            CheckpointError: saving failed; raised on every rank. ``latest`` still names the last good tag.
         """
         tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
         save, checkpoints = super().save_checkpoint, Checkpoints(self)
@@ -199,15 +199,15 @@ class FSMoEEngine(DeepSpeedEngine):
         return checkpoints.save(save_dir, tag, write, save_latest, client_state)
 
     def _checkpoint_tag_validation(self, tag: str) -> None:
-        """DeepSpeed's, where it saves by itself. Otherwise ranks have agreed on the tag before anything was written."""
+        """Validate the tag where DeepSpeed saves by itself; otherwise ranks agreed on it before any writing."""
         if self.checkpoint_engine.is_decoupled():
             super()._checkpoint_tag_validation(tag)
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
-        """DeepSpeed's, of files that have been checked; then random generators and plans go on as they were.
+        """Load DeepSpeed's checkpoint from checked files; random generators and plans go on as they were.
 
         Raises:
-            CheckpointError: on every rank, with the file and what is wrong with it.
+            CheckpointError: a file is wrong; raised on every rank, with the file and the reason.
         """
         if self.load_universal_checkpoint():
             raise CheckpointError(
@@ -219,18 +219,18 @@ class FSMoEEngine(DeepSpeedEngine):
         return Checkpoints(self).load(Path(load_dir), tag, super().load_checkpoint, asked)
 
     def _get_non_moe_state_dict(self, full_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What no expert's file holds. DeepSpeed leaves out whatever has "expert" in its name, also in a layer's path,
-        where it is written nowhere then."""
+        """Return what no expert's file holds. DeepSpeed leaves out whatever has "expert" in its name, even in a layer's
+        path, and would then write it nowhere."""
         for name in [each for each in full_state_dict if expert_name(each) is not None]:
             full_state_dict.pop(name)
         return full_state_dict
 
     def clip_fp32_gradients(self) -> None:
-        """By the true norm of all gradients, which DeepSpeed's is not where experts are spread over ranks."""
+        """Clip by the true norm of all gradients; DeepSpeed's differs where experts are spread over ranks."""
         self._global_grad_norm = clip_by_norm(self.module.parameters(), self.gradient_clipping(), self.mpu)
 
     def get_global_grad_norm(self) -> float | None:
-        """DeepSpeed's; what is still on the device is fetched when somebody asks."""
+        """Return DeepSpeed's norm; a value still on the device is fetched when it is asked for."""
         norm = super().get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
@@ -241,7 +241,7 @@ class FSMoEEngine(DeepSpeedEngine):
         super().destroy()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's, with our layers left out of what is compiled: lanes are no matter for a compiler."""
+        """Compile as DeepSpeed does, but leave out our layers: a compiler cannot handle lanes."""
         for layer in self.fsmoe.layers.values():
             inner = layer.deepspeed_moe
             inner.forward = torch.compiler.disable(inner.forward)
@@ -339,11 +339,11 @@ class FSMoEEngine(DeepSpeedEngine):
 
 
 class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
-    """The same for a ``PipelineModule``: each stage's layers are ours, and gradients are reduced when all micro batches
-    are through, by DeepSpeed."""
+    """Does the same for a ``PipelineModule``: each stage's layers are ours, and DeepSpeed reduces gradients when all
+    micro batches have ended."""
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, with the trace and the comparison of ranks at the start of a step."""
+        """Run DeepSpeed's ``train_batch``, with the trace and the comparison of ranks at the start of a step."""
         self.fsmoe.at_step(self.global_steps)
         result = super().train_batch(*args, **kwargs)
         if self.was_step_applied():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door: ``initialize`` in place of ``deepspeed.initialize``, and ``install`` for scripts that call the latter.
+"""Provides ``initialize`` in place of ``deepspeed.initialize``, and ``install`` for scripts that call the latter.
 
 Every way in ends in the same mechanism. The block is read and checked; if it is enabled, DeepSpeed's own
 ``initialize`` runs with our engine class in place of its own, and our engine makes the layers ours at the point where
@@ -50,17 +50,17 @@ from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.ops.loading import LIBRARIES
 
 _beneath: list[Callable[..., Any]] = [deepspeed.initialize]
-"""What ours calls in its turn. The first is DeepSpeed's own function, or what another library had put in its place
-before this module was imported; :func:`install` adds what it finds there, and lays ours over it."""
+"""The functions that ours calls in turn. The first is DeepSpeed's own, or what another library had put in its place
+before this module was imported; :func:`install` adds what it finds there, and puts ours over it."""
 _replaced: Callable[..., Any] | None = None
-"""What :func:`install` has replaced, once it has been called."""
+"""The function that :func:`install` has replaced, once it has been called."""
 _depth = 0
-"""How many calls of ours are under way: a function beneath may call ours again."""
+"""The number of our calls under way: a function beneath may call ours again."""
 
 
 @dataclass
 class Given:
-    """The block that was given from outside, and whether an engine has taken it."""
+    """Holds the block that was given from outside, and whether an engine has taken it."""
 
     block: dict[str, Any]
     is_used: bool = False
@@ -84,7 +84,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[FSMoEEngine, Any, Any, Any]:
-    """``deepspeed.initialize`` that honours the ``"fsmoe"`` block: same arguments, same 4-tuple.
+    """Run ``deepspeed.initialize`` with the ``"fsmoe"`` block: same arguments, same 4-tuple.
 
     Without a block, or with ``"enabled": false``, DeepSpeed's own function runs and nothing else; a record or a trace,
     if the block asks for them, only watch it. Otherwise everything that can be wrong is checked first, on every rank,
@@ -110,9 +110,9 @@ def initialize(
         is DeepSpeed's own, without ``engine.fsmoe``.
 
     Raises:
-        ConfigError: the block, or DeepSpeed blocks that do not go with it.
-        LayerError: the model.
-        IncompatibleError: the installed versions.
+        ConfigError: the block is wrong, or DeepSpeed blocks do not go with it.
+        LayerError: the model's layers cannot be made ours.
+        IncompatibleError: the installed versions do not work together.
     """
     arguments = dict(locals())
     if _depth:
@@ -162,7 +162,7 @@ def _function_beneath() -> Callable[..., Any]:
 
 
 def _call_beneath(arguments: dict[str, Any]) -> Any:
-    """DeepSpeed's own function, if need be through what other libraries have put in its place."""
+    """Call DeepSpeed's own function, if need be through what other libraries have put in its place."""
     global _depth
     function = _function_beneath()
     _depth += 1
@@ -173,13 +173,13 @@ def _call_beneath(arguments: dict[str, Any]) -> Any:
 
 
 def _said(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arguments, those that say something: a wrapper need not take what nobody gives it."""
+    """Return the arguments that were given a value: a wrapper need not take the others."""
     defaults = inspect.signature(initialize).parameters
     return {name: value for name, value in arguments.items() if value is not defaults[name].default}
 
 
 def _engine_of(made: Any) -> Any:
-    """Our engine among what was made; a wrapper around DeepSpeed's function may return it in a form of its own."""
+    """Return our engine among the results; a wrapper around DeepSpeed's function may return them in another form."""
     engine = next((each for each in (made if isinstance(made, tuple) else (made,)) if hasattr(each, "fsmoe")), None)
     if engine is None:
         raise compat.IncompatibleError(
@@ -190,8 +190,8 @@ def _engine_of(made: Any) -> Any:
 
 
 def _with_given(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A config with the block given from outside in the place of its own. A script may have engines for models without
-    MoE layers too: for those there is no block."""
+    """Return a config with its block replaced by the one given from outside. A script may have engines for models
+    without MoE layers too: those get no block."""
     assert _given is not None
     others = {key: value for key, value in ds_config.items() if key != BLOCK}
     if getattr(model, "num_stages", 1) == 1 and not any(isinstance(each, StockMoE) for each in model.modules()):
@@ -209,7 +209,7 @@ def _with_given(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any
 
 @contextmanager
 def _passed_on(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Iterator[None]:
-    """DeepSpeed reads this config meanwhile, from where it would have read the script's own."""
+    """Make DeepSpeed read this config meanwhile, from where it would have read the script's own."""
     where = next((name for name in ("config", "config_params") if arguments[name]), None)
     if where is not None:
         arguments[where] = ds_config
@@ -225,8 +225,8 @@ def _passed_on(arguments: dict[str, Any], ds_config: Mapping[str, Any]) -> Itera
 
 
 def _rename_expert_groups(holders: Iterable[Any], esp_size: int) -> None:
-    """Parameter groups of experts that a script has split carry DeepSpeed's name for their ranks: with shards, the new
-    one, by which ZeRO looks them up."""
+    """Rename parameter groups of experts that a script has split: they carry DeepSpeed's name for their ranks, and with
+    shards need the new one, by which ZeRO looks them up."""
     for holder in holders:
         groups = getattr(holder, "param_groups", holder)
         for group in groups if isinstance(groups, list) else ():
@@ -236,7 +236,7 @@ def _rename_expert_groups(holders: Iterable[Any], esp_size: int) -> None:
 
 
 def _make_stock(model: nn.Module, has_block: bool, mpu: Any) -> None:
-    """Not enabled means stock, for layers written as ``ds_fsmoe.MoE`` too."""
+    """Turn layers written as ``ds_fsmoe.MoE`` into stock's, for a config that is not enabled."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
     if has_block:
         check_unused(layers)
@@ -275,7 +275,7 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
 
 @contextmanager
 def _our_engine() -> Iterator[None]:
-    """DeepSpeed looks its engine classes up in its own module when ``initialize`` runs; ours are there meanwhile."""
+    """Put our engine classes into DeepSpeed's own module meanwhile, where ``initialize`` looks them up."""
     stock_engines = deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine
     deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine = FSMoEEngine, FSMoEPipelineEngine
     try:
@@ -285,7 +285,7 @@ def _our_engine() -> Iterator[None]:
 
 
 def install(block: Mapping[str, Any] | None = None) -> None:
-    """From now on ``deepspeed.initialize`` is :func:`initialize`, for every library that calls it too.
+    """Replace ``deepspeed.initialize`` by :func:`initialize` from now on, for every library that calls it too.
 
     What another library has put in DeepSpeed's place by then is called by ours; one that does so later calls ours.
     A second call changes nothing but the block, if it has one.
@@ -295,9 +295,8 @@ def install(block: Mapping[str, Any] | None = None) -> None:
             has; ``None``: as the config says, or as an earlier call has said.
 
     Raises:
-        ConfigError: the block.
-        RuntimeError: a module holds the function in DeepSpeed's place under a name of its own already, and would go
-            past us.
+        ConfigError: the block is wrong.
+        RuntimeError: a module already holds the function in DeepSpeed's place under its own name, and would bypass us.
     """
     global _given, _replaced
     if block is not None:
@@ -335,12 +334,12 @@ def _refuse_to_be_gone_past(functions: Sequence[Callable[..., Any]]) -> None:
 
 
 def _module_of(function: Callable[..., Any]) -> str:
-    """Where a function was written; its ``__module__`` is another's behind ``functools.wraps``."""
+    """Return where a function was written; behind ``functools.wraps`` its ``__module__`` is another's."""
     return getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, the block given to it included; what others have laid over ours since then goes as well."""
+    """Undo :func:`install`, with the block given to it; what others have put over ours since then goes as well."""
     global _given, _replaced
     accelerate.look_at_block_again()
     if _replaced is not None:
@@ -350,7 +349,7 @@ def uninstall() -> None:
 
 
 def warn_if_unused() -> None:
-    """Say so if no engine has taken the block that was given from outside."""
+    """Warn if no engine has taken the block that was given from outside."""
     if _given is not None and not _given.is_used and os.environ.get("RANK", "0") == "0":
         logger.warning(
             "the fsmoe block given from outside has done nothing: deepspeed.initialize was not called with a config "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a run, begun when its engine is complete: of ours, and of DeepSpeed's own to compare it with."""
+"""Begins the record of a run when its engine is complete: of ours, or of DeepSpeed's own to compare it with."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer
 
 _made: list[Record] = []
-"""The latest of this process."""
+"""The latest record of this process."""
 
 
 def watch_ours(engine: Any) -> None:
     """Begin the record of an engine of ours, if its block asks for one.
 
     Raises:
-        ConfigError: its folder cannot be written to; on every rank.
+        ConfigError: its folder cannot be written to; raised on every rank.
     """
     state = engine.fsmoe
     layers = {
@@ -46,8 +46,8 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
     a trace.
 
     Raises:
-        ConfigError: the folder of the record cannot be written to; on every rank.
-        OSError: that of the trace cannot be.
+        ConfigError: the folder of the record cannot be written to; raised on every rank.
+        OSError: the folder of the trace cannot be written to.
     """
     found = ((path, each) for path, each in engine.module.named_modules() if isinstance(each, MoE))
     layers = {f"L{index:02d}": _layer(path, each) for index, (path, each) in enumerate(found)}

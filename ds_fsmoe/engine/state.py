@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine knows of its MoE layers, and what is due between its steps."""
+"""Holds what one engine knows of its MoE layers, and does what is due between its steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ds_fsmoe.versions import VERSION
 
 
 class FSMoEState:
-    """What is on, for one engine: ``engine.fsmoe``."""
+    """Holds what is on, for one engine: ``engine.fsmoe``."""
 
     def __init__(
         self,
@@ -45,28 +45,28 @@ class FSMoEState:
         self.parts = parts
         self.running = running
         self.reduction: Reduction | None = None
-        """Of gradients, where we do it."""
+        """The reduction of gradients, where we do it."""
         self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
         running.observer.predictors = self._predictors
         self.watch: PredictionWatch | None = None
-        """Compares steps with what was predicted of them, where that is asked for."""
+        """The watch that compares steps with their predictions, where that is asked for."""
         if running.step_clock is not None and block.autotune.watch_every:
             labels = list(self.inner_layers)
             self.watch = PredictionWatch(
                 block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
             )
         self.gradients = "DeepSpeed's own reduction"
-        """What is done with them, in words."""
+        """The way gradients are reduced, in words."""
 
         self._router_check = RouterCheck(stage_group) if block.debug.check_router else None
         if self._router_check is not None:
             running.instruments.append(self._router_check.watch)
         self.expert_results: ExpertResults | None = None
-        """Looked at before each optimizer step, where that is asked for."""
+        """The check of experts' results before each optimizer step, where that is asked for."""
         self.telemetry: Telemetry | None = None
-        """Told at the end of each step, since the engine is complete."""
+        """The telemetry that is told at the end of each step, once the engine is complete."""
         self.plans_made_again = 0
-        """How often, because steps were no longer as predicted."""
+        """The number of times that plans were made again because steps were no longer as predicted."""
         self._facts: dict[str, str] = {}
         self._compared_at = 0
         self._first_step: int | None = None
@@ -77,11 +77,11 @@ class FSMoEState:
 
     @property
     def inner_layers(self) -> dict[str, FSMoELayer]:
-        """Those of this rank, by label."""
+        """Return the MoE layers of this rank, by label."""
         return {each.deepspeed_moe.label: each.deepspeed_moe for each in self.layers.values()}
 
     def facts(self) -> dict[str, str]:
-        """What all ranks have to have alike, as short texts by name."""
+        """Return what all ranks have to have alike, as short texts by name."""
         if not self._facts:
             for label, layer in self.inner_layers.items():
                 for plan in (layer.pipeline.forward, layer.pipeline.backward):
@@ -89,10 +89,10 @@ class FSMoEState:
         return self._facts | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
 
     def at_step(self, number: int) -> None:
-        """Optimizer step ``number`` is about to begin, or goes on.
+        """Take note that optimizer step ``number`` is about to begin, or goes on.
 
         Raises:
-            DisagreementError: every ``debug.check_every`` steps, if ranks have come to differ.
+            DisagreementError: every ``debug.check_every`` steps, if ranks differ by then.
         """
         self.running.at_step(number)
         if self._first_step is None:
@@ -109,7 +109,7 @@ class FSMoEState:
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
 
     def before_forward(self) -> None:
-        """A forward in training is about to begin: once, choose how layers are run. Collective where that is due.
+        """Choose how layers are run, once, before a forward in training. Collective where that is due.
 
         Raises:
             MeasuringError, DisagreementError: on every rank.
@@ -128,10 +128,10 @@ class FSMoEState:
         self.plans_changed()
 
     def plans_changed(self) -> None:
-        """Layers are run otherwise from now on. Collective.
+        """Take note that layers are run by other plans from now on. Collective.
 
         Raises:
-            DisagreementError: on every rank, if not on all in the same way.
+            DisagreementError: raised on every rank, if plans differ between ranks.
         """
         if self.watch is not None:
             self.watch.plans_changed()
@@ -141,14 +141,13 @@ class FSMoEState:
             self.telemetry.plans_changed()
 
     def look_again(self) -> None:
-        """Look once more whether layers may be cut: to be called by every rank, between two steps, after experts have
-        been changed, hooks put on their module, or dropout turned on. Collective.
-        """
+        """Check again whether layers may be cut: to be called by every rank, between two steps, after experts have been
+        changed, hooks put on their module, or dropout turned on. Collective."""
         self.uncut.look_again()
         self.uncut.begin(self.inner_layers)
 
     def _layers_uncut(self) -> None:
-        """Some layers are not cut any more, on this rank for now."""
+        """Take note that some layers are not cut any more, on this rank for now."""
         self._facts = {}
         if self.reduction is not None:
             self.reduction.look_at_plans()
@@ -156,14 +155,14 @@ class FSMoEState:
             self.telemetry.plans_changed()
 
     def step_is_over(self, next_step: int) -> StepComparison | None:
-        """An optimizer step is over: go on with trying plans, or compare it with what was predicted. Collective where
-        there is something to be done.
+        """End an optimizer step: go on with trying plans, or compare the step with its prediction. Collective where
+        something is due.
 
         Args:
             next_step: the number of the next one.
 
         Returns:
-            What was found, if it was compared.
+            The comparison, if one was made.
         """
         if self.autotune is not None and self.autotune.trials is not None:
             is_settled = self.autotune.trial_is_over()
@@ -184,7 +183,7 @@ class FSMoEState:
         self.autotune.request_again(reason)
 
     def after_optimizer_step(self) -> None:
-        """Parameters have been changed: let gates learn from what they have counted. Collective if there are such."""
+        """Let gates learn from their counts, as parameters have changed. Collective if there are such gates."""
         inner, groups = list(self.inner_layers.values()), [self.stage_group]
         # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
         if self.stage_group is not None and inner and inner[0].fsmoe.mp_group is not None:
@@ -208,11 +207,11 @@ class FSMoEState:
 
     @property
     def num_layers(self) -> int:
-        """How many MoE layers are ours."""
+        """The number of MoE layers that are ours."""
         return len(self.layers)
 
     def chosen(self) -> dict[str, str]:
-        """What runs, a word or two per choice, in the order a token meets them."""
+        """Return what runs, a word or two per choice, in the order a token meets them."""
         gates = sorted({_describe_gate(layer.gate) for layer in self.inner_layers.values()})
         return {
             "schedule": self.block.schedule,
@@ -228,7 +227,7 @@ class FSMoEState:
 
 
 def summary(state: FSMoEState) -> str:
-    """What is on, as a table for the log."""
+    """Return what is on, as a table for the log."""
     chosen = state.chosen()
     width = max(map(len, chosen))
     rows = [f"  {name:{width}}  {value}" for name, value in chosen.items()]
@@ -236,7 +235,7 @@ def summary(state: FSMoEState) -> str:
 
 
 def alike(block: FSMoEBlock) -> dict[str, Any]:
-    """What of a block has to be the same on every rank."""
+    """Return the part of a block that has to be the same on every rank."""
     return block.model_dump(by_alias=True, exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine of ours tells at the end of its steps: to DeepSpeed's monitors, and to the record of the run."""
+"""Reports what an engine of ours measured at the end of its steps: to DeepSpeed's monitors, and to the run's record."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Telemetry:
-    """Of one engine. Nothing is counted where nobody listens: with ``metrics`` off, or neither monitor nor record.
+    """Reports for one engine. Nothing is counted where nobody listens: ``metrics`` off, or neither monitor nor record.
 
     Collective to make where a model has stages, and at the end of every step that is counted.
 
     Args:
-        engine: complete.
-        state: of it.
+        engine: the complete engine.
+        state: the state of the engine.
     """
 
     def __init__(self, engine: Any, state: FSMoEState) -> None:
@@ -38,7 +38,7 @@ class Telemetry:
         self._is_detailed = block.metrics == "detailed"
         self._tells = block.metrics != "off" and engine.monitor.enabled
         self.record: Record | None = None
-        """Of the run, where there is to be one."""
+        """The record of the run, if there is to be one."""
         self.routers: RouterMetrics | None = None
         self._layers = {each.deepspeed_moe.label: each for each in state.layers.values()}
         if block.metrics == "off":
@@ -66,12 +66,12 @@ class Telemetry:
             self.routers.listen(self._gates())
 
     def step_is_over(self, step: int, num_samples: int, found: StepComparison | None) -> None:
-        """Step number ``step``, from 1 on, is over. Collective if it was counted.
+        """Report that step number ``step``, from 1 on, is over. Collective if it was counted.
 
         Args:
             step: its number.
-            num_samples: trained with so far.
-            found: what it was compared with, if it was.
+            num_samples: the samples trained with so far.
+            found: the comparison of the step, if there was one.
         """
         reduction = self._state.reduction
         if reduction is not None and reduction.reducer.plan is not self._gradient_plan:
@@ -92,7 +92,7 @@ class Telemetry:
             self._monitor.write_events(named(values, num_samples))
 
     def _plans(self) -> dict[str, float]:
-        """What is decided, as numbers."""
+        """Return the plans as numbers."""
         found: dict[str, float] = {"plans_made_again": self._state.plans_made_again}
         reduction = self._state.reduction
         if reduction is not None and reduction.reducer.plan is not None:
@@ -106,7 +106,7 @@ class Telemetry:
         return found
 
     def plans_changed(self) -> None:
-        """Layers are run otherwise from now on."""
+        """Take note that layers are run by other plans from now on."""
         if self.record is None:
             return
         pipelines = {label: each.deepspeed_moe.pipeline for label, each in self._layers.items()}
@@ -115,13 +115,13 @@ class Telemetry:
         self.record.plans(plans_as_data(pipelines, self._state.autotune) | now)
 
     def close(self) -> None:
-        """The run is over."""
+        """Take note that the run is over."""
         if self.record is not None:
             self.record.close()
 
 
 def _num_copies(layer: Any) -> int:
-    """Ranks that come to a layer with the same tokens."""
+    """Return the number of ranks that come to a layer with the same tokens."""
     state = layer.deepspeed_moe.fsmoe
     is_copied = state.mp_group is not None and state.tensor_parallel.same_tokens
     return state.mp_group.size() if is_copied else 1

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When gradients travel: DeepSpeed's reduction taken over, in slices beside the backward."""
+"""Decides when gradients travel: takes DeepSpeed's reduction over, in slices beside the backward."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients end to end in one buffer, so that any stretch of them can travel as one message."""
+"""Puts gradients end to end in one buffer, so that any stretch of them can travel as one message."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Scaling:
-    """What is done to a message so that a sum over ranks becomes what is wanted; both in place."""
+    """Scales a message so that a sum over ranks becomes the gradient wanted; both functions work in place."""
 
     before: Callable[[torch.Tensor], object] | None = None
     after: Callable[[torch.Tensor], object] | None = None
 
 
 class FlatGradients:
-    """The gradients that travel over one group in one type.
+    """Holds the gradients that travel over one group in one type.
 
     Args:
-        kind: GRAD or EXPERT_GRAD of the planner.
-        parameters: in the order in which their gradients lie; all on one device.
-        dtype: on the wire.
+        kind: the planner's GRAD or EXPERT_GRAD.
+        parameters: the parameters in the order of their gradients in the buffer; all on one device.
+        dtype: the type on the wire.
         group: the ranks that are summed over, for this traffic alone.
-        scaling: around the sum.
-        extra: elements at the end that belong to no parameter, and are not scaled.
-        beside: whether what is started goes on beside the caller's stream; otherwise it is sent in it.
+        scaling: what is done before and after the sum.
+        extra: the number of elements at the end that belong to no parameter, and are not scaled.
+        beside: whether started reductions run beside the caller's stream; otherwise they are sent in it.
     """
 
     def __init__(
@@ -54,40 +54,40 @@ class FlatGradients:
 
     @property
     def dtype(self) -> torch.dtype:
-        """On the wire."""
+        """The type on the wire."""
         return self._buffer.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the buffer."""
+        """The device of the buffer."""
         return self._buffer.device
 
     @property
     def element_bytes(self) -> int:
-        """Of one gradient on the wire."""
+        """The bytes of one gradient element on the wire."""
         return self._buffer.element_size()
 
     def arrange(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let gradients lie in another order. What was in the buffer is lost."""
+        """Put gradients in another order. The contents of the buffer are lost."""
         self.parameters = tuple(parameters)
         self.starts: list[int] = []
-        """Where each parameter's gradient begins."""
+        """The index at which each parameter's gradient begins."""
         at = 0
         for each in self.parameters:
             self.starts.append(at)
             at += each.numel()
 
     def value(self, index: int) -> torch.Tensor:
-        """The gradient of a parameter in the buffer: [numel]."""
+        """Return the gradient of a parameter in the buffer: [numel]."""
         start = self.starts[index]
         return self._buffer[start : start + self.parameters[index].numel()]
 
     def place(self, index: int) -> torch.Tensor:
-        """The same, in the shape of the parameter and its layout in memory."""
+        """Return the gradient in the shape of the parameter and its layout in memory."""
         return _laid_out(self.value(index), self.parameters[index])
 
     def add(self, index: int, late: torch.Tensor | None) -> None:
-        """Reduce what came of a gradient after its place was sent, ``None`` for nothing, and add it there."""
+        """Reduce what arrived of a gradient after its place was sent, ``None`` for nothing, and add it there."""
         place = self.value(index)
         message = torch.zeros_like(place)
         if late is not None:
@@ -105,11 +105,11 @@ class FlatGradients:
         self._finish(gradients)
 
     def start(self, first: int, stop: int, with_extra: bool = False) -> Callable[[], None]:
-        """Begin to reduce elements [first, stop); returns what waits for the end, to be called in the same thread.
+        """Begin to reduce elements [first, stop); return a function that waits for the end, for the same thread.
 
         Args:
-            first, stop: of the gradients.
-            with_extra: the extra elements come along behind them, in the same message.
+            first, stop: the range of the gradients.
+            with_extra: whether the extra elements follow them in the same message.
         """
         gradients = self._buffer[first:stop]
         self._scale(gradients)
@@ -133,7 +133,7 @@ class FlatGradients:
 
 
 def _laid_out(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """[numel] as a gradient is laid out by autograd: fused optimizers go through memory, not by index."""
+    """Return [numel] values in autograd's layout of a gradient: fused optimizers go through memory, not by index."""
     if parameter.is_contiguous():
         return values.view(parameter.shape)
     strides = torch.empty_like(parameter, device="meta").stride()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much time a backward leaves for gradients: measured in the backward itself, in the rounds before the plan.
+"""Measures how much time a backward leaves for gradients, in the backward itself, in the rounds before the plan.
 
-A window's first part is the time in which the lane of gradients has nothing to do inside an MoE layer, between the last
-tokens that come in and the first that go out; its second part lies between the end of that layer and the next window.
+A window's first part is the time in which the lane of gradients is idle inside an MoE layer, between the last tokens
+that come in and the first that go out; its second part is between the end of that layer and the next window.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRAD, Lane
 
 MEASURED_NUMEL = 1 << 20
-"""The largest message that is timed: enough for a slope, and not much memory."""
+"""The largest message that is timed, in elements: enough for a slope, and not much memory."""
 
 
 @dataclass
 class Idle:
-    """One window in one round, in milliseconds."""
+    """The idle times of one window in one round, in milliseconds."""
 
     moe_ms: float = 0.0
     dense_ms: float = 0.0
 
 
 class IdleTimes:
-    """Collects windows, round by round.
+    """Collects idle times of windows, round by round.
 
     Args:
-        device: on which the backward runs. Reading its clock waits for it, so this is for a few rounds only.
+        device: the device on which the backward runs. Reading its clock waits for it, so this is for a few rounds only.
         host: the clock of the CPU.
     """
 
@@ -54,30 +54,30 @@ class IdleTimes:
         self._closed_at: object = None
 
     def opened(self) -> None:
-        """A window begins, so the part behind the last layer is over."""
+        """Take note that a window begins, so the part behind the last layer is over."""
         self.over()
         self.rounds[-1].append(Idle())
 
     def closed(self, moe_ms: float) -> None:
-        """The layer is through."""
+        """Take note that the layer has ended."""
         self.rounds[-1][-1].moe_ms = moe_ms
         self._closed_at = self._stamp()
 
     def over(self) -> None:
-        """What lies behind a layer is over."""
+        """Take note that the part behind a layer is over."""
         if self._closed_at is not None:
             self.rounds[-1][-1].dense_ms = self._elapsed_ms(self._closed_at, self._stamp())
             self._closed_at = None
 
     def next_round(self) -> None:
-        """The backward is through."""
+        """Take note that the backward has ended."""
         self.over()
         self.rounds.append([])
 
     def typical(self, num_windows: int, group: dist.ProcessGroup) -> list[Idle]:
-        """Of each window the median over rounds, and of that the least of all ranks. Collective.
+        """Return each window's median over rounds, and of that the least of all ranks. Collective.
 
-        The first round is left out where there are more: it is the one in which everything is slow.
+        The first round, in which everything is slow, is left out where there are more.
         """
         rounds = [each for each in self.rounds if len(each) >= num_windows and each] or [[Idle()] * num_windows]
         rounds = rounds[1:] or rounds
@@ -89,17 +89,17 @@ class IdleTimes:
 
 
 class TimedWindow:
-    """A layer's window that also measures how idle the lane of gradients is in it.
+    """Wraps a layer's window and also measures how idle the lane of gradients is in it.
 
     Args:
-        reducer: whose window it is.
-        plan: of the layer's backward.
-        idle: where it is noted.
+        reducer: the owner of the window.
+        plan: the plan of the layer's backward.
+        idle: where the times are recorded.
     """
 
     def __init__(self, reducer: GradientReducer, plan: PhasePlan, idle: IdleTimes) -> None:
         self.recorder = Recorder(idle.device, idle.host)
-        """To be told what the layer's backward does."""
+        """The recorder to be told what the layer's backward does."""
         self._reducer = reducer
         self._plan = plan
         self._idle = idle
@@ -107,7 +107,7 @@ class TimedWindow:
 
     @property
     def flats(self) -> tuple[FlatGradients, ...]:
-        """Likewise."""
+        """The reducer's buffers."""
         return self._reducer.flats
 
     def open(self, label: str) -> tuple[GradientSlice, ...]:
@@ -120,17 +120,17 @@ class TimedWindow:
         return parcels
 
     def send(self, parcel: GradientSlice) -> None:
-        """Likewise."""
+        """See :class:`~ds_fsmoe.gradients.reducer.GradientReducer`."""
         self._reducer.send(parcel)
 
     def close(self) -> None:
-        """Likewise."""
+        """See :class:`~ds_fsmoe.gradients.reducer.GradientReducer`."""
         if self._is_timed:
             self._idle.closed(self._gap_ms())
         self._reducer.close()
 
     def _gap_ms(self) -> float:
-        """From the end of the task before the gradients' place on their lane to the start of the one behind it."""
+        """Return the time between the tasks before and behind the gradients' place on their lane."""
         sending = self._plan.sending((GRAD,))
         place = next(i for i, task in enumerate(sending.tasks) if task.kind == GRAD)
         lane = sending.tasks[place].lane
@@ -143,7 +143,7 @@ class TimedWindow:
 
 
 def cost_of(flat: FlatGradients, host: Clock = HOST) -> LinearCost:
-    """Measure what reducing bytes of a buffer costs, here and now among its ranks. Collective.
+    """Measure what reducing bytes of a buffer costs, at present among its ranks. Collective.
 
     Args:
         flat: the buffer.
@@ -166,14 +166,14 @@ def plan_by_time(
     solver: str,
     chunk_bytes: int,
 ) -> GradientPlan:
-    """Slices for the time there is (paper, section 5): up to it they cost nothing, from there on as much as alone.
+    """Slice for the time there is (paper, section 5): up to it gradients cost nothing, beyond it as much as alone.
 
     Args:
-        supplies: of the buffers.
-        lanes: of the buffers.
-        costs: of the buffers, per byte.
-        idle: of the windows.
-        mode: not "off".
+        supplies: what each buffer has ready, and when.
+        lanes: the lanes of the buffers.
+        costs: the costs of the buffers, per byte.
+        idle: the idle times of the windows.
+        mode: any mode but "off".
         solver, chunk_bytes: see :func:`ds_fsmoe.planning.gradients.partition`.
     """
     pieces: list[Piece] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm of all gradients, where DeepSpeed's own is not it: every distinct parameter once, alike on every rank.
+"""Computes the norm of all gradients where DeepSpeed's is wrong: every distinct parameter once, alike on every rank.
 
 With ZeRO (stages 1 and 2) DeepSpeed's norm is right, and stays. Without it (stage 0) DeepSpeed 0.19.8 averages the
 norms that the ranks find for what they hold, or leaves experts out altogether, so the value depends on how experts are
@@ -24,14 +24,14 @@ from torch import nn
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
-    """The 2-norm of the reduced gradients of a model, as a scalar. Collective.
+    """Return the 2-norm of the reduced gradients of a model, as a scalar. Collective.
 
-    A dense gradient is the same on all ranks and counts here. Those of experts are summed over the ranks that hold
-    different experts, or different shards of one; what tensor-parallel ranks or pipeline stages hold, over those.
+    A dense gradient is the same on all ranks and counts here. Experts' gradients are summed over the ranks that hold
+    different experts, or different shards of one; those of tensor-parallel ranks or stages, over these.
 
     Args:
-        parameters: of the model, on this rank; those without a gradient count nothing.
-        mpu: DeepSpeed's, or ``None``.
+        parameters: the model's parameters on this rank; those without a gradient do not count.
+        mpu: DeepSpeed's ``mpu``, or ``None``.
     """
     is_counted = bwc_tensor_model_parallel_rank(mpu) == 0
     whole: list[torch.Tensor] = []
@@ -66,7 +66,7 @@ def _sum_of_squares(norms: list[torch.Tensor], device: torch.device | None) -> t
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any = None) -> torch.Tensor:
-    """Scale gradients down to ``max_norm``, if they are above; returns what their norm was."""
+    """Scale gradients down to ``max_norm``, if they are above; return what their norm was."""
     parameters = [each for each in parameters if each.grad is not None]
     norm = gradient_norm(parameters, mpu)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -76,7 +76,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any =
 
 
 def correct_norm(engine: Any) -> None:
-    """Let the optimizer of an engine clip by the true norm, where it would not.
+    """Let the optimizer of an engine clip by the true norm, where it would not do so itself.
 
     A plain optimizer has its clipping done by the engine (see ``FSMoEEngine.clip_fp32_gradients``).
     """

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces gradients while the backward is still under way: in windows, by a plan that every rank has alike.
+"""Reduces gradients while the backward is still under way: in windows, by one plan that all ranks share.
 
 A round is one backward whose gradients are to be reduced. In it, gradients arrive one by one and move into flat
 buffers: from then on there is no other copy of them, and what autograd adds goes there too. The MoE layers' backwards
 open windows, in which stretches of the buffers travel; ``finish`` sends the rest. The messages of a communicator and
 their sizes follow from the plan alone, never from what has arrived on a rank. Two things may therefore go wrong on a
-rank, and both are put right at the end: a gradient that never came was sent as zero, which is what it is; what came
-after its place was sent travels in a message of its own, and is added. The last message carries, for every parameter,
-on how many ranks that happened, so all ranks send those together.
+rank, and both are corrected at the end: a gradient that never came was sent as zero, which is right; what came after
+its place was sent travels in a message of its own, and is added. The last message carries, for every parameter, on how
+many ranks that happened, so all ranks send those together.
 
-The first rounds have no plan and send all at the end; they note before which window each gradient came. Ranks take
-the latest of what they saw, lay the buffers out in that order and make the plan. A round in which something came too
-late makes the next one look again.
+The first rounds have no plan and send all at the end; they record before which window each gradient came. Ranks take
+the latest of these, order the buffers by it and make the plan. A round in which something came too late makes the next
+one look again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class GradientReducer:
     Args:
         flats: the buffers; the last one's ranks include those of all others, and its ``extra`` has room for two
             elements per parameter of all buffers.
-        gradient_of: the present gradient of a parameter, or ``None``.
-        is_sending: whether a backward under way now is to be reduced; the same on every rank.
-        make_plan: from what exists before each window; the same on every rank. It may communicate.
-        looks: rounds before there is a plan.
+        gradient_of: returns the present gradient of a parameter, or ``None``.
+        is_sending: returns whether a backward under way now is to be reduced; the same on every rank.
+        make_plan: makes the plan from what exists before each window; the same on every rank. It may communicate.
+        looks: the number of rounds before there is a plan.
         replace: puts a tensor, or ``None``, where ``gradient_of`` reads.
         all_used: whether every parameter is known to get its gradient once in each round, early enough: then nothing
             is ever sent again, ranks need not tell each other, and ``extra`` is empty.
@@ -70,19 +70,19 @@ class GradientReducer:
         self._ready_at = [0] * len(self._numbers)
         self._looks_left = looks
         self.is_waiting = False
-        """Whether rounds are not looked at for now, because backwards will be run otherwise."""
+        """Whether rounds are not observed for now, because backwards will be run otherwise."""
         self._passed: list[list[str]] = []
-        """Layers, in the order of the windows they opened, for each round that was looked at."""
+        """The layers, in the order of the windows they opened, for each observed round."""
         self._windows: tuple[str, ...] = ()
         """The layers that the plan counts on."""
         self.on_finish: Callable[[], None] | None = None
-        """Hears of the end of each backward, ahead of what is sent then."""
+        """Called at the end of each backward, before the rest is sent."""
         self.rounds = 0
-        """How many have been finished."""
+        """The number of finished rounds."""
         self.sent_again = 0
-        """How many gradients had to travel twice, over all rounds."""
+        """The number of gradients that had to travel twice, over all rounds."""
         self._backwards: set[int] = set()
-        """Autograd's numbers of those that have begun and not come to their end."""
+        """Autograd's numbers of the backwards that have begun and not ended."""
         self._new_plan: GradientPlan | None = None
         self._new_windows: tuple[str, ...] = ()
         self._parts: tuple[tuple[GradientSlice, ...], ...] = ()
@@ -94,21 +94,21 @@ class GradientReducer:
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Whose gradients are reduced here."""
+        """The parameters whose gradients are reduced here."""
         return (parameter for flat in self.flats for parameter in flat.parameters)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
-        """[numel]: the reduced gradient, from :meth:`finish` until the next round."""
+        """Return the reduced gradient, [numel], from :meth:`finish` until the next round."""
         flat, index = self._places[id(parameter)]
         return self.flats[flat].value(index)
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The same memory, in the parameter's shape and layout."""
+        """Return the same memory as :meth:`value`, in the parameter's shape and layout."""
         flat, index = self._places[id(parameter)]
         return self.flats[flat].place(index)
 
     def ready(self, parameter: nn.Parameter) -> None:
-        """The gradient of a parameter is there. Without it, it is looked for at the end."""
+        """Take note that the gradient of a parameter is there. Otherwise it is looked for at the end."""
         self._begin_if_over()
         self._note_backward()
         flat, index = self._places[id(parameter)]
@@ -118,14 +118,14 @@ class GradientReducer:
             self._move(parameter)
 
     def _note_backward(self) -> None:
-        """Called within one: autograd tells when it has come to its end, and says nothing if it ends in an error."""
+        """Note the calling backward: autograd tells when it has ended, and nothing if it ends in an error."""
         number = torch._C._current_graph_task_id()
         if number >= 0 and number not in self._backwards:
             self._backwards.add(number)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._backwards.discard, number))
 
     def forget_if_broken_off(self) -> None:
-        """A forward begins: what a backward that ended in an error has left behind is no part of the next round."""
+        """Drop, as a forward begins, what a failed backward left behind: it is no part of the next round."""
         # Within a backward it is part of one, checkpointed as a whole, and no sign of an error.
         if self._backwards and torch._C._current_graph_task_id() < 0:
             self.forget()
@@ -137,7 +137,7 @@ class GradientReducer:
         self._is_over = True
 
     def _move(self, parameter: nn.Parameter) -> None:
-        """The gradient that a parameter has, to its place in the buffer."""
+        """Move the gradient that a parameter has to its place in the buffer."""
         number, gradient, place = self._numbers[id(parameter)], self._gradient_of(parameter), self.place(parameter)
         if gradient is None:
             place.zero_()
@@ -153,7 +153,7 @@ class GradientReducer:
         self._there.add(number)
 
     def open(self, label: str) -> tuple[GradientSlice, ...]:
-        """The backward of the MoE layer of that name begins: what is to be sent in it, in this order."""
+        """Begin the window of a layer's backward; return what is to be sent in it, in this order."""
         if not self.is_sending():
             return ()
         self._begin_if_over()
@@ -178,23 +178,23 @@ class GradientReducer:
         return self._parts[part]
 
     def send(self, parcel: GradientSlice) -> None:
-        """One of what ``open`` gave, in the calling thread and on its current stream."""
+        """Send one slice that :meth:`open` returned, in the calling thread and on its current stream."""
         self.flats[parcel.flat].send(parcel.first, parcel.stop)
 
     def close(self) -> None:
-        """The layer's backward is through: what travels beside what follows is on its way."""
+        """End the window of a layer's backward: start what travels beside the work that follows."""
         part = 2 * self._opened - 1
         if not self._is_over and part == self._next_part < len(self._parts):
             self._start_until(part + 1)
 
     def finish(self) -> set[int]:
-        """The backward is over: send the rest, and again what was sent too early.
+        """End the backward: send the rest, and again what was sent too early.
 
         Returns:
-            ids of the parameters that have a gradient on any rank; of all, where all are known to.
+            The ids of the parameters that have a gradient on any rank; of all, where all are known to have one.
 
         Raises:
-            RuntimeError: a gradient came too late, and was known not to; all messages have been sent.
+            RuntimeError: a gradient came too late although none was expected to; all messages have been sent.
         """
         self._begin_if_over()
         if self.on_finish is not None:
@@ -223,7 +223,7 @@ class GradientReducer:
         return {each for each, number in self._numbers.items() if present_on[number]}
 
     def _marks(self) -> list[float]:
-        """For every parameter: whether it has a gradient here; then, for every one: whether that came too late."""
+        """Return for every parameter whether it has a gradient here; then, for every one, whether it was late."""
         present, late = ([0.0] * len(self._numbers) for _ in range(2))
         for flat, each in enumerate(self.flats):
             for index, parameter in enumerate(each.parameters):
@@ -279,7 +279,7 @@ class GradientReducer:
         self._under_way = []
 
     def _start_until(self, part: int, at_end: bool = False) -> None:
-        """All parts of the plan before this one are on their way."""
+        """Start all parts of the plan before this one."""
         for parcels in self._parts[self._next_part : part]:
             for parcel in parcels:
                 self._fill(parcel, at_end)
@@ -287,7 +287,7 @@ class GradientReducer:
         self._next_part = max(self._next_part, part)
 
     def _fill(self, parcel: GradientSlice, at_end: bool = False) -> None:
-        """Before a stretch leaves: what has not come is zero, and at the end what it is."""
+        """Fill a stretch before it is sent: what has not come is zero, and at the end its true value."""
         flat = self.flats[parcel.flat]
         # One that began in an earlier stretch was filled with it.
         for index in range(bisect_left(flat.starts, parcel.first), bisect_left(flat.starts, parcel.stop)):
@@ -306,12 +306,12 @@ class GradientReducer:
         self._sent[parcel.flat] = parcel.stop
 
     def _is_in_place(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's gradient lies in the buffer, from an earlier round."""
+        """Return whether a parameter's gradient is in the buffer, from an earlier round."""
         gradient = self._gradient_of(parameter)
         return gradient is not None and gradient.data_ptr() == self.value(parameter).data_ptr()
 
     def _take_out(self) -> None:
-        """Gradients of an earlier round leave the buffer, for others will lie where they do."""
+        """Take gradients of an earlier round out of the buffer, because others will use their places."""
         for parameter in self.parameters:
             if self._is_in_place(parameter):
                 self._replace(parameter, self.place(parameter).clone())
@@ -326,7 +326,7 @@ class GradientReducer:
         self.sent_again += len(numbers)
 
     def _look(self, was_late: bool) -> None:
-        """Note what came when, if this round was one for looking; after the last one agree on it, and plan."""
+        """Record what came when, if this round was an observed one; after the last one agree on it, and plan."""
         if self.is_waiting:
             return
         if not self._looks_left:
@@ -350,23 +350,23 @@ class GradientReducer:
         self._plan_for(len(self._new_windows))
 
     def look_again(self, rounds: int) -> None:
-        """From now on, in so many rounds more."""
+        """Observe so many more rounds from now on."""
         self.is_waiting, self._looks_left = False, rounds
 
     def memory(self) -> dict[str, list]:
-        """What the plan in force rests on, as plain data: the layers whose windows it counts on, and how many windows
-        had opened when each gradient came."""
+        """Return what the plan in force rests on, as plain data: the layers whose windows it counts on, and how many
+        windows had opened when each gradient came."""
         return {"windows": list(self._windows), "ready_at": list(self._ready_at)}
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
-        """Send by a plan that was made in another run, of the same model on as many ranks; between two rounds.
+        """Send by a plan from another run, of the same model on as many ranks; between two rounds.
 
         Args:
-            plan: then in force.
+            plan: the plan to use.
             windows, ready_at: its :meth:`memory`.
 
         Raises:
-            ValueError: of other buffers or parameters.
+            ValueError: the plan is for other buffers or parameters.
         """
         sizes = tuple(flat.numel for flat in self.flats)
         if plan.sizes != sizes or len(ready_at) != len(self._numbers):

@@ -34,11 +34,11 @@ from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 
 LOOKS = 3
-"""Backwards that are looked at before gradients travel in them: the first of all is slow, two are measured."""
+"""The backwards that are observed before gradients travel in them: the first of all is slow, two are measured."""
 
 
 def wanted_mode(block: FSMoEBlock) -> Mode:
-    """As the block says, or else as its schedule is: "off" is DeepSpeed's own reduction."""
+    """Return the mode of the block, or else of its schedule: "off" is DeepSpeed's own reduction."""
     asked = block.gradient_partition.mode
     if asked != "auto":
         return asked
@@ -47,7 +47,7 @@ def wanted_mode(block: FSMoEBlock) -> Mode:
 
 
 def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
-    """What keeps gradients of this engine from being taken over; ``None`` for nothing. The same on every rank."""
+    """Return what prevents taking over gradients of this engine; ``None`` for nothing. The same on every rank."""
     optimizer = engine.optimizer
     if optimizer is None:
         return "there is no optimizer"
@@ -67,14 +67,14 @@ def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
 
 
 class Reduction:
-    """The gradients of one engine, reduced by us. Collective to make.
+    """Reduces the gradients of one engine. Collective to make.
 
     Args:
-        engine: complete, its optimizer included.
+        engine: the complete engine, with its optimizer.
         layers: its MoE layers, with their pipelines.
-        mode: when bytes move.
-        block: what else is asked for.
-        groups: of the MoE layers, by DeepSpeed's name of their experts' group.
+        mode: the mode that says when bytes move.
+        block: the other options.
+        groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
         beside: whether slices may travel beside other collectives between the layers.
     """
 
@@ -108,13 +108,13 @@ class Reduction:
         log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
 
     def wait(self) -> None:
-        """The layers' plans are not settled: do not measure in their backwards, nor plan by those."""
+        """Take note that plans are not settled: do not measure in the layers' backwards, nor plan by those."""
         if self.reducer.plan is None:
             self.reducer.is_waiting, self.reducer.on_finish = True, None
             self._watch_no_more()
 
     def go_on(self) -> None:
-        """They are settled."""
+        """Take note that plans are settled."""
         if self.reducer.plan is None:
             self._idle = IdleTimes(self._idle.device)
             self.reducer.on_finish = self._idle.next_round
@@ -132,7 +132,7 @@ class Reduction:
             layer.fsmoe.attach(self.reducer)
 
     def look_at_plans(self) -> None:
-        """Measure in the backwards of the layers' plans, which have changed: until gradients are planned."""
+        """Measure in the backwards of the layers' changed plans, until gradients are planned."""
         if self.reducer.plan is not None:
             return
         for layer in self._layers:
@@ -141,7 +141,7 @@ class Reduction:
             layer.fsmoe.attach(window, window.recorder)
 
     def _plan(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
-        """The same on every rank: rank 0 of those that share dense gradients decides."""
+        """Return the plan, the same on every rank: rank 0 of those that share dense gradients decides."""
         self.reducer.on_finish = None
         self._watch_no_more()
         num_windows = len(supplies[-1].ready)
@@ -161,7 +161,7 @@ class Reduction:
         return plan
 
     def bytes_of_plan(self) -> tuple[int, int]:
-        """(all, those that travel before the backward is over), once there is a plan."""
+        """Return (all bytes, those that travel before the backward is over), once there is a plan."""
         assert self.reducer.plan is not None
         return _bytes_of(self.reducer.plan, [each.element_bytes for each in self.reducer.flats])
 
@@ -184,7 +184,7 @@ def _memory_of(flats: Sequence[FlatGradients], is_partitioned: bool) -> str:
 
 
 def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, int]:
-    """(all, those that travel in windows)."""
+    """Return (all bytes, those that travel in windows)."""
     early = sum((each.stop - each.first) * element_bytes[each.flat] for parcels in plan.parts for each in parcels)
     return sum(numel * size for numel, size in zip(plan.sizes, element_bytes, strict=True)), early
 
@@ -201,7 +201,7 @@ def _describe(plan: GradientPlan, supplies: Sequence[BufferReadiness], idle: Seq
 def _flats(
     door: Stage0 | Stages1And2, groups: dict[str, FSMoEGroups], all_used: bool, beside: bool
 ) -> list[FlatGradients]:
-    """A buffer for each group and type; that of the most ranks last."""
+    """Return a buffer for each group and type, the one of the most ranks last."""
     dense: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     experts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     everyone = next(iter(groups.values()))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where DeepSpeed's own reduction of gradients is replaced: without ZeRO, and at its stages 1 and 2.
+"""Replaces DeepSpeed's own reduction of gradients: without ZeRO, and at its stages 1 and 2.
 
-Each says whose gradients there are, what they are divided by and when, and puts what was reduced where DeepSpeed looks
-for it.
+Each class says which parameters have gradients, what they are divided by and when, and puts reduced ones where
+DeepSpeed looks for them.
 
 *Over which ranks a gradient is summed, and by what it is divided.* The gradient wanted is that of ``L = 1/dp * sum over
 d of L_d``, where L_d is the loss that one of the dp model replicas computes from its tokens. Every rank r starts its
@@ -44,7 +44,7 @@ from ds_fsmoe.gradients.reducer import GradientReducer
 
 
 class Stage0:
-    """Without ZeRO: DeepSpeed collects the gradients of all parameters when the backward is over."""
+    """Handles gradients without ZeRO: DeepSpeed collects those of all parameters when the backward is over."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -52,7 +52,7 @@ class Stage0:
         self._handles: list[Any] = []
 
     def parameters(self) -> list[nn.Parameter]:
-        """Whose gradients are to be reduced, in the order of the module. Sparse ones are left to DeepSpeed."""
+        """Return the parameters whose gradients we reduce, in module order. Sparse ones are left to DeepSpeed."""
         sparse = {
             id(module.weight)
             for module in self._engine.module.modules()
@@ -83,7 +83,7 @@ class Stage0:
         return is_by_backward and engine.is_gradient_accumulation_boundary()
 
     def scaling(self) -> Scaling:
-        """As ``DeepSpeedEngine.allreduce_bucket`` does it, for experts too: by the data-parallel size."""
+        """Divide as ``DeepSpeedEngine.allreduce_bucket`` does, for experts too: by the data-parallel size."""
         engine = self._engine
         size = dist.get_world_size(stock_groups._get_sequence_data_parallel_group())
         if not engine.gradient_average:
@@ -111,7 +111,7 @@ class Stage0:
         self._engine._get_gradients_for_reduction = gradients_for_reduction
 
     def _write_back(self, reducer: GradientReducer) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        """Put what was reduced where DeepSpeed looks for it; returns what it still has to reduce."""
+        """Put reduced gradients where DeepSpeed looks for them; return what it still has to reduce."""
         dense: list[torch.Tensor] = []
         experts: dict[str, list[torch.Tensor]] = {name: [] for name in self._engine.expert_data_parallel_group}
         for parameter in self._engine.module.parameters():
@@ -144,7 +144,7 @@ def _as_deepspeed_has_it(parameter: nn.Parameter) -> Any:
 
 
 class Stages1And2:
-    """With ZeRO: its hooks announce gradients, and its buckets are filled with what is reduced already."""
+    """Handles gradients with ZeRO: its hooks announce them, and its buckets are filled with reduced ones."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -154,10 +154,10 @@ class Stages1And2:
             id(parameter): index for index, group in enumerate(self._optimizer.bit16_groups) for parameter in group
         }
         self._is_reduced = False
-        """Whether what goes through ZeRO's buckets now has been reduced already."""
+        """Whether the gradients that go through ZeRO's buckets now are already reduced."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """Whose gradients are to be reduced, in the order of the module."""
+        """Return the parameters whose gradients are to be reduced, in the order of the module."""
         return [
             each
             for each in self._engine.module.parameters()
@@ -179,7 +179,7 @@ class Stages1And2:
         return reduces and not engine.inside_no_sync_ctxt and not optimizer._coalesce_grad_reduction
 
     def scaling(self) -> Scaling:
-        """As ``average_tensor`` does it, for experts too: by the data-parallel size, ahead of the sum."""
+        """Divide as ``average_tensor`` does, for experts too: by the data-parallel size, ahead of the sum."""
         size = dist.get_world_size(self._optimizer.dp_process_group)
         return Scaling(before=lambda message: message.div_(size)) if self._optimizer.gradient_average else Scaling()
 
@@ -233,7 +233,7 @@ class Stages1And2:
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
 
     def _hand_over(self, reducer: GradientReducer) -> None:
-        """Everything that has a gradient on some rank goes through ZeRO's buckets, in one order on all ranks."""
+        """Pass everything that has a gradient on some rank through ZeRO's buckets, in one order on all ranks."""
         optimizer = self._optimizer
         present = reducer.finish()
         optimizer.setup_buckets()
@@ -247,7 +247,7 @@ class Stages1And2:
         self._is_reduced = False
 
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
-        """What ZeRO takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""
+        """Give ZeRO what it takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""
         uses_own = self._optimizer.use_grad_accum_attribute
         dtype = self._optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
         self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an all-to-all is run in the groups of a layer: in one task or in two, and on which communicators."""
+"""Runs an all-to-all in the groups of a layer: in one task or in two, and on which communicators."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from ds_fsmoe.planning.workload import AllToAll
 
 @dataclass(frozen=True)
 class Exchange:
-    """An all-to-all, ready to be run."""
+    """Holds an all-to-all that is ready to be run."""
 
     whole: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
-    """All of it at once: see :meth:`AllToAllBase.exchange`."""
+    """The whole all-to-all at once: see :meth:`AllToAllBase.exchange`."""
     legs: Mapping[str, Leg] = field(default_factory=dict)
-    """See :attr:`Wires.legs`."""
+    """The steps of the all-to-all, see :attr:`Wires.legs`."""
 
     @property
     def planned(self) -> AllToAll:
-        """As the planner calls what is run so."""
+        """The planner's name for what is run."""
         return "2dh" if self.legs else "flat"
 
 
 def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
-    """An all-to-all in the EP groups of a layer. Collective: it may make communicators.
+    """Prepare an all-to-all in the EP groups of a layer. Collective: it may make communicators.
 
-    Whether it is in steps follows from where all EP groups lie, not from this rank's, for the schedule has to be the
-    same on every rank. On one kind of link there is nothing to be gained, and it goes the flat way.
+    Whether it is in steps follows from the nodes of all EP groups, not of this rank's, because the schedule has to be
+    the same on every rank. On one kind of link steps gain nothing, and the flat way is used.
 
     Raises:
-        ValueError: a hierarchical one that contradicts itself, on every rank.
+        ValueError: a hierarchical all-to-all contradicts itself, on every rank.
     """
     if not isinstance(alltoall, HierarchicalAllToAll) or len(groups.planned.placements["ep"].lanes) < 2:
         return Exchange(alltoall.exchange)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' law, held against the experts of a layer: each row of a result depends on the same row of the input."""
+"""Checks the experts' law for the experts of a layer: each row of a result depends on the same row of the input."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Kind = Literal["none", "draws", "called", "mixes", "unknown", "shape"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What speaks against running the experts of a layer in chunks."""
+    """A reason against running the experts of a layer in chunks, if there is one."""
 
     kind: Kind = "none"
-    """ "shape": no way to run them is right; "unknown": they could not be tried."""
+    """The kind of the reason. "shape": no way to run them is right; "unknown": they could not be tried."""
     text: str = ""
-    """Such as "expert 1: ..."; empty: nothing does."""
+    """The reason in words, such as "expert 1: ..."; empty if there is none."""
 
 
 def by_class(experts: ExpertSet) -> Finding:
-    """What the modules of the experts say, in the mode they are in: nothing is computed."""
+    """Return what the experts' modules say of themselves, in the mode they are in: nothing is computed."""
     for index, expert in enumerate(experts.experts):
         for name, module in expert.named_modules():
             what = f"expert {index}: {name or 'the expert itself'}, a {type(module).__name__},"
@@ -56,11 +56,11 @@ def _draws(module: nn.Module) -> bool:
 
 
 def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
-    """The worst that comes of a few rows of random numbers, the same on every rank, for experts that are not known to
-    be row-wise.
+    """Return the worst result of a few rows of random numbers, the same on every rank, for experts that are not known
+    to be row-wise.
 
     Args:
-        experts: of this rank, in the mode in which they are to run.
+        experts: the experts of this rank, in the mode in which they are to run.
         x: [..., M], whose width, dtype and device the rows have.
     """
     found = [
@@ -72,7 +72,7 @@ def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
 
 
 def worst_of(*found: Finding) -> Finding:
-    """The first of the worst."""
+    """Return the first of the worst findings."""
     return max(found, key=lambda each: get_args(Kind).index(each.kind))
 
 
@@ -96,7 +96,7 @@ def _tried(index: int, expert: nn.Module, x: torch.Tensor, keep_expert_dim: bool
 
 
 def _uncompiled() -> AbstractContextManager:
-    """A compiled expert is not compiled anew for these rows, where torch can be told so."""
+    """Keep a compiled expert from being compiled again for these rows, where torch can be told so."""
     # Where nothing has been compiled this would import the compiler, which takes seconds.
     set_stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None
     return nullcontext() if set_stance is None else set_stance("force_eager")
@@ -110,15 +110,15 @@ def agreed(
     is_alone: bool,
     device: torch.device,
 ) -> str:
-    """The first finding of any rank; empty if there is none. Collective, unless this rank is alone.
+    """Return the first finding of any rank; empty if there is none. Collective, unless this rank is alone.
 
     Args:
-        found: here.
-        is_error: whether nothing can be done about it.
-        path: of the layer, for messages.
+        found: the finding on this rank.
+        is_error: whether the finding is an error that cannot be avoided.
+        path: the path of the layer, for messages.
         group: the ranks; ``None``: all.
-        is_alone: whether no other rank has to be asked.
-        device: on which ranks exchange numbers.
+        is_alone: whether other ranks need not be asked.
+        device: the device for the numbers that ranks exchange.
 
     Raises:
         LayerError, DisagreementError: on every rank, if it is an error on any.

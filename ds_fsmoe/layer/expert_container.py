@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module ``deepspeed_moe.experts`` that holds the experts of a rank, and whether it has to be called itself.
+"""Handles the module ``deepspeed_moe.experts`` that holds a rank's experts, and says whether it must be called itself.
 
-DeepSpeed's own only hands each expert its rows, so our layer takes the experts out of it. Where somebody has put hooks
-on it, a class with another forward or another module in its place, it is called, once, with all rows.
+DeepSpeed's own only hands each expert its rows, so our layer takes the experts out of it. Where a user has put hooks on
+it, or replaced its forward or the module itself, it is called once with all rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_fsmoe.layer.parts import LayerError
 
 
 def is_like_stocks(container: nn.Module) -> bool:
-    """Whether it computes what DeepSpeed's does: its class, or one that changes neither forward nor call."""
+    """Return whether it computes what DeepSpeed's does: its class, or one that changes neither forward nor call."""
     return (
         isinstance(container, StockExperts)
         and type(container).forward is StockExperts.forward
@@ -31,7 +31,7 @@ def is_like_stocks(container: nn.Module) -> bool:
 
 
 def why_called(container: nn.Module) -> str | None:
-    """Why it has to be called itself, as the rest of a sentence about its layer; ``None``: it need not be."""
+    """Say why it has to be called itself, as the rest of a sentence about its layer; ``None`` if it need not be."""
     if not is_like_stocks(container):
         kind = type(container)
         return f"its experts module is a {kind.__module__}.{kind.__qualname__}, which is called with all rows at once"
@@ -41,11 +41,11 @@ def why_called(container: nn.Module) -> str | None:
 
 
 def whole_experts(container: nn.Module, path: str) -> WholeExperts:
-    """The container of a layer, to be called once.
+    """Wrap the container of a layer, to be called once.
 
     Args:
-        container: of the layer.
-        path: of the layer in the model.
+        container: the container of the layer.
+        path: the path of the layer in the model.
     """
     name = f"{path}.deepspeed_moe.experts, a {type(container).__name__}," if path else type(container).__name__
     again = partial(buffers_kept, container)
@@ -53,14 +53,14 @@ def whole_experts(container: nn.Module, path: str) -> WholeExperts:
 
 
 def check_containers(layers: Mapping[str, Any], esp_size: int) -> None:
-    """Refuse to cut experts for several ranks where their module would be shown parts of sums.
+    """Refuse to shard experts over several ranks where their module would be shown partial sums.
 
     Args:
         layers: name -> a ``deepspeed.moe.layer.MoE``.
         esp_size: the ranks that share an expert.
 
     Raises:
-        LayerError: naming the layer.
+        LayerError: the container has to be called; names the layer.
     """
     for name, layer in layers.items() if esp_size > 1 else ():
         if reason := why_called(layer.deepspeed_moe.experts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A token's way through a layer, and the layer put together by hand that the paper's listing 2 shows.
+"""Runs a token's way through a layer; with the layer put together by hand that the paper's listing 2 shows.
 
 Letters: S tokens on this rank, M width, E experts, e experts on this rank, C slots per expert, G ranks that exchange
 tokens (E = G * e).
@@ -42,14 +42,14 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 
 @dataclass(frozen=True)
 class MoEOutput:
-    """What a layer computes."""
+    """The results of a layer."""
 
     output: torch.Tensor
-    """[..., M], the shape of the input."""
+    """The output, [..., M], in the shape of the input."""
     aux_loss: torch.Tensor
-    """Scalar: the gate's load-balancing loss."""
+    """The gate's load-balancing loss, a scalar."""
     counts_E: torch.Tensor
-    """[E] int64: tokens of this rank that chose each expert, before any was dropped."""
+    """The tokens of this rank that chose each expert, before any was dropped: [E] int64."""
 
 
 def token_path(
@@ -66,23 +66,23 @@ def token_path(
     width: int | None = None,
     name: str = "",
 ) -> MoEOutput:
-    """Gate, order, to the experts and back chunk by chunk, i-order.
+    """Run gate, order, the way to the experts and back chunk by chunk, i-order.
 
     Args:
-        x: [..., M].
-        used_token_S: [S] mask of tokens that take part, or ``None``.
+        x: the tokens, [..., M].
+        used_token_S: the [S] mask of tokens that take part, or ``None``.
         gate: ``(x_SM, used_token_S, group) -> routing``.
-        order: a part, that reads the gate's kind of routing.
-        pipeline: how the part between the orders is run.
-        experts: of this rank.
-        group: the ranks that have to agree on the capacity; ``None`` for one.
-        callbacks: called in turn at each of the six points.
+        order: an order that reads the gate's kind of routing.
+        pipeline: the pipeline that runs the part between the orders.
+        experts: the experts of this rank.
+        group: the ranks that have to agree on the capacity; ``None`` for this rank alone.
+        callbacks: hooks called in turn at each of the six points.
         duplicates: the ranks that have the same tokens and send a part of the slots each; ``None``: this one sends all.
-        width: M, that the layer was made for; ``None`` where it is not known.
-        name: of the layer, for messages; the pipeline's label unless given.
+        width: M, as the layer was made; ``None`` where it is not known.
+        name: the layer's name for messages; the pipeline's label unless given.
 
     Raises:
-        LayerError: an input or an expert of another width.
+        LayerError: an input or an expert has another width.
     """
     name = name or pipeline.label
     routing: RoutingBase | None = None
@@ -117,13 +117,13 @@ def token_path(
 def pipeline_without_engine(
     alltoall: AllToAllBase, group: dist.ProcessGroup | None, lanes: Lanes, degrees: tuple[int, int] = (1, 1)
 ) -> Pipeline:
-    """What runs a layer that stands in no engine of ours.
+    """Return the pipeline of a layer that belongs to no engine of ours.
 
     Args:
-        alltoall: which all-to-all.
+        alltoall: the all-to-all.
         group: the ranks that share the experts; ``None`` for this process alone.
-        lanes: on which tasks are run.
-        degrees: chunks (forward, backward).
+        lanes: the lanes that run tasks.
+        degrees: the numbers of chunks (forward, backward).
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
@@ -134,8 +134,8 @@ def pipeline_without_engine(
 def _in_chunks(
     routing: RoutingBase, pipeline: Pipeline, duplicates: TensorParallelTokens | None
 ) -> tuple[RoutingBase, int]:
-    """The same routing with its slots chunk by chunk, and how many slots per expert this rank sends. An order puts rows
-    where the routing says, so chunks that lie in one piece cost no copy."""
+    """Return the routing with its slots chunk by chunk, and how many slots per expert this rank sends. An order puts
+    rows where the routing says, so contiguous chunks cost no copy."""
     num_experts, capacity = routing.num_experts, routing.capacity
     if duplicates is None:
         cutting = cut(capacity, pipeline.forward.block.degree)
@@ -157,7 +157,7 @@ class MOELayer(nn.Module):
         model_dim: M.
         num_experts: E, over all ranks of ``group``.
         expert_impl: one expert: a name on the shelf (then ``expert_dim`` is needed) or any row-wise ``nn.Module``,
-            copied for each expert of this rank.
+            which is copied for each expert of this rank.
         expert_dim: H, for an expert named.
         alltoall_impl: an all-to-all, or its name on the shelf.
         callbacks: hooks, called in turn.
@@ -166,13 +166,13 @@ class MOELayer(nn.Module):
         return_stats: ``True`` makes ``forward`` return a :class:`MoEOutput` instead of the output tensor.
         pipeline_degree: into how many chunks the capacity is cut; (forward, backward) if they differ. Experts that
             would compute something else in chunks, as with dropout, are found at the first forward and not cut.
-        overlap: ``False`` does one task after another.
+        overlap: ``False`` runs one task after another.
         ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; those in plain
             torch unless given.
 
     Raises:
-        ValueError: sizes that do not fit together, or a part that does not exist.
-        TypeError: a part that is none of its kind.
+        ValueError: sizes do not fit together, or a part does not exist.
+        TypeError: a part is of the wrong kind.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class MOELayer(nn.Module):
         self._looked: set[bool] = set()
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
-        """[..., M] to [..., M]; with ``return_stats`` a :class:`MoEOutput`."""
+        """Map [..., M] to [..., M]; with ``return_stats`` return a :class:`MoEOutput`."""
         if self._running is None:
             # Only now the device is known.
             lanes = make_lanes(x.device, self.overlap)
@@ -257,7 +257,7 @@ class MOELayer(nn.Module):
         return result if self.return_stats else result.output
 
     def _leave_whole_if_need_be(self, x: torch.Tensor) -> None:
-        """Experts that would compute something else in chunks are not cut. Collective where the layer is."""
+        """Do not cut experts that would compute something else in chunks. Collective where the layer is."""
         pipeline, experts = self._running
         if not pipeline.is_cut:
             return

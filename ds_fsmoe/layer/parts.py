@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchangeable parts of a layer that hold no parameters, made as a block asks for them."""
+"""Makes the exchangeable parts of a layer that hold no parameters, as a block asks for them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ds_fsmoe.ops import Ops, load_ops
 
 
 class LayerError(ValueError):
-    """A model whose MoE layers cannot be made ours. The message names layer, class and what to change."""
+    """The MoE layers of a model cannot be made ours. The message names layer, class and what to change."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The exchangeable parts of a layer that hold no parameters, shared by all layers of a model."""
+    """Holds the exchangeable parts of a layer that have no parameters, shared by all layers of a model."""
 
     alltoall: AllToAllBase
     callbacks: tuple[CallbackBase, ...]
     asked_order: str
-    """Name of the order for all layers; "auto": for each the one that goes with its gate."""
+    """The name of the order for all layers; "auto": each layer gets the one that goes with its gate."""
     ops: Ops
     _orders: dict[str, OrderBase] = field(default_factory=dict, repr=False)
 
     def order_for(self, gate: Any) -> OrderBase:
-        """The order of a layer with this gate.
+        """Return the order of a layer with this gate.
 
         Raises:
-            ConfigError: the order asked for cannot read what the gate gives; with those that can.
-            LayerError: what is on the shelf under its name is no order.
+            ConfigError: the order asked for cannot read what the gate returns; names those that can.
+            LayerError: the part registered under its name is not an order.
         """
         kind = kind_of(gate)
         name = kind.order if self.asked_order == "auto" else self.asked_order
@@ -67,7 +67,7 @@ class Parts:
 
 
 def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
-    """The parts a block asks for; "auto" takes the best there is. Collective, unless ``ops`` is "reference".
+    """Return the parts a block asks for; "auto" takes the best. Collective, unless ``ops`` is "reference".
 
     Raises:
         RuntimeError: ``ops: "required"`` and the ops cannot be built, on every rank.
@@ -86,7 +86,7 @@ def _check_kind(part: Any, base: type, name: str) -> None:
 
 
 def _make_callbacks(block: FSMoEBlock) -> tuple[CallbackBase, ...]:
-    """``fsmoe.hooks``: each is named as ``package.module.Name``, a class without arguments or an object."""
+    """Make ``fsmoe.hooks``: each is named as ``package.module.Name``, a class without arguments or an object."""
     callbacks = []
     for name in block.hooks:
         module, _, attribute = name.rpartition(".")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the layers of one engine are run: the plan that a block asks for, on lanes and groups that all layers share."""
+"""Runs the layers of one engine: by the plan that a block asks for, on lanes and groups that all layers share."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from ds_fsmoe.planning.presets import BEST, preset
 
 
 def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
-    """The plan that a block asks for. A degree that is "auto" is 1, as nothing has been measured that would say more.
+    """Return the plan that a block asks for. A degree of "auto" is 1, as nothing has been measured that would say more.
 
     Args:
-        block: of the engine.
+        block: the block of the engine.
         links: the order of traffic within a layer.
     """
     asked = block.pipeline_degree
@@ -47,20 +47,20 @@ def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
 
 
 def planned_links(block: FSMoEBlock) -> Links:
-    """The order of traffic within a layer."""
+    """Return the order of traffic within a layer."""
     return "reduce_first" if block.schedule == BEST else preset(block.schedule).links
 
 
 class LayerRuntime:
-    """What the MoE layers of one engine have in common: lanes, plan, trace, watchdog. ``close`` it with the engine.
+    """Holds what the MoE layers of one engine share: lanes, plan, trace, watchdog. ``close`` it with the engine.
 
-    Made where torch.distributed is initialised already; collective over all ranks of the job.
+    Make it once torch.distributed is initialised; collective over all ranks of the job.
 
     Args:
-        block: what is asked for.
-        device: of the parameters.
+        block: the options.
+        device: the device of the parameters.
         expert_before_data: whether neighbours share the experts, DeepSpeed's default.
-        mpu: of the script, if there is one.
+        mpu: the script's ``mpu``, if there is one.
 
     Raises:
         OSError: the folder of the trace cannot be written to.
@@ -74,7 +74,7 @@ class LayerRuntime:
         self.expert_before_data = expert_before_data
         self.mp_size, self.pp_size = sizes_of_mpu(mpu)
         self.one_link = why_one_link() if device.type == "cuda" else None
-        """Why no two collectives may be under way at once, where that is so; the same on every rank."""
+        """The reason why no two collectives may be under way at once, if there is one; the same on every rank."""
         if self.one_link is not None:
             log_on_rank_0(
                 "links take turns, as NCCL might begin what is on both in another order on each rank, and hang: "
@@ -84,14 +84,14 @@ class LayerRuntime:
         self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
         self.links: Links = planned_links(block) if self.one_link is None else "shared"
         self.plan = planned_by(block, self.links)
-        """By which layers are run until something else is applied to them."""
+        """The plan by which layers are run until another one is applied to them."""
         self.observer = CallObserver.of(block, device)
         self.tracer, self.step_clock = self.observer.tracer, self.observer.clock
         self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled)
         self.instruments: list[Instrument] = [self.first_forwards.watch, *self.observer.instruments]
-        """Shown the calls of all layers."""
+        """The instruments that are shown the calls of all layers."""
         self.checks: list[Check] = []
-        """Shown all layers before their calls."""
+        """The checks that are shown all layers before their calls."""
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
         if self.tracer is not None:
             self._watchdog.at_end.append(self.tracer.save)
@@ -99,11 +99,11 @@ class LayerRuntime:
 
     @property
     def max_ctas(self) -> int | None:
-        """The most thread blocks that a collective of a lane may have; ``None``: what NCCL likes."""
+        """The most thread blocks that a collective of a lane may have; ``None``: NCCL's own choice."""
         return None if self.block.max_ctas == "auto" else self.block.max_ctas
 
     def describe_links(self) -> str:
-        """How their traffic runs, for the log."""
+        """Describe how the traffic of the links runs, for the log."""
         if not self.block.overlap:
             return "one after another, as fsmoe.overlap = false says"
         if self.one_link is not None:
@@ -114,7 +114,7 @@ class LayerRuntime:
         return f"at the same time, begun in the order of issue ({VARIABLE}){ctas}"
 
     def groups(self, ep_size: int, use: TensorParallelUse = PLAIN) -> FSMoEGroups:
-        """The groups of a layer spread over so many ranks. Collective."""
+        """Return the groups of a layer spread over so many ranks. Collective."""
         asked = self.block.topology.ranks_per_node
         return make_groups(
             ep_size,
@@ -133,25 +133,25 @@ class LayerRuntime:
         return layout(world_size_now(), ep_size, esp_size, self.expert_before_data, **sizes)
 
     def shard_index(self, ep_size: int) -> int:
-        """Which part of each of its experts this rank has. No group is made for it."""
+        """Return which part of each of its experts this rank has. No group is made for it."""
         rank = dist.get_rank() if world_size_now() > 1 else 0
         return self._layout(ep_size, self.block.esp_size).group_of("esp", rank).index(rank)
 
     def experts_by_rule(self, ep_size: int) -> list[int]:
-        """For each rank of this rank's block the EP rank whose experts a script gives it, by DeepSpeed's rule. It knows
-        nothing of shards: in its layout the ranks of a block are several groups of ``ep_size``."""
+        """Return, for each rank of this rank's block, the EP rank whose experts a script gives it, by DeepSpeed's rule.
+        The rule ignores shards: in its layout the ranks of a block are several groups of ``ep_size``."""
         cut, whole = (self._layout(ep_size, esp_size) for esp_size in (self.block.esp_size, 1))
         return [whole.group_of("ep", rank).index(rank) for rank in cut.group_of("blocks", dist.get_rank())]
 
     def exchange(self, groups: FSMoEGroups, alltoall: str) -> Exchange:
-        """An all-to-all in the groups of a layer. Collective: communicators may be made.
+        """Make an all-to-all in the groups of a layer. Collective: communicators may be made.
 
         Args:
-            groups: of the layer.
+            groups: the groups of the layer.
             alltoall: its name in the registry.
 
         Raises:
-            ConfigError: it contradicts itself, on every rank.
+            ConfigError: the all-to-all contradicts itself, on every rank.
         """
         try:
             return exchange_in(groups, registry.lookup("alltoall", alltoall)())
@@ -159,12 +159,12 @@ class LayerRuntime:
             raise ConfigError(f"fsmoe.alltoall = {shown(alltoall)}: {error}") from error
 
     def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> Pipeline:
-        """What runs one layer by a plan.
+        """Return the pipeline that runs one layer by a plan.
 
         Args:
-            label: of the layer.
-            groups: of the layer.
-            plan: of the layer.
+            label: the label of the layer.
+            groups: the groups of the layer.
+            plan: the plan of the layer.
             exchange: the all-to-all of the plan, in these groups.
         """
         phases = (
@@ -176,12 +176,12 @@ class LayerRuntime:
         return Pipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 
     def at_step(self, number: int) -> None:
-        """Optimizer step ``number`` is about to begin, or goes on."""
+        """Take note that optimizer step ``number`` is about to begin, or goes on."""
         if self.tracer is not None:
             self.tracer.step(number)
 
     def close(self) -> None:
-        """End the watchdog and the lanes, and write what there is of a trace."""
+        """End the watchdog and the lanes, and write what was recorded of a trace."""
         self._watchdog.close()
         if self.tracer is not None:
             self.tracer.close()

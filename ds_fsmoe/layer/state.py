@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of ours that a converted layer has, and the one owner of how it is run."""
+"""Holds all of ours that a converted layer has; the one owner of how it is run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ds_fsmoe.planning.layer_plan import LayerPlan
 
 @dataclass(eq=False, repr=False)
 class LayerState:
-    """What a layer inside DeepSpeed has of ours, on its one attribute ``fsmoe``.
+    """Holds what a layer inside DeepSpeed has of ours, on its one attribute ``fsmoe``.
 
     Only this object changes how the layer is run: others call :meth:`apply`, :meth:`run_uncut` and :meth:`attach`. A
     call that is under way, or waits for its backward, keeps the pipeline it began with.
@@ -36,49 +36,49 @@ class LayerState:
     order: OrderBase
     """The order that goes with the layer's gate."""
     running: LayerRuntime | None
-    """What the layers of the engine have in common; ``None`` for a layer outside of one."""
+    """The runtime that the engine's layers share; ``None`` for a layer outside of an engine."""
     label: str
-    """Label of the layer, in traces."""
+    """The label of the layer, in traces."""
     path: str
-    """Path of the layer in its model, for messages."""
+    """The path of the layer in its model, for messages."""
     tensor_parallel: TensorParallelUse
 
     pipeline: Pipeline | None = None
-    """How the layer is run; set in this class alone. ``None`` until the layer's groups are there."""
+    """The pipeline that runs the layer; set in this class alone. ``None`` until the layer's groups are there."""
     plan: LayerPlan | None = None
-    """What was applied last; a layer that is run uncut has one chunk whatever it says."""
+    """The plan applied last; a layer that is run uncut has one chunk whatever it says."""
     why_uncut: str = ""
-    """Why the layer is not to be cut, see :class:`~ds_fsmoe.layer.unchunked.Uncut`; empty where it may be."""
+    """The reason why the layer must not be cut, see :class:`~ds_fsmoe.layer.unchunked.Uncut`; empty where it may be."""
     groups: FSMoEGroups | None = None
     """The process groups of a layer in an engine."""
     duplicates: TensorParallelTokens | None = None
     """The tensor-parallel ranks that have the same tokens, if there are any."""
     last_shape: torch.Size | None = None
-    """Shape of the last input."""
+    """The shape of the last input."""
     unsharded: UnshardedExperts | None = None
-    """The experts of this rank, where they are to be sharded and the groups are not there yet."""
+    """The experts of this rank, where they will be sharded and the groups are not there yet."""
     known_experts: tuple[list, ExpertSet] | None = None
-    """Modules and parameters of the experts, and the set that was made of them."""
+    """The modules and parameters of the experts, and the set that was made of them."""
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
 
     @property
     def instruments(self) -> Sequence[Instrument]:
-        """Shown each call of the layer."""
+        """The instruments that are shown each call of the layer."""
         return () if self.running is None else self.running.instruments
 
     @property
     def checks(self) -> Sequence[Check]:
-        """Shown the layer itself before that."""
+        """The checks that are shown the layer itself before each call."""
         return () if self.running is None else self.running.checks
 
     @property
     def capacity_group(self) -> dist.ProcessGroup | None:
-        """See :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
+        """The ranks that agree on a capacity, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.capacity_group
 
     @property
     def mp_group(self) -> dist.ProcessGroup | None:
-        """See :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
+        """The tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.mp_group
 
     def connect(self, ep_size: int) -> FSMoEGroups:
@@ -100,7 +100,7 @@ class LayerState:
         self.pipeline = pipeline_without_engine(self.parts.alltoall, group, SerialLanes())
 
     def apply(self, plan: LayerPlan) -> None:
-        """Run the layer by this plan from its next call on. Collective: an all-to-all may make communicators.
+        """Run the layer by a plan from its next call on. Collective: an all-to-all may make communicators.
 
         Args:
             plan: the same on every rank that runs the layer.
@@ -121,25 +121,25 @@ class LayerState:
 
     @property
     def is_uncut(self) -> bool:
-        """Whether the layer is run in one chunk whatever is planned."""
+        """Whether the layer is run in one chunk whatever the plan says."""
         return bool(self.why_uncut)
 
     def run_uncut(self, reason: str) -> None:
-        """Run the layer in one chunk from its next call on, whatever is planned.
+        """Run the layer in one chunk from its next call on, whatever the plan says.
 
         Args:
-            reason: why, for messages.
+            reason: the reason, for messages.
         """
         self.why_uncut = reason
         if self.pipeline is not None and self.pipeline.is_cut:
             self.pipeline = self.pipeline.uncut()
 
     def attach(self, window: Window | None, observer: Observer | None = None) -> None:
-        """From the next call on, let gradients travel in the layer's backward, and tell somebody of its tasks.
+        """From the next call on, let gradients travel in the layer's backward, and report its tasks to an observer.
 
         Args:
-            window: of the gradients; ``None``: none travel.
-            observer: told of every task; ``None``: nobody is.
+            window: the window of the gradients; ``None``: none travel.
+            observer: told of every task, unless it is ``None``.
         """
         assert self.pipeline is not None
         self.pipeline = replace(self.pipeline, window=window, observer=observer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer inside DeepSpeed: subclasses of stock's gate and inner MoE layer.
+"""Implements the layer inside DeepSpeed: subclasses of stock's gate and inner MoE layer.
 
 DeepSpeed decides parameter groups, expert checkpoints, timers and refusals by ``isinstance`` on ``MoE``, ``MOELayer``
 and ``TopKGate``. So a layer is converted (see ``engine/convert_layers.py``) by giving its inner modules one of these as
@@ -44,21 +44,21 @@ __all__ = ["FSMoEGate", "FSMoELayer", "StockMOELayer", "StockMoE", "StockTopKGat
 
 
 class FSMoEGate(StockTopKGate):
-    """Stock's gate module, its parameter ``wg`` included, that decides in our way.
+    """Decides our way in stock's gate module, with its parameter ``wg``.
 
-    Called as a module it takes and returns what stock's does, so hooks on it, and whoever else calls it, see what they
-    would see there. Our layer does so only where somebody would notice; otherwise it asks :meth:`decide`.
+    Called as a module it takes and returns what stock's does, so hooks on it, and other callers, see what they would
+    see there. Our layer calls it only where that makes a difference; otherwise it uses :meth:`decide`.
     """
 
     ops: Ops = REFERENCE
-    """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+    """The operators, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     says_entropy: bool = False
-    """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+    """Whether the entropy is reported, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     _entropy: torch.Tensor | None = None
 
     @property
     def takes_width(self) -> int | None:
-        """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+        """The width of the gate's input, see :class:`~ds_fsmoe.components.gate.GateBase`."""
         return getattr(self.wg, "in_features", None)
 
     def forward(
@@ -68,13 +68,13 @@ class FSMoEGate(StockTopKGate):
         sparse_routes: bool = False,
         use_tutel: bool = False,
     ) -> StockRoutes | StockMasks:
-        """Stock's arguments and results; ``use_tutel`` changes nothing."""
+        """Take stock's arguments and return its results; ``use_tutel`` changes nothing."""
         routing = self.decide(input, used_token, self.ep_group)
         self._entropy = routing.entropy
         return stock_routes(routing) if sparse_routes else stock_masks(routing)
 
     def decide_heard(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
-        """Through the module's call, by what its hooks have left of the result."""
+        """Decide through the module's call, from what its hooks have left of the result."""
         routing = routing_of(self(x_SM, used_token_S, True, False))
         # The tuple has no place for it.
         entropy, self._entropy = self._entropy, None
@@ -103,26 +103,26 @@ def gate_settings(gate: StockTopKGate) -> TopKSettings:
 
 
 class FSMoELayer(StockMOELayer):
-    """Stock's inner MoE layer, with our way for the tokens. Made by :func:`take_over`, never constructed."""
+    """Runs tokens our way in stock's inner MoE layer. Made by :func:`take_over`, never constructed."""
 
     fsmoe: LayerState
-    """All of ours; a layer is stock's again without it."""
+    """All of our state; without it a layer is stock's again."""
 
     @property
     def label(self) -> str:
-        """Label of the layer, in traces."""
+        """The label of the layer, in traces."""
         return self.fsmoe.label
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """How the layer is run; changed by :class:`LayerState` alone."""
+        """The pipeline that runs the layer; changed by :class:`LayerState` alone."""
         return self.fsmoe.pipeline
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
-        """[..., M] to [..., M]; leaves ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads them.
+        """Map [..., M] to [..., M]; leave ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads them.
 
         Raises:
-            RuntimeError: the experts are spread over ranks, and nobody has made the process group.
+            RuntimeError: the experts are spread over ranks, and the process group was not made.
         """
         state = self.fsmoe
         state.last_shape = hidden_states.shape
@@ -162,7 +162,7 @@ class FSMoELayer(StockMOELayer):
         self.fsmoe.run_alone(self.ep_group)
 
     def _call(self, x: torch.Tensor) -> LayerCall:
-        """The next call of the layer, as it is made where no instrument changes it."""
+        """Return the next call of the layer, as it is made where no instrument changes it."""
         state, local = self.fsmoe, self.local_experts()
         experts: ExpertSet | WholeExperts | None = local
         if why_called(self.experts) is not None:
@@ -178,7 +178,7 @@ class FSMoELayer(StockMOELayer):
         return LayerCall(state.label, state.path, self.training, x, group, self.route, state.pipeline, experts, local)
 
     def local_experts(self) -> ExpertSet | None:
-        """The experts of this rank; ``None`` where nothing is known of the module that holds them."""
+        """Return the experts of this rank; ``None`` where nothing is known of the module that holds them."""
         if not is_like_stocks(self.experts):
             return None
         state, modules = self.fsmoe, tuple(self.experts.deepspeed_experts)
@@ -208,7 +208,7 @@ class FSMoELayer(StockMOELayer):
             self.gate._set_ep_group(ep_group if state.capacity_group is None else state.capacity_group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        """Torch's hook of every module; what it adds is a sentence where shards are given whole experts."""
+        """Extend torch's hook of every module: add a sentence to the error where shards are given whole experts."""
         super()._load_from_state_dict(state_dict, prefix, *others)
         running = self.fsmoe.running
         esp_size = 1 if running is None else running.block.esp_size
@@ -228,7 +228,7 @@ class FSMoELayer(StockMOELayer):
     def route(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> RoutingBase:
-        """What the layer's gate decides; see :class:`~ds_fsmoe.components.gate.GateBase`."""
+        """Return what the layer's gate decides; see :class:`~ds_fsmoe.components.gate.GateBase`."""
         if isinstance(self.gate, FSMoEGate) and not runs_unobserved(self.gate):
             return self.gate.decide_heard(x_SM, used_token_S)
         return self.route_unheard(x_SM, used_token_S, group)
@@ -236,7 +236,7 @@ class FSMoELayer(StockMOELayer):
     def route_unheard(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
     ) -> RoutingBase:
-        """The same without the hooks of a gate like stock's: for tokens that are made up."""
+        """Return what the gate decides, without the hooks of a gate like stock's: for made-up tokens."""
         if isinstance(self.gate, FSMoEGate):
             return self.gate.decide(x_SM, used_token_S, group)
         if isinstance(self.gate, GateBase):
@@ -247,7 +247,7 @@ class FSMoELayer(StockMOELayer):
 
 @contextmanager
 def _stock_times(layer: FSMoELayer, call: LayerCall) -> Iterator[None]:
-    """What stock's ``wall_clock_breakdown`` prints of a layer: its whole call, and the two all-to-alls in it."""
+    """Time what stock's ``wall_clock_breakdown`` prints of a layer: its whole call, and the two all-to-alls in it."""
     recorder = Recorder(call.x.device)
     call.pipeline = call.pipeline.watched(recorder)
     with _timed(layer, MOE_TIMER, "time_moe"):
@@ -261,7 +261,7 @@ def _stock_times(layer: FSMoELayer, call: LayerCall) -> Iterator[None]:
 
 @contextmanager
 def _timed(module: nn.Module, timer: str, attribute: str) -> Iterator[None]:
-    """One of stock's timers, which its ``wall_clock_breakdown`` prints from the attributes of gate and layer."""
+    """Run one of stock's timers, which ``wall_clock_breakdown`` prints from the attributes of gate and layer."""
     module.timers(timer).start()
     yield
     module.timers(timer).stop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that are not cut into chunks, because they would compute something else: found, agreed on and said.
+"""Finds layers that must not be cut into chunks, as they would compute something else; agrees on them and logs them.
 
 How a layer is cut decides which collectives its ranks run, so ranks decide it together: when the engine is made, by
 what modules say of themselves; at a layer's first forward in training and in evaluation, by what its experts do; and
@@ -25,15 +25,15 @@ from ds_fsmoe.observing.step_timer import most_of
 
 
 class Uncut:
-    """Of the layers of one engine.
+    """Finds the uncut layers of one engine.
 
     Args:
-        device: on which ranks exchange what they found.
-        tries: whether experts are tried in layers that are not cut, too, and refused if they are not row-wise.
-        is_tuned: whether layers may come to be cut.
-        is_sharded: whether experts are cut over ranks.
+        device: the device for what ranks exchange.
+        tries: whether experts are also tried in uncut layers, and refused if they are not row-wise.
+        is_tuned: whether layers may be cut later.
+        is_sharded: whether experts are sharded over ranks.
         group: the ranks that run the same layers; ``None``: all.
-        on_change: hears that layers are run otherwise from now on.
+        on_change: called when layers are run in another way from now on.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Uncut:
         self._late: set[str] = set()
 
     def begin(self, layers: Mapping[str, FSMoELayer]) -> None:
-        """The engine is complete: look at modules alone. Collective over all ranks that run the same layers.
+        """Check modules alone, as the engine is complete. Collective over all ranks that run the same layers.
 
         Args:
-            layers: by label.
+            layers: the layers by label.
         """
         for label, layer in layers.items():
             found = _by_modules(layer)
@@ -70,16 +70,16 @@ class Uncut:
         self.settle(layers)
 
     def look(self, layer: FSMoELayer, x: torch.Tensor) -> None:
-        """A layer is about to run: the first time in each mode, look at its experts. Collective then, over the ranks
-        that run it together.
+        """Check a layer's experts before its first run in each mode. Collective then, over the ranks that run it
+        together.
 
         Args:
-            layer: whose plan is changed if it may not be cut.
+            layer: the layer; its plan is changed if it may not be cut.
             x: [..., M], its input.
 
         Raises:
-            LayerError: no way to run them is right, or they are not row-wise and that is asked about.
-            DisagreementError: likewise, where ranks have different experts.
+            LayerError: no way to run the experts is right, or they are not row-wise and this is checked for.
+            DisagreementError: as for LayerError, where ranks have different experts.
         """
         key = layer.label, layer.training
         if key in self._seen:
@@ -108,7 +108,7 @@ class Uncut:
             self._leave_whole({layer.label: layer})
 
     def _look_for_hooks(self, layer: FSMoELayer) -> None:
-        """Those that were put on a layer that is cut, after it was looked at."""
+        """Look for hooks that were put on a cut layer after it was checked."""
         if layer.pipeline is None or not layer.pipeline.is_cut or (reason := why_called(layer.experts)) is None:
             return
         if layer.fsmoe.capacity_group is None:  # nobody has to be asked
@@ -124,15 +124,15 @@ class Uncut:
             )
 
     def look_again(self) -> None:
-        """At each layer's next forward."""
+        """Check each layer again at its next forward."""
         self._seen.clear()
         self._late.clear()
 
     def settle(self, layers: Mapping[str, FSMoELayer]) -> None:
-        """Between two steps: what was found on some ranks holds on all. Collective over those that run the same layers.
+        """Apply on all ranks, between two steps, what some found. Collective over those that run the same layers.
 
         Args:
-            layers: by label.
+            layers: the layers by label.
         """
         if not int(most_of([float(len(self._reasons))], self._device, self._group)[0]):
             return
@@ -145,7 +145,7 @@ class Uncut:
         return self._is_tuned or (layer.pipeline is not None and layer.pipeline.is_cut)
 
     def _leave_whole(self, layers: Mapping[str, FSMoELayer]) -> None:
-        """From now on, those that are not yet."""
+        """Run layers uncut from now on, where they are not uncut yet."""
         changed = {label: layer for label, layer in layers.items() if not layer.fsmoe.is_uncut}
         paths: dict[str, list[str]] = defaultdict(list)
         for label, layer in layers.items():

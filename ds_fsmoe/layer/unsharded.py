@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of sharded experts come from.
+"""Keeps experts whole until their shards can be cut.
 
 A script fills the experts of a layer by DeepSpeed's rule: rank r has those of EP rank ``r % ep`` (``r // (ranks / ep)``
 with ``use_data_before_expert_parallelism``), and of all ranks with the same ones DeepSpeed lets the first decide. Where
-experts are cut, ranks lie otherwise: neighbours share the experts of one EP rank. So each rank keeps its experts whole
-until the process groups are there, and then every shard is cut from the expert that DeepSpeed would have trained.
+experts are sharded, the layout differs: neighbours share the experts of one EP rank. So each rank keeps its experts
+whole until the process groups are there, and then every shard is cut from the expert that DeepSpeed would have trained.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.log import log_on_rank_0
 
 _SAMPLES = 1024
-"""Elements of a tensor by which experts are told apart, for a warning only."""
+"""The elements of a tensor by which experts are told apart, for a warning only."""
 
 
 class UnshardedExperts:
-    """The experts of one layer as the script has filled them, kept until their shards have been handed out.
+    """Keeps the experts of one layer as the script has filled them, until their shards have been handed out.
 
     Args:
-        experts: of this rank, whole.
+        experts: the whole experts of this rank.
     """
 
     def __init__(self, experts: Sequence[nn.Module]) -> None:
@@ -43,11 +43,11 @@ class UnshardedExperts:
         """Fill this rank's shards from the experts of the ranks that decide on them. Collective over the block.
 
         Args:
-            shards: of this rank, as many as its whole experts; in their final types and on their device.
+            shards: the shards of this rank, as many as its whole experts; in their final types and on their device.
             group: the block: rank i of it holds shard ``i % esp`` of the experts of EP rank ``i // esp``.
             rules: for each rank of the block, the EP rank whose experts it has by DeepSpeed's rule.
-            esp: shards of an expert.
-            path: of the layer, for messages.
+            esp: the number of shards of an expert.
+            path: the path of the layer, for messages.
         """
         own, ep = dist.get_rank(group), len(rules) // esp
         deciding = [rules.index(ep_rank) for ep_rank in range(ep)]
@@ -73,7 +73,7 @@ class UnshardedExperts:
     def _warn_if_filled_otherwise(
         self, group: dist.ProcessGroup, rules: Sequence[int], deciding: Sequence[int], esp: int, path: str
     ) -> None:
-        """Ranks that are alike where shards of an expert lie, and not where DeepSpeed's rule has them alike."""
+        """Warn if ranks have equal experts where shards share one, but not where DeepSpeed's rule makes them equal."""
         digests = on_every_rank(self._digest(), group)
         by_rule = all(digests[rank] == digests[deciding[rule]] for rank, rule in enumerate(rules))
         by_shards = all(digests[rank] == digests[rank // esp * esp] for rank in range(len(rules)))
@@ -100,7 +100,7 @@ class UnshardedExperts:
 def _bytes_of_shard(
     whole: nn.Module, targets: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], index: int, count: int
 ) -> torch.Tensor:
-    """What the shard of an expert holds, in the types and on the device of this rank's."""
+    """Return the contents of an expert's shard, in the types and on the device of this rank's shard."""
     parts = (
         cut_out(tensor.detach(), cuts.get(name, "whole"), index, count).to(targets[name])
         for name, tensor in _tensors(whole)
@@ -118,8 +118,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def facts_of_experts(layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """What, besides the shapes of parameters, has to be alike on all ranks so that each can take over the experts of
-    another, as short texts by name."""
+    """Return what, besides the shapes of parameters, has to be alike on all ranks so that each can take over the
+    experts of another, as short texts by name."""
     facts = {}
     for name, layer in layers.items():
         for index, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):

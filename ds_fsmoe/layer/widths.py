@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Widths that do not fit together, said in terms of the layer: torch names two matrices and neither of their owners."""
+"""Explains widths that do not fit, in terms of the layer: torch names two matrices and neither of their owners."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.layer.parts import LayerError
 
 _OF_SHAPES = re.compile(r"shapes? |size of tensor|input of size")
-"""What torch says of shapes that do not fit, and of nothing else that fails."""
+"""Matches what torch says of shapes that do not fit, and of no other failure."""
 
 
 def check_width(layer: str, x: torch.Tensor, width: int | None) -> None:
-    """Hold the input of a layer against the width it was made for.
+    """Check that the input of a layer has the width it was made for.
 
     Args:
-        layer: its name, for the message.
-        x: [..., M].
+        layer: the layer's name, for the message.
+        x: the input, [..., M].
         width: M; ``None`` where the gate does not say.
 
     Raises:
-        LayerError: another width, or no width at all.
+        LayerError: the input has another width, or no width at all.
     """
     if x.dim() == 0 or (width is not None and x.shape[-1] != width):
         made_for = "M" if width is None else f"M = {width}"
@@ -35,17 +35,17 @@ def check_width(layer: str, x: torch.Tensor, width: int | None) -> None:
 
 @contextmanager
 def naming_widths(layer: str, experts: ExpertSet, x: torch.Tensor) -> Iterator[None]:
-    """Where what runs inside fails because an expert does not take or make rows of the layer's width, say that.
+    """Explain a failure inside this context that an expert causes by not taking or making rows of the layer's width.
 
     The experts are tried, with one row each, only once something has failed.
 
     Args:
-        layer: its name, for the message.
-        experts: of this rank.
+        layer: the layer's name, for the message.
+        experts: the experts of this rank.
         x: [..., M], the rows they get.
 
     Raises:
-        LayerError: naming the layer, the expert, M and the shape.
+        LayerError: names the layer, the expert, M and the shape.
     """
     try:
         yield

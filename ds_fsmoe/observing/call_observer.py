@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is noted of a layer's calls, in steps that are traced and in steps that are timed.
+"""Observes a layer's calls in steps that are traced and in steps that are timed.
 
-The tracer is told what each phase should take, and the clock of steps is given the phases with what is needed to
-predict them. In all other steps calls are made as if nothing of this were there.
+The tracer is told how long each phase should take, and the clock of steps is given the phases with what is needed to
+predict them. In all other steps calls are made as if this did not exist.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _KINDS_OF_GROUP = {
 
 
 def trace_folder(block: FSMoEBlock) -> Path:
-    """Where ranks leave their traces: as the block says, or else with the record of the run, if there is one."""
+    """Return where ranks write their traces: the block's folder, or else beside the run's record, if there is one."""
     if block.record.dir is None or "path" in block.trace.model_fields_set:
         return Path(block.trace.path)
     return Path(block.record.dir) / TRACE
@@ -62,18 +62,18 @@ def trace_folder(block: FSMoEBlock) -> Path:
 
 @dataclass
 class CallObserver:
-    """The instrument of traces and of timed steps, for the layers of one engine."""
+    """The instrument for traces and timed steps of the layers of one engine."""
 
     tracer: Tracer | None = None
     clock: StepClock | None = None
     predictor: Predictor | Predicts | None = None
-    """Predicts all layers, for the trace."""
+    """The predictor of all layers, for the trace."""
     predictors: Predictors = dict
-    """Predicts layers from what was measured here: for the trace where there is no other."""
+    """Predictors of layers from what was measured here: for the trace where there is no other."""
 
     @classmethod
     def of(cls, block: FSMoEBlock, device: torch.device) -> CallObserver:
-        """As a block asks for it.
+        """Make the observer that a block asks for.
 
         Raises:
             OSError: the folder of the trace cannot be written to.
@@ -88,11 +88,11 @@ class CallObserver:
 
     @property
     def instruments(self) -> tuple[Instrument, ...]:
-        """What is to be shown the calls of layers."""
+        """The instruments that are to be shown the calls of layers."""
         return () if self.tracer is None and self.clock is None else (self.watch,)
 
     def meet(self, pipeline: Pipeline, groups: FSMoEGroups) -> None:
-        """A layer has its groups.
+        """Take note of the groups of a layer.
 
         Raises:
             ConfigError: the cluster lacks a number for one of them.
@@ -105,8 +105,8 @@ class CallObserver:
             self.predictor.of(pipeline.forward.groups, pipeline.forward.alltoall)
 
     def watch(self, call: LayerCall) -> None:
-        """In a step that is traced or timed, note what the call does. An evaluation that comes before a traced step is
-        no part of it."""
+        """In a step that is traced or timed, record what the call does. An evaluation before a traced step does not
+        count."""
         is_timed = not isinstance(call.experts, WholeExperts) or call.experts.is_timed
         clock = self.clock if is_timed and self.clock is not None and self.clock.is_listening else None
         tracer = self.tracer if call.is_training and self.tracer is not None and self.tracer.is_recording else None
@@ -119,13 +119,13 @@ class CallObserver:
 
 
 def sizes_of(at: CalledWith, experts: Experts | WholeExperts) -> CallShape:
-    """What a call with these sizes moves and multiplies."""
+    """Return the sizes of what a call moves and multiplies."""
     matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
     return CallShape(at.num_experts, at.capacity, at.width, at.dtype.itemsize, len(matrices), sum(matrices))
 
 
 class _MeasuredWindow:
-    """The window of a layer's backward, and how large what it gave to be sent is."""
+    """Wraps the window of a layer's backward, and records how large the gradients that it gave to be sent are."""
 
     def __init__(self, window: Any) -> None:
         self._window: GradientReducer = window
@@ -141,7 +141,7 @@ class _MeasuredWindow:
 
 @dataclass
 class _OfCall(Observer):
-    """Tells the tracer and the clock of one call, and says ahead of each run what is needed to predict it."""
+    """Tells the tracer and the clock of one call, and gives them what is needed to predict each run ahead of it."""
 
     asked: CallObserver
     pipeline: Pipeline

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's time. Whoever reads it or waits by it takes a clock, so that another can be put in its place."""
+"""The host's time. Code that reads it or waits by it takes a clock, so that another can be put in its place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 class Clock:
-    """What is used of the module ``time``, and waiting with a limit.
+    """Wraps what is used of the module ``time``, and waits with a limit.
 
     A test hands in a clock of its own, on which time passes as the test says.
     """
@@ -21,7 +21,7 @@ class Clock:
     sleep = staticmethod(time.sleep)
 
     def wait(self, event: threading.Event, limit_s: float) -> bool:
-        """Wait for an event, up to a limit; returns whether it is set."""
+        """Wait for an event, up to a limit; return whether it is set."""
         return event.wait(limit_s)
 
     def join(self, thread: threading.Thread, limit_s: float) -> None:
@@ -30,4 +30,4 @@ class Clock:
 
 
 HOST = Clock()
-"""The real one."""
+"""The real clock."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hears of the ends of this process: an error that nobody catches, and SIGTERM, also while it sits in a collective."""
+"""Listens for the end of this process: an error that nobody catches, and SIGTERM, also while it is in a collective."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 TERMINATED_STATUS = 128 + signal.SIGTERM
-"""With this, as shells count, a process ends that was told to with SIGTERM and is stuck outside of Python."""
+"""The exit status, as shells count, of a process that got SIGTERM while stuck outside of Python."""
 
 # How long the main thread has to end the process itself, once SIGTERM has been reported.
 _MAIN_LIMIT_S = 1.0
@@ -23,13 +23,13 @@ class Listener(Protocol):
     """Is told when the process ends."""
 
     limit_s: float
-    """So long :meth:`terminated` takes at the most."""
+    """The most seconds that :meth:`terminated` takes."""
 
     def failed(self, error: BaseException) -> None:
-        """Nobody has caught this error."""
+        """React to an error that nobody has caught."""
 
     def terminated(self) -> None:
-        """SIGTERM has come."""
+        """React to SIGTERM."""
 
 
 _hooks: _Hooks | None = None
@@ -45,12 +45,12 @@ def attend(listener: Listener) -> None:
 
 
 def attending() -> tuple[Listener, ...]:
-    """Those who are told."""
+    """Return the listeners that are told."""
     return () if _hooks is None else tuple(_hooks.listeners)
 
 
 def leave(listener: Listener) -> None:
-    """Tell it no more; the last one gives back what was taken over."""
+    """Stop telling a listener; the last one to leave restores what was taken over."""
     global _hooks
     if _hooks is not None and listener in _hooks.listeners:
         _hooks.listeners.remove(listener)
@@ -61,7 +61,7 @@ def leave(listener: Listener) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked process, such as a loader of data, is none of our ranks: its errors and its SIGTERM are its own.
+    """Forget the listeners in a forked process, such as a data loader: its errors and its SIGTERM are its own.
 
     It has our pipe too, so that without this its SIGTERM would look like one of this process.
     """
@@ -76,8 +76,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class _Hooks:
-    """``sys.excepthook`` and SIGTERM, taken over for all listeners of the process. Someone else may take them over
-    from us meanwhile and call ours; so ours go on working when they are over, and only pass on."""
+    """Takes over ``sys.excepthook`` and SIGTERM for all listeners of the process. Other code may take them over from us
+    meanwhile and call ours; so ours keep working after the end, and only pass on."""
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
@@ -94,8 +94,8 @@ class _Hooks:
         self._old_excepthook(kind, error, trace)
 
     def take_sigterm(self) -> None:
-        """Python's handlers run in the main thread, and not while it sits in a collective. But the interpreter also
-        writes the signal's number into a pipe at once, and a thread waits for that."""
+        """Take over SIGTERM. Python's handlers run in the main thread, and not while it sits in a collective. But the
+        interpreter also writes the signal's number into a pipe at once, and a thread waits for that."""
         if self._pipe is not None or not _in_main_thread():
             return
         old = signal.getsignal(signal.SIGTERM)
@@ -139,7 +139,7 @@ class _Hooks:
             os.kill(os.getpid(), number)
 
     def give_back(self, in_child: bool = False) -> None:
-        """Put back what is still ours; in the main thread."""
+        """Restore what is still ours; in the main thread."""
         if sys.excepthook == self._on_error:
             sys.excepthook = self._old_excepthook
         if self._pipe is None:
@@ -158,5 +158,5 @@ class _Hooks:
 
 
 def _in_main_thread() -> bool:
-    """Where signals can be taken over, and put back."""
+    """Return whether this is the main thread, where signals can be taken over and restored."""
     return threading.current_thread() is threading.main_thread()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What watches the calls of a layer: timers, metrics and checks, none of which the layer itself knows.
+"""Watches the calls of a layer with timers, metrics and checks that the layer itself does not know.
 
-An instrument is a function that is shown each call before it is made, and puts what it watches with around the parts of
-the call. The layers of one engine share one list of them. It holds what is asked for, and a layer outside of an engine
-has none.
+An instrument is a function that is shown each call before it is made, and wraps the parts of the call that it watches.
+The layers of one engine share one list of the instruments that are asked for; a layer outside of an engine has none.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ Gate = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], R
 
 @dataclass
 class LayerCall:
-    """One call of a layer that is about to be made. Instruments may replace the gate, the pipeline and the experts."""
+    """Describes a call of a layer ahead of it. Instruments may replace the gate, the pipeline and the experts."""
 
     label: str
-    """Label of the layer, one for each layer of an engine."""
+    """The label of the layer, one for each layer of an engine."""
     path: str
-    """Path of the layer in its model."""
+    """The path of the layer in its model."""
     is_training: bool
     x: torch.Tensor
-    """[..., M], the input."""
+    """The input, [..., M]."""
     capacity_group: dist.ProcessGroup | None
-    """The ranks that have to have as many slots as this one; ``None`` for one."""
+    """The ranks that must have as many slots as this one; ``None`` for this rank alone."""
     gate: Gate
     pipeline: Pipeline
     experts: ExpertSet | WholeExperts
     """The experts of this rank, in the form in which they are called."""
     local_experts: ExpertSet | None
-    """The same experts one by one; ``None`` where nothing is known of the module that holds them."""
+    """The experts of this rank one by one; ``None`` where nothing is known of the module that holds them."""
 
 
 Instrument = Callable[[LayerCall], None]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the phases of a layer should take, with the sizes of each call, to be laid beside what they take.
+"""Predicts how long the phases of a layer take, from the sizes of each call, to compare with what they do take.
 
-The schedule that is run carries no sizes, because they are of no importance to what is run. Here it is given those of a
-call and played against a clock: that of a cluster, or of what was measured here. Nothing of it is computed while the
-phase runs: the trace asks when it is written, a timed step when it is over.
+The schedule that is run carries no sizes, because they do not matter for running it. Here it is given the sizes of a
+call and simulated with costs: those of a cluster, or those measured here. Nothing is computed while the phase runs: the
+trace asks when it is written, a timed step when it is over.
 
 Letters: E experts of all ranks, C slots per expert, M width.
 """
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 _MOST_KEPT = 256
-"""Timelines of one kind of layer, for calls of as many sizes."""
+"""The most timelines kept for one kind of layer, one for each set of call sizes."""
 
 
 class Predicts(Protocol):
-    """Knows what phases of a layer should take."""
+    """Predicts how long phases of a layer take."""
 
     def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:
-        """One phase of one call.
+        """Predict one phase of one call.
 
         Args:
-            schedule: what is run of the plan, gradients that travel with it included.
-            plan: of the phase.
-            shape: of the call.
+            schedule: the tasks of the plan that are run, with the gradients that travel with them.
+            plan: the plan of the phase.
+            shape: the sizes of the call.
 
         Raises:
             ValueError: a number is missing.
@@ -49,14 +49,14 @@ class Predicts(Protocol):
 
 
 Predictors = Callable[[], Mapping[str, Predicts]]
-"""Gives, label of a layer -> who predicts its phases as of now; none before anything has been measured."""
+"""Returns label of a layer -> predictor of its phases as of now; empty before anything has been measured."""
 
 
 class Predictor:
-    """What phases of layers should take on a cluster.
+    """Predicts phases of layers on a cluster.
 
     Args:
-        name_or_path: of the cluster, as ``fsmoe.trace.cluster`` has it.
+        name_or_path: the cluster, written as in ``fsmoe.trace.cluster``.
 
     Raises:
         ValueError: there is no such cluster, or its file is wrong.
@@ -90,13 +90,13 @@ class Predictor:
 
 @dataclass
 class MeasuredPredictor:
-    """What the phases of one layer should take, by what its tasks cost."""
+    """Predicts the phases of one layer from what its tasks cost."""
 
     costs: LayerCosts
     contention: Contention
     is_serial: bool = False
     same_chunks: bool = True
-    """Whether the backward has the chunks of the forward."""
+    """Whether the backward has the same chunks as the forward."""
     _timelines: dict[tuple, Timeline] = field(default_factory=dict)
 
     def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:

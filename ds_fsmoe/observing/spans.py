@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured spans: an observer that gives a run as the planner's timeline, to lay beside the simulated one."""
+"""Measures spans: an observer that returns a run as the planner's timeline, to compare with the simulated one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_fsmoe.planning.timeline import Span, Timeline
 
 
 class Recorder(Observer):
-    """Notes when each task of a run began and ended: on the CPU by the clock, on CUDA by events on the lane's stream.
+    """Records when each task of a run began and ended: on the CPU by the clock, on CUDA by events on the lane's stream.
 
     It holds one run: the next one it observes takes its place.
     """
@@ -23,7 +23,7 @@ class Recorder(Observer):
     def __init__(self, device: torch.device | None = None, host: Clock = HOST) -> None:
         """
         Args:
-            device: that of the lanes; the CPU if left out.
+            device: the device of the lanes; the CPU if left out.
             host: the clock of the CPU.
         """
         clock = clock_of(device, host)
@@ -46,10 +46,10 @@ class Recorder(Observer):
         self._ends[index] = self._stamp()
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """The last run, in milliseconds from its start. On CUDA this waits until its tasks are done.
+        """Return the last run, in milliseconds from its start. On CUDA this waits until its tasks are done.
 
-        ``waited_for`` is, of the tasks in ``after`` and the one before on the lane, the one that ended last. Whether
-        the task started at that end, or later because the host or a processor was busy, is seen from the times.
+        ``waited_for`` is the task that ended last among those in ``after`` and the one before on the lane. The times
+        show whether the task started at that end, or later because the host or a processor was busy.
 
         Raises:
             ValueError: the last run was not of this schedule, or not all of its tasks were run.
@@ -76,14 +76,14 @@ class Recorder(Observer):
 
 
 class HostClock:
-    """Stamps are nanoseconds."""
+    """Stamps with nanoseconds of the host."""
 
     def __init__(self, host: Clock = HOST) -> None:
         self.now = host.perf_counter_ns
 
     @staticmethod
     def wait_for(stamp: int) -> None:
-        """A stamp of the host has always come."""
+        """Return at once: a stamp of the host has always come."""
 
     @staticmethod
     def has_come(stamp: int) -> bool:
@@ -99,7 +99,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Stamps are events on the stream that is current."""
+    """Stamps with events on the current stream."""
 
     @staticmethod
     def now() -> torch.cuda.Event:
@@ -126,12 +126,12 @@ class StreamClock:
 
 
 def clock_of(device: torch.device | None, host: Clock = HOST) -> HostClock | StreamClock:
-    """Return the clock of the lanes of a device; that of the host for ``None``."""
+    """Return the clock for the lanes of a device; the host's for ``None``."""
     return StreamClock() if device is not None and device.type == "cuda" else HostClock(host)
 
 
 def set_clock(clock: HostClock | StreamClock, host: Clock = HOST) -> tuple[Any, int]:
-    """(a stamp, the nanoseconds since 1970 at which it was made), the closest pair of a few."""
+    """Return (a stamp, the nanoseconds since 1970 at which it was made): the closest pair of a few."""
     clock.wait_for(clock.now())  # what the device was given before
     pairs = []
     for _ in range(5):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step takes: its forwards and its backwards as a whole, and inside them each run of a layer, task by task.
+"""Times a step: its forwards and its backwards as a whole, and inside them each run of a layer, task by task.
 
-A forward of the engine with everything in it is one stretch, a backward with the reduction of gradients another; the
-optimizer's step is in neither. What of a stretch is not in a layer's run is dense: all of the model but the experts'
-part of its layers. Where activations are checkpointed, a forward that is run again belongs to the backward it is in.
+A whole forward of the engine is one stretch, a backward with the reduction of gradients another; the optimizer's step
+is in neither. The part of a stretch outside of layers' runs is dense: all of the model but the experts' part of its
+layers. Where activations are checkpointed, a forward that is run again belongs to the backward it is in.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from ds_fsmoe.planning.schedule import Schedule
 from ds_fsmoe.planning.timeline import Timeline
 
 _FIRST = 2
-"""The forward in training that is timed by itself: in the first one everything is slow."""
+"""The forward in training that is timed without being asked for: the first one is slow throughout."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One phase of one call of a layer."""
+    """Measures one phase of one call of a layer."""
 
     label: str
-    """Such as "L03/backward"."""
+    """The label of the phase, such as "L03/backward"."""
     in_backward: bool
-    """Whether it ran in a backward; a forward that is run again does."""
+    """Whether it ran in a backward, as a recomputed forward does too."""
     schedule: Schedule
     timeline: Timeline
     about: Any
-    """What :meth:`StepClock.run` was given."""
+    """The value that :meth:`StepClock.run` was given."""
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """All of a step on this rank but the optimizer's part, in milliseconds."""
+    """Measures all of a step on this rank but the optimizer's part, in milliseconds."""
 
     num_forwards: int
     num_backwards: int
     forward_ms: float
-    """Of all forwards together."""
+    """The time of all forwards together."""
     backward_ms: float
-    """Likewise, gradients included."""
+    """The time of all backwards together, gradients included."""
     runs: tuple[MeasuredRun, ...]
 
     @property
@@ -59,7 +59,7 @@ class MeasuredStep:
 
     @cached_property
     def phases_ms(self) -> dict[str, float]:
-        """Label of a phase -> all its runs together."""
+        """Label of a phase -> the time of all its runs together."""
         found: dict[str, float] = defaultdict(float)
         for run in self.runs:
             found[run.label] += run.timeline.makespan_ms
@@ -67,12 +67,12 @@ class MeasuredStep:
 
     @property
     def dense_forward_ms(self) -> float:
-        """What of the forwards was not in a layer's run."""
+        """The time of the forwards outside of layers' runs."""
         return self.forward_ms - self._inside_ms(in_backward=False)
 
     @property
     def dense_backward_ms(self) -> float:
-        """Likewise of the backwards; with gradients that no layer's run has sent."""
+        """The time of the backwards outside of layers' runs; with gradients that no layer's run has sent."""
         return self.backward_ms - self._inside_ms(in_backward=True)
 
     def _inside_ms(self, in_backward: bool) -> float:
@@ -87,13 +87,13 @@ class _Stretch:
 
 
 class StepClock:
-    """Is told of every forward in training and of every backward; what it notes it notes between :meth:`start` and
-    :meth:`stop`. On CUDA that is events alone: only reading waits for the device.
+    """Times the forwards in training and the backwards that it is told of, between :meth:`start` and :meth:`stop`. On
+    CUDA it only records events: only reading waits for the device.
 
-    Unasked it times the second forward in training and its backward, for whoever needs to know what is dense.
+    Without being asked it also times the second forward in training and its backward, to know what is dense.
 
     Args:
-        device: on which steps run.
+        device: the device on which steps run.
         host: the clock of the CPU.
     """
 
@@ -103,20 +103,20 @@ class StepClock:
         clock = clock_of(device, host)
         self._stamp, self._elapsed_ms = clock.now, clock.elapsed_ms
         self._num_forwards = 0
-        """Up to the first ones."""
+        """The number of forwards, counted only for the first ones."""
         self._is_asked = False
         self._last: MeasuredStep | None = None
         self.is_listening = False
-        """Whether runs are to be told: a stretch is under way that is timed."""
+        """Whether runs are to be reported, because a stretch under way is timed."""
         self._forget(is_on=False)
 
     def start(self) -> None:
-        """From here on all is noted; what there was is forgotten."""
+        """Record everything from here on, and forget earlier records."""
         self._is_asked = True
         self._forget(is_on=True)
 
     def stop(self) -> None:
-        """Note nothing any more, and forget what there was."""
+        """Stop recording, and forget earlier records."""
         self._forget(is_on=False)
 
     def _forget(self, is_on: bool) -> None:
@@ -127,7 +127,7 @@ class StepClock:
         self._runs: list[tuple[str, bool, Schedule, Recorder, Any]] = []
 
     def begin_forward(self) -> None:
-        """The engine's forward begins, in training."""
+        """Take note that the engine's forward begins, in training."""
         if self._num_forwards <= _FIRST:
             self._num_forwards += 1
             if not self._is_asked:
@@ -136,7 +136,7 @@ class StepClock:
             self._begin(in_backward=False)
 
     def begin_backward(self) -> None:
-        """The engine's backward begins."""
+        """Take note that the engine's backward begins."""
         if self._is_on:
             self._begin(in_backward=True)
 
@@ -147,7 +147,7 @@ class StepClock:
         self.is_listening = True
 
     def end_forward(self) -> None:
-        """It has ended."""
+        """Take note that the engine's forward has ended."""
         if self.is_listening:
             self._stretches[-1].end = self._stamp()
             self.is_listening = False
@@ -155,15 +155,15 @@ class StepClock:
     end_backward = end_forward
 
     def run(self, schedule: Schedule, label: str, about: Any = None) -> Recorder | None:
-        """A run of a layer begins, in the calling thread and on its stream.
+        """Take note that a run of a layer begins, in the calling thread and on its stream.
 
         Args:
-            schedule: of the run.
-            label: of the phase, such as "L03/backward".
-            about: is kept with it.
+            schedule: the schedule of the run.
+            label: the label of the phase, such as "L03/backward".
+            about: a value to keep with the run.
 
         Returns:
-            To be told of its tasks; ``None``: nobody wants to know.
+            The recorder to tell of its tasks, or ``None`` where the run is not timed.
         """
         if not self.is_listening:
             # The layer was called in a forward that was timed, so this is a backward of which nobody has told.
@@ -175,10 +175,10 @@ class StepClock:
         return recorder
 
     def read(self) -> MeasuredStep | None:
-        """What has been noted. On CUDA this waits for the last backward.
+        """Return what has been recorded. On CUDA this waits for the last backward.
 
         Returns:
-            ``None``: not all is known, as after an error or a backward that did not go through the engine.
+            ``None`` if something is missing, as after an error or a backward that did not go through the engine.
         """
         if not self._is_whole or any(each.end is None for each in self._stretches):
             return None
@@ -199,17 +199,17 @@ class StepClock:
         return step
 
     def dense_ms(self, group: dist.ProcessGroup | None = None) -> tuple[float, float] | None:
-        """What is dense of (one forward, one backward): each the most of all ranks, of what is noted now, or else of
-        what was read last. Collective.
+        """Return the dense part of (one forward, one backward): the largest over ranks of each, of what is recorded
+        now, or else of the last reading. Collective.
 
-        The rank with the most is the one that the others wait for: in their layers' runs, so their dense parts are
-        free of that.
+        The others wait for the rank with the largest, but in their layers' runs, so their dense parts do not include
+        that.
 
         Args:
             group: the ranks; ``None``: all.
 
         Returns:
-            ``None`` on every rank if one has not both.
+            ``None`` on every rank if one rank lacks either.
         """
         step, numbers = self.read(), [1.0, 0.0, 0.0]
         if step is None or not step.has_both:
@@ -221,7 +221,7 @@ class StepClock:
 
 
 def most_of(numbers: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Each the largest over ranks. Collective."""
+    """Return the largest of each number over ranks. Collective."""
     if world_size_now() == 1:
         return numbers
     held = torch.tensor(numbers, dtype=torch.float64, device=device)

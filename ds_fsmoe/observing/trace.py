@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace: when every task of chosen steps began and ended, on every lane, beside what was predicted.
+"""Traces when every task of chosen steps began and ended, on every lane, beside what was predicted.
 
 Where torch's profiler is on, or its NVTX ranges, each task is a range there too, under the same name. On the CPU the
 profiler sees the caller's thread only, and those of the links if it is told to profile all threads.
@@ -41,12 +41,12 @@ _PATIENCE_AT_SAVE_S = 1.0
 class Tracer(Observer):
     """Records the runs of some steps and writes them to ``folder/rank{rank}.json`` when the last of the steps is over.
 
-    One object for all lanes of an engine. Outside of the steps it does nothing. A job that ends early leaves a file
-    with what there is: it is written by :meth:`close`, which the interpreter calls at its exit if nobody else has, and
-    by :meth:`save`, for a watchdog that is about to end the process without the interpreter's exit.
+    One object serves all lanes of an engine. Outside of the steps it does nothing. A job that ends early leaves a file
+    with what was recorded: it is written by :meth:`close`, which the interpreter calls at its exit if nobody else has,
+    and by :meth:`save`, for a watchdog that is about to end the process without the interpreter's exit.
 
-    The host waits for the device when the first step begins, to set the clocks by each other, and after the last; in
-    between times are events on the lanes' streams.
+    The host waits for the device when the first step begins, to align the clocks, and after the last; in between, times
+    are events on the lanes' streams.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Tracer(Observer):
     ) -> None:
         """
         Args:
-            folder: made if need be. What an earlier job has left there of this rank is removed.
-            rank: of this process.
+            folder: created if needed. What an earlier job left there of this rank is removed.
+            rank: the rank of this process.
             start_step: the first step to record.
-            num_steps: how many.
-            device: that of the lanes.
-            predicted: label of a run, such as "L03/backward", -> what is expected of it, unless :meth:`expect` says.
+            num_steps: the number of steps to record.
+            device: the device of the lanes.
+            predicted: label of a run, such as "L03/backward", -> its predicted timeline, unless :meth:`expect` is used.
             host: the clock of the CPU.
 
         Raises:
@@ -76,7 +76,7 @@ class Tracer(Observer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.unlink(missing_ok=True)
         self.peers: dict[str, dict[str, Sequence[int]]] = {}
-        """Layer -> kind of task -> the ranks that do it together with this one. For the file."""
+        """Layer -> kind of task -> the ranks that do it together with this one, for the file."""
         self._rank = rank
         self._wanted = range(start_step, start_step + num_steps)
         self._device = device
@@ -92,17 +92,17 @@ class Tracer(Observer):
         self._is_written = False
         """Whether the trace is over: nothing is recorded any more."""
         self._is_saved = False
-        """Whether its end has been written."""
+        """Whether the end of the trace has been written."""
         self._runs: list[_Run] = []
         self._open: tuple[_Run, ...] = ()
-        """Those whose tasks may begin or end, the latest first. Replaced, never changed: lanes read it unlocked."""
+        """The runs whose tasks may begin or end, the latest first. Replaced, never changed: lanes read it unlocked."""
         self._names: dict[str, tuple[Schedule, tuple[str, ...]]] = {}
         # Reentrant: a handler of a signal may close in the middle of anything.
         self._lock = threading.RLock()
         atexit.register(self.close)
 
     def step(self, number: int) -> None:
-        """Step ``number`` is about to begin. To be told at every step; once more for the same one does nothing."""
+        """Take note that step ``number`` is about to begin. Call it at every step; a second call does nothing."""
         if number == self._step:
             return
         self._step = number
@@ -119,14 +119,14 @@ class Tracer(Observer):
 
     @property
     def is_recording(self) -> bool:
-        """Whether this is one of the steps."""
+        """Whether the current step is recorded."""
         return self._is_on
 
     def expect(self, predict: Callable[[], Timeline]) -> None:
-        """Of the run that this thread starts next, this is to be expected. It is asked for when the trace is written.
+        """Set what is expected of the run that this thread starts next. It is read when the trace is written.
 
         Args:
-            predict: may raise ``ValueError``; then the trace is written without.
+            predict: returns the timeline, or raises ``ValueError``; then the trace has no prediction.
         """
         self._expected = predict
 
@@ -164,21 +164,21 @@ class Tracer(Observer):
                 return
 
     def close(self) -> None:
-        """Write what there is, unless all of it has been written. A second time does nothing.
+        """Write what was recorded, unless all of it has been written. A second call does nothing.
 
-        From any thread, also while a run hangs: the tasks that are under way are named in the file.
+        It may be called from any thread, also while a run hangs: the file names the tasks that are under way.
         """
         when = "before the first step" if self._step is None else f"in step {self._step}"
         self._write(f"closed {when}", _PATIENCE_AT_CLOSE_S, is_early=True)
 
     def save(self, reason: str) -> None:
-        """Write what there is so far and go on, unless all of it has been written.
+        """Write what was recorded so far and go on, unless all of it has been written.
 
-        From any thread, and without a lock: the one that holds it may be what hangs. What is written later replaces
-        this.
+        It may be called from any thread and takes no lock, because the thread that holds it may hang. A later write
+        replaces this one.
 
         Args:
-            reason: why now, for the file.
+            reason: why it is written now, for the file.
         """
         if self._is_saved:
             return
@@ -190,7 +190,7 @@ class Tracer(Observer):
             self._put(trace)
 
     def _forget_runs_inside(self, run: _Run) -> None:
-        """A task has ended, so all runs are over that its body started, in this thread: also those that failed."""
+        """End all runs that the body of a finished task started in this thread, failed ones included."""
         here = threading.get_ident()
         with self._lock:
             at = next((at for at, each in enumerate(self._open) if each is run), 0)
@@ -198,7 +198,7 @@ class Tracer(Observer):
             self._open = later + self._open[at:]
 
     def _forget_runs_that_are_over(self) -> None:
-        """Also those that have failed. Of others the lane is still to say that a task has ended."""
+        """Drop runs that are over or have failed. For other runs the lane has yet to say that a task has ended."""
         self._open = tuple(run for run in self._open if run.is_under_way())
 
     def _write(self, ended: str, patience_s: float, is_early: bool) -> None:
@@ -229,7 +229,7 @@ class Tracer(Observer):
         return f"steps {self._wanted[0]} to {self._wanted[-1]}"
 
     def _trace_of(self, recorded: Sequence[_Run], ended: str, is_complete: bool) -> dict[str, Any]:
-        """What is written of these runs."""
+        """Return what is written about these runs."""
         runs = [] if self._reference is None else self._read(recorded, *self._reference)
         about = {
             "world_size": world_size_now(),
@@ -247,7 +247,7 @@ class Tracer(Observer):
         return trace_of(self._rank, socket.gethostname(), runs, about)
 
     def _put(self, trace: Mapping[str, Any]) -> bool:
-        """Write the file; whether that could be done."""
+        """Write the file; return whether that succeeded."""
         try:
             write_trace(trace, self.path)
         except OSError as error:
@@ -257,7 +257,7 @@ class Tracer(Observer):
         return True
 
     def _wait(self, runs: Sequence[_Run], patience_s: float) -> None:
-        """Until the device has done what was recorded, but not for ever."""
+        """Wait until the device has done what was recorded, but not for ever."""
         deadline_s = self._host.monotonic() + patience_s
         with suppress(RuntimeError):  # a device that has failed
             for stamp in (each for run in runs for each in (run.start, *run.ends) if each is not None):
@@ -265,9 +265,9 @@ class Tracer(Observer):
                     self._host.sleep(0.001)
 
     def _read(self, runs: Sequence[_Run], reference: Any, unix_ns: int) -> list[TracedRun]:
-        """Runs, in nanoseconds since 1970.
+        """Return the runs, in nanoseconds since 1970.
 
-        From run to run, and from the run's start to its tasks: over a long time events are some microseconds coarse.
+        Times go from run to run, and from a run's start to its tasks: over a long time events are microseconds off.
         """
         found = []
         for number, run in enumerate(runs):
@@ -293,7 +293,7 @@ class Tracer(Observer):
             return None
 
     def _elapsed_ns(self, one: Any, other: Any) -> int | None:
-        """``None`` where one of the two is not there, or has not come."""
+        """Return the nanoseconds between two stamps; ``None`` where one is missing or has not come."""
         with suppress(RuntimeError):
             if other is not None and self._clock.has_come(one) and self._clock.has_come(other):
                 return self._clock.elapsed_ns(one, other)
@@ -301,7 +301,7 @@ class Tracer(Observer):
 
 
 def _describe(run: TracedRun, begins: Sequence[Any]) -> dict[str, Any]:
-    """What is known of a run that did not come to its end."""
+    """Describe what is known of a run that did not come to its end."""
     under_way = [
         range_name(run.label, task)
         for task, begin, span_ns in zip(run.tasks, begins, run.spans_ns, strict=True)
@@ -312,7 +312,7 @@ def _describe(run: TracedRun, begins: Sequence[Any]) -> dict[str, Any]:
 
 
 class _Run:
-    """One run, a slot per task: each is written by the one lane that does the task, so nothing is locked."""
+    """Holds one run, a slot per task: only the lane that does a task writes its slot, so nothing is locked."""
 
     __slots__ = ("begins", "ends", "expected", "label", "names", "ranges", "schedule", "start", "step", "thread")
 

@@ -4,7 +4,7 @@
 A collective whose other ranks never come says nothing, and only one rank in a job knows the task in which it waits. So
 each rank leaves a report in a file of its own, by default ``fsmoe_reports/rank3.txt`` under the folder that was current
 when training began: the last task of the schedule that each lane began and finished, and the stacks of all threads.
-Nothing is written as long as nothing goes wrong. What else is to be saved before the process ends is called then.
+Nothing is written as long as nothing goes wrong. Callbacks then save other data before the process ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "repor
 logger = logging.getLogger("ds_fsmoe")
 
 HANG_STATUS = 86
-"""With this a process ends that hangs; no signal, shell or launcher uses it."""
+"""The exit status of a process that hangs; no signal, shell or launcher uses it."""
 
 # A disk or a driver that does not answer may not keep a process from ending. Launchers kill 30 s after SIGTERM.
 _REPORT_LIMIT_S = 10.0
@@ -49,7 +49,7 @@ _Progress = dict[Lane, tuple[str, str]]
 
 
 def report_file(folder: Path | str = "fsmoe_reports") -> Path:
-    """This rank's file in a folder; a relative one is under the current folder."""
+    """Return this rank's file in a folder; a relative folder is under the current one."""
     return Path(folder).absolute() / f"rank{_rank()}.txt"
 
 
@@ -58,7 +58,7 @@ def _rank() -> int:
 
 
 def end_process(file: Path | None) -> None:
-    """End this process now, also if its threads sit in collectives: no Python or C++ code of theirs runs any more."""
+    """End this process now, even if its threads sit in collectives: none of their Python or C++ code runs any more."""
     os._exit(HANG_STATUS)
 
 
@@ -69,18 +69,17 @@ class Watchdog:
       still, however long data are loaded or code is compiled, and so it does for a process that is stopped or gets no
       time. A rank that waits for a slower one looks the same, so the time has to be above what ranks may be apart.
       After the report ``on_hang`` ends the process, and with that the launcher ends the job.
-    - An error: one that nobody catches, through ``sys.excepthook``; one of a run, where :meth:`failed` is told.
-    - SIGTERM, also while the main thread sits in a collective: then what was there before goes on, be it a handler
-      or the end of the process. It is left alone where it is ignored, or where an event loop looks after signals; and
-      it is taken over only by a watchdog that is made in the main thread.
+    - An error that nobody catches is seen through ``sys.excepthook``; one of a run is passed to :meth:`failed`.
+    - SIGTERM, also while the main thread sits in a collective: then the earlier behaviour goes on, a handler or the end
+      of the process. It is left alone where it is ignored or an event loop handles signals; only a watchdog that is
+      made in the main thread takes it over.
 
     After a report each of ``at_end`` is called with its reason, to save what would be lost with the process: from a
-    thread of its own, and all of them have 5 s, because a process that hangs may not be kept by what else hangs in it.
-    The process need not end: after an error the job may go on.
+    thread of its own, and all of them have 5 s, so that a hanging process is not kept alive by something else that
+    hangs in it. The process need not end: after an error the job may go on.
 
-    The lanes know nothing of this and pay nothing for it: it looks every second, or four times per
-    ``hang_timeout_s``, and does not keep them alive. What it cannot see is a thread that never lets the interpreter's
-    lock go.
+    The lanes know nothing of this and pay nothing for it: it looks every second, or four times per ``hang_timeout_s``,
+    and does not keep them alive. It cannot see a thread that never releases the interpreter's lock.
     """
 
     def __init__(
@@ -94,14 +93,14 @@ class Watchdog:
     ) -> None:
         """
         Args:
-            lanes: to watch.
-            hang_timeout_s: without a task that begins or finishes, this long is a hang.
-            file: of the reports; by default :func:`report_file`. One that is there is replaced by the first report. If
+            lanes: the lanes to watch.
+            hang_timeout_s: a run in which no task begins or finishes for so long hangs.
+            file: where reports go; by default :func:`report_file`. The first report replaces an existing file. If
                 another watchdog of this process has it, the name is followed by a number.
-            on_hang: is called, from the watchdog's thread, with the file, or ``None`` if it could not be written. If it
+            on_hang: called from the watchdog's thread, with the file, or ``None`` if it could not be written. If it
                 returns, the next hang is reported once a task has begun or finished.
-            first_use_s: it takes at least so long in the first run, which makes communicators and compiles kernels.
-            host: by which it looks and waits.
+            first_use_s: the least timeout in the first run, which makes communicators and compiles kernels.
+            host: the clock by which it looks and waits.
         """
         self.file = _own_file((report_file() if file is None else Path(file)).absolute())
         self.at_end: list[Callable[[str], None]] = []
@@ -126,7 +125,7 @@ class Watchdog:
         self._thread.start()
 
     def failed(self, error: BaseException) -> None:
-        """Report an error of a run, whoever may catch it later; once per error. It gets a note with the file's name."""
+        """Report an error of a run, even if it is caught later; once per error. It gets a note with the file's name."""
         if self._closed.is_set() or any(str(self.file) in note for note in getattr(error, "__notes__", ())):
             return
         text = "".join(traceback.format_exception(error))
@@ -139,11 +138,11 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """So long :meth:`terminated` takes at the most."""
+        """The most seconds that :meth:`terminated` takes."""
         return _REPORT_LIMIT_S + _AT_END_LIMIT_S
 
     def close(self) -> None:
-        """End the thread, and give back the hooks with the last watchdog of the process; once is enough."""
+        """End the thread, and with the last watchdog of the process restore the hooks; one call is enough."""
         self._closed.set()
         exit_hooks.leave(self)
         # When the interpreter is on its way out, such a thread does not run any more, not even to its end.
@@ -174,7 +173,7 @@ class Watchdog:
             del lanes  # not kept alive from here
 
     def _stands_still(self, lanes: Lanes) -> bool:
-        """Whether a run is under way in which nothing has moved since this was asked last."""
+        """Return whether a run is under way in which nothing has moved since the last call."""
         is_under_way, marks = lanes._is_running, _marks(lanes)
         is_same = all(new is old for new, old in zip(marks, self._seen_marks, strict=True))
         progress = None
@@ -190,10 +189,10 @@ class Watchdog:
         return is_same and is_under_way
 
     def _ask(self, lanes: Lanes) -> tuple[bool, _Progress]:
-        """Whether a device has yet to do what runs have given it, and how far each lane has come.
+        """Return whether a device still has work of runs to do, and how far each lane has come.
 
-        On CUDA that is for the driver to say, which may keep one thread waiting while another waits in it. If it does
-        not answer, it is behind, and the lanes are where they were.
+        On CUDA the driver is asked, which may block one thread while another waits in it. If it does not answer, the
+        device counts as behind and the lanes as unmoved.
         """
         if self._asking is None or not self._asking.is_alive():
 
@@ -208,7 +207,7 @@ class Watchdog:
     # ---- the report
 
     def _report_and_save(self, reason: str, details: str = "") -> Path | None:
-        """The report first, because it is what says why; returns its file."""
+        """Write the report first, because it says why, then save; return its file."""
         file = self._report(reason, details)
         if self.at_end:
             thread = threading.Thread(target=self._save, args=(reason,), name="fsmoe-at-end", daemon=True)
@@ -225,7 +224,7 @@ class Watchdog:
                 logger.exception("rank %s: at its end something was not saved", self._rank)
 
     def _report(self, reason: str, details: str = "") -> Path | None:
-        """Write a report and log where it is; ``None`` if it could not be written, or not in time."""
+        """Write a report and log where it is; return ``None`` if it could not be written, or not in time."""
         written: list[Path] = []
 
         def write() -> None:
@@ -283,19 +282,19 @@ class Watchdog:
 
 
 def _marks(lanes: Lanes) -> list[tuple[str, Any] | None]:
-    """What each lane began and finished last: other objects each time, also if a task of the same name is done again
-    and again. Reading them asks no device."""
+    """Return what each lane began and finished last, as new objects each time, also if a task of the same name repeats.
+    Reading them does not ask the device."""
     return [at for mark in lanes._marks.values() for at in (mark.begun, mark.finished)]
 
 
 def _is_behind(lanes: Lanes) -> bool:
-    """Whether a device has yet to do what runs have given it. Without a device, a run is over when it is over."""
+    """Return whether a device still has work of runs to do. Without a device, a run is over when it returns."""
     is_behind = getattr(lanes, "is_behind", None)
     return is_behind is not None and is_behind()
 
 
 def _own_file(file: Path) -> Path:
-    """That, or one beside it that no watchdog of this process has."""
+    """Return the file, or one beside it that no watchdog of this process uses."""
     others = {each.file for each in exit_hooks.attending() if isinstance(each, Watchdog)}
     names = (file, *(file.with_stem(f"{file.stem}_{number}") for number in range(2, len(others) + 2)))
     return next(each for each in names if each not in others)

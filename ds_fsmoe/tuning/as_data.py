@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured and decided, as plain data for the folder of a run."""
+"""Returns what was measured and decided, as plain data for the folder of a run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def plans_as_data(pipelines: Mapping[str, Pipeline], autotune: Autotune | None) -> dict[str, Any]:
-    """What runs now and, where it was measured, what it follows from.
+    """Return the plans that run now and, where layers were measured, what the plans follow from.
 
     Args:
         pipelines: label -> how each layer is run.
-        autotune: the stage; ``None``, or one that has not run: degrees were given.
+        autotune: the stage; ``None``, or one that has not run, if degrees were given.
     """
     layers = [
         {

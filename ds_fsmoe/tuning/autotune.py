@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Degrees chosen for the machine at hand: measure, search, apply, and try.
+"""Chooses degrees for the machine at hand: measure, search, apply, and try.
 
 The first forward in training runs uncut and tells the sizes of each layer; the second shows what the rest of the model
-takes. At the start of the third, where all ranks are together and no layer is under way, what the layers' tasks cost is
-measured; the planner makes plans of it; the best are tried for some steps, if that is asked for.
+takes. At the start of the third, where all ranks are together and no layer is under way, the costs of the layers' tasks
+are measured; the planner makes plans from them; the best are tried for some steps, if asked for.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 FORWARDS_BEFORE = 2
-"""In training, before it is measured: one is slow, one shows what the rest of the model takes."""
+"""The forwards in training before the measuring: one is slow, one shows what the rest of the model takes."""
 
 
 class Autotune:
-    """The stage, for one engine.
+    """Runs the autotuning stage, for one engine.
 
     Args:
-        block: what is asked for.
-        running: lanes and groups of its layers.
+        block: the options of the stage.
+        running: the lanes and groups of its layers.
         group: the ranks that run the same layers; ``None``: all of the job.
     """
 
@@ -55,21 +55,21 @@ class Autotune:
         self._is_wanted = True
         self._why_again: str | None = None
         self.took_s = 0.0
-        """Seconds that the stage took when it ran last."""
+        """The seconds that the stage took when it ran last."""
         self.num_measured = 0
-        """Operations that were timed; none where all was known."""
+        """The number of operations that were timed; 0 where all was known."""
         self.rows: list[Row] = []
-        """What was measured and chosen."""
+        """The rows of what was measured and chosen."""
         self.step: StepTimes | None = None
-        """What a step is predicted to take."""
+        """The times that a step is predicted to take."""
         self.trials: Trials | None = None
-        """Trials under way, ahead of which plans are not settled."""
+        """The trials under way, until which plans are not settled."""
         self.tried: list[list[Tried]] = []
-        """Rounds of trials -> what each plan took: the last word on what is run."""
+        """Rounds of trials -> what each plan took: they decide what is run."""
         self._refine: Callable[[int, tuple[int, int]], Trials | None] | None = None
-        """The round to come: plan that is kept, and those of the fastest phases -> what is tried beside it."""
+        """Makes the next round: plan that is kept, and those of the fastest phases -> what is tried beside it."""
         self.predictors: dict[str, MeasuredPredictor] = {}
-        """Label of a layer -> what its phases should take, since the stage has run."""
+        """Label of a layer -> the predictor of its phases, since the stage has run."""
 
     def counts_forward(self) -> bool:
         """Count a forward in training that is about to begin, and tell whether the stage is due ahead of it: the same
@@ -78,14 +78,14 @@ class Autotune:
         return self._is_wanted and self._num_forwards > FORWARDS_BEFORE
 
     def need_not_run(self) -> None:
-        """Take note that plans have come from elsewhere."""
+        """Take note that plans came from somewhere else."""
         self._is_wanted, self.trials, self._refine = False, None, None
 
     def request_again(self, reason: str) -> None:
-        """Measure and plan anew, one training forward from now. Every rank asks for it at the same step.
+        """Measure and plan again, one training forward from now. Every rank asks for it at the same step.
 
         Args:
-            reason: is said when it is done.
+            reason: the reason, logged when it is done.
         """
         self._is_wanted, self._why_again = True, reason
         self._num_forwards = FORWARDS_BEFORE - 1
@@ -101,8 +101,8 @@ class Autotune:
         """Measure, search, and apply what was found. Collective over all ranks, between forwards.
 
         Args:
-            layers: of the engine, by label, in the order of the forward.
-            reduction: of its gradients, if we do it.
+            layers: the engine's layers, by label, in the order of the forward.
+            reduction: the reduction of its gradients, if we do it.
             dense_ms: what the rest of the model takes, forward and backward.
 
         Raises:
@@ -143,7 +143,7 @@ class Autotune:
         self.rows = rows_of(model.measured, model.labels, plan, model.search.space.asked)
 
     def _start(self, model: _Model, plans: Sequence[ModelPlan]) -> Trials | None:
-        """Apply the first plan; try the others in turns, if there are some and that is asked for."""
+        """Apply the first plan; try the others in turns, if there are others and trials are asked for."""
         self._apply(model, plans[0])
         rounds, clock = self._block.autotune.trials, self._running.step_clock
         if not rounds or clock is None or not model.labels or len(plans) == 1:
@@ -159,7 +159,7 @@ class Autotune:
         return self._start(model, near)
 
     def _on_first(self, decide: Callable[[], _T]) -> _T:
-        """What the first rank of the stage decides. Collective over the stage, and raises on all of its ranks."""
+        """Return what the stage's first rank decides. Collective over the stage, and raises on all of its ranks."""
         decided: list[_T] = []
         with raise_on_all_ranks(self._group, "choosing degrees"):
             if world_size_now() == 1 or dist.get_rank(self._group) == 0:
@@ -186,14 +186,14 @@ class Autotune:
 
 
 class _Model:
-    """The layers of one engine, as they were measured: what is searched, and what plans are applied to.
+    """Holds the layers of one engine as they were measured: plans are searched for them and applied to them.
 
     Args:
-        block: what is asked for.
-        running: lanes and groups of the layers.
-        layers: by label, in the order of the forward.
-        measured: of them.
-        gradients: kind and bytes of every buffer that we reduce.
+        block: the options of the stage.
+        running: the lanes and groups of the layers.
+        layers: the layers by label, in the order of the forward.
+        measured: what was measured of them.
+        gradients: the kind and bytes of every buffer that we reduce.
         dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
             when it was measured; ``None``: not seen.
     """
@@ -261,7 +261,7 @@ class _Model:
         return predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms)
 
     def other_esp_sizes(self) -> dict[int, float]:
-        """Predict what experts' parts of a step take with experts sharded otherwise."""
+        """Predict the time of the experts' parts of a step with other numbers of shards."""
         measured, search = self.measured, self.search
         counted = [
             (len(kind.labels), kind.pipeline.forward.groups, kind.sizes, measured.costs_of(kind, next(iter(kind.ways))))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While training, what was predicted beside what happens: of every n-th step, by phase of a layer and by kind of task.
+"""Compares predictions with what happens during training: of every n-th step, by phase of a layer and by kind of task.
 
-Predicted are the experts' parts of the layers, for the schedules and sizes that were really run, gradients in them
-included. The rest of a step (dense layers, gates, losses, gradients that travel after the backward, waiting for ranks
-that have more to do) is not predicted: it is taken as it was in the first steps compared, and what a step should take
-is that and its predicted phases. Ranks share their numbers, so whatever follows from them is the same on all.
+The experts' parts of the layers are predicted, for the schedules and sizes that were really run, with the gradients in
+them. The rest of a step (dense layers, gates, losses, gradients that travel after the backward, waiting for ranks that
+have more to do) is not predicted: it is taken as it was in the first steps compared, and what a step should take is
+that and its predicted phases. Ranks share their numbers, so whatever follows from them is the same on all.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.tuning.step_comparison import Compared, StepComparison
 
 IN_A_ROW = 3
-"""Steps compared that have to differ before anything is said."""
+"""The number of compared steps in a row that have to differ before anything is said."""
 BEFORE_NEXT = 10
-"""Steps compared after a new plan before drift may ask for another one."""
+"""The number of compared steps after a new plan before drift may ask for another one."""
 _REFERENCES = 3
-"""Steps compared from which the rest of a step is taken: the lower median, as one of them may have been disturbed."""
+"""The number of compared steps whose lower median is the rest of a step, as one may have been disturbed."""
 _KINDS = (
     *(A2A_IN_NODE, A2A_IN, GATHER, EXPERT, EXPERT_DX, EXPERT_DW, REDUCE, A2A_OUT, A2A_OUT_NODE),
     *(GRAD, EXPERT_GRAD),
@@ -60,12 +60,12 @@ class PredictionWatch:
     whatever each of them has run in it.
 
     Args:
-        block: how often, and what differs too much.
-        clock: is started for the steps that are compared.
-        labels: of the layers, the same on every rank.
-        predictors: of those; layers without one belong to the rest.
-        plan_again: hears why, on all ranks in the same step; it has the layers measured and planned anew ahead of a
-            later forward, and :meth:`plans_changed` is called then.
+        block: how often to compare, and what differs too much.
+        clock: the clock that is started for the steps that are compared.
+        labels: the labels of the layers, the same on every rank.
+        predictors: the predictors of the layers; layers without one belong to the rest.
+        plan_again: called with the reason, on all ranks in the same step; it has the layers measured and planned again
+            ahead of a later forward, and then :meth:`plans_changed` is called.
         group: the ranks; ``None``: all.
     """
 
@@ -88,28 +88,28 @@ class PredictionWatch:
         self._is_sampling = False
         self._has_warned = False
         self._wait = 0
-        """Steps to compare before a new plan may be asked for."""
+        """The number of steps to compare before a new plan may be asked for."""
         self.plans_changed()
 
     def plans_changed(self) -> None:
-        """Layers are run by other plans from now on, so there is nothing to hold them against yet; a step that is under
-        way is not compared. On every rank at once."""
+        """Take note that layers are run by other plans from now on, so there is nothing to compare with yet; a step
+        that is under way is not compared. Call it on every rank at once."""
         if self._is_sampling:
             self._is_sampling = False
             self._clock.stop()
         self._rests: dict[tuple[int, int], list[float]] = {}
-        """(forwards, backwards) of a step -> what was in no phase."""
+        """(forwards, backwards) of a step -> the times outside of phases."""
         self._in_a_row = 0
         self._is_told = False
 
     def step_is_over(self, next_step: int) -> StepComparison | None:
-        """An optimizer step is over; collective if it was one to be compared.
+        """Take note that an optimizer step is over; collective if it was one to be compared.
 
         Args:
             next_step: the number of the next one.
 
         Returns:
-            What was found, if anything.
+            The comparison, if one was made.
         """
         found = None
         if self._is_sampling:
@@ -214,7 +214,7 @@ class PredictionWatch:
 
 
 def _busy_ms(timeline: Timeline) -> dict[str, float]:
-    """Kind of task, and lane -> how long there was such a task."""
+    """Return kind of task or lane -> how long such a task was under way."""
     found: dict[str, float] = {}
     for span in timeline.spans:
         if span.task.kind != HOLD:
@@ -225,7 +225,7 @@ def _busy_ms(timeline: Timeline) -> dict[str, float]:
 
 @dataclass
 class _Total:
-    """Over the runs on this rank."""
+    """The total over the runs on this rank."""
 
     count: int = 0
     waits: bool = False
@@ -235,18 +235,18 @@ class _Total:
 
 @dataclass
 class _Totals:
-    """Sums by name, and the numbers by which ranks share them: as many on every rank, for the largest of each."""
+    """Sums by name, and the numbers by which ranks share them: equally many on every rank, for the largest of each."""
 
     names: Sequence[str]
     _of: dict[str, _Total] = field(default_factory=dict)
 
     def add(self, name: str, waits: bool, predicted_ms: float, measured_ms: float) -> None:
-        """One more.
+        """Add one run.
 
         Args:
-            name: another than those known is left out.
-            waits: whether its time on a rank is also that of waiting for others.
-            predicted_ms, measured_ms: of this one.
+            name: its name; an unknown one is left out.
+            waits: whether its time on a rank includes waiting for others.
+            predicted_ms, measured_ms: its times.
         """
         total = self._of.setdefault(name, _Total(waits=waits))
         total.count += 1
@@ -254,7 +254,7 @@ class _Totals:
         total.measured_ms += measured_ms
 
     def numbers(self) -> list[float]:
-        """This rank's. Means, because ranks may differ in how often they ran it; what is negative finds the least."""
+        """Return this rank's numbers: means, because ranks may differ in their runs; negative ones find the least."""
         found: list[float] = []
         for name in self.names:
             total = self._of.get(name)
@@ -266,7 +266,7 @@ class _Totals:
         return found
 
     def compared(self, numbers: Sequence[float]) -> dict[str, Compared]:
-        """Of those that any rank has run."""
+        """Return the comparison of each name that any rank has run."""
         found = {}
         for at, name in enumerate(self.names):
             count, waits, predicted_ms, most_ms, negative_least_ms = numbers[5 * at : 5 * at + 5]

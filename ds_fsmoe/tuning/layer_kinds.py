@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the autotuner measures: the layers of an engine as they were called, equal ones once."""
+"""Finds what the autotuner measures: the layers of an engine as they were called, each kind of equal layers once."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Way:
-    """To exchange tokens: an all-to-all by name."""
+    """One way to exchange tokens: an all-to-all by name."""
 
     subject: Subject
-    """The layer with it."""
+    """The layer with this all-to-all."""
     planned: AllToAll
-    """As the planner calls it."""
+    """The planner's name for it."""
 
 
 @dataclass
 class LayerKind:
-    """Layers that are equal, and have been called alike."""
+    """Describes layers that are equal and have been called alike."""
 
     labels: list[str]
     layer: FSMoELayer
-    """One of them."""
+    """One of the layers."""
     subject: Subject
     num_tokens: int
     """S, on this rank."""
     ways: dict[str, Way] = field(default_factory=dict)
-    """All-to-alls that may be chosen, the one that is run first."""
+    """The all-to-alls that may be chosen, the one that is run first."""
 
     @property
     def pipeline(self) -> Pipeline:
-        """Of that one."""
+        """The pipeline of ``layer``."""
         assert self.layer.pipeline is not None
         return self.layer.pipeline
 
     @property
     def sizes(self) -> CallShape:
-        """For the planner. Experts are one product of all their weights: what they cost was measured as a whole."""
+        """The sizes for the planner. Experts are one product of all weights: their cost was measured as a whole."""
         at, subject = self.subject.sizes, self.subject
         return CallShape(subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights)
 
     def lane_of(self, name: str) -> Lane:
-        """Of a collective."""
+        """Return the lane of a collective."""
         if name == IN_NODES:
             return Lane.INTRA
         group = "esp" if name in (ALL_GATHER, REDUCE_SCATTER) else "ep"
@@ -85,11 +85,11 @@ class LayerKind:
 def find_kinds(
     layers: Mapping[str, FSMoELayer], calls: Mapping[str, FirstCall], group: dist.ProcessGroup | None
 ) -> list[LayerKind]:
-    """The same on every rank, in the same order. Collective.
+    """Return the kinds of layers, the same on every rank and in the same order. Collective.
 
     Args:
-        layers: that were called, by label.
-        calls: how.
+        layers: the layers that were called, by label.
+        calls: how they were called.
         group: the ranks that have these layers; ``None``: all.
 
     Raises:
@@ -117,7 +117,7 @@ def find_kinds(
 
 
 def largest_of_each(kinds: list[LayerKind]) -> list[LayerKind]:
-    """Those to be measured: what is known of a large capacity holds for smaller ones."""
+    """Return the kinds to be measured: what is known of a large capacity holds for smaller ones."""
     largest: dict[str, LayerKind] = {}
     for kind in sorted(kinds, key=lambda each: each.subject.sizes.capacity):
         largest[kind.subject.kind] = kind

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer does beside the experts' part: gate, order, and the sums of gradients; timed alone."""
+"""Times what a layer does besides the experts' part, alone: gate, order, and the sums of gradients."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ds_fsmoe.gradients.reduction import Reduction
 
 LARGEST_NUMEL = 1 << 20
-"""Of gradients that are summed to see what it takes."""
+"""The most elements of gradients that are summed to measure the cost."""
 _NAMES = {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS}
 
 
 def time_gate_and_order(measuring: Measuring, kind: LayerKind) -> dict[str, Timing]:
-    """Forward of a layer's gate, and of its order there and back, per token. Collective.
+    """Time the forward of a layer's gate, and of its order there and back, per token. Collective.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
@@ -66,12 +66,12 @@ def time_gate_and_order(measuring: Measuring, kind: LayerKind) -> dict[str, Timi
 
 
 def time_gradients(measuring: Measuring, kind: LayerKind, reduction: Reduction | None) -> dict[str, Timing]:
-    """The sums of gradients, per byte: of dense ones, and of the experts' where several ranks hold them. Collective.
+    """Time the sums of gradients, per byte: dense ones, and the experts' where several ranks hold them. Collective.
 
     Args:
-        measuring: of this job.
+        measuring: the measuring of this job.
         kind: a layer.
-        reduction: whose groups are used; without one, those of DeepSpeed for dense gradients.
+        reduction: its groups are used; without one, DeepSpeed's for dense gradients.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
@@ -95,7 +95,7 @@ def time_gradients(measuring: Measuring, kind: LayerKind, reduction: Reduction |
 
 
 def _sizes_up_to(largest: int, count: int) -> list[int]:
-    """So many sizes by halves, or fewer where they would be the same, but at least the three that a line needs."""
+    """Return so many sizes by halves, fewer where they would repeat, but at least the three that a line needs."""
     sizes = sorted({max(1, largest >> halvings) for halvings in range(count)})
     while len(sizes) < 3:
         sizes.append(2 * sizes[-1])

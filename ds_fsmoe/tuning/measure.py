@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that the autotuner measures, as data; and the model as the planner sees it, made from that."""
+"""Returns everything that the autotuner measures, as data; and the model as the planner sees it, made from that."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from ds_fsmoe.layer.stock_layer import FSMoELayer
 
 _HOST_DEGREE = 4
-"""Chunks of the schedule by which the cost of handing out tasks is timed."""
+"""The number of chunks of the schedule that times the cost of handing out tasks."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, and of what."""
+    """The measurements, and what they are of."""
 
     kinds: Sequence[LayerKind]
     profiles: Mapping[tuple[str, str], LayerProfile]
@@ -57,9 +57,9 @@ class Measured:
     issues_ahead: bool
     """Whether one thread issues for all lanes, ahead of them."""
     num_measured: int = 0
-    """Operations that were timed; none where all was known."""
+    """The number of operations that were timed; 0 where all was known."""
     source: str = ""
-    """Where what was not measured again is from."""
+    """The origin of what was not measured again."""
     _costs: dict[tuple[str, str], LayerCosts] = field(default_factory=dict)
 
     @cached_property
@@ -68,11 +68,11 @@ class Measured:
         return {label: kind for kind in self.kinds for label in kind.labels}
 
     def profile_of(self, kind: LayerKind, alltoall: str) -> LayerProfile:
-        """Return what was measured of layers with an all-to-all."""
+        """Return what was measured for layers with an all-to-all."""
         return self.profiles[kind.subject.kind, alltoall]
 
     def costs_of(self, kind: LayerKind, alltoall: str) -> LayerCosts:
-        """Return the same as the planner needs it; always the same object."""
+        """Return the measured costs as the planner needs them; always the same object."""
         key = kind.subject.kind, alltoall
         if key not in self._costs:
             self._costs[key] = self.profiles[key].costs(self.issues_ahead)
@@ -88,8 +88,8 @@ class Measured:
         """Return the model as the planner sees it: layer by layer, name of an all-to-all -> the layer with it.
 
         Args:
-            labels: of its layers, in the order of the forward.
-            rest_ms: all but the experts' parts, forward and backward: each layer has its share behind it.
+            labels: the labels of its layers, in the order of the forward.
+            rest_ms: the time of all but the experts' parts, forward and backward: each layer is followed by its share.
             gradients_bytes: kind of gradient -> all that is reduced: each layer leaves its share.
         """
         found: dict[int, dict[str, Layer]] = {}
@@ -123,14 +123,14 @@ def measure(
     *,
     reads_cache: bool,
 ) -> Measured:
-    """Measure what plans follow from. Collective over all ranks, between forwards.
+    """Measure what plans depend on. Collective over all ranks, between forwards.
 
     Args:
-        running: lanes and groups of the layers.
-        layers: of the engine, by label; those that were called are measured.
-        reduction: of its gradients, if we do it.
+        running: the lanes and groups of the layers.
+        layers: the engine's layers, by label; those that were called are measured.
+        reduction: the reduction of its gradients, if we do it.
         group: the ranks that run the same layers; ``None``: all of the job.
-        reads_cache: whether what was measured before need not be measured again.
+        reads_cache: whether earlier measurements are used instead of measuring again.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
@@ -162,7 +162,7 @@ def measure(
 def _layers(
     measuring: Measuring, kinds: list[LayerKind], reduction: Reduction | None, running: LayerRuntime
 ) -> tuple[dict[tuple[str, str], LayerProfile], LinkTimes, Slowdowns]:
-    """Each collective once for all layers that share its ranks, experts once for layers that are equal."""
+    """Measure each collective once for all layers that share its ranks, experts once for layers that are equal."""
     largest = largest_of_each(kinds)
     for kind in largest:
         kind.find_ways(running)
@@ -189,7 +189,7 @@ def _layers(
 
 
 def _dtype(kinds: Sequence[LayerKind], group: dist.ProcessGroup | None) -> torch.dtype:
-    """Of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
+    """Return the type of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
     own = kinds[0].subject.sizes.dtype if kinds else None
     of_ranks = [own] if group is None else on_every_rank(own)
     return next((each for each in of_ranks if each is not None), torch.float32)
@@ -198,7 +198,7 @@ def _dtype(kinds: Sequence[LayerKind], group: dist.ProcessGroup | None) -> torch
 def _known(
     everyone: Stopwatch, cache: MeasurementCache | None, fingerprint: Mapping[str, object]
 ) -> tuple[Measurements, str]:
-    """What need not be measured, the same on every rank, and where it is from."""
+    """Return what need not be measured, the same on every rank, and where it comes from."""
     known, source = Measurements(), ""
     with raise_on_all_ranks(everyone.group, "reading what was measured before"):
         if cache is not None and rank_now() == 0:

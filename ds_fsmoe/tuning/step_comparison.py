@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was predicted of one step beside what was measured of it, in numbers and in words."""
+"""Compares what was predicted of one step with what was measured, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ _WORST = 3
 
 @dataclass(frozen=True)
 class Compared:
-    """Milliseconds in one optimizer step."""
+    """Predicted and measured milliseconds in one optimizer step."""
 
     predicted_ms: float
     measured_ms: float
 
     @property
     def off_ms(self) -> float:
-        """By how much it differs."""
+        """The difference between the two."""
         return abs(self.measured_ms - self.predicted_ms)
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """One step, the same on every rank: forwards and backwards of all micro batches, without the optimizer."""
+    """Compares one step, the same on every rank: forwards and backwards of all micro batches, without the optimizer."""
 
     step: int
     whole: Compared
     rest: Compared
-    """What is in no phase; "predicted" is what it was before."""
+    """The time outside of phases; its "predicted" is what it was before."""
     phases: Mapping[str, Compared]
     """"L03/backward" -> all its runs together. Of ranks that exchange tokens it is measured on the one that waits
-    least: it comes last."""
+    least, because that one comes last."""
     kinds: Mapping[str, Compared]
     """Kind of task -> all of them together: computed on the slowest rank, sent by the rank that waits least."""
     lanes: Mapping[str, Compared]
-    """Lane -> all tasks on it together, likewise."""
+    """Lane -> all tasks on it together, by the same ranks as ``kinds``."""
 
     @property
     def drift(self) -> float:
-        """The share of the prediction by which the step differs from it; below 0 it was faster."""
+        """The share of the prediction by which the step differs from it; below 0 the step was faster."""
         predicted = self.whole.predicted_ms
         return (self.whole.measured_ms - predicted) / predicted if predicted > 0 else math.inf
 
@@ -52,10 +52,10 @@ class StepComparison:
         return {lane: each.measured_ms / phases_ms for lane, each in self.lanes.items() if phases_ms}
 
     def values(self, is_detailed: bool) -> dict[str, float]:
-        """For monitors: milliseconds by name.
+        """Return milliseconds by name, for monitors.
 
         Args:
-            is_detailed: each phase and each kind of task, and not only sums over layers.
+            is_detailed: include each phase and each kind of task, and not only sums over layers.
         """
         named = {"step": self.whole, "rest": self.rest}
         for direction in ("forward", "backward"):
@@ -74,7 +74,7 @@ class StepComparison:
         return found | {f"busy/{lane}": share for lane, share in self.busy.items()}
 
     def worst(self) -> str:
-        """What differs most, in words."""
+        """Say in words what differs most."""
         named = {"the rest of the model": self.rest, **self.phases, **self.kinds}
         # What hardly differs says nothing.
         telling = {name: each for name, each in named.items() if each.off_ms >= self.whole.off_ms / 10}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the autotuner has measured and chosen, as tables to be read."""
+"""Formats what the autotuner has measured and chosen, as tables to be read."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ if TYPE_CHECKING:
     from ds_fsmoe.tuning.measure import Measured
 
 PAYS = 1.1
-"""Below this much more work of two lanes at once, overlap is said not to pay."""
+"""The ratio of work of two lanes at once to one after the other, below which overlap is said not to pay."""
 
 _EQUAL = 1e-3
-"""A share below which times count as equal."""
+"""The share below which times count as equal."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Equal layers."""
+    """One row of the table, for equal layers."""
 
     labels: tuple[str, ...]
-    """Such as "L03"."""
+    """The labels of the layers, such as "L03"."""
     profile: LayerProfile
     choices: tuple[Choice, Choice]
-    """(forward, backward)."""
+    """The choices for (forward, backward)."""
     asked: tuple[Degree, Degree]
-    """Degrees given by hand."""
+    """The degrees given by hand."""
     alltoall: str
     alltoalls_ms: Mapping[str, float]
     """All-to-all -> what both phases are predicted to take with it."""
     reduces: Reduces
-    """How reduce-scatters are done, by size."""
+    """The way reduce-scatters are done, by size."""
     uncut: str = ""
-    """Why the layers may not be cut; empty: they may be."""
+    """The reason why the layers may not be cut; empty if they may be."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What holds for all layers."""
+    """Facts that hold for all layers."""
 
     step: StepTimes
     slowed: Slowdowns
     sharded_ms: Mapping[int, float]
-    """ESP size -> all experts' parts of a step, by the cluster's numbers."""
+    """ESP size -> the time of all experts' parts of a step, by the cluster's numbers."""
     esp_size: int
-    """As it is."""
+    """The current ESP size."""
     schedule: str
-    """As it was asked for."""
+    """The schedule that was asked for."""
     cluster: Cluster
     why_again: str | None = None
-    """What it was measured anew for."""
+    """The reason for measuring again."""
     is_tried: bool = False
-    """Whether trials follow: steps with these and other plans, by whose times one is kept."""
+    """Whether trials follow: steps with these and other plans, after which the fastest is kept."""
 
 
 def rows_of(
@@ -75,10 +75,10 @@ def rows_of(
     """Return a row for all layers that are equal and run alike.
 
     Args:
-        measured: the layers.
-        labels: of the layers of the plan.
-        plan: how they are run.
-        asked: degrees given by hand.
+        measured: what was measured of the layers.
+        labels: the labels of the plan's layers.
+        plan: the plan by which they run.
+        asked: the degrees given by hand.
     """
     found: dict[tuple, Row] = {}
     for index, label in enumerate(labels):
@@ -118,13 +118,13 @@ def _describe_order(order: Order) -> str:
 
 
 def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str:
-    """Tables: what operations cost, how lanes slow each other down, how layers are run, what a step should take.
+    """Return tables: what operations cost, how lanes slow each other down, how layers run, what a step should take.
 
     Args:
-        rows: one per kind of layer.
-        told: for all of them.
-        took_s: seconds of the stage.
-        source: where the numbers are from.
+        rows: the rows, one per kind of layer.
+        told: the facts that hold for all of them.
+        took_s: the seconds that the stage took.
+        source: where the numbers come from.
     """
     again = f", again because {told.why_again}" if told.why_again else ""
     head = f"autotune{again}: {source}; the stage took {took_s:.2f} s"
@@ -135,7 +135,7 @@ def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str
 
 
 def bad_fits(rows: Sequence[Row]) -> str:
-    """A sentence on what was measured and is not described by a line; empty if there is nothing."""
+    """Return a sentence on measurements that a line does not describe; empty if there are none."""
     names = {name for row in rows for name, timing in row.profile.operations.items() if not timing.best_fit.is_good}
     if not names:
         return ""
@@ -240,11 +240,11 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
 
 
 def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
-    """Why a degree is not taken with which its phase would be faster; ``None`` if there is none.
+    """Say why a degree is not chosen that would make its phase faster; return ``None`` if there is none.
 
     Args:
-        choice: of one phase.
-        margin: what a cut has to gain.
+        choice: the choice for one phase.
+        margin: the gain that a cut has to bring.
     """
     if choice.runner_up_ms is None or choice.runner_up_both_ms is None:
         return None
@@ -288,7 +288,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _span(labels: Sequence[str]) -> str:
-    """``L00..L03``, and what does not follow on one by one: ``L01, L03``."""
+    """Return ``L00..L03``, or a list where labels do not follow one another: ``L01, L03``."""
     numbers = [int(each.removeprefix("L")) for each in labels]
     if len(labels) > 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return f"{labels[0]}..{labels[-1]}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few plans that look best, tried by training with them: every plan gives the same numbers, so no step is lost.
+"""Tries the few plans that look best by training with them: every plan gives the same numbers, so no step is lost.
 
 A prediction adds up what operations take one by one, and pair by pair. Ranks that share cores or links, wait for each
-other in other places, or drift apart, make it wrong by more than plans differ. What a step takes is the judge.
+other in other places, or drift apart, make it wrong by more than plans differ. The measured step decides.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import torch.distributed as dist
 from ds_fsmoe.observing.step_timer import StepClock, most_of
 
 GAIN = 0.01
-"""What a plan has to gain over one that stands before it: less is chance."""
+"""The share that a plan has to gain over one before it in the list: less is chance."""
 HOPELESS = 0.1
-"""A plan whose fastest step takes so much more than that of another is not tried again: no training time is lost."""
+"""A plan whose fastest step is slower than another's by this share is not tried again: no training time is lost."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What a plan took."""
+    """The result of trying a plan."""
 
     name: str
     step_ms: float
-    """The median of its steps."""
+    """The median time of its steps."""
     num_steps: int
     is_kept: bool
 
 
 class Trials:
-    """Whole optimizer steps, each with one plan, in turns; every second round backwards, and after each without those
-    that have no hope. Ranks decide alike.
+    """Runs whole optimizer steps, each with one plan, in turns; every second round goes backwards, and each round drops
+    the plans without hope. Ranks decide alike.
 
     Args:
-        names: of the plans, for people; the one that is kept if none is faster stands first.
-        rounds: steps with each plan, of which the median counts.
-        use: runs the layers by a plan from now on.
-        clock: of the steps.
+        names: the names of the plans, for people; the first is kept if none is faster.
+        rounds: the steps with each plan; their median counts.
+        use: a function that runs the layers by a plan from now on.
+        clock: the clock of the steps.
         group: the ranks; ``None``: all.
     """
 
@@ -55,11 +55,11 @@ class Trials:
     ) -> None:
         self.names = tuple(names)
         self.times_ms: list[list[float]] = [[] for _ in names]
-        """Plan -> of each step, of its slowest rank, all but the optimizer's part."""
+        """Plan -> the time of each step on its slowest rank, all but the optimizer's part."""
         self._phases_ms: list[list[tuple[float, float]]] = [[] for _ in names]
         self._rounds = rounds
         self._to_try = list(range(len(names)))
-        """In this round, in order."""
+        """The plans to try in this round, in order."""
         self._tried: list[int] = []
         self._use = use
         self._clock = clock
@@ -67,7 +67,7 @@ class Trials:
         self._trying: int | None = None
 
     def step_is_over(self) -> int | None:
-        """An optimizer step is over: the first call begins. Collective, on every rank after the same steps.
+        """End an optimizer step: the first call begins. Collective, on every rank after the same steps.
 
         Returns:
             The plan that is kept, and is run from now on; ``None`` while there is more to try.
@@ -111,10 +111,10 @@ class Trials:
         return best
 
     def fastest_phases(self, kept: int) -> tuple[int, int]:
-        """The plans with the fastest forward and with the fastest backward.
+        """Return the plans with the fastest forward and with the fastest backward.
 
         Args:
-            kept: stands for both if no step was seen whole.
+            kept: the plan to return for both if no step was seen whole.
         """
         seen = [(plan, np.median(times_ms, axis=0)) for plan, times_ms in enumerate(self._phases_ms) if times_ms]
         if not seen:
@@ -123,7 +123,7 @@ class Trials:
         return forward, backward
 
     def results(self, kept: int) -> list[Tried]:
-        """What each took that was seen, the fastest first.
+        """Return what each measured plan took, the fastest first.
 
         Args:
             kept: the plan that stays.
@@ -136,7 +136,7 @@ class Trials:
         return sorted(seen, key=lambda each: each.step_ms)
 
     def describe(self, kept: int) -> str:
-        """The same, a line for each."""
+        """Describe the results, a line for each plan."""
         results = self.results(kept)
         if not results:
             return "autotune: no step of a trial was seen whole, so what was predicted stays"
