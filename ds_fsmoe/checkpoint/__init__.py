@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's checkpoints saved, checked and loaded by all ranks together."""
+"""Saves, checks and loads DeepSpeed's checkpoints on all ranks together."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's checkpoints, saved so that a kill at any moment leaves the last good one, and checked when they are read.
+"""Saves DeepSpeed's checkpoints so that a kill at any moment leaves the last good one, and checks them when reading.
 
-The files and their names are DeepSpeed's. Beside them lie ``fsmoe.json`` (sizes, versions, checksums) and one small
-file for each rank, with its random generators and the plans it runs by: who goes on with them goes on to the bit.
+The files and their names are DeepSpeed's. Beside them are ``fsmoe.json`` (sizes, versions, checksums) and one small
+file for each rank, with its random generators and its plans: a run that loads them continues bit for bit.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from ds_fsmoe.telemetry.progress import shown
 
 
 class Checkpoints:
-    """Of one engine. Every method is collective.
+    """Saves and loads the checkpoints of one engine. Every method is collective.
 
     Args:
-        engine: of ours.
+        engine: our engine.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -48,20 +48,20 @@ class Checkpoints:
     def save(
         self, folder: str | Path, tag: str, write: Callable[[str], Any], save_latest: bool, client_state: Any
     ) -> Any:
-        """Write a tag, publish it, and let ``latest`` name it.
+        """Write a tag, publish it, and make ``latest`` name it.
 
         Args:
-            folder: of all tags.
+            folder: the folder of all tags.
             tag: a name, or a path in the folder.
             write: writes DeepSpeed's files into the folder under the name it is given.
             save_latest: whether ``latest`` is to name it.
-            client_state: what the user keeps beside it; of what could not be read again, a warning is logged.
+            client_state: what the user saves with it; a warning is logged for what could not be read again.
 
         Returns:
             What ``write`` has returned.
 
         Raises:
-            CheckpointError: on every rank, if one could not do its part; ``latest`` and its tag are as they were. Only
+            CheckpointError: on every rank, if one could not do its part; ``latest`` and its tag are unchanged. Only
                 where ``latest`` itself cannot be written is the new tag there already.
         """
         self.check_tag(folder, tag, save_latest)
@@ -70,10 +70,10 @@ class Checkpoints:
         return Saving(self._engine, self._ranks, Path(folder), tag).save(write, save_latest)
 
     def check_tag(self, folder: str | Path, tag: str, save_latest: bool) -> None:
-        """Check that all ranks are about to save under the same tag, and that it can be found again.
+        """Check that all ranks save under the same tag, and that it can be found again.
 
         Raises:
-            CheckpointError: on every rank.
+            CheckpointError: on every rank, if they do not, or if it cannot be.
         """
         # A folder may be named otherwise on another host.
         facts = {"tag": tag, "save_dir is given": bool(folder), "save_latest": bool(save_latest)}
@@ -82,13 +82,13 @@ class Checkpoints:
             tags.check_new(folder, tag)
 
     def load(self, folder: Path, tag: str | None, read: Callable[..., Any], asked: dict[str, Any]) -> Any:
-        """Check a tag, read it, and go on from it.
+        """Check a tag, read it, and continue from it.
 
         Args:
-            folder: of all tags.
-            tag: or ``None`` for what ``latest`` names.
-            read: DeepSpeed's own reading of a tag of a folder.
-            asked: what of it is to be read, as DeepSpeed's ``load_checkpoint`` names that.
+            folder: the folder of all tags.
+            tag: the tag, or ``None`` for what ``latest`` names.
+            read: DeepSpeed's own function that reads a tag of a folder.
+            asked: which parts of it to read, by the argument names of DeepSpeed's ``load_checkpoint``.
 
         Returns:
             What ``read`` has returned.
@@ -141,22 +141,22 @@ class Checkpoints:
         return result
 
     def _fill_optimizer(self, place: Path, reading: Reading, differences: Sequence[str], client_state: Any) -> None:
-        """Put the states of the optimizer where this job has them. Collective."""
+        """Put the optimizer's states where this job has them. Collective."""
         self._ranks.together(f"moving {place}", reading.fill_optimizer)
         log_on_rank_0(f"{place} was moved to another layout: {'; '.join(differences)}")
         if client_state is not None:
             client_state.pop("optimizer", None)
 
     def check(self, folder: Path, tag: str | None, asked: dict[str, Any]) -> tuple[str, Manifest | None] | None:
-        """Before a tag is read: which one, and whether it is whole.
+        """Find out, before anything is read, which tag to read, and check that it is whole.
 
         Args:
-            folder: of all tags.
-            tag: or ``None`` for what ``latest`` names.
-            asked: what of it is to be read.
+            folder: the folder of all tags.
+            tag: the tag, or ``None`` for what ``latest`` names.
+            asked: which parts of it to read.
 
         Returns:
-            The tag and what it is said to be; ``None`` if there is none to be read.
+            The tag and what was read of it before loading; ``None`` if there is no tag to read.
 
         Raises:
             CheckpointError: on every rank, with what is wrong with which file.
@@ -180,11 +180,11 @@ class Checkpoints:
         return wanted, manifest
 
     def _read_state(self, place: Path, manifest: Manifest | None) -> RankState | None:
-        """What this rank goes on with, once the tag has been read: looked at before, as an error should find the engine
-        as it was.
+        """Return what this rank continues with after loading. It is read before, so that an error leaves the engine
+        unchanged.
 
         Returns:
-            ``None`` where there is nothing of that kind.
+            ``None`` where the checkpoint has no such state.
 
         Raises:
             CheckpointError: on every rank, if the state of one is damaged.
@@ -200,14 +200,14 @@ class Checkpoints:
         return self._ranks.together(f"reading {own}", lambda: read_rank_state(own, self._engine.fsmoe, fits))
 
     def _go_on(self, own: RankState) -> None:
-        """Draw and plan as when the tag was saved. Collective."""
+        """Restore the random states and the plans of the saved tag. Collective."""
         set_random_states(own.random)
         # Ranks of one stage have the same plans; all make communicators together or none does.
         if all(on_every_rank(own.plans is not None)) and own.plans is not None:
             go_on_with(self._engine.fsmoe, own.plans)
 
     def _lies_alike(self, place: Path, index: Index | None) -> bool:
-        """Whether each rank's states lie where this job would have put them; without an index that is not known."""
+        """Return whether each rank's states are where this job would have put them; without an index, assume so."""
 
         def compare() -> bool | None:
             if index is None:
@@ -221,7 +221,7 @@ class Checkpoints:
         return all(each is None or each for each in on_every_rank(own))
 
     def _check_optimizer(self, place: Path, index: Index | None) -> None:
-        """Before anything is loaded: whether the states are of this optimizer."""
+        """Check, before anything is loaded, that the states are of this optimizer."""
         now = optimizer_name(self._engine)
         if index is not None and index.optimizer != now:
             raise CheckpointError(
@@ -230,7 +230,7 @@ class Checkpoints:
             )
 
     def _check_settings(self, place: Path) -> None:
-        """After states were loaded of which nothing says whose they are, as of stock's."""
+        """Check, after loading, states whose optimizer is not known, such as those of stock DeepSpeed."""
         missing = settings_missing(self._engine)
         if missing:
             raise CheckpointError(
@@ -239,7 +239,7 @@ class Checkpoints:
             )
 
     def _is_recut(self, manifest: Manifest) -> bool:
-        """Whether the files of experts would be other ones, had this job saved them."""
+        """Return whether the experts' files would differ, had this job saved them."""
         was = {each.path: Numbering(each.num_experts, each.ep, manifest.sizes.esp) for each in manifest.layers}
         esp = sizes_of(self._engine).esp
         layers = self._engine.fsmoe.layers.items()
@@ -270,7 +270,7 @@ class Checkpoints:
             raise CheckpointError(f"{place} lies on several nodes, and its files are needed on all")
 
     def _differences(self, manifest: Manifest) -> list[str]:
-        """What of the layout is not as it was, in words."""
+        """Return how the layout differs from the saved one, in words."""
         differences = manifest.sizes.differences(sizes_of(self._engine))
         ep = {each.path: each.ep for each in manifest.layers}
         ep_now = {name: layer.deepspeed_moe.ep_size for name, layer in self._engine.fsmoe.layers.items()}

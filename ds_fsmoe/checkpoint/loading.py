@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How DeepSpeed's loading reads files while our engine loads: nothing in them is run, and experts come cut as this
-job's are. What is moved from another layout is put together parameter by parameter.
+"""Makes DeepSpeed read files safely while our engine loads: nothing in them is run, and experts are cut as this
+job's are. States from another layout are put together parameter by parameter.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ds_fsmoe.components.expert_compute.shards import cuts_of
 
 
 def trusted_classes(names: list[str]) -> tuple[Any, ...]:
-    """What files may name beside plain data: DeepSpeed's few classes, and what the config trusts."""
+    """Return what files may name beside plain data: DeepSpeed's few classes, and those that the config trusts."""
     parts = (name.rpartition(".") for name in (*OF_DEEPSPEED, *names))
     return tuple(getattr(importlib.import_module(module), attribute) for module, _, attribute in parts)
 
 
 class Reading:
-    """One tag, as it is to be loaded by an engine.
+    """Reads one tag for the engine that loads it.
 
     Args:
-        engine: of ours.
-        place: folder of the tag.
-        manifest: of it; ``None`` for stock's.
+        engine: our engine.
+        place: the folder of the tag.
+        manifest: the tag's manifest; ``None`` for a tag of stock DeepSpeed.
     """
 
     def __init__(self, engine: Any, place: Path, manifest: Manifest | None) -> None:
@@ -50,19 +50,19 @@ class Reading:
 
     @property
     def whole(self) -> Whole:
-        """Read when it is first needed: only to move what is laid out otherwise."""
+        """The whole parameters of the tag, read when first needed: only to move states from another layout."""
         if self._whole is None:
             self._whole = Whole(self._place, self._trusted)
         return self._whole
 
     @contextmanager
     def in_use(self, recut: bool, sharper: bool, strict: bool) -> Iterator[None]:
-        """DeepSpeed loads by it.
+        """Make DeepSpeed load through this reader within the block.
 
         Args:
-            recut: experts are cut into another number of shards than they were.
-            strict: every parameter of an expert that was saved has to be one here.
-            sharper: this job's weights hold more digits than those that were saved; the optimizer's copies have them.
+            recut: whether experts are cut into another number of shards than they were.
+            strict: whether every saved parameter of an expert has to exist here.
+            sharper: whether this job's weights have more digits than the saved ones; the optimizer's copies have them.
         """
         files = self._engine.checkpoint_engine
         if type(files) is not TorchCheckpointEngine:
@@ -83,17 +83,17 @@ class Reading:
             yield
 
     def _check_named(self, path: Path) -> None:
-        """A file that the manifest does not name was not held against a checksum."""
+        """Refuse a file that the manifest does not name, as it was not checked against a checksum."""
         named = () if self._manifest is None else self._manifest.files
         is_here = path.is_relative_to(self._place)
         if self._manifest is not None and is_here and path.relative_to(self._place).as_posix() not in named:
             raise CheckpointError(f"{path} is not named in {NAME}: it is not of this checkpoint")
 
     def check_states(self) -> None:
-        """Before anything is loaded: whether the states of the optimizer can be moved here.
+        """Check, before anything is loaded, that the optimizer's states can be moved to this layout.
 
         Raises:
-            CheckpointError: with what stands in the way.
+            CheckpointError: they cannot be; the message says why.
         """
         index = self.whole.index
         if index is None:
@@ -114,7 +114,7 @@ class Reading:
             )
 
     def fill_optimizer(self) -> None:
-        """After the weights are loaded: its states.
+        """Load the optimizer's states; called after the weights are loaded.
 
         Raises:
             CheckpointError: they cannot be put here; see :func:`~ds_fsmoe.checkpoint.optimizer_states.fill`.
@@ -129,7 +129,7 @@ class Reading:
         return self.whole.state(name, MASTER) if self.whole.has_state(name, MASTER) else self.whole.weights(name)
 
     def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
-        """What the file of an expert would hold, had this job saved it."""
+        """Return what the file of an expert would hold, had this job saved it."""
         path = list(self._engine.fsmoe.layers)[layer]
         inner = self._engine.fsmoe.layers[path].deepspeed_moe
         parameters = list(inner.experts.deepspeed_experts[0].state_dict())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of DeepSpeed's optimizers, whichever of its wrappers is around them, by parameter and element.
+"""Finds the tensors of DeepSpeed's optimizers by parameter and element, whichever wrapper is around them.
 
-One view for both ways: :func:`index_of` says where a checkpoint will have them, :func:`fill` puts into them what was
-read of a checkpoint of another layout.
+One view serves both directions: :func:`index_of` says where a checkpoint will have them; :func:`fill` fills them from
+a checkpoint of another layout.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ds_fsmoe.checkpoint_files.pieces import MASTER, Group, Index, Keys, Piece
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 Read = Callable[[str, str], torch.Tensor]
-"""Name of a parameter, as this job's files name it, and a state -> all elements of it, in this job's layout."""
+"""Takes this job's name for a parameter, and a state -> all elements of it, in this job's layout."""
 
 
 @dataclass
 class LiveGroup:
-    """Parameters that lie in the same tensors of an optimizer.
+    """The parameters that are in the same tensors of an optimizer.
 
     Attributes:
-        names: of all that are in the group, on whatever rank.
-        pieces: of those, what is on this rank.
-        master: what is optimized; ``None``: the parameter itself.
-        state: of the optimizer for it.
-        options: of the optimizer.
-        keys: of the master in the file.
-        state_keys: of the states in the file.
+        names: the names of all parameters in the group, on any rank.
+        pieces: the pieces of them that are on this rank.
+        master: the tensor that is optimized; ``None``: the parameter itself.
+        state: the optimizer's state for it.
+        options: the optimizer's settings.
+        keys: the keys of the master in the file.
+        state_keys: the keys of the states in the file.
     """
 
     names: tuple[str, ...]
@@ -52,13 +52,13 @@ class LiveGroup:
     state_keys: Keys
 
     def per_element(self) -> dict[str, torch.Tensor]:
-        """States with a number for each element."""
+        """Return the states that have a number for each element."""
         size = self.tensor.numel()
         found = {name: each for name, each in self.state.items() if torch.is_tensor(each) and each.numel() == size}
         return {name: each for name, each in found.items() if each.dim() > 0}
 
     def scalars(self) -> dict[str, float]:
-        """States that are one number."""
+        """Return the states that are one number."""
         found = {name: each for name, each in self.state.items() if name not in self.per_element()}
         return {
             name: float(each)
@@ -67,13 +67,13 @@ class LiveGroup:
         }
 
     def others(self) -> list[str]:
-        """States of which nothing is known."""
+        """Return the names of all other states, which cannot be interpreted."""
         known = {*self.per_element(), *self.scalars()}
         return [name for name, each in self.state.items() if name not in known and each is not None]
 
 
 def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
-    """Of every parameter of this rank: its name, with the expert's number over all ranks."""
+    """Map every parameter of this rank -> its name, with the expert's number over all ranks."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         expert = expert_name(name)
@@ -86,7 +86,7 @@ def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
 
 
 def live_groups(engine: Any) -> list[LiveGroup] | None:
-    """Of an engine without tensor parallelism or pipeline stages; ``None`` if its optimizer is none that is known."""
+    """Return the groups of an engine without tensor or pipeline parallelism; ``None`` if its optimizer is not known."""
     outer, names = engine.optimizer, names_in_files(engine)
     base = outer if isinstance(outer, torch.optim.Optimizer) else getattr(outer, "optimizer", None)
     if base is None:
@@ -150,14 +150,14 @@ def _end_to_end(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter,
 
 
 def index_of(engine: Any, file: str) -> Index | None:
-    """Where this rank's states will lie.
+    """Return where this rank's states will be in the checkpoint.
 
     Args:
-        engine: of ours.
-        file: that DeepSpeed writes them to.
+        engine: our engine.
+        file: the file that DeepSpeed writes them to.
 
     Returns:
-        ``None`` if the optimizer keeps what cannot be laid out otherwise.
+        ``None`` if the optimizer has states that cannot be moved to another layout.
     """
     groups = live_groups(engine) if engine.optimizer is not None else []
     if groups is None or any(each.others() for each in groups):
@@ -177,16 +177,16 @@ def index_of(engine: Any, file: str) -> Index | None:
 
 
 def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
-    """Let the optimizer go on from what a checkpoint has.
+    """Fill the optimizer with the states of a checkpoint.
 
     Args:
-        engine: its parameters are loaded already.
-        index: of the checkpoint.
-        read: its states, in this job's layout.
-        place: the checkpoint, for messages.
+        engine: the engine, whose parameters are loaded already.
+        index: the index of the checkpoint.
+        read: reads the checkpoint's states, in this job's layout.
+        place: the checkpoint's folder, for messages.
 
     Raises:
-        CheckpointError: parameters that one of the two does not have, or states that cannot be put here.
+        CheckpointError: one of the two lacks parameters of the other, or states cannot be put here.
     """
     groups = live_groups(engine)
     if groups is None:
@@ -218,7 +218,7 @@ def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
 
 
 def _in_source(source: Mapping[str, Group]) -> Callable[[str], str | None]:
-    """A name of this job's, or any other of the same layer and parameter: numbers of experts differ by layout."""
+    """Return a function that finds a name of the same layer and parameter: numbers of experts differ by layout."""
     by_kind: dict[tuple[str, str], str] = {}
     for name in source:
         expert = expert_name(name)
@@ -235,13 +235,13 @@ def _in_source(source: Mapping[str, Group]) -> Callable[[str], str | None]:
 
 
 def refresh_masters(engine: Any) -> None:
-    """After weights alone were loaded: the optimizer's own copies of them, which DeepSpeed refreshes with ZeRO only."""
+    """Refresh the optimizer's copies after only weights were loaded; DeepSpeed does so with ZeRO only."""
     if not engine.zero_optimization() and hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
 
 
 def missing_and_unexpected(engine: Any, index: Index) -> tuple[list[str], list[str]]:
-    """Parameters that are to be optimized here and are not in a checkpoint's states; and the other way round."""
+    """Return which optimized parameters a checkpoint's states lack, and which of its parameters this job lacks."""
 
     def kinds(names: Iterable[str]) -> set[str]:
         experts = ((name, expert_name(name)) for name in names)
@@ -253,12 +253,12 @@ def missing_and_unexpected(engine: Any, index: Index) -> tuple[list[str], list[s
 
 
 def optimizer_name(engine: Any) -> str:
-    """Of the class that computes, without DeepSpeed's wrapper."""
+    """Return the name of the optimizer class that computes, without DeepSpeed's wrapper."""
     return "none" if engine.optimizer is None else type(_base(engine.optimizer)).__name__
 
 
 def settings_missing(engine: Any) -> list[str]:
-    """What an optimizer asks of its groups and they do not have, because they were loaded of another one."""
+    """Return the settings that an optimizer needs and its groups lack, because they came from another optimizer."""
     base = _base(engine.optimizer)
     groups, wanted = getattr(base, "param_groups", ()), getattr(base, "defaults", {})
     return sorted({name for group in groups for name in wanted if name not in group})

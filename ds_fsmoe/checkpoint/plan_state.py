@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plans that an engine has settled on, as plain data: kept with a checkpoint, so that they are not measured again.
+"""Stores the plans that an engine has settled on as plain data with a checkpoint, so that they are not measured again.
 
-What travels in which message decides in which order numbers are summed: a run that goes on with other plans goes on
-with other last bits.
+The contents of each message decide in which order numbers are summed: a run that continues with other plans gets
+other last bits.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState
 
 STATE_FORMAT = 1
-"""Of the file of a rank."""
+"""The version of the format of a rank's file."""
 
 _ANYBODY = 64
-"""So many chunks any job may have, whatever it would choose itself."""
+"""The number of chunks that any job may have, whatever it would choose itself."""
 _MOST_MESSAGES = 100_000
 
 
 def is_settled(state: FSMoEState) -> bool:
-    """Whether there is something to keep: the autotuner, where there is one, has chosen and tried."""
+    """Return whether there are plans to keep: the autotuner, if there is one, has chosen and tried them."""
     tuner = state.autotune
     return tuner is None or bool(tuner.rows and tuner.trials is None)
 
 
 def plans_of(state: FSMoEState) -> dict[str, Any]:
-    """Of layers and gradients, the same on every rank of a stage."""
+    """Return the plans of layers and gradients, which are the same on every rank of a stage."""
     alltoall_of = (
         {} if state.autotune is None else {label: row.alltoall for row in state.autotune.rows for label in row.labels}
     )
@@ -62,18 +62,18 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReadPlans:
-    """Plans that can be run by."""
+    """The plans that were read of a checkpoint and can be run."""
 
     layers: Mapping[str, LayerPlan]
-    """By label."""
+    """Maps each layer's label -> its plan."""
     gradients: tuple[GradientPlan, Any, Any] | None
 
 
 def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
-    """What :func:`plans_of` gave, once more as plans.
+    """Turn what :func:`plans_of` returned into plans again.
 
     Raises:
-        KeyError, TypeError, ValueError: they are not such plans, or of another model.
+        KeyError, TypeError, ValueError: they are not such plans, or are those of another model.
     """
     inner, layers, gradients = state.inner_layers, plans["layers"], plans["gradients"]
     if set(layers) != inner.keys():
@@ -94,24 +94,24 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank draws and plans by."""
+    """The random states and the plans of one rank."""
 
     random: dict[str, Any]
     plans: ReadPlans | None
-    """``None``: not settled on then, or not for this layout."""
+    """The plans; ``None``: they were not settled then, or are not for this layout."""
 
 
 def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState:
-    """What a rank has left in its file, looked through before anything is changed by it.
+    """Read and check a rank's file, before anything in the engine is changed.
 
     Args:
-        file: of this rank.
-        state: of the engine that is to go on with it.
+        file: the file of this rank.
+        state: the state of the engine that will continue with it.
         plans_fit: whether the layout is the one that the plans are for.
 
     Raises:
-        CheckpointError: a file of another version.
-        Exception: whatever is wrong with it otherwise.
+        CheckpointError: the file has another version.
+        Exception: anything else is wrong with the file.
     """
     loaded = read_file(file)
     if loaded["format"] != STATE_FORMAT:
@@ -122,16 +122,16 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
 
 
 def _most_chunks(allowed: PipelineDegreeBlock) -> int:
-    """More than a job may choose is no plan of such a job; a schedule of very many would take hours to write."""
+    """Return the largest degree that a plan may have; a schedule of very many chunks would take hours to write."""
     asked = (each for each in (allowed.forward, allowed.backward) if isinstance(each, int))
     return max(_ANYBODY, allowed.max, *asked)
 
 
 def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
-    """Run by these plans from now on, without measuring. Collective, before the next forward.
+    """Use these plans from now on, without measuring. Collective; called before the next forward.
 
     Raises:
-        DisagreementError: on every rank, if they do not have the same.
+        DisagreementError: on every rank, if ranks have different plans.
     """
     for label, layer in state.inner_layers.items():
         layer.fsmoe.apply(plans.layers[label])
@@ -143,7 +143,7 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
 
 
 def _degree(facts: Mapping[str, Any]) -> int:
-    """Plans of before have a share for each chunk; that they might have been unequal never paid."""
+    """Return the number of chunks; older plans have a share for each chunk instead (unequal shares never paid)."""
     return len(facts["shares"]) if "shares" in facts else facts["degree"]
 
 

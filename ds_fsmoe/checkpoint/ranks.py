@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks of a job do with a checkpoint, or none: an error of one ends it on all of them, with its cause.
+"""Runs the steps of a save or load on all ranks or none: an error on one ends them on all, with its cause.
 
-A rank that fails takes part in the next comparison of errors, wherever the others meet it. So between two of them
-there may be no other collective: DeepSpeed's barriers become comparisons, too.
+A rank that fails takes part in the next comparison of errors, wherever the others reach it. So between two of them
+there must be no other collective: DeepSpeed's barriers become comparisons, too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """Of an engine's job, during one save or load. Every method is collective.
+    """The ranks of an engine's job, during one save or load. Every method is collective.
 
     Args:
-        engine: of ours.
+        engine: our engine.
 
     Attributes:
-        is_leader: whether this one of the ranks that share a file system acts for them.
+        is_leader: whether this rank acts for all ranks that share its file system.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -35,14 +35,14 @@ class Ranks:
         self._told: CheckpointError | None = None
 
     def agree(self, what: str, facts: Mapping[str, object]) -> None:
-        """Check that all ranks are about to do the same.
+        """Check that all ranks are about to do the same thing.
 
         Args:
-            what: they do, for the message.
-            facts: by name.
+            what: what they do, for the message.
+            facts: the values to compare, by name.
 
         Raises:
-            CheckpointError: on every rank, with who has which value.
+            CheckpointError: on every rank, saying which rank has which value.
         """
         try:
             check_agreement({name: str(each) for name, each in facts.items()}, None, what)
@@ -50,17 +50,17 @@ class Ranks:
             raise CheckpointError(str(error)) from error
 
     def together(self, what: str, act: Callable[[], _T]) -> _T:
-        """Do something on each rank.
+        """Do something on each rank, and raise the errors of all on every one.
 
         Args:
-            what: is done, for the message.
-            act: does it, without collectives but :meth:`meet`.
+            what: what is done, for the message.
+            act: does it, without collectives other than :meth:`meet`.
 
         Returns:
             What ``act`` has returned.
 
         Raises:
-            CheckpointError: on every rank, with what those that failed have met.
+            CheckpointError: on every rank, with the errors of those that failed.
         """
         result: list[_T] = []
         caught: Exception | None = None
@@ -78,12 +78,12 @@ class Ranks:
         self.together(what, act if self.is_leader else lambda: None)
 
     def meet(self) -> None:
-        """Go on when all ranks are here, or raise what one has met before; for use inside of :meth:`together`."""
+        """Wait until all ranks are here, or raise the error of one; for use inside of :meth:`together`."""
         self._compare("", None)
 
     @contextmanager
     def at_barriers(self) -> Iterator[None]:
-        """Where DeepSpeed's engine waits for the other ranks, they :meth:`meet` meanwhile."""
+        """Make ranks :meth:`meet` where DeepSpeed's engine waits at a barrier, within the block."""
         with replaced(stock_engine, "dist", _Meeting(stock_engine.dist, self.meet)):
             yield
 
@@ -106,7 +106,7 @@ class Ranks:
 
 @contextmanager
 def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """An object or module has another attribute meanwhile, and then what it had itself, if anything."""
+    """Replace an attribute of an object or module within the block; then restore its own, if it had one."""
     own = {each: found for each, found in vars(thing).items() if each == name}
     setattr(thing, name, value)
     try:
@@ -118,7 +118,7 @@ def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Meeting:
-    """``deepspeed.comm`` with another barrier."""
+    """Wraps ``deepspeed.comm`` with another barrier."""
 
     def __init__(self, comm: Any, meet: Callable[[], None]) -> None:
         self._comm = comm

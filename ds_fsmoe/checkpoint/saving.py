@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint is written by all ranks into a folder of its own, described, and then published by one of them."""
+"""Saves a checkpoint: all ranks write it into a folder of its own and describe it; then one of them publishes it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ds_fsmoe.telemetry.progress import shown
 
 
 def state_file(rank: int) -> str:
-    """Its name in the folder of a tag."""
+    """Return the name of a rank's state file in the folder of a tag."""
     return f"fsmoe_rank_{rank:05d}.pt"
 
 
@@ -53,7 +53,7 @@ def sizes_of(engine: Any) -> Sizes:
 
 
 def states_file(engine: Any, place: Path) -> str:
-    """Where DeepSpeed has the states of this rank's optimizer, in the folder of a tag."""
+    """Return where DeepSpeed writes the states of this rank's optimizer, in the folder of a tag."""
     if engine.zero_optimization():
         return Path(engine._get_zero_ckpt_name(str(place.parent), place.name)).name
     expert_rank = stock_groups._get_expert_parallel_rank(stock_groups._get_max_expert_size_name())
@@ -64,9 +64,9 @@ class Saving:
     """One save. Every method is collective.
 
     Args:
-        engine: of ours.
-        ranks: its job's.
-        folder: of all tags.
+        engine: our engine.
+        ranks: the ranks of its job.
+        folder: the folder of all tags.
         tag: a name, or a path in the folder, the same on all ranks.
     """
 
@@ -79,7 +79,7 @@ class Saving:
         self._written: list[Path] = []
 
     def save(self, write: Callable[[str], Any], save_latest: bool) -> Any:
-        """Write a tag, publish it, and let ``latest`` name it.
+        """Write a tag, publish it, and make ``latest`` name it.
 
         Args:
             write: writes DeepSpeed's files into the folder under the name it is given.
@@ -123,7 +123,7 @@ class Saving:
             )
 
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """What this rank writes is its own to sync: another host may not have it in memory."""
+        """Note the files that this rank writes, as it has to sync them: another host may not have them in memory."""
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
             result = save(state_dict, path, *args, **options)
@@ -139,7 +139,7 @@ class Saving:
         self._written.append(own)
 
     def _write_index(self) -> None:
-        """Where states of the optimizer lie, gathered from all ranks."""
+        """Write the index of the optimizer states, gathered from all ranks."""
         engine, place = self._engine, self._place
         sizes = self._ranks.together(f"describing {place}", lambda: sizes_of(engine))
         if sizes.mp > 1 or sizes.pp > 1 or engine.optimizer is None:
@@ -156,7 +156,7 @@ class Saving:
             )
 
     def _describe(self) -> None:
-        """Sum up every file, each rank some of those it sees, and write the manifest."""
+        """Compute every file's checksum, on each rank for a part of the files it sees, and write the manifest."""
         place, ranks = self._place, self._ranks
         names = ranks.together(f"listing {place}", lambda: manifests.names_in(place))
         seen = on_every_rank(names)
@@ -190,7 +190,7 @@ class Saving:
 
 
 def warn_of_what_is_lost(engine: Any, place: Path, client_state: Any) -> None:
-    """Say what of a job a checkpoint will not bring back."""
+    """Warn of the parts of a job that a checkpoint will not restore."""
     if engine.has_partial_gradients:
         log_on_rank_0(
             f"{place} is saved in the middle of a step: gradients that have been summed up so far are not kept, and a "

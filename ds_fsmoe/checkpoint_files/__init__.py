@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of checkpoints, without ranks: tags, manifests, names, whole parameters, other forms."""
+"""Handles the files of checkpoints without ranks: tags, manifests, names, whole parameters, other forms."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint into other forms and back: stock DeepSpeed's files, one set of fp32 weights, Hugging Face's names."""
+"""Converts a checkpoint to other forms and back: stock DeepSpeed's files, one set of fp32 weights, Mixtral's names."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _LOW = (torch.bfloat16, torch.float16)
 
 Told = Iterator[tuple[str, int]]
-"""Files as they are written, and the bytes of what is in them."""
+"""The files as they are written, each with the number of bytes that it holds."""
 
 
 def find_tag(source: Path, tag: str | None) -> Path:
-    """The folder of a tag: named, or the one that ``latest`` names, or ``source`` itself.
+    """Return the folder of a tag: the named one, or the one that ``latest`` names, or ``source`` itself.
 
     Raises:
-        CheckpointError: there is none, or it could lie elsewhere.
+        CheckpointError: there is none, or the tag could lead out of the folder.
     """
     source = Path(os.path.abspath(source))  # "." has no name, and what is made of a tag has that of its folder
     if tag is not None:
@@ -63,7 +63,7 @@ def find_tag(source: Path, tag: str | None) -> Path:
 
 
 def check_tag(tag: str) -> None:
-    """Whether a tag that a user names is that of a folder beside the others.
+    """Check that a tag that a user names is the name of a folder beside the others.
 
     Raises:
         CheckpointError: it is not.
@@ -76,10 +76,10 @@ def check_tag(tag: str) -> None:
 
 
 def open_checked(place: Path) -> Whole:
-    """A tag, with every file held against its checksum where it has some.
+    """Open a tag, and check every file that has a checksum against it.
 
     Raises:
-        CheckpointError: what is wrong with which file.
+        CheckpointError: a file is damaged; the message says which and how.
     """
     if place.is_dir():
         manifest = read_manifest(place)
@@ -94,15 +94,15 @@ def open_checked(place: Path) -> Whole:
 def export_tensors(
     whole: Whole, target: Path, form: Form, renames: Sequence[Rename], dtype: str | None, limit_bytes: int
 ) -> Told:
-    """Weights of a checkpoint as safetensors, in the optimizer's precision where it is known.
+    """Write the weights of a checkpoint as safetensors, in the optimizer's precision where it is known.
 
     Args:
         whole: the checkpoint.
-        target: folder to be made.
+        target: the folder to be made.
         form: ``"fp32"`` keeps the model's names, ``"huggingface"`` writes Mixtral's.
-        renames: done to the names after that.
-        dtype: of floating numbers; by default fp32 for ``"fp32"``, and as the model has them for ``"huggingface"``.
-        limit_bytes: of a file.
+        renames: the renames that are applied to the names after that.
+        dtype: the type of floating numbers; by default fp32 for ``"fp32"``, the model's types for ``"huggingface"``.
+        limit_bytes: the largest size of a file.
 
     Raises:
         CheckpointError: two parameters would have one name.
@@ -135,12 +135,12 @@ def _reader(whole: Whole, name: str, dtype: torch.dtype) -> Callable[[], torch.T
 
 
 def export_stock(whole: Whole, target: Path) -> Told:
-    """Files that stock DeepSpeed loads. Shards of experts are joined; states of the optimizer, which lie as the shards
-    do, are left out then.
+    """Write files that stock DeepSpeed loads. Shards of experts are joined; then the optimizer's states, which are cut
+    as the shards are, are left out.
 
     Args:
         whole: the checkpoint.
-        target: folder of checkpoints to be made; the tag keeps its name.
+        target: the folder of checkpoints to be made; the tag keeps its name.
 
     Raises:
         FileExistsError: the folder is there and not empty.
@@ -177,17 +177,17 @@ def _write_experts(place: Path, sources: dict[ExpertName, Callable[[], torch.Ten
 
 
 def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Rename]) -> Told:
-    """Safetensors with Mixtral's names, or with DeepSpeed's, as a checkpoint of weights alone.
+    """Write safetensors with Mixtral's or DeepSpeed's names as a checkpoint of weights alone.
 
     Args:
         source: a file, or a folder of them.
-        target: folder of checkpoints to be made.
-        tag: its name.
-        renames: done to the names before they are made DeepSpeed's.
+        target: the folder of checkpoints to be made.
+        tag: the checkpoint's name.
+        renames: the renames that are applied before the names are made DeepSpeed's.
 
     Raises:
-        CheckpointError: no experts, not the same number of each parameter's, or two parameters of one name; a tag that
-            is none.
+        CheckpointError: no experts, unequal numbers of a parameter's experts, two parameters of one name, or a tag that
+            is not valid.
         FileExistsError: the folder is there and not empty.
     """
     check_tag(tag)
@@ -247,7 +247,7 @@ def _num_experts(layer: str, names: Sequence[ExpertName]) -> int:
 
 
 def _dense_state(dense: dict[str, torch.Tensor], num_experts: Sequence[int]) -> dict[str, object]:
-    """What DeepSpeed asks of this file when it loads weights."""
+    """Return what DeepSpeed expects in this file when it loads weights."""
     state: dict[str, object] = dict.fromkeys(("optimizer", "lr_scheduler", "param_shapes", "ds_autoep_layers"))
     counts = dict.fromkeys(("global_steps", "global_samples", "skipped_steps"), 0)
     sizes = {"dp_world_size": 1, "mp_world_size": 1}
@@ -255,13 +255,13 @@ def _dense_state(dense: dict[str, torch.Tensor], num_experts: Sequence[int]) -> 
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """Of two numbers that with more digits is the larger one."""
+    """Return a sort key that orders names by the values of the numbers in them: more digits make a larger number."""
     texts = re.split(r"([0-9]+)", name)
     return [(len(each.lstrip("0")), each.lstrip("0")) if i % 2 else (-1, each) for i, each in enumerate(texts)]
 
 
 def _into(target: Path, write: Callable[[Path], Told], source: Whole | None = None) -> Told:
-    """A folder that is there whole or not at all, and of one checkpoint alone."""
+    """Write a folder that appears whole or not at all, and that comes from one checkpoint alone."""
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target} is there already, and not empty")

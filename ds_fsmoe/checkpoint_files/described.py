@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the JSON files that describe a checkpoint: whatever is in them, it is understood or refused in words."""
+"""Reads the JSON files that describe a checkpoint: any content is either understood or refused with a clear message."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _T = TypeVar("_T")
 
 
 def read_described(path: Path, version: int, make: Callable[[Any], _T]) -> _T | None:
-    """What a file says; ``None`` if there is none.
+    """Return what a file says, or ``None`` if there is no file.
 
     Args:
-        path: of the file.
-        version: of its format.
-        make: of what the JSON holds; may raise whatever a wrong value brings up.
+        path: the file.
+        version: the version of its format.
+        make: builds the result from the JSON data; may raise any error on a wrong value.
 
     Raises:
-        CheckpointError: it cannot be read, is of another format, or not what ``make`` takes.
+        CheckpointError: it cannot be read, has another format, or does not suit ``make``.
     """
     if not os.path.lexists(path):
         return None

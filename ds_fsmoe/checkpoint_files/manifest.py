@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint is said to be: sizes, layout, versions, and a checksum of every file. ``fsmoe.json`` in its folder.
+"""The manifest ``fsmoe.json`` of a checkpoint: its sizes, layout, versions, and a checksum of every file.
 
 It is JSON, and reading it runs nothing.
 """
@@ -22,7 +22,7 @@ from ds_fsmoe.versions import VERSION
 
 NAME = "fsmoe.json"
 OURS = "fsmoe_"
-"""What the names of our other files begin with."""
+"""The prefix of the names of our other files."""
 FORMAT = 1
 _WEIGHTS = re.compile(r"mp_rank_\d+_model_states\.pt")
 _PIECE_BYTES = 1 << 22
@@ -32,7 +32,7 @@ _FROM_0 = ("zero_stage", "size_bytes")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a job was laid out; states of optimizers are cut by it."""
+    """The layout of a job, by which states of optimizers are cut."""
 
     world: int
     mp: int
@@ -42,25 +42,25 @@ class Sizes:
     dtype: str
 
     def differences(self, now: Sizes) -> list[str]:
-        """What is not as it was, in words."""
+        """Return what differs between this layout and the present one, in words."""
         before, after = asdict(self), asdict(now)
         return [f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """One MoE layer."""
+    """The sizes of one MoE layer."""
 
     path: str
     num_experts: int
     ep: int
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    """Parameter of its experts -> how shards are cut from it; nothing where that is not known."""
+    """Maps a parameter of its experts -> how shards are cut from it; empty where that is not known."""
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """One file."""
+    """The size and the checksum of one file."""
 
     size_bytes: int
     sha256: str
@@ -68,22 +68,22 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of it."""
+    """The whole manifest of a checkpoint."""
 
     sizes: Sizes
     layers: tuple[LayerSizes, ...]
     versions: Mapping[str, str]
     files: Mapping[str, FileSum]
-    """Name in the folder -> what it has to be."""
+    """Maps a name in the folder -> what the file has to be."""
 
     def write(self, folder: Path) -> None:
-        """Into a folder that is not published yet."""
+        """Write the manifest into a folder that is not published yet."""
         text = json.dumps({"format": FORMAT, "ds_fsmoe": VERSION} | asdict(self), indent=1)
         (folder / NAME).write_text(text)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Of a checkpoint; ``None`` if there is none, as stock DeepSpeed writes none.
+    """Read the manifest of a checkpoint; return ``None`` if there is none, as stock DeepSpeed writes none.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -122,7 +122,7 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def sum_of(path: Path) -> FileSum:
-    """Of a file as it is.
+    """Return the size and the checksum of a file as it is now.
 
     Raises:
         OSError: it cannot be read.
@@ -136,7 +136,7 @@ def sum_of(path: Path) -> FileSum:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Every file of a checkpoint that is being written, but those that describe it, in the same order everywhere."""
+    """Return every file of a checkpoint being written, except those that describe it, in the same order everywhere."""
     return sorted(
         each.relative_to(folder).as_posix()
         for each in folder.rglob("*")
@@ -145,7 +145,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """What is wrong with some of the files, a sentence each."""
+    """Return what is wrong with some of the files, one sentence for each."""
     found = []
     for name in names:
         path, wanted = folder / name, files[name]
@@ -164,11 +164,11 @@ def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> 
 
 
 def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
-    """What a manifest should speak of and does not, a sentence each: without it, changed files would go unnoticed.
+    """Return what a manifest should list and does not, one sentence each: changes of such files would go unnoticed.
 
     Args:
-        folder: of the checkpoint.
-        manifest: what was read there; ``None`` if there is none, as in stock DeepSpeed's.
+        folder: the folder of the checkpoint.
+        manifest: the manifest that was read there; ``None`` if there is none, as in stock DeepSpeed's.
     """
     ours = sorted(each.name for each in folder.glob(f"{OURS}*") if each.name != OWNER)
     if manifest is None:

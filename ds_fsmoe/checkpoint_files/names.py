@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of parameters as DeepSpeed's MoE layers have them, and as Hugging Face's Mixtral has them, expert by expert.
+"""Translates names of parameters between DeepSpeed's MoE layers and Hugging Face's Mixtral, expert by expert.
 
 ::
 
@@ -7,7 +7,7 @@
     <layer>.deepspeed_moe.gate.<other>                               <layer>.gate.<other>
     <layer>.deepspeed_moe.experts.deepspeed_experts.3.w1.weight      <layer>.experts.3.w1.weight
 
-All other names are the model's own and stay. What a model calls otherwise is renamed by regular expressions.
+All other names are the model's own and stay. Where a model uses other names, regular expressions rename them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Rename = tuple[re.Pattern[str], str]
 
 
 def read_rename(text: str) -> Rename:
-    """``PATTERN=REPLACEMENT``, as :func:`re.sub` takes them.
+    """Parse ``PATTERN=REPLACEMENT``, as :func:`re.sub` takes them.
 
     Raises:
-        ValueError: it is not that.
+        ValueError: the text has another form.
     """
     pattern, sign, replacement = text.partition("=")
     if not sign or not pattern:
@@ -40,7 +40,7 @@ def read_rename(text: str) -> Rename:
 
 
 def renamed(name: str, renames: Sequence[Rename]) -> str:
-    """With all of them done, in order.
+    """Return a name after all renames, applied in order.
 
     Raises:
         ValueError: a replacement names a group that its pattern does not have.
@@ -54,7 +54,7 @@ def renamed(name: str, renames: Sequence[Rename]) -> str:
 
 
 def to_huggingface(name: str) -> str:
-    """As Mixtral's checkpoints have it."""
+    """Return a name as Mixtral's checkpoints have it."""
     expert = expert_name(name)
     if expert is not None:
         return f"{expert.layer}.experts.{expert.number}.{expert.parameter}"
@@ -65,7 +65,7 @@ def to_huggingface(name: str) -> str:
 
 
 def from_huggingface(names: Iterable[str]) -> dict[str, str]:
-    """Name there -> name here; what is DeepSpeed's already stays."""
+    """Map each Hugging Face name -> DeepSpeed's name; names that are DeepSpeed's already stay."""
     names = list(names)
     theirs = {name: _THEIR_EXPERT.match(name) for name in names if expert_name(name) is None}
     layers = {found["layer"] for found in theirs.values() if found is not None}

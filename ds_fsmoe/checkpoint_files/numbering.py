@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which expert, and which shard of it, a name or a file of a checkpoint means.
+"""Tells which expert, and which shard of it, a name or a file of a checkpoint means.
 
 DeepSpeed numbers experts by the ranks of an expert-parallel group. Where experts are cut into ``esp`` shards it is
 told of a group of ``ep * esp`` ranks, so that its numbers run over shards: no shard is written over another. Number
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 Cut = Literal[0, 1, "first", "whole"]
-"""How a parameter of an expert is cut: along a dimension; whole in the first shard and zero in the others; not."""
+"""How an expert's parameter is cut: along a dimension; whole in the first shard and zero in the others; not at all."""
 CUTS: tuple[Cut, ...] = (0, 1, "first", "whole")
 
 EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
@@ -28,38 +28,38 @@ _FILE = re.compile(
 
 @dataclass(frozen=True)
 class ExpertName:
-    """Of a parameter of an expert, as a checkpoint has it."""
+    """The name of an expert's parameter, as a checkpoint has it."""
 
     layer: str
-    """Path of the MoE layer."""
+    """The path of the MoE layer."""
     number: int
     parameter: str
-    """As the expert itself names it."""
+    """The name that the expert itself gives the parameter."""
 
     def __str__(self) -> str:
         return f"{self.layer}{EXPERTS}{self.number}.{self.parameter}"
 
 
 def expert_name(name: str) -> ExpertName | None:
-    """``None`` for what is not an expert's."""
+    """Parse a parameter's name; return ``None`` if it is not an expert's."""
     found = _NAME.match(name)
     return None if found is None else ExpertName(found["layer"], int(found["number"]), found["parameter"])
 
 
 def expert_file(name: str) -> tuple[int, int] | None:
-    """Running number of the layer and number of the expert, of a file; ``None`` for another file."""
+    """Return the running number of the layer and the number of the expert of a file; ``None`` for another file."""
     found = _FILE.match(name)
     return None if found is None else (int(found["layer"]), int(found["number"]))
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """Of one layer in one layout.
+    """The numbers of the experts and shards of one layer in one layout.
 
     Attributes:
-        num_experts: E.
-        ep: ranks that the experts are spread over.
-        esp: shards of an expert.
+        num_experts: the number of experts E.
+        ep: the number of ranks that the experts are spread over.
+        esp: the number of shards of an expert.
     """
 
     num_experts: int
@@ -67,30 +67,30 @@ class Numbering:
     esp: int
 
     def meant(self, number: int) -> tuple[int, int]:
-        """Expert and shard, both from 0."""
+        """Return the expert and the shard that a number means, both from 0."""
         local = self.num_experts // self.ep
         rank, of_rank = divmod(number, local)
         return rank // self.esp * local + of_rank, rank % self.esp
 
     def number(self, expert: int, shard: int) -> int:
-        """The other way round."""
+        """Return the number of an expert's shard; the inverse of :meth:`meant`."""
         local = self.num_experts // self.ep
         rank, of_rank = divmod(expert, local)
         return (rank * self.esp + shard) * local + of_rank
 
 
 def join(shards: Sequence[torch.Tensor], cut: Cut) -> torch.Tensor:
-    """The whole parameter, of all its shards in order."""
+    """Join all shards of a parameter, given in order, into the whole parameter."""
     if len(shards) == 1 or cut in ("first", "whole"):
         return shards[0]
     return torch.cat(tuple(shards), dim=int(cut))
 
 
 def cut_out(whole: torch.Tensor, cut: Cut, shard: int, count: int) -> torch.Tensor:
-    """One of ``count`` shards of a whole parameter.
+    """Cut one of ``count`` shards out of a whole parameter.
 
     Raises:
-        ValueError: they are not of equal width.
+        ValueError: the shards would not have equal widths.
     """
     if count == 1 or cut == "whole":
         return whole

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the numpy arrays in a file are what numpy itself would have written.
+"""Checks that the numpy arrays in a file are what numpy itself would have written.
 
 numpy's own classes take whatever a pickle gives them: an itemsize below zero, fields beyond the end of an element, a
-buffer that is freed while another array looks into it. So a file that names numpy is gone through once with stand-ins
-that hold each number against the others and allocate nothing. What they accept, numpy may then read.
+buffer that is freed while another array uses it. So a file that names numpy is first read once with stand-ins
+that check each number against the others and allocate nothing. What they accept, numpy may then read.
 
 Arrays and scalars of numbers and booleans pass; those of text, bytes, dates, objects and records do not.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 _CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
-"""As numpy 1 and numpy 2 name the same module in files."""
+"""The names that numpy 1 and numpy 2 use for the same module in files."""
 _NUMBER = re.compile(r"[biufc]\d{1,2}")
 
 
@@ -30,19 +30,19 @@ def _refuse(what: str) -> pickle.UnpicklingError:
 
 
 def encode_latin1(text: Any, codec: Any = None) -> bytes:
-    """In place of ``_codecs.encode``, by which files hold bytes; other codecs take minutes over a short text."""
+    """Replace ``_codecs.encode``, by which files hold bytes; other codecs take minutes over a short text."""
     if type(text) is not str or codec != "latin1":
         raise pickle.UnpicklingError(f"_codecs.encode by {codec!r}: only latin1 is read")
     return text.encode("latin1")
 
 
 def no_bytes() -> bytes:
-    """In place of ``bytes``, by which files hold those of length 0."""
+    """Replace ``bytes``, by which files hold bytes of length 0."""
     return b""
 
 
 class _Kind:
-    """In place of ``numpy.dtype``."""
+    """Stands in for ``numpy.dtype``."""
 
     size_bytes: int
 
@@ -65,14 +65,14 @@ class _Kind:
 
 
 class _ArrayType:
-    """In place of ``numpy.ndarray``, which may only be named."""
+    """Stands in for ``numpy.ndarray``, which may only be named."""
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         raise _refuse("numpy.ndarray is called")
 
 
 class _Array:
-    """In place of an array."""
+    """Stands in for an array."""
 
     def __init__(self) -> None:
         self.is_filled = False
@@ -110,7 +110,7 @@ def _of_cores(reconstruct: Any, scalar: Any) -> list[tuple[Any, str]]:
 
 
 BYTES: tuple[Any, ...] = ((encode_latin1, "_codecs.encode"), (no_bytes, "builtins.bytes"))
-"""By which names files hold bytes, and what these names stand for."""
+"""The functions that stand in for the names by which files hold bytes."""
 
 STAND_INS: tuple[Any, ...] = (
     (_ArrayType, "numpy.ndarray"),
@@ -119,7 +119,7 @@ STAND_INS: tuple[Any, ...] = (
     # What is made by these may be filled. No file can name them so: a name in a file ends with its line.
     (_Array, "an array\n"),
 )
-"""What names of numpy's stand for when a file is gone through first."""
+"""The stand-ins for numpy's names while a file is checked."""
 
 _MULTIARRAY = np.core.multiarray if np.__version__.startswith("1.") else np._core.multiarray
 NUMPY: tuple[Any, ...] = (
@@ -128,11 +128,11 @@ NUMPY: tuple[Any, ...] = (
     *_of_cores(_MULTIARRAY._reconstruct, _MULTIARRAY.scalar),
     *((type(np.dtype(each)), f"kind {each}\n") for each in "?bhilqBHILQefdgFDG"),
 )
-"""What they stand for when it is read."""
+"""What numpy's names stand for when the file is actually read."""
 
 
 class Anything:
-    """In place of an object of a class that is trusted, or that nobody is going to look at."""
+    """Stands in for an object of a class that is trusted, or of one that nobody will use."""
 
     def __new__(cls, *_: Any, **__: Any) -> Anything:
         return super().__new__(cls)

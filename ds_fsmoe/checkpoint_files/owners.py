@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is at an unfinished checkpoint, and whether that process still lives: a file in its folder, locked by it.
+"""Tells which process writes a checkpoint, and whether it is alive, by a locked file in the unfinished folder.
 
-The system gives a lock back when its process ends, however that comes. Where a file system knows no locks, the file
+The system releases a lock when its process ends for any reason. Where a file system has no locks, the file
 says which process it was, and on the same host that can be looked up.
 """
 
@@ -23,13 +23,13 @@ Life = Literal["alive", "dead", "unknown"]
 
 @dataclass(frozen=True)
 class Owner:
-    """As its file says.
+    """The owner of an unfinished checkpoint, as its file describes it.
 
     Attributes:
-        token: of the save.
-        host: that its process runs on.
-        process: its number there.
-        life: of that process.
+        token: the token of the save.
+        host: the host that its process runs on.
+        process: the process number there.
+        life: whether that process is alive.
     """
 
     token: str
@@ -42,11 +42,11 @@ class Owner:
 
 
 class Ownership:
-    """Of a folder, from when it is made until :meth:`release` or the end of this process.
+    """Holds the lock of a folder, from its creation until :meth:`release` or the end of this process.
 
     Args:
-        folder: that is new.
-        token: of the save.
+        folder: a new folder.
+        token: the token of the save.
 
     Raises:
         OSError: the file system refuses.
@@ -64,14 +64,14 @@ class Ownership:
             raise
 
     def release(self) -> None:
-        """Leave the folder to others; once is enough."""
+        """Release the folder to others; only the first call has an effect."""
         if self._opened is not None:
             os.close(self._opened)
             self._opened = None
 
 
 def owner_of(folder: Path) -> Owner | None:
-    """Who has written, or writes, an unfinished checkpoint; ``None`` if nothing in the folder says so."""
+    """Return who has written, or writes, an unfinished checkpoint; ``None`` if nothing in the folder tells."""
     try:
         opened = os.open(folder / OWNER, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a checkpoint's files each parameter's states of the optimizer lie: ``fsmoe_pieces.json``.
+"""The index ``fsmoe_pieces.json``: where in a checkpoint's files each parameter's optimizer states are.
 
-DeepSpeed lays parameters end to end and cuts that by ranks. Where each of them came to lie is known when it is saved,
-and written down; so the states can be read in any other layout, and by programs without ranks.
+DeepSpeed lays parameters end to end and cuts the result by ranks. Where each parameter is becomes known on saving,
+and is written down; so the states can be read in any other layout, and by programs without ranks.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ds_fsmoe.checkpoint_files.described import read_described
 NAME = "fsmoe_pieces.json"
 FORMAT = 1
 MASTER = "fp32"
-"""The item that is the parameter itself, in the precision it is optimized in."""
+"""The item that is the parameter itself, in the precision in which it is optimized."""
 
 Keys = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``first`` to ``first + size`` of a parameter, ``at`` so many elements into each tensor of a group."""
+    """The elements ``first`` to ``first + size`` of a parameter; they begin at element ``at`` of a group's tensors."""
 
     name: str
-    """As the files name it: with the number of the expert, over all ranks."""
+    """The parameter's name in the files: with the number of the expert, over all ranks."""
     first: int
     size: int
     at: int
@@ -36,14 +36,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters whose states lie in the same tensors of one file.
+    """The parameters whose states are in the same tensors of one file.
 
     Attributes:
-        file: name in the folder.
-        items: name of a state (``"fp32"``, ``"exp_avg"``) -> keys and indices that lead to its tensor in the file.
-        scalars: states that are one number for all, as ``"step"``.
-        options: settings of the optimizer for the group, as ``"lr"``.
-        pieces: of which parameters.
+        file: the file's name in the folder.
+        items: maps the name of a state (``"fp32"``, ``"exp_avg"``) -> the keys and indices of its tensor in the file.
+        scalars: the states that are one number for all parameters, such as ``"step"``.
+        options: the optimizer's settings for the group, such as ``"lr"``.
+        pieces: the pieces of parameters in these tensors.
     """
 
     file: str
@@ -55,12 +55,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Index:
-    """Of a checkpoint.
+    """The index of a checkpoint's optimizer states.
 
     Attributes:
-        optimizer: the class that the states are of.
-        groups: all.
-        scaler: numbers of the loss scaler.
+        optimizer: the name of the optimizer's class.
+        groups: all groups.
+        scaler: the numbers of the loss scaler.
     """
 
     optimizer: str
@@ -68,7 +68,7 @@ class Index:
     scaler: Mapping[str, float | bool]
 
     def write(self, folder: Path) -> None:
-        """Into a folder that is not published yet."""
+        """Write the index into a folder that is not published yet."""
         groups = [
             asdict(each) | {"pieces": [[piece.name, piece.first, piece.size, piece.at] for piece in each.pieces]}
             for each in self.groups
@@ -85,7 +85,7 @@ class Index:
 
 
 def merged(indices: Iterable[Index]) -> Index:
-    """Of what each rank knows; what several have a copy of is kept once."""
+    """Merge what each rank knows; what several ranks have a copy of is kept once."""
     groups: dict[tuple[str, Keys, tuple[str, ...]], Group] = {}
     scaler: Mapping[str, float | bool] = {}
     optimizer = ""
@@ -98,7 +98,7 @@ def merged(indices: Iterable[Index]) -> Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """Of a checkpoint; ``None`` if there is none.
+    """Read the index of a checkpoint; return ``None`` if there is none.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files as they are found and left on disk: which of them may be opened, and when one has really been written."""
+"""Tells which files on disk may be opened, and when a file has really been written."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NOT_FOR_FOLDERS = {
 
 
 def problem_of(path: Path, folder: Path) -> str | None:
-    """Why a file is not to be opened, in words; ``None`` if nothing speaks against it.
+    """Return why a file must not be opened, in words; ``None`` if it may be.
 
     Opening a FIFO or a device may wait forever, and a link may lead to any file of the user.
 
     Args:
-        path: of the file.
-        folder: that it has to lie in, also once all links are followed.
+        path: the file.
+        folder: the folder that it has to be in, also after all links are followed.
     """
     try:
         mode = path.stat().st_mode
@@ -42,7 +42,7 @@ def problem_of(path: Path, folder: Path) -> str | None:
 
 
 def to_disk(path: Path) -> None:
-    """Return when a file, or the list of names in a folder, would survive a loss of power.
+    """Wait until a file, or the list of names in a folder, would survive a loss of power.
 
     Raises:
         OSError: what was written is lost. A folder that its file system cannot sync is no error.

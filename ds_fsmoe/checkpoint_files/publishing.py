@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tag is there whole or not at all, whenever a process is killed: written beside its place, and then put there.
+"""Publishes a tag whole or not at all, even if a process is killed: it is written beside its place, then moved there.
 
 ::
 
@@ -38,10 +38,10 @@ _TRIES = 3
 
 
 class Publication:
-    """One save of one tag, by the process that leads it.
+    """Publishes one save of one tag, in the process that leads it.
 
     Args:
-        folder: of all tags.
+        folder: the folder of all tags.
         tag: a name, or a path in the folder.
         token: eight hexadecimal digits that no other save has.
 
@@ -58,10 +58,10 @@ class Publication:
         self.unfinished = folder / unfinished_name(tag, token)
 
     def begin(self) -> None:
-        """Make a folder of this save's own, and clear away what saves of this tag that were killed have left.
+        """Make a folder for this save alone, and remove what killed saves of this tag have left.
 
         Raises:
-            CheckpointError: something that is no folder stands at the tag's place.
+            CheckpointError: the tag's place is taken by something other than a folder.
             OSError: the file system refuses.
         """
         if self._place.is_symlink() or (self._place.exists() and not self._place.is_dir()):
@@ -88,13 +88,13 @@ class Publication:
         """Wait until all that was written is on disk.
 
         Raises:
-            OSError: something of it is lost.
+            OSError: a part of it is lost.
         """
         for each in (*self.unfinished.rglob("*"), self.unfinished):
             to_disk(each)
 
     def publish(self) -> None:
-        """Put what was written at the tag's place. Whatever else lies in a folder that stands there stays in it.
+        """Move what was written to the tag's place. Other files in a folder that is already there stay in it.
 
         Raises:
             CheckpointError: another job has saved this tag, or removed what was written, since :meth:`begin`.
@@ -119,7 +119,7 @@ class Publication:
         self.end()
 
     def abandon(self) -> None:
-        """After an error: remove what was written, and nothing else."""
+        """Remove what was written, and nothing else; called after an error."""
         if self._ownership is not None:
             owner = owner_of(self.unfinished)
             if owner is not None and owner.token == self._token:
@@ -127,7 +127,7 @@ class Publication:
         self.end()
 
     def end(self) -> None:
-        """Leave the folder to others."""
+        """Release the folder to others."""
         if self._ownership is not None:
             self._ownership.release()
 
@@ -156,11 +156,11 @@ class Publication:
 
 
 def recover(folder: Path, tag: str) -> bool:
-    """Put a tag back that a killed save had taken away. A save that is under way is waited for.
+    """Put back a tag that a killed save had moved away. Wait for a save that is under way.
 
     Args:
-        folder: of all tags.
-        tag: what lies outside of the folder is left as it is.
+        folder: the folder of all tags.
+        tag: the tag; one that is outside of the folder is left as it is.
 
     Returns:
         Whether that was needed.
@@ -196,7 +196,7 @@ def recover(folder: Path, tag: str) -> bool:
 
 
 def _clear(folder: Path, tag: str) -> None:
-    """Remove what saves of a tag that were killed have left."""
+    """Remove what killed saves of a tag have left."""
     place = folder / tag
     for unfinished, _ in _leftovers(place, SAVING):
         owner = owner_of(unfinished)
@@ -212,7 +212,7 @@ def _clear(folder: Path, tag: str) -> None:
 
 
 def _leftovers(place: Path, ending: str) -> list[tuple[Path, str]]:
-    """Folders of unfinished saves of a tag, and their tokens, in the order in which they were changed."""
+    """Return the folders of unfinished saves of a tag, and their tokens, in the order in which they were changed."""
     pattern = re.compile(rf"{re.escape(place.name)}\.([0-9a-f]{{8}}){re.escape(ending)}")
     found = []
     for each in place.parent.iterdir() if place.parent.is_dir() else ():
@@ -230,7 +230,7 @@ def _changed_ns(path: Path) -> int:
 
 
 def _saver(place: Path, token: str) -> Owner | None:
-    """Who has taken a tag away under a token, as far as that can still be read."""
+    """Return which process moved a tag away under a token, as far as that can still be read."""
     for each in (place.parent / unfinished_name(place.name, token), place):
         owner = owner_of(each)
         if owner is not None and owner.token == token:
@@ -239,7 +239,7 @@ def _saver(place: Path, token: str) -> Owner | None:
 
 
 def _state_of(place: Path) -> str:
-    """The same as long as nobody saves a tag; another one after that."""
+    """Return a value that stays the same until somebody saves the tag."""
     try:
         if problem_of(place / manifests.NAME, place) is None:
             return hashlib.sha256((place / manifests.NAME).read_bytes()).hexdigest()
@@ -249,7 +249,7 @@ def _state_of(place: Path) -> str:
 
 
 def _finish(before: Path, place: Path) -> None:
-    """Remove what stood at a tag's place, and nothing that no save has written: that moves to the new one."""
+    """Remove what stood at a tag's place; move whatever no save has written to the new folder."""
     known: set[str] = set()
     with suppress(CheckpointError):
         manifest = manifests.read_manifest(before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generators of random numbers of a process, as plain numbers and tensors: to go on drawing where a run stopped."""
+"""Saves a process's random generators as plain numbers and tensors, so that a run goes on drawing where it stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Python's, numpy's, torch's, and those of the GPUs this process uses."""
+    """Return the states of Python, numpy, torch, and the GPUs that this process uses."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -29,10 +29,10 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Go on from :func:`random_states`.
+    """Restore the states that :func:`random_states` returned.
 
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: they are not that.
+        KeyError, TypeError, ValueError, RuntimeError: the states have another form.
     """
     python, numpy = states["python"], states["numpy"]
     random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
@@ -44,7 +44,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def check_random_states(states: dict[str, Any]) -> None:
-    """Try :func:`set_random_states`, and leave every generator as it is.
+    """Check that :func:`set_random_states` would succeed; every generator keeps its state.
 
     Raises:
         KeyError, TypeError, ValueError, RuntimeError: the generators do not take them.

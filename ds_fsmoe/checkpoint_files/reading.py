@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading files of checkpoints so that nothing in them is run: tensors, plain data, and classes that are named.
+"""Reads files of checkpoints without running anything in them: tensors, plain data, and classes that are allowed.
 
 A file that :func:`torch.save` has written is a pickle, and a pickle may name any function to be called. Here it may
 name those of :data:`PLAIN` and what the user trusts, and nothing else.
@@ -40,7 +40,7 @@ OF_DEEPSPEED: tuple[str, ...] = (
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 WITHOUT_DEEPSPEED: tuple[Any, ...] = tuple((Anything, name) for name in OF_DEEPSPEED)
-"""To be trusted by who wants tensors only, where DeepSpeed need not be installed."""
+"""The classes to be trusted by programs that want tensors only, where DeepSpeed need not be installed."""
 
 
 def read_file(
@@ -49,13 +49,13 @@ def read_file(
     map_location: str | Callable[..., Any] = "cpu",
     in_place: bool = False,
 ) -> Any:
-    """What a file holds.
+    """Return what a file holds.
 
     Args:
-        path: of :func:`torch.save`.
-        trusted: classes that it may name beside the plain ones; or pairs of a class and the name it is to stand for.
-        map_location: of :func:`torch.load`.
-        in_place: leave tensors in the file until they are looked at.
+        path: a file that :func:`torch.save` has written.
+        trusted: classes that it may name beside the plain ones; or pairs of a class and the name that it replaces.
+        map_location: the argument of that name of :func:`torch.load`.
+        in_place: whether tensors stay in the file until they are used.
 
     Raises:
         CheckpointError: it is damaged, or names something else.
@@ -83,14 +83,14 @@ def read_file(
 
 
 def _trusted_by_script() -> list[Any]:
-    """What was told to torch itself; but for numpy's classes, which are dangerous as they are."""
+    """Return what the script has told torch to trust, except numpy's classes, which are dangerous without checks."""
     kept = ("numpy", "_codecs")
     return [each for each in torch.serialization.get_safe_globals() if _full_name(each).partition(".")[0] not in kept]
 
 
 @contextmanager
 def _allowed(*classes: Any) -> Iterator[None]:
-    """Files may name these meanwhile, and nothing else."""
+    """Allow files to name these classes, and nothing else, within the block."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(list(classes))
@@ -107,7 +107,7 @@ def _allowed(*classes: Any) -> Iterator[None]:
 
 
 def _names_numpy(path: Path) -> bool:
-    """Whether a file may hold something of numpy's."""
+    """Return whether a file may hold numpy's objects."""
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # no file, or one in the older format, of which that is not known
@@ -116,7 +116,7 @@ def _names_numpy(path: Path) -> bool:
 
 
 def _go_through(path: Path, trusted: Sequence[Any]) -> None:
-    """Make of a file what it says, with stand-ins for numpy's classes and for trusted ones; tensors are not read.
+    """Unpickle a file with stand-ins for numpy's classes and for trusted ones; tensors are not read.
 
     Raises:
         UnpicklingError: its arrays are not what numpy would have written.
@@ -129,12 +129,12 @@ def _go_through(path: Path, trusted: Sequence[Any]) -> None:
 
 
 def _without_advice(error: BaseException) -> BaseException:
-    """The error that torch has wrapped into an advice to trust the file."""
+    """Return the original error, which torch has wrapped into advice to trust the file."""
     return error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
 
 
 def _strangers(path: Path, trusted: Sequence[Any]) -> list[str]:
-    """What a file names that is neither plain nor trusted."""
+    """Return what a file names that is neither plain nor trusted."""
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # a file that is not one: the first error says so

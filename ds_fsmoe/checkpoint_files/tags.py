@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of checkpoints: which can be saved under, which are kept for unfinished ones, and the one ``latest`` holds."""
+"""The names of checkpoints: those that can be saved under, those of unfinished saves, and the one in ``latest``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ds_fsmoe.files.whole_files import write_whole
 
 SAVING, BEFORE = ".saving", ".before"
 LATEST = "latest"
-# A file of such a name lies in the folder of all tags, or will.
+# A file of such a name is in the folder of all tags, or will be.
 _TAKEN = (LATEST, f"{LATEST}{SAVING}", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _UNFINISHED = re.compile(rf"\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(BEFORE)})$")
 _MOST_BYTES = 4096
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or cannot be trusted; the message names the file."""
+    """Raised when a checkpoint cannot be written, or cannot be trusted; the message names the file."""
 
 
 def unfinished_name(tag: str, token: str) -> str:
-    """Where one save writes a tag to.
+    """Return the name of the folder to which one save writes a tag.
 
     Args:
         tag: a name, or a path in the folder.
@@ -33,12 +33,12 @@ def unfinished_name(tag: str, token: str) -> str:
 
 
 def before_name(tag: str, token: str) -> str:
-    """Where what stood at a tag's place is kept until the new one is there."""
+    """Return the name under which the tag's previous folder is kept until the new one is in its place."""
     return f"{tag}.{token}{BEFORE}"
 
 
 def is_inside(tag: str) -> bool:
-    """Whether a tag names something in the folder of all tags."""
+    """Return whether a tag names something in the folder of all tags."""
     path = PurePath(tag)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in tag
 
@@ -47,7 +47,7 @@ def check_new(folder: str | Path, tag: str) -> None:
     """Check that a checkpoint can be saved under a tag, and found again.
 
     Raises:
-        CheckpointError: it cannot.
+        CheckpointError: it cannot be.
     """
     problem = None
     parts = PurePath(tag).parts
@@ -64,7 +64,7 @@ def check_new(folder: str | Path, tag: str) -> None:
 
 
 def point(folder: Path, tag: str) -> None:
-    """Let ``latest`` name a tag, in one step.
+    """Make ``latest`` name a tag, in one step.
 
     Raises:
         OSError: the file system refuses.
@@ -74,7 +74,7 @@ def point(folder: Path, tag: str) -> None:
 
 
 def latest(folder: Path) -> str | None:
-    """What ``latest`` names; ``None`` if there is no such file.
+    """Return what ``latest`` names, or ``None`` if there is no such file.
 
     Raises:
         CheckpointError: it cannot be read, is empty, or names something outside of the folder.
@@ -104,7 +104,7 @@ def check_there(folder: Path) -> None:
     DeepSpeed, which warns: a job that goes on by itself may be started for the first time.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: there is no such folder.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -114,6 +114,6 @@ def check_there(folder: Path) -> None:
 
 
 def known_tags(folder: Path) -> str:
-    """The folders there are, for messages."""
+    """Return the names of the existing folders, for messages."""
     names = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
     return ", ".join(each for each in names if not _UNFINISHED.search(each)) or "none"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of safetensors files, as Hugging Face lays them out: ``model.safetensors``, or parts and an index of them."""
+"""Folders of safetensors files as Hugging Face lays them out: ``model.safetensors``, or parts and an index of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that is not read yet.
+    """A tensor that has not been read yet.
 
     Attributes:
-        shape: of it.
-        size_bytes: as it will be written.
-        read: gives it.
+        shape: the tensor's shape.
+        size_bytes: the tensor's size when it is written.
+        read: reads and returns the tensor.
     """
 
     shape: torch.Size
@@ -34,15 +34,15 @@ class Source:
 
 
 def write_tensors(sources: Mapping[str, Source], folder: Path, limit_bytes: int) -> Iterator[tuple[str, int]]:
-    """Write them into a folder, part by part, so that one part is in memory at a time.
+    """Write tensors into a folder, part by part, so that only one part is in memory at a time.
 
     Args:
-        sources: by name.
-        folder: that exists.
-        limit_bytes: of a part; a larger tensor has one to itself.
+        sources: maps each name -> its tensor.
+        folder: an existing folder.
+        limit_bytes: the largest size of a part; a larger tensor has a part to itself.
 
     Yields:
-        Each file when it is written, and its bytes.
+        Each file once it is written, and its number of bytes.
     """
     parts: list[list[str]] = [[]]
     size_bytes = 0
@@ -68,7 +68,7 @@ def write_tensors(sources: Mapping[str, Source], folder: Path, limit_bytes: int)
 
 
 def read_tensors(path: Path) -> dict[str, Source]:
-    """All tensors of a file, or of a folder of them, unread.
+    """Return all tensors of a file, or of a folder of files, without reading their data.
 
     Raises:
         CheckpointError: there are none, one is damaged, a part is missing, or two have the same name.

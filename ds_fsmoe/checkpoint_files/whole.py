@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's parameters whole, whatever ranks and shards its files are cut by. No rank is needed to read them."""
+"""Reads a checkpoint's parameters as whole tensors, however ranks and shards cut its files. Reading needs no ranks."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _OPEN_FILES = 64
 
 
 def layer_file(layer: int, number: int) -> str:
-    """DeepSpeed's name for the file of an expert."""
+    """Return DeepSpeed's name for the file of an expert."""
     return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
 
 
 class Whole:
-    """One tag, read piece by piece.
+    """Reads one tag of a checkpoint piece by piece.
 
     Names are the model's own, with experts numbered from 0 to E - 1.
 
     Args:
-        place: folder of the tag.
+        place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
 
     Attributes:
         place: that folder.
-        numbering: path of each MoE layer -> how its files number experts.
-        index: where states of the optimizer lie; ``None`` where that was not written down.
+        numbering: maps the path of each MoE layer -> how its files number experts.
+        index: where the optimizer's states are; ``None`` where that was not written down.
 
     Raises:
-        CheckpointError: it is none, or one with tensor parallelism or pipeline stages.
+        CheckpointError: it is not a checkpoint, or has tensor parallelism or pipeline stages.
     """
 
     def __init__(self, place: Path, trusted: Sequence[Any] = WITHOUT_DEEPSPEED) -> None:
@@ -76,14 +76,14 @@ class Whole:
 
     @property
     def dense(self) -> dict[str, Any]:
-        """What DeepSpeed keeps beside the weights that are no experts', and these as ``"module"``."""
+        """The data that DeepSpeed stores beside the non-expert weights, and these weights as ``"module"``."""
         return self._file(DENSE_FILE)
 
     def files(self) -> Iterator[Path]:
-        """Of the checkpoint, but those that describe it; what else lies in its folder is not known here.
+        """Return the checkpoint's files, except those that describe it; other files in its folder are not known here.
 
         Raises:
-            CheckpointError: one is none that may be opened.
+            CheckpointError: one of them must not be opened.
         """
         if self.manifest is not None:
             found = [self.place / each for each in self.manifest.files]
@@ -97,7 +97,7 @@ class Whole:
             yield each
 
     def names(self) -> Iterator[str]:
-        """Of all parameters and buffers."""
+        """The names of all parameters and buffers."""
         yield from self.dense["module"]
         for layer, at in self._layer_at.items():
             numbering = self.numbering[layer]
@@ -107,12 +107,12 @@ class Whole:
                     yield str(ExpertName(layer, expert, each.parameter))
 
     def parameters_of(self, layer: str) -> set[str]:
-        """Of an expert of a layer, and its buffers, as the expert names them."""
+        """Return the parameters and buffers of one expert of a layer, under the names that the expert gives them."""
         number = self.numbering[layer].number(0, 0)
         return {each.parameter for each in self._names_in(layer_file(self._layer_at[layer], number))}
 
     def weights(self, name: str) -> torch.Tensor:
-        """As the model has them, in its data type.
+        """Return a parameter's weights as the model has them, in its data type.
 
         Raises:
             CheckpointError: there is no such parameter.
@@ -120,22 +120,22 @@ class Whole:
         return self._joined(name, self._weights_of)
 
     def state(self, name: str, item: str) -> torch.Tensor:
-        """Of the optimizer, in the parameter's shape; ``"fp32"`` is the parameter in the optimizer's precision.
+        """Return an optimizer state in the parameter's shape; ``"fp32"`` is the parameter in the optimizer's precision.
 
         Raises:
-            CheckpointError: it is not there, or not all of it.
+            CheckpointError: the state is missing, or incomplete.
         """
         if item == MASTER and not self.has_state(name, item):
             return self.weights(name).float()
         return self._joined(self._optimized(name), lambda saved: self._state_of(saved, item))
 
     def has_state(self, name: str, item: str) -> bool:
-        """Whether the optimizer had such a state."""
+        """Return whether the optimizer had such a state."""
         first = self._saved_names(self._optimized(name))[0]
         return any(item in group.items for group, _ in self._pieces.get(first, ()))
 
     def _optimized(self, name: str) -> str:
-        """A parameter with several names is optimized under one."""
+        """Return the one name under which a parameter with several names is optimized."""
         return (self.dense.get("shared_params") or {}).get(name, name)
 
     def _joined(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Whole:
         return join(shards, cuts[expert.parameter])
 
     def _saved_names(self, name: str) -> list[str]:
-        """As the files have it: one for each shard."""
+        """Return the names that the files have for a parameter: one for each shard."""
         expert = expert_name(name)
         if expert is None:
             return [name]

@@ -37,15 +37,15 @@ _NO_DOOR = (
     "be started with --module ds_fsmoe.run"
 )
 _LARGEST_BYTES = 1_000_000
-"""Of a config."""
+"""The largest size of a config, in bytes."""
 _SOON_S = 300.0
-"""Seconds after which a run without a record is said to have none."""
+"""The seconds after which a run without a record is considered to have none."""
 _FEWEST = 8
-"""Steps: some warm up, two are traced, one ends the trace."""
+"""The fewest steps: some warm up, two are traced, one ends the trace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of this command."""
+    """Add the arguments of this command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (50)")
     parser.add_argument("--out", type=Path, default=Path("fsmoe_compare"), help="folder for both runs (fsmoe_compare)")
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: both ran; 1: one of them failed."""
+    """Run and compare both trainings. Return 0 if both ran, 1 if one of them failed."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ValueError("no training command: ds_fsmoe compare [OPTIONS] -- deepspeed train.py ...")
@@ -93,7 +93,7 @@ def _train_as(
     steps: int,
     args: argparse.Namespace,
 ) -> tuple[int, int]:
-    """(exit status, optimizer steps that are recorded) of one of the two runs.
+    """Run one of the two trainings, and return (exit status, recorded optimizer steps).
 
     Raises:
         ValueError: it cannot be started, or has recorded nothing.
@@ -123,16 +123,16 @@ class Subject:
     config: Mapping[str, Any]
     before: Sequence[str]
     option: str
-    """What the name of the file is joined to: nothing, or such as ``--deepspeed_config=``."""
+    """The text before the file's name: nothing, or an option such as ``--deepspeed_config=``."""
     after: Sequence[str]
 
     def command_with(self, file: Path) -> list[str]:
-        """The command with another file."""
+        """Return the command with another file."""
         return [*self.before, f"{self.option}{file}", *self.after]
 
 
 def find_given(command: Sequence[str], given: str | None) -> Subject | None:
-    """What is compared where the block is given from outside: to us, or to the ``ds_fsmoe.run`` in the command.
+    """Return the subject if the block is given from outside: to us, or to the ``ds_fsmoe.run`` in the command.
 
     Returns:
         ``None`` if it is given to neither.
@@ -158,7 +158,7 @@ def find_given(command: Sequence[str], given: str | None) -> Subject | None:
 
 
 def find_config(command: Sequence[str]) -> Subject:
-    """What is compared where an argument of the command names the DeepSpeed config.
+    """Return the subject if an argument of the command names the DeepSpeed config.
 
     Raises:
         ValueError: none does, or several do.
@@ -194,7 +194,7 @@ def find_config(command: Sequence[str]) -> Subject:
 
 
 def config_of(config: Mapping[str, Any], kind: str, folder: Path, steps: int, is_traced: bool) -> dict[str, Any]:
-    """The config of one of the two runs."""
+    """Return the config of one of the two runs."""
     changed = json.loads(json.dumps(config))
     block = changed["fsmoe"]
     block["enabled"] = kind == OURS
@@ -238,10 +238,10 @@ def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | 
 
 
 def tell(out: Path) -> int:
-    """Print what the two runs of a folder were like.
+    """Print the comparison of the two runs in a folder.
 
     Returns:
-        0, or 1 where one of them has recorded nothing that can be compared.
+        The exit status: 0, or 1 if one of them has recorded nothing that can be compared.
     """
     from ds_fsmoe.files.runs import has_trace, read_run
     from ds_fsmoe.reporting.comparison import losses_of, settled_after, times_of
@@ -294,7 +294,7 @@ def tell(out: Path) -> int:
 
 
 def _print_verdict(stock: Run, ours: Run, after: int, of_stock: StepTimes, of_ours: StepTimes) -> None:
-    """How much faster, how sure that is, and what to look at where it is not faster."""
+    """Print how much faster ours is, how certain that is, and what to look at where it is not faster."""
     from ds_fsmoe.reporting.verdict import disturbance, ratio_interval, reasons
 
     print(f"\nours is {of_stock.step_ms / of_ours.step_ms:.2f} times as fast as stock DeepSpeed here")

@@ -19,7 +19,7 @@ _FORMS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where from, where to, and as what."""
+    """Add the arguments: the source, the target, and the form."""
     parser.add_argument("source", type=Path, help="folder of checkpoints or of one tag; of safetensors for deepspeed")
     parser.add_argument("target", type=Path, help="folder to be made")
     choices = "; ".join(f"{name}: {meaning}" for name, meaning in _FORMS.items())
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert. Returns 0; what is wrong with a checkpoint is raised."""
+    """Convert. Return 0; problems with a checkpoint are raised."""
     if not args.max_file_gb > 0:
         raise ValueError(f"--max-file-gb {args.max_file_gb:g}: must be more than 0")
     from tqdm import tqdm

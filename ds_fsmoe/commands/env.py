@@ -32,13 +32,13 @@ _END = "\033[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to show, and where the result goes."""
+    """Add the arguments: what to show, and where the result goes."""
     parser.add_argument("--brief", action="store_true", help="leave out DeepSpeed's own report, which takes its time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the same, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it. Returns 1 if something installed is not supported, or something is in the way of a run."""
+    """Print the report. Return 1 if an installed version is not supported, or something prevents a run."""
     check_folders(args.json)
     rows = package_rows()
     _show(("package", "version", "", ""), rows)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def package_rows() -> list[Row]:
-    """What is installed, held against what is supported."""
+    """Return what is installed, compared with what is supported."""
     rows = [("ds_fsmoe", VERSION, "[OKAY]", "")]
     rows.append(_version_row("python", platform.python_version()))
     rows += [_version_row(name, _installed(name)) for name in ("torch", "deepspeed")]
@@ -90,7 +90,7 @@ def package_rows() -> list[Row]:
 
 
 def deepspeed_report() -> str:
-    """What ``ds_report`` prints, without colours. In a process of its own: importing DeepSpeed may fail."""
+    """Return what ``ds_report`` prints, without colours. It runs in its own process: importing DeepSpeed may fail."""
     command = [sys.executable, "-m", "deepspeed.env_report"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEEPSPEED_REPORT_S, check=True)
@@ -110,7 +110,7 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _coloured(text: str) -> str:
-    """With colours for people; without for files, pipes and those who asked for none (no-color.org)."""
+    """Add colours for people, but not for files, pipes and those who asked for none (no-color.org)."""
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return text
     return re.sub(r"\[(?:OKAY|YES|NO|FAIL)\]", lambda found: f"{_COLOURS[found[0]]}{found[0]}{_END}", text)

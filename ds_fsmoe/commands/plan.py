@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 HELP = "what would it give: a model planned on a cluster, from numbers alone"
 DRAWN_LAYERS = 3
-"""So many layers of a stage are drawn; with more, tasks are too small to be seen."""
+"""The number of layers of a stage that are drawn; with more, tasks are too small to be seen."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is planned, on what, how, and where the result goes."""
+    """Add the arguments: what is planned, on what, how, and where the result goes."""
     where = parser.add_argument_group("the cluster")
     where.add_argument("--cluster", required=True, help="testbed_a, testbed_b, ..., or a JSON file like those")
     where.add_argument("--nodes", type=int, help="so many nodes (as many as were measured)")
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print."""
+    """Plan, and print the result."""
     from ds_fsmoe.planning.report import report
 
     check_folders(args.trace, args.png, args.json)
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments as what the planner works with."""
+    """Return the planner's job for the arguments."""
     from ds_fsmoe.planning.cluster import load_cluster
 
     cluster = load_cluster(args.cluster)
@@ -136,7 +136,7 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _model(args: argparse.Namespace) -> tuple[Shape, int]:
-    """One layer, and how many of them there are."""
+    """Return one layer, and the number of such layers."""
     from ds_fsmoe.planning.paper.grid import DEFAULT_EXPERTS, MODELS, model
     from ds_fsmoe.planning.workload import Shape
 
@@ -173,7 +173,7 @@ def _model(args: argparse.Namespace) -> tuple[Shape, int]:
 
 
 def _groups(args: argparse.Namespace, nodes: int, gpus: int, num_experts: int) -> Groups:
-    """Sizes as they are given, and the paper's for the others: attention and experts split inside a node, experts
+    """Return the given sizes, and the paper's for the others: attention and experts split inside a node, experts
     spread over nodes as far as there are experts. On a single node experts are spread over its ranks instead.
 
     Where no size fits those that are given, ``Groups`` says so.

@@ -21,7 +21,7 @@ _LEAST_BYTES = 1 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and where the result goes."""
+    """Add the arguments: what is measured, and where the result goes."""
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the cluster file, JSON, of rank 0")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of tokens and weights (fp32)"
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, write and print."""
+    """Measure, write, and print the result."""
     if args.max_bytes < _LEAST_BYTES:
         raise ValueError(f"--max-bytes = {args.max_bytes}: must be at least {_LEAST_BYTES}")
     from ds_fsmoe.measuring.profile_job import MeasuringError, measure_and_write
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_first() -> bool:
-    """All ranks come to the same end, and one of them says it."""
+    """Return whether this rank prints; all ranks come to the same end, and one of them says so."""
     return os.environ.get("RANK", "0") == "0"
 
 

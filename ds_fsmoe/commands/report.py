@@ -13,7 +13,7 @@ HELP = "a page of what a run measured, decided and did"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of this command."""
+    """Add the arguments of this command."""
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of such folders")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (RUN_DIR/report.html)")
 

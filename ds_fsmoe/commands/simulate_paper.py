@@ -39,7 +39,7 @@ NOT_TO_BE_MATCHED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which parts, how much of them, and where the result goes."""
+    """Add the arguments: which parts, how much of them, and where the result goes."""
     parser.add_argument("--testbed", choices=("a", "b", "both"), default="both")
     parser.add_argument("--costs", choices=("reference", "printed"), default="reference")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(all)")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate and print."""
+    """Simulate, and print the results."""
     from ds_fsmoe.planning.paper import evaluation
 
     if (args.sample is not None and args.sample < 1) or args.best_sample < 0:

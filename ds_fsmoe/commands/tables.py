@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as tables and files."""
+"""Prints results as tables and checks where files go."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], indent: str = "") -> None:
-    """Columns as wide as their widest cell; numbers, and what begins like one, to the right."""
+    """Print columns as wide as their widest cell; numbers, and cells that begin like one, are right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in [list(heads), *cells]) for column in range(len(heads))]
     right = [bool(cells) and all(_is_number(row[column]) for row in cells) for column in range(len(heads))]
@@ -25,10 +25,10 @@ def _is_number(cell: str) -> bool:
 
 
 def check_folders(*paths: Path | None) -> None:
-    """Before the work is done: can the results be written?
+    """Check, before the work is done, that the results can be written.
 
     Raises:
-        ValueError: a path whose folder is not there.
+        ValueError: the folder of a path does not exist.
     """
     for path in paths:
         if path is not None and not path.resolve().parent.is_dir():

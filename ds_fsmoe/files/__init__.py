@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that runs and checkpoints leave: written whole, read with distrust. Needs no torch."""
+"""Reads and writes the files of runs and checkpoints: written whole, read with distrust. Needs no torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what a JSON file holds has the form that was written: half of a file may be lost, or somebody has edited it.
+"""Checks that a JSON file has the form that was written: part of a file may be lost, or somebody may have edited it.
 
 A shape is a test of a value, a list with the shape of its elements, a dictionary with the shapes of its fields
 (a name that ends in "?" may be absent, and more fields may be there), or a :class:`Map`.
@@ -25,34 +25,34 @@ Shape = Callable[[Any], bool] | list | dict | Map
 
 
 def is_text(value: Any) -> bool:
-    """Text."""
+    """Return whether a value is text."""
     return isinstance(value, str)
 
 
 def is_whole(value: Any) -> bool:
-    """A number of steps, ranks and the like."""
+    """Return whether a value is a whole number, such as a number of steps or ranks."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
 def is_number(value: Any) -> bool:
-    """Any number, not finite ones too: losses diverge."""
+    """Return whether a value is any number, finite or not: losses diverge."""
     return isinstance(value, float) or (
         isinstance(value, int) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
     )
 
 
 def or_none(shape: Shape) -> Shape:
-    """That, or nothing."""
+    """Return a shape that also allows ``None``."""
     return lambda value: value is None or fits(value, shape)
 
 
 def some(shape: Shape) -> Shape:
-    """A list with at least one element."""
+    """Return the shape of a list with at least one element."""
     return lambda value: bool(value) and fits(value, [shape])
 
 
 def fits(value: Any, shape: Shape) -> bool:
-    """Whether a value has a shape."""
+    """Return whether a value has a shape."""
     if isinstance(shape, Map):
         return isinstance(value, dict) and all(fits(each, shape.value) for each in value.values())
     if isinstance(shape, list):

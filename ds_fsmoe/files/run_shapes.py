@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files of a run look like, as far as a page reads them."""
+"""The shapes of a run's files, as far as a page reads them."""
 
 from __future__ import annotations
 

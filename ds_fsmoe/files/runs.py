@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run (``fsmoe.record.dir``): who writes it and who reads it meet in the names here.
+"""Reads and writes the folder of a run (``fsmoe.record.dir``); writers and readers share the names here.
 
 ``run.json`` says what ran; ``steps.jsonl`` has a line per optimizer step, ``routers.jsonl`` one per step whose routers
-were looked at, ``compared.jsonl`` one per step that was held against its prediction; ``plans.json`` is what was
-measured and decided; ``trace/`` has what each rank traced.
+were observed, ``compared.jsonl`` one per step that was compared with its prediction; ``plans.json`` has what was
+measured and decided; ``trace/`` has what each rank has traced.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl
 TRACE = "trace"
 FORMAT = 1
 STOCK = "stock"
-"""What ``run.json`` says of a run in which DeepSpeed's own engine and layers ran; of ours it names the schedule."""
+"""The word that ``run.json`` has for a run of DeepSpeed's own engine and layers; for ours it names the schedule."""
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy, and what else says what it is in Python's own types; anything else in its own words."""
+    """Turn numpy's numbers and similar objects into Python's own types, and anything else into text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all.
+    """Write a value as JSON, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -40,7 +40,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A JSON line each.
+    """Append each row to a file as a JSON line.
 
     Raises:
         OSError: it cannot be written.
@@ -50,7 +50,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 @dataclass
 class Run:
-    """What a folder has of a run. What is not there is empty, and what cannot be read is named in ``problems``."""
+    """What a run's folder holds. Missing parts are empty, and what cannot be read is named in ``problems``."""
 
     folder: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Run:
     plans: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     title: str = ""
-    """Set where several runs would have one name."""
+    """The title, set where several runs would have the same name."""
 
     @property
     def is_stock(self) -> bool:
@@ -69,18 +69,18 @@ class Run:
 
     @property
     def name(self) -> str:
-        """In a word or two."""
+        """The name of the run, in a word or two."""
         if self.title:
             return self.title
         return "stock DeepSpeed" if self.is_stock else f"ds_fsmoe, {self.facts.get('schedule', 'unknown schedule')}"
 
 
 class NoRunError(ValueError):
-    """There is no run in a folder; the message says what there is."""
+    """Raised when a folder has no run; the message says what it has."""
 
 
 def read_run(folder: Path) -> Run:
-    """What a folder has of a run, whole or not.
+    """Read what a folder has of a run, complete or not.
 
     Raises:
         NoRunError: none of the files of a run is there.
@@ -114,17 +114,17 @@ def read_run(folder: Path) -> Run:
 
 
 def has_trace(folder: Path) -> bool:
-    """Whether ranks have left traces there."""
+    """Return whether ranks have left traces in a folder."""
     return any(trace_folder(folder).glob("rank*.json"))
 
 
 def trace_folder(folder: Path) -> Path:
-    """Where ranks leave them: in a folder of their own, or, if that is all there is, in this one."""
+    """Return where ranks leave traces: in a folder of their own, or, if it has nothing else, in this folder."""
     return folder / TRACE if (folder / TRACE).is_dir() else folder
 
 
 def _object(run: Run, name: str, fields: Mapping[str, Shape]) -> dict[str, Any]:
-    """What is in a file, without the fields that are not what a run writes."""
+    """Read an object from a file, without the fields that differ from what a run writes."""
     path = run.folder / name
     try:
         value = json.loads(read_regular(path))
@@ -143,7 +143,7 @@ def _object(run: Run, name: str, fields: Mapping[str, Shape]) -> dict[str, Any]:
 
 
 def _lines(run: Run, name: str, shape: Shape) -> list[dict[str, Any]]:
-    """The lines of a file that are what a run writes."""
+    """Return the lines of a file that have the form that a run writes."""
     try:
         # Not splitlines: inside of a text there may be characters that it takes for line breaks.
         lines = [each for each in read_regular(run.folder / name).split("\n") if each]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces as files: what Perfetto and chrome://tracing read, one file per rank, and those of a folder as one.
+"""Reads and writes trace files for Perfetto and chrome://tracing, one per rank, and merges those of a folder.
 
 Times are whole microseconds since 1970 by the host's clock, so files of one host fit together, and those of several as
-far as their clocks agree. Whole ones, because that many have no room for more in a float, and rounded down, because
+far as their clocks agree. They are whole, because a float has no room for more digits, and rounded down, because
 then tasks that do not overlap never seem to. The milliseconds in ``args`` are exact.
 """
 
@@ -26,13 +26,13 @@ logger = logging.getLogger("ds_fsmoe")
 
 MERGED = "trace.json"
 LEFT_OUT = ("missing", "unreadable", "of_another_job")
-"""Why a file is not in the merged one; there they are named under these words."""
+"""The reasons why a file is not in the merged one, as the merged file names them."""
 MEASURED, PREDICTED = "measured", "predicted"
-"""Categories of events."""
+"""The categories of events."""
 _PHASES = {"forward": "fwd", "backward": "bwd"}
 _ROWS_OF_PROCESS = 1000
 _Row = tuple[bool, int, int]
-"""(predicted or measured, track, lane)."""
+"""The row of an event: (predicted or measured, track, lane)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +40,38 @@ class TracedRun:
     """One run of a schedule, with its times in nanoseconds since 1970."""
 
     number: int
-    """Of all runs of the trace, by their beginnings."""
+    """The position of the run among all runs of the trace, by their beginnings."""
     label: str
-    """Such as "L03/backward"."""
+    """The label, such as "L03/backward"."""
     step: int
     tasks: Sequence[Task]
     start_ns: int
     spans_ns: Sequence[tuple[int, int] | None]
-    """(begin, end) of each task; ``None`` for one that has not come to its end."""
+    """The (begin, end) of each task; ``None`` for a task that has not ended."""
     predicted: Timeline | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Whether it came to its end."""
+        """Whether the run has ended."""
         return None not in self.spans_ns
 
 
 def place_of(label: str, task: Task) -> tuple[str, str]:
-    """(layer, phase) of a task in a run of that label: "L03/backward" is ("L03", "bwd").
+    """Return (layer, phase) of a task in a run with a label: "L03/backward" is ("L03", "bwd").
 
-    A label without a layer, such as "backward", is a run over several, and the task knows its own.
+    A label without a layer, such as "backward", is a run over several layers; then the task names its own.
     """
     layer, _, phase = label.rpartition("/")
     return layer or f"L{task.layer:02d}", _PHASES.get(phase, phase)
 
 
 def range_name(label: str, task: Task) -> str:
-    """The stable name of a task: ``fsmoe/L03/bwd/A2A_IN/chunk1``."""
+    """Return the stable name of a task: ``fsmoe/L03/bwd/A2A_IN/chunk1``."""
     return "/".join(each for each in ("fsmoe", *place_of(label, task), task.kind, f"chunk{task.chunk}") if each)
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where the trace of a rank is written."""
+    """Return where the trace of a rank is written."""
     return folder / f"rank{rank}.json"
 
 
@@ -79,9 +79,9 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 def trace_of(rank: int, host: str, runs: Iterable[TracedRun], about: Mapping[str, Any]) -> dict[str, Any]:
-    """A process for the rank, a row for each lane, and rows for what was predicted of it, from where each run began.
+    """Return a rank's trace: a process for it, a row for each lane, and rows for predictions from each run's start.
 
-    A lane whose runs overlap, because one was started inside another or took less than predicted, has further rows.
+    A lane has further rows where its runs overlap, because one started inside another or took less than predicted.
     """
     pid = rank + 1  # viewers take 0 for the kernel's
     drawn: list[tuple[_Row, dict[str, Any]]] = []
@@ -128,8 +128,8 @@ def _predicted(run: TracedRun) -> list[tuple[Task, int, int]]:
 
 
 def waits_for(tasks: Sequence[Task], index: int) -> list[int]:
-    """What has to be over before a task can begin: what it needs, and what its lane does before it. A HOLD stands for
-    what it waits for itself."""
+    """Return what must end before a task can begin: its dependencies, and the task before it on its lane. A HOLD is
+    replaced by what it waits for itself."""
     before = next((at for at in reversed(range(index)) if tasks[at].lane is tasks[index].lane), None)
     found: dict[int, None] = {}
     for needed in (*tasks[index].after, *(() if before is None else (before,))):
@@ -139,7 +139,7 @@ def waits_for(tasks: Sequence[Task], index: int) -> list[int]:
 
 
 def _free_track(ends_ns: list[int], start_ns: int, end_ns: int) -> int:
-    """The first track on which nothing is going on any more; it is taken until the end."""
+    """Return the first track that is free at the start, and take it until the end."""
     track = next((track for track, until_ns in enumerate(ends_ns) if until_ns <= start_ns), len(ends_ns))
     ends_ns[track : track + 1] = [end_ns]
     return track
@@ -180,7 +180,7 @@ def _event(run: TracedRun, is_predicted: bool, task: Task, start_ns: int, end_ns
 
 
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
-    """Write it whole or not at all: whoever reads meanwhile, or after a crash, finds the old file or the new one.
+    """Write a trace whole or not at all: a reader at that time, or after a crash, finds the old file or the new one.
 
     Raises:
         OSError: it cannot be written.
@@ -190,11 +190,11 @@ def write_trace(trace: Mapping[str, Any], path: Path) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A file of :func:`write_trace`.
+    """Read a file of :func:`write_trace`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not one, or not all of it.
+        ValueError: it is not such a file, or is incomplete.
     """
     try:
         trace = json.loads(read_regular(path))
@@ -228,7 +228,7 @@ _TASK: Shape = {
 
 
 def _is_event(event: Any) -> bool:
-    """Whether it has what is read of it here; other programs may have put others beside ours."""
+    """Return whether an event has the fields that are read here; other programs may have added other events."""
     if not isinstance(event, dict) or event.get("ph") != "X":
         return isinstance(event, dict)
     if not fits(event, _SPAN):
@@ -236,7 +236,7 @@ def _is_event(event: Any) -> bool:
     if event.get("cat") not in (MEASURED, PREDICTED):
         return True
     args = event["args"]
-    # A task waits for earlier ones only: whoever follows them comes to an end.
+    # A task waits for earlier ones only, so following them comes to an end.
     return fits(args, _TASK) and all(each < args.get("index", 0) for each in args.get("waits_for", ()))
 
 
@@ -244,9 +244,9 @@ def _is_event(event: Any) -> bool:
 
 
 def merge_traces(folder: Path) -> Path:
-    """Put what the ranks have written into a folder into one file, ``trace.json`` in it; returns its path.
+    """Merge the files that the ranks have written into a folder into ``trace.json`` there, and return its path.
 
-    Of each rank it keeps what the rank says about its trace, in ``otherData``. The files that are missing, those that
+    It keeps what each rank says about its trace, in ``otherData``. The files that are missing, those that
     cannot be read, and those of a job with another number of ranks are named there too, and in a warning.
 
     Raises:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files whose names others can guess, in folders where others may write: no link is followed and no pipe waited at.
+"""Handles files with guessable names in folders that others can write to: follows no links and waits at no pipes.
 
-A file appears whole or not at all, under a name that nobody could have put a link at; one that is read is a regular
-file.
+A file appears whole or not at all, under a name where nobody could have put a link; only regular files are
+read.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LEFT_BEHIND_S = 3600.0
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that nobody ever sees a part of it: neither a reader, nor whoever comes after a crash.
+    """Write a text file so that nobody ever sees only a part of it: neither a reader nor somebody after a crash.
 
     Raises:
-        OSError: it cannot be written, or something that is no file is in its place; what was there is there still.
+        OSError: it cannot be written, or its place is taken by something other than a file; what was there stays.
     """
     with new_file(path) as file:
         file.write(text)
@@ -38,15 +38,15 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def new_file(path: Path, mode: str = "w", errors: str = "strict") -> Iterator[IO]:
-    """A file to write to, that takes its place when the block has ended well. A link that is there gives way to it.
+    """Open a file to write to, which moves to its place if the block succeeds. It replaces a link that is there.
 
     Args:
-        path: its place.
-        mode: ``"w"`` for text, in UTF-8, or ``"wb"``.
-        errors: what is done about text that has no form in UTF-8.
+        path: the place of the file.
+        mode: either ``"w"`` for text, in UTF-8, or ``"wb"``.
+        errors: how text that UTF-8 cannot encode is handled.
 
     Raises:
-        OSError: it cannot be written, or something that is no file is in its place; what was there is there still.
+        OSError: it cannot be written, or its place is taken by something other than a file; what was there stays.
     """
     _check_place(path)
     stem = f".{path.name[:200]}."
@@ -75,7 +75,7 @@ def _clear(folder: Path, stem: str) -> None:
 
 
 def append_to(path: Path, text: str) -> None:
-    """Write at the end of a text file, which is made where there is none.
+    """Append to a text file, which is created if there is none.
 
     Raises:
         OSError: it cannot be written, or is no regular file.
@@ -86,11 +86,11 @@ def append_to(path: Path, text: str) -> None:
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> str:
-    """The text of a regular file, in UTF-8; of anything else, such as a pipe or a device, nothing is read.
+    """Return the text of a regular file, in UTF-8; never read anything else, such as a pipe or a device.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
-        UnicodeDecodeError: it is no text.
+        UnicodeDecodeError: it is not UTF-8 text.
     """
     flags = _READING | (0 if follow_links else os.O_NOFOLLOW)
     with open(path, encoding="utf-8", opener=_opener(flags)) as file:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs have left behind, read again and shown: tables, pictures, one page. Needs no torch."""
+"""Reads what runs have recorded and shows it as tables, pictures, and one page. Needs no torch."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two recorded runs of one training beside each other: how much faster, whether losses agree, where the time went."""
+"""Compares two recorded runs of one training: how much faster one is, whether losses agree, where the time went."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from ds_fsmoe.files.runs import Run
 
 PARTS = (("forward", "forward_ms"), ("backward", "backward_ms"), ("optimizer", "optimizer_ms"))
 WARM_UP = 3
-"""Steps that do not count: the first are slow."""
+"""The number of steps that do not count, as the first ones are slow."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians in milliseconds, over the steps that count."""
+    """The medians in milliseconds, over the steps that count."""
 
     num_steps: int
     step_ms: float
     parts_ms: dict[str, float]
-    """By part; "rest" is what is between them, such as data."""
+    """The times by part; "rest" is the time between the parts, such as data loading."""
 
 
 def settled_after(run: Run) -> int:
-    """The last step in which something was measured or tried: from there on the run goes as it will."""
+    """Return the last step in which something was measured or tried; from there on the run does not change."""
     first = run.steps[0]["step"] if run.steps else 0
     return max(first + WARM_UP - 1, int(run.plans.get("settled_at", 0)))
 
 
 def step_times_ms(run: Run, after: int) -> list[float]:
-    """Of the steps after some, in their order."""
+    """Return the times of the steps after a given one, in their order."""
     return [row["step_ms"] for row in run.steps if row["step"] > after and "step_ms" in row]
 
 
 def times_of(run: Run, after: int | None = None) -> StepTimes | None:
-    """Of the steps after some; ``None`` if there are none.
+    """Return the times of the steps after a given one; ``None`` if there are none.
 
     Args:
-        run: read.
-        after: the step that counts no more; as :func:`settled_after` says if left out.
+        run: a run that has been read.
+        after: the last step that does not count; by default what :func:`settled_after` returns.
     """
     after = settled_after(run) if after is None else after
     rows = [row for row in run.steps if row["step"] > after and "step_ms" in row]
@@ -56,19 +56,19 @@ def times_of(run: Run, after: int | None = None) -> StepTimes | None:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of the steps that both runs have."""
+    """Compares the losses in the steps that both runs have."""
 
     num_steps: int
     largest_difference: float
-    """Relative; infinite where one of the two is not finite, and 0 where neither is."""
+    """The relative difference; infinite where one of the two is not finite, and 0 where neither is."""
     at_step: int
     last: tuple[float, float]
     not_finite_from: tuple[int | None, int | None]
-    """The first such step of each."""
+    """The first step of each run with a loss that is not finite."""
 
 
 def losses_of(one: Run, other: Run) -> Losses | None:
-    """How far two runs' losses are apart; ``None`` if no step has both."""
+    """Return how far two runs' losses are apart; ``None`` if no step has both."""
     of_one, of_other = (
         {row["step"]: float(row["loss"]) for row in run.steps if isinstance(row.get("loss"), (int, float))}
         for run in (one, other)
@@ -89,6 +89,6 @@ def _apart(one: float, other: float) -> float:
 
 
 def pair(runs: Sequence[Run]) -> tuple[Run, Run] | None:
-    """(stock, ours), if there is one of each."""
+    """Return (stock, ours), if there is one of each."""
     stock, ours = ([run for run in runs if run.is_stock is kind] for kind in (True, False))
     return (stock[0], ours[0]) if stock and ours else None

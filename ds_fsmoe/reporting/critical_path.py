@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a traced phase went: the chain of tasks that made it as long as it is, and why lanes stood still.
+"""Shows where a traced phase's time went: the chain of tasks that determined its length, and why lanes were idle.
 
-A task begins when what it waits for is over: what it needs, and what its lane did before. Walking back from the task
-that ends last, always to the one that was waited for longest, gives the critical path. A collective begins in earnest
-when the last of its ranks has come, so there the path goes over to that rank. What is between two tasks of the path is
-the host's, or that of a processor that was busy elsewhere.
+A task begins when its dependencies and the task before it on its lane have ended. Walking back from the task
+that ends last, always to the one that was waited for longest, gives the critical path. A collective really begins
+when the last of its ranks arrives, so there the path moves to that rank. The time between two tasks of the path is
+spent by the host, or by a processor that was busy elsewhere.
 
-Ranks' clocks are taken as they are: over nodes, what ranks wait for each other is as good as their clocks agree.
+Ranks' clocks are not corrected: across nodes, waiting times between ranks are as accurate as their clocks agree.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds_fsmoe.planning.schedule import Lane
 BETWEEN = "between tasks"
 NOTHING_LEFT = "nothing left to do"
 _SLACK_US = 1.0
-"""Times are whole microseconds."""
+"""The tolerance in microseconds, as times are whole microseconds."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,15 @@ class Key:
     """A phase of a layer in a step, on all ranks."""
 
     label: str
-    """Such as "L03/bwd"."""
+    """The label, such as "L03/bwd"."""
     step: int
     turn: int
-    """Which of several runs of it in this step."""
+    """The position among several runs of the phase in this step."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A task as one rank did it, in microseconds."""
+    """One task as one rank ran it, with times in microseconds."""
 
     rank: int
     index: int
@@ -51,7 +51,7 @@ class Traced:
 
     @property
     def name(self) -> str:
-        """Of the task within its phase."""
+        """The name of the task within its phase."""
         return f"{self.kind}/chunk{self.chunk}"
 
 
@@ -61,11 +61,11 @@ class Segment:
 
     rank: int
     what: str
-    """A kind of task, or :data:`BETWEEN`."""
+    """The kind of a task, or :data:`BETWEEN`."""
     begin_us: float
     end_us: float
     name: str
-    """Of the task that ends it."""
+    """The name of the task that ends the segment."""
 
     @property
     def ms(self) -> float:
@@ -78,19 +78,19 @@ class Phase:
 
     key: Key
     path: tuple[Segment, ...]
-    """In order of time, without a gap."""
+    """The critical path, in order of time, without gaps."""
     idle_ms: Mapping[str, Mapping[str, float]]
-    """Lane -> what it waited for -> milliseconds, as a mean over ranks."""
+    """Maps a lane -> what it waited for -> milliseconds, as a mean over ranks."""
     busy_ms: Mapping[str, float]
-    """Lane -> milliseconds, likewise."""
+    """Maps a lane -> milliseconds in which it was busy, as a mean over ranks."""
 
     @property
     def ms(self) -> float:
-        """From the first begin to the last end on the critical path."""
+        """The time from the first begin to the last end on the critical path."""
         return (self.path[-1].end_us - self.path[0].begin_us) / 1e3 if self.path else 0.0
 
     def shares_ms(self) -> dict[str, float]:
-        """What the critical path is made of, the largest first."""
+        """Return what the critical path consists of, the largest share first."""
         found: dict[str, float] = defaultdict(float)
         for each in self.path:
             found[each.what] += each.ms
@@ -98,10 +98,10 @@ class Phase:
 
 
 def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[Phase]:
-    """Every phase that some rank has traced to its end, in order of time.
+    """Return every phase that some rank has traced to its end, in order of time.
 
     Args:
-        traces: rank -> its trace, as :func:`~ds_fsmoe.files.traces.read_trace` gives it.
+        traces: maps a rank -> its trace, as :func:`~ds_fsmoe.files.traces.read_trace` gives it.
     """
     runs = _runs(traces)
     peers = {rank: trace["otherData"].get("peers", {}) for rank, trace in traces.items()}
@@ -111,7 +111,7 @@ def phases(traces: Mapping[int, Mapping[str, Any]]) -> list[Phase]:
 
 
 def _runs(traces: Mapping[int, Mapping[str, Any]]) -> dict[Key, dict[int, dict[int, Traced]]]:
-    """Phase -> rank -> index of a task -> the task."""
+    """Map each phase -> rank -> index of a task -> the task."""
     found: dict[Key, dict[int, dict[int, Traced]]] = defaultdict(dict)
     for rank, trace in traces.items():
         of_run: dict[tuple[str, int, int], dict[int, Traced]] = defaultdict(dict)
@@ -147,7 +147,7 @@ def _phase(
     layer = key.label.partition("/")[0]
 
     def together(task: Traced) -> list[Traced]:
-        """The same collective on the ranks that take part in it."""
+        """Return the same collective on all ranks that take part in it."""
         if task.lane == Lane.COMPUTE:
             return [task]
         ranks = peers.get(task.rank, {}).get(layer, {}).get(task.kind, of_ranks)
@@ -192,11 +192,11 @@ def _by_lane(tasks: Mapping[int, Traced]) -> dict[str, list[Traced]]:
 
 
 def idle_spans(tasks: Mapping[int, Traced], spans: Sequence[Traced]) -> list[tuple[str, float, float]]:
-    """(what was waited for, begin, end) of each time that a lane of one rank stood still while its phase ran.
+    """Return (what was waited for, begin, end) of each time that a rank's lane was idle while its phase ran.
 
     Args:
-        tasks: of the phase on this rank, by index.
-        spans: those of the lane, in order of time.
+        tasks: the tasks of the phase on this rank, by index.
+        spans: the tasks of the lane, in order of time.
     """
     at_us = min(each.begin_us for each in tasks.values())
     end_us = max(each.end_us for each in tasks.values())
@@ -214,7 +214,7 @@ def idle_spans(tasks: Mapping[int, Traced], spans: Sequence[Traced]) -> list[tup
 
 
 def tasks_of(traces: Mapping[int, Mapping[str, Any]]) -> dict[int, list[Mapping[int, Traced]]]:
-    """Rank -> the tasks of each phase it has traced to its end."""
+    """Map each rank -> the tasks of each phase that it has traced to its end."""
     found: dict[int, list[Mapping[int, Traced]]] = defaultdict(list)
     for of_ranks in _runs(traces).values():
         for rank, tasks in of_ranks.items():

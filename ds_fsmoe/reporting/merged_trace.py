@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a run in one file for Perfetto, with a process for the critical path, and idle time explained."""
+"""Merges all ranks of a run into one Perfetto file, with a process for the critical path and idle time explained."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.reporting.critical_path import Phase, Traced, idle_spans, phases, tasks_of
 
 _PATH_PID = 1_000_000
-"""Beyond that of any rank."""
+"""The number of the process, larger than that of any rank."""
 _IDLE_ROW = 500
-"""Of a rank's rows, beyond those of its lanes."""
+"""The row for idle time within a rank, beyond the rows of its lanes."""
 
 
 def merged(folder: Path) -> tuple[Path, dict[int, dict[str, Any]], list[Phase], list[str]]:
     """Merge what ranks have left in a folder into ``trace.json`` there.
 
     Returns:
-        the file, the traces by rank, their phases, and what is not in it, in words.
+        The file, the traces by rank, their phases, and what is missing from it, in words.
 
     Raises:
         FileNotFoundError: there is no file of a rank that can be read.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as one HTML page that needs nothing else: pictures are in it, no script, no font, no address from elsewhere."""
+"""Shows runs as one self-contained HTML page: pictures are in it, with no script, no font, and no external address."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ small{color:#555}
 
 
 class Page:
-    """Sections, one after another; pictures are kept beside the page as files, too.
+    """A page of sections; its pictures are kept beside it as files, too.
 
     Args:
-        title: of the page.
-        folder: for the pictures; made if need be.
+        title: the title of the page.
+        folder: the folder for the pictures, created if needed.
     """
 
     def __init__(self, title: str, folder: Path) -> None:
@@ -46,7 +46,7 @@ class Page:
         self._parts: list[str] = [f"<h1>{_text(title)}</h1>"]
 
     def section(self, write: Callable[[Page, Any], None], about: Run | Sequence[Run]) -> None:
-        """Let a function write a section. Of one whose numbers contradict themselves only that is said."""
+        """Let a function write a section. If its numbers contradict themselves, the section says only that."""
         before = len(self._parts)
         try:
             write(self, about)
@@ -59,26 +59,26 @@ class Page:
             )
 
     def heading(self, words: str) -> None:
-        """Of a section."""
+        """Write the heading of a section."""
         self._parts.append(f"<h2>{_text(words)}</h2>")
 
     def paragraph(self, words: str, kind: str = "") -> None:
-        """A sentence or two; ``kind`` "warn" makes it stand out."""
+        """Write a sentence or two; ``kind`` "warn" makes them stand out."""
         self._parts.append(f'<p class="{kind}">{_text(words)}</p>' if kind else f"<p>{_text(words)}</p>")
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """The first column to the left, the others to the right; scrolls where the screen is narrow."""
+        """Write a table with the first column left-aligned, the others right-aligned; it scrolls on narrow screens."""
         head = "".join(f"<th>{_text(each)}</th>" for each in heads)
         body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         self._parts.append(f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>')
 
     def tiles(self, values: Iterable[tuple[str, str]]) -> None:
-        """(value, what it is), large."""
+        """Write pairs of (value, what it is) in large type."""
         tiles = "".join(f'<div class="tile"><b>{_text(v)}</b><span>{_text(what)}</span></div>' for v, what in values)
         self._parts.append(f'<div class="tiles">{tiles}</div>')
 
     def picture(self, name: str, about: str, draw: Callable[[Path], None], is_broad: bool = False) -> None:
-        """Drawn into a file of that name, and into the page; one that is broad scrolls where the screen is narrow."""
+        """Draw a picture into a file of that name, and into the page; a broad one scrolls on narrow screens."""
         file = self._folder / f"{name}.png"
         draw(file)
         data = base64.b64encode(file.read_bytes()).decode()
@@ -86,7 +86,7 @@ class Page:
         self._parts.append(f'<div class="wide broad">{image}</div>' if is_broad else image)
 
     def html(self) -> str:
-        """The page."""
+        """Return the page as HTML."""
         head = (
             '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
             f"<title>{_text(self._title)}</title><style>{_STYLE}</style>"
@@ -99,11 +99,11 @@ def _text(value: Any) -> str:
 
 
 def make_page(runs: Sequence[Run], folder: Path) -> Page:
-    """Everything that runs have recorded.
+    """Return a page with everything that runs have recorded.
 
     Args:
-        runs: one, or stock and ours.
-        folder: for pictures.
+        runs: one run, or stock's and ours.
+        folder: the folder for pictures.
     """
     page = Page(" and ".join(run.name for run in runs), folder)
     for run in runs:
@@ -169,7 +169,7 @@ def _result(page: Page, runs: Sequence[Run]) -> None:
 
 
 def _after(runs: Sequence[Run]) -> int:
-    """The same steps of all runs count."""
+    """Return the last step that does not count, the same for all runs."""
     return max((settled_after(run) for run in runs if run.steps), default=0)
 
 
@@ -309,7 +309,7 @@ def _timelines(page: Page, runs: Sequence[Run]) -> None:
 
 
 def _incomplete(traces: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """A sentence for each way in which ranks' traces have ended early."""
+    """Return a sentence for each way in which ranks' traces have ended early."""
     ranks_of: dict[str, list[int]] = {}
     for rank, trace in traces.items():
         about = trace["otherData"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs have recorded, as PNG files. Needs matplotlib."""
+"""Draws what runs have recorded into PNG files. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#79706e")
 
 @contextmanager
 def _picture(file: Path, size: tuple[float, float], **options: Any) -> Iterator[Any]:
-    """Axes to draw in; written at the end."""
+    """Yield axes to draw in, and write the file at the end."""
     pyplot = drawing()
     figure, axes = pyplot.subplots(figsize=size, layout="constrained", **options)
     try:
@@ -33,13 +33,13 @@ def _picture(file: Path, size: tuple[float, float], **options: Any) -> Iterator[
 
 
 def draw_lines(lines: Mapping[str, Sequence[tuple[float, float]]], y_label: str, file: Path, from_zero: bool) -> None:
-    """One line per run over optimizer steps.
+    """Draw one line per run over optimizer steps.
 
     Args:
-        lines: name -> (step, value).
+        lines: maps a name -> (step, value).
         y_label: what the values are, with their unit.
-        file: to be written.
-        from_zero: whether the axis begins there.
+        file: the file to be written.
+        from_zero: whether the axis begins at zero.
     """
     with _picture(file, (7, 3.4)) as axes:
         for (name, points), colour in zip(lines.items(), _COLOURS * len(lines), strict=False):
@@ -57,7 +57,7 @@ def draw_lines(lines: Mapping[str, Sequence[tuple[float, float]]], y_label: str,
 
 
 def draw_fits(fits: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """What was measured of each operation, and the line through it."""
+    """Draw what was measured of each operation, and the line fitted to it."""
     columns = min(3, len(fits))
     rows = -(-len(fits) // columns)
     with _picture(file, (2.9 * columns, 2.3 * rows), nrows=rows, ncols=columns, squeeze=False) as axes:
@@ -78,7 +78,7 @@ def draw_fits(fits: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def draw_compared(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Predicted and measured steps: over time, and phase by phase against each other."""
+    """Draw predicted and measured steps: over time, and phase by phase against each other."""
     with _picture(file, (8.5, 3.4), ncols=2) as (over_time, against):
         steps = [row["step"] for row in rows]
         for which, style in (("measured_ms", "-"), ("predicted_ms", "--")):
@@ -108,7 +108,7 @@ def draw_compared(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def draw_loads(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Each layer's experts over time: how many times the mean each of them gets."""
+    """Draw the load of each layer's experts over time, as a multiple of the mean."""
     layers = list(dict.fromkeys(name for row in rows for name in row["layers"]))
     columns = min(3, len(layers))
     lines = -(-len(layers) // columns)
@@ -135,11 +135,11 @@ def draw_loads(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def timeline_of(trace: Mapping[str, Any], step: int) -> Timeline:
-    """The tasks of one step of one rank, from its first one on.
+    """Return the tasks of one step of one rank, beginning with its first task.
 
     Args:
-        trace: of that rank.
-        step: one that it has.
+        trace: the trace of that rank.
+        step: a step that is in the trace.
     """
     events = [
         each
@@ -161,19 +161,19 @@ def timeline_of(trace: Mapping[str, Any], step: int) -> Timeline:
 
 
 def draw_timelines(timelines: Sequence[tuple[str, Timeline]], file: Path) -> None:
-    """One above the other, on one scale."""
+    """Draw timelines one above the other, on one scale."""
     with new_file(file, "wb") as out:
         save_png(timelines, out)
 
 
 def loss_lines(runs: Sequence[Run]) -> dict[str, list[tuple[float, float]]]:
-    """Of each run, where it has losses."""
+    """Return the losses of each run that has them."""
     found = {run.name: [(row["step"], row["loss"]) for row in run.steps if _is_number(row.get("loss"))] for run in runs}
     return {name: points for name, points in found.items() if points}
 
 
 def step_lines(runs: Sequence[Run]) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds of each step, without the first, in which everything is slow."""
+    """Return the milliseconds of each step except the first, in which everything is slow."""
     found = {
         run.name: [(row["step"], row["step_ms"]) for row in run.steps[1:] if _is_number(row.get("step_ms"))]
         for run in runs

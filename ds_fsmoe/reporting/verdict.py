@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sure the ratio of two runs is, and what may be behind it where ours is not clearly the faster one."""
+"""Tells how certain the ratio of two runs is, and what may be the cause where ours is not clearly faster."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ds_fsmoe.reporting.comparison import StepTimes
 from ds_fsmoe.reporting.critical_path import tasks_of
 
 BLOCK = 5
-"""Neighbouring steps that are drawn together, as what disturbs one of them disturbs the next."""
+"""The number of neighbouring steps that are drawn together, as what disturbs one of them disturbs the next."""
 FEWEST_BLOCKS = 3
 _DRAWS = 1000
 _CONFIDENCE = 0.95
 SHORT_MS = 1.0
-"""Tasks that take less than this on average gain little from being cut."""
+"""The mean duration below which tasks gain little from being cut."""
 LITTLE = 0.1
-"""A share of the step below which there is little traffic to hide."""
+"""The share of the step below which there is little traffic to hide."""
 
 SAME_PART, APART = 0.05, 1.5
-"""The optimizer counts from this share of a step on, and is said to differ from this ratio on."""
+"""The share of a step from which the optimizer counts, and the ratio from which it is said to differ."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Ends of a 95% interval; no unit."""
+    """The ends of a 95% interval; no unit."""
 
     low: float
     high: float
 
 
 def ratio_interval(baseline_ms: Sequence[float], variant_ms: Sequence[float]) -> Interval | None:
-    """How many times as fast the variant is, by a bootstrap over blocks of neighbouring steps of each run.
+    """Return how many times as fast the variant is, by a bootstrap over blocks of neighbouring steps of each run.
 
-    It knows what varied from step to step. It does not know what the machine was doing during one run and not during
+    It covers what varied from step to step. It does not cover what the machine did during one run and not during
     the other.
 
     Returns:
@@ -63,7 +63,7 @@ def _drawn_median(blocks: list[Sequence[float]], draw: random.Random) -> float:
 
 
 def disturbance(stock: StepTimes, ours: StepTimes) -> str | None:
-    """A sentence where the part of a step that is the same in both runs was not: something else was running."""
+    """Return a sentence if the part of a step that both runs share took different times: something else was running."""
     parts = [each.parts_ms.get("optimizer", 0.0) for each in (stock, ours)]
     if min(parts) < SAME_PART * min(stock.step_ms, ours.step_ms) or max(parts) < APART * min(parts):
         return None
@@ -74,11 +74,11 @@ def disturbance(stock: StepTimes, ours: StepTimes) -> str | None:
 
 
 def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
-    """What may keep ours from being faster, a sentence each, with what to try.
+    """Return what may keep ours from being faster, one sentence each, with what to try.
 
     Args:
         stock, ours: the two runs.
-        times: of stock's steps.
+        times: the times of stock's steps.
     """
     block = ours.facts.get("block", {})
     found = []
@@ -105,7 +105,7 @@ def _is_cut(degree: object) -> bool:
 
 
 def _by_trace(stock: Run, times: StepTimes) -> list[str]:
-    """What the tasks of stock's layers say, if they were traced."""
+    """Return what the tasks of stock's layers show, if they were traced."""
     try:
         files = sorted(trace_folder(stock.folder).glob("rank*.json"))
         traces = {rank: read_trace(file) for rank, file in enumerate(files)}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells of itself while it trains: to DeepSpeed's monitors, and to the folder that ``report`` reads."""
+"""Reports on a run while it trains: to DeepSpeed's monitors, and to the folder that ``report`` reads."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers under names, as DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) take them."""
+"""Builds named numbers for DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from ds_fsmoe.telemetry.routers import LayerLoad
 
 Event = tuple[str, float, int]
-"""(name, value, samples trained with)."""
+"""An event: (name, value, samples trained with)."""
 
 
 def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, float]:
-    """Sums over layers, and each layer's own where that is asked for.
+    """Return the numbers of routers over all layers, and each layer's own if details are asked for.
 
     ``expert_tokens_mean`` is over all experts of all layers, ``expert_tokens_max`` the fullest of them,
-    ``expert_tokens_cv`` the mean over layers of standard deviation over mean, ``dropped_share`` that of all choices,
-    ``aux_loss`` the sum over layers, ``router_entropy`` (nats) the mean over the layers whose gates say it.
+    ``expert_tokens_cv`` the mean over layers of standard deviation over mean, ``dropped_share`` is of all choices,
+    ``aux_loss`` the sum over layers, ``router_entropy`` (nats) the mean over the layers whose gates report it.
     """
     if not loads:
         return {}
@@ -38,5 +38,5 @@ def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, f
 
 
 def named(values: Mapping[str, float], num_samples: int) -> list[Event]:
-    """``fsmoe/`` before each name."""
+    """Turn values into events, with ``fsmoe/`` before each name."""
     return [(f"fsmoe/{name}", float(value), num_samples) for name, value in values.items()]

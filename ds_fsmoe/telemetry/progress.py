@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far something long has come: a bar on rank 0's terminal, and nothing elsewhere."""
+"""Shows the progress of long work: a bar on rank 0's terminal, and nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tqdm import tqdm
 
 _T = TypeVar("_T")
 _PATIENCE_S = 2.0
-"""What is over by then shows no bar."""
+"""The seconds before a bar appears; shorter work shows none."""
 
 
 def shown(items: Sequence[_T], what: str) -> Iterable[_T]:
-    """Each of them, with a bar on rank 0's terminal if they take long."""
+    """Yield each item, with a bar on rank 0's terminal if they take long."""
     is_shown = sys.stderr.isatty() and (not dist.is_initialized() or dist.get_rank() == 0)
     return tqdm(items, desc=what, unit=" files", disable=not is_shown, delay=_PATIENCE_S, leave=False)
 
 
 class Progress:
-    """A bar that grows with each operation that is about to be measured. Use it in a ``with`` statement.
+    """A bar that grows with each operation about to be measured. Use it in a ``with`` statement.
 
     Args:
         is_shown: whether this rank shows it; never where standard error is no terminal.
@@ -35,7 +35,7 @@ class Progress:
         )
 
     def __call__(self, what: str) -> None:
-        """The next one."""
+        """Advance the bar to the next operation."""
         self._bar.set_postfix_str(what[:60], refresh=False)
         self._bar.update()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the folder of a run, for ``ds_fsmoe report``: rank 0 what ran and what steps took, every rank its trace."""
+"""Writes a run's folder for ``ds_fsmoe report``: rank 0 what ran and what steps took, every rank its trace."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ds_fsmoe.versions import VERSION
 logger = logging.getLogger("ds_fsmoe")
 
 _WRITE_EVERY = 10
-"""Steps."""
+"""The number of steps between writes."""
 
 
 class Record:
-    """Of one run of one engine, DeepSpeed's own or ours.
+    """Records one run of one engine, DeepSpeed's own or ours.
 
     Args:
-        engine: complete.
-        folder: made if need be; what an earlier run has left there is removed. ``None``: nothing is written, and the
-            run only ends when it is to.
-        stop_after: optimizer steps after which the process ends; 0: never.
-        rank: of this process.
+        engine: the complete engine.
+        folder: created if needed; what an earlier run has left there is removed. ``None``: nothing is written, and the
+            run only ends when it should.
+        stop_after: the number of optimizer steps after which the process ends; 0: never.
+        rank: the rank of this process.
         facts: what ran, for ``run.json``.
 
     Raises:
@@ -66,7 +66,7 @@ class Record:
         atexit.register(self._at_exit)
 
     def routers(self, step: int, loads: Mapping[str, LayerLoad]) -> None:
-        """What routers did in a step."""
+        """Record what routers did in a step."""
         layers = {
             name: {
                 "tokens_E": load.tokens_E,
@@ -79,15 +79,15 @@ class Record:
         self._try(lambda folder: append_lines(folder / ROUTERS, [{"step": step, "layers": layers}]))
 
     def compared(self, row: Mapping[str, Any]) -> None:
-        """A step that was held against what was predicted of it."""
+        """Record a step that was compared with its prediction."""
         self._try(lambda folder: append_lines(folder / COMPARED, [row]))
 
     def plans(self, value: Mapping[str, Any]) -> None:
-        """What was measured and decided; the last word counts."""
+        """Record what was measured and decided; the last call counts."""
         self._try(lambda folder: write_json(folder / PLANS, value))
 
     def close(self) -> None:
-        """Write what is left, and that the run has ended. A second time does nothing."""
+        """Write what is left, and that the run has ended. A second call does nothing."""
         self._close({"ended": time.strftime("%Y-%m-%d %H:%M:%S")})
 
     def _at_exit(self) -> None:

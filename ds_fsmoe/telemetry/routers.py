@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routers do: how many tokens each expert gets, how many choices find no place, how sure the router is.
+"""Counts what routers do: how many tokens each expert gets, how many choices find no place, how sure the router is.
 
-Counted on the device, in the steps that somebody asks about and in no others, and shared once when such a step is over:
-one all-reduce of as many numbers on every rank, whatever each of them has run.
+Counts are kept on the device, only in the steps that are asked about, and shared once when such a step is over:
+one all-reduce of the same number of values on every rank, whatever each of them has run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
 
 _PLACED, _ASKED, _AUX_LOSS, _CALLS, _ENTROPY, _ENTROPIES = range(6)
-"""What is counted of a layer besides its experts' tokens."""
+"""The counts kept for a layer besides its experts' tokens."""
 _NUM_COUNTS = 6
 
 Gate = Callable[..., RoutingBase]
@@ -32,46 +32,46 @@ class LayerLoad:
     """What the router of one layer did in one step, over all ranks and micro batches."""
 
     tokens_E: tuple[float, ...]
-    """[E]: tokens that chose each expert, before any was dropped."""
+    """[E]: the tokens that chose each expert, before any was dropped."""
     dropped: float
-    """Choices that found no place in a full expert; where experts choose, tokens that none of them took."""
+    """The choices that found no place in a full expert; where experts choose, the tokens that no expert took."""
     asked: float
-    """Of how many."""
+    """The number of all choices."""
     aux_loss: float
-    """As a mean over forwards."""
+    """The mean auxiliary loss over forwards."""
     entropy: float | None
-    """Of a token's probabilities, in nats, as a mean over forwards; ``None``: the gate does not say."""
+    """The entropy of a token's probabilities, in nats, as a mean over forwards; ``None``: the gate reports none."""
 
     @property
     def mean(self) -> float:
-        """Tokens per expert."""
+        """The mean number of tokens per expert."""
         return sum(self.tokens_E) / len(self.tokens_E)
 
     @property
     def most(self) -> float:
-        """Tokens of the fullest expert."""
+        """The number of tokens of the fullest expert."""
         return max(self.tokens_E)
 
     @property
     def variation(self) -> float:
-        """Standard deviation over mean: 0 in balance, ``sqrt(E - 1)`` with all tokens on one expert."""
+        """The standard deviation over the mean: 0 in balance, ``sqrt(E - 1)`` with all tokens on one expert."""
         mean = self.mean
         return math.sqrt(sum((each - mean) ** 2 for each in self.tokens_E) / len(self.tokens_E)) / mean if mean else 0.0
 
     @property
     def dropped_share(self) -> float:
-        """Of the choices."""
+        """The share of choices that were dropped."""
         return self.dropped / self.asked if self.asked else 0.0
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Of a layer's numbers among those of all."""
+    """The place of a layer's numbers among those of all layers."""
 
     first: int
     num_experts: int
     num_copies: int
-    """Ranks that have the same tokens, and count each of them."""
+    """The number of ranks that have the same tokens, and each count them."""
 
     @property
     def stop(self) -> int:
@@ -79,13 +79,13 @@ class _Place:
 
 
 class RouterMetrics:
-    """Of the layers of one engine; with stages of a pipeline, of all of them. Collective to make there.
+    """Metrics of the layers of one engine; with pipeline stages, of all stages, and its constructor is collective.
 
     Args:
-        layers: label -> (E, ranks that have the same tokens) of each layer of this rank, in an order that is the same
+        layers: maps each layer's label -> (E, ranks with the same tokens) on this rank, in an order that is the same
             on every rank that runs them.
-        device: on which they run.
-        stage: of this rank; ``None``: there are no stages.
+        device: the device on which they run.
+        stage: the stage of this rank; ``None``: there are no stages.
     """
 
     def __init__(self, layers: Mapping[str, tuple[int, int]], device: torch.device, stage: int | None = None) -> None:
@@ -101,13 +101,13 @@ class RouterMetrics:
         self._counts = torch.zeros(first, dtype=torch.float64, device=device)
         self.is_listening = False
         self.is_paused = False
-        """Whether what happens now is no training: a rank without a batch goes through the layers all the same."""
+        """Whether the present forward is not training: a rank without a batch still goes through the layers."""
 
     def listen(self, gates: Mapping[str, Any]) -> None:
-        """Count from here on, until :meth:`read`.
+        """Count from now on, until :meth:`read`.
 
         Args:
-            gates: label -> gate of each layer of this rank.
+            gates: maps a label -> the gate of each layer of this rank.
         """
         self._counts.zero_()
         self._tell(gates, True)
@@ -119,7 +119,7 @@ class RouterMetrics:
                 gate.says_entropy = is_listening
 
     def after(self, gate: Gate, label: str) -> Gate:
-        """The gate of a layer, its decisions counted where they are asked about."""
+        """Return the gate of a layer, with its decisions counted while they are asked about."""
         if not self.is_listening or self.is_paused or in_backward():
             return gate
 
@@ -144,11 +144,11 @@ class RouterMetrics:
         own[place.num_experts :][: len(others)] += torch.stack(scalars)
 
     def read(self, gates: Mapping[str, Any]) -> dict[str, LayerLoad]:
-        """What has been counted, by label (``stage1/L00`` where there are stages), and no counting from here on.
+        """Return the counts by label (``stage1/L00`` where there are stages), and stop counting.
         Collective over all ranks of the job; it waits for the device.
 
         Args:
-            gates: as :meth:`listen` was given them.
+            gates: the gates that :meth:`listen` was given.
         """
         self._tell(gates, False)
         if world_size_now() > 1:

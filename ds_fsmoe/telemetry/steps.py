@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line for each optimizer step of an engine, DeepSpeed's own or ours: its loss, and what its parts took.
+"""Logs a line for each optimizer step of an engine, DeepSpeed's own or ours: its loss, and the times of its parts.
 
-The engine's own methods are wrapped, so what is said of stock and of ours is measured in the same way. Times are those
+The engine's own methods are wrapped, so that stock and ours are measured in the same way. Times are those
 of this rank, from stamp to stamp: the host's clock on a CPU, events on CUDA, which are read when lines are written.
 """
 
@@ -23,17 +23,17 @@ from ds_fsmoe.observing.spans import clock_of
 logger = logging.getLogger("ds_fsmoe")
 
 PARTS = {"forward": "forward_ms", "backward": "backward_ms", "step": "optimizer_ms"}
-"""Method of an engine -> what its line calls the time in it, over all micro batches of a step."""
+"""Maps an engine's method -> its line's name for the time in it, over all micro batches of a step."""
 
 
 class StepLog:
-    """Of one engine.
+    """Logs the optimizer steps of one engine.
 
     Args:
-        engine: complete.
-        file: of lines; ``None``: this rank writes none.
-        write_every: steps, so that the host seldom waits for the device.
-        stop_after: optimizer steps after which the process ends; 0: never.
+        engine: the complete engine.
+        file: the file of lines; ``None``: this rank writes none.
+        write_every: the number of steps between writes, so that the host seldom waits for the device.
+        stop_after: the number of optimizer steps after which the process ends; 0: never.
     """
 
     def __init__(self, engine: Any, file: Path | None, write_every: int, stop_after: int) -> None:
@@ -49,7 +49,7 @@ class StepLog:
         self._last: Any = self._stamp()
         self._waiting: list[dict[str, Any]] = []
         self.at_stop: Callable[[], None] = lambda: None
-        """Called before the process ends because of ``stop_after``."""
+        """The function that is called before the process ends because of ``stop_after``."""
         # Of its class: what an engine does not have it looks for in the user's model.
         if hasattr(type(engine), "train_batch"):
             self._wrap("train_batch", self._train_batch)
@@ -110,7 +110,7 @@ class StepLog:
             raise SystemExit(0)
 
     def write(self) -> None:
-        """The lines that have not been written yet. Waits for the device."""
+        """Write the lines that have not been written yet. This waits for the device."""
         rows, self._waiting = self._waiting, []
         if self._file is None or not rows:
             return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock DeepSpeed's steps traced in the form of ours: its all-to-alls, its experts, its gradients, task by task.
+"""Traces stock DeepSpeed's steps in the form of ours: its all-to-alls, experts and gradients, task by task.
 
 With ``"enabled": false`` and a trace asked for, DeepSpeed's own engine and layers run; the functions of its
-communication module are told apart by who calls them, and experts by hooks on their module. Nothing that is computed
-changes. What stock does between these tasks is seen as the gaps between them, as in our own traces.
+communication module are told apart by their callers, and experts by hooks on their module. No computation
+changes. What stock does between these tasks appears as gaps between them, as in our own traces.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_fn", "red
 _GATHERING = ("all_gather", "all_gather_into_tensor")
 _EXCHANGING = "all_to_all_single"
 GRADIENTS = "gradients/backward"
-"""Label of what is reduced in a backward outside of MoE layers: a run for each message, as what is between two of them
-belongs to others."""
+"""The label of what is reduced in a backward outside of MoE layers: a run for each message, as what is between two
+messages belongs to other tasks."""
 
 
 @dataclass
@@ -48,14 +48,14 @@ class _Run:
 
 
 class StockTracer:
-    """Of one engine of DeepSpeed's own. Collective to make, as ranks find out who shares a node.
+    """Traces one engine of DeepSpeed's own. The constructor is collective, as ranks find out which share a node.
 
     Args:
-        engine: complete.
-        folder: for the trace.
-        rank: of this process.
+        engine: the complete engine.
+        folder: the folder for the trace.
+        rank: the rank of this process.
         start_step: the first step to record.
-        num_steps: how many.
+        num_steps: the number of steps to record.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -74,11 +74,11 @@ class StockTracer:
         self._runs: list[_Run] = []
         self._in_layer: str | None = None
         self._went_forward: list[str] = []
-        """Layers whose backward is still to come."""
+        """The layers whose backward is still to come."""
         self._backward: _Run | None = None
         self._in_step = False
         self._inside = False
-        """A collective is under way: those that DeepSpeed does it by are no tasks of their own."""
+        """Whether a collective is under way: those that DeepSpeed uses inside it are not separate tasks."""
         self._seen: list[int] = []
         self._peers: dict[str, dict[str, list[int]]] = {}
         self._is_over = False
@@ -155,7 +155,7 @@ class StockTracer:
 
     @property
     def _is_on(self) -> bool:
-        """Within a forward or a backward of training, in one of the steps. The optimizer is in neither."""
+        """Return whether this is a forward or backward of training in one of the steps; the optimizer is in neither."""
         if self._reference is None or self._is_over or self._in_step:
             return False
         return self._engine.module.training and self._engine.global_steps in self._wanted
@@ -242,7 +242,7 @@ class StockTracer:
     # ---- the end
 
     def close(self) -> None:
-        """Write what there is, unless it has been written."""
+        """Write the trace, unless it has been written."""
         self._write("closed before the last step was over", is_complete=False)
 
     def _write(self, ended: str, is_complete: bool) -> None:
