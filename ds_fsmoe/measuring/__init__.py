@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what tasks and links cost on this machine, and keeps it. Returns data, decides nothing."""
+"""This package measures what tasks and links cost on this machine and keeps the results. It returns data only."""

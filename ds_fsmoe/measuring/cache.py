@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements kept between runs: one JSON file for each cluster that they hold for.
 
-A file that cannot be read, or is of something else, is never trusted: it is named in a warning, and written anew.
+A file that cannot be read, or holds something else, is not trusted: a warning names it, and it is rewritten.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ds_fsmoe.planning.cluster import Cluster, cluster_as_json
 from ds_fsmoe.planning.measured import Timing
 
 _FORMAT = 2
-"""Of what a cluster file has in ``measured``: with another number it is of another version."""
+"""The version of ``measured`` in a cluster file; a file with another number is from another version."""
 Fingerprint = Mapping[str, Any]
-"""What the measurements hold for, in JSON's types."""
+"""The description of what the measurements hold for, in JSON's types."""
 
 
 class MeasurementCache:
-    """The files of one folder, one per cluster; for rank 0 alone.
+    """The files of one folder, one per cluster; only rank 0 uses them.
 
     Each is a cluster file, as ``ds_fsmoe plan --cluster`` takes it, that holds what it was made from. Two jobs that
     write the same file at the same time leave that of one of them, whole.
@@ -43,12 +43,12 @@ class MeasurementCache:
         self._said_of_folder = False
 
     def file_of(self, fingerprint: Fingerprint) -> Path:
-        """Where measurements of this cluster are kept."""
+        """Return the path where measurements of this cluster are kept."""
         text = json.dumps(fingerprint, sort_keys=True)
         return self._folder / f"cluster-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
     def read(self, fingerprint: Fingerprint) -> Measurements | None:
-        """What is kept, or ``None``; a file that is of no use is named in a warning."""
+        """Return what is kept, or ``None``; a warning names a file that is not usable."""
         path = self.file_of(fingerprint)
         try:
             return read_measurements(path, fingerprint)
@@ -59,7 +59,7 @@ class MeasurementCache:
             return None
 
     def write(self, fingerprint: Fingerprint, measurements: Measurements, cluster: Cluster) -> None:
-        """Keep measurements beside those that are kept, whole or not at all; a warning where that cannot be done.
+        """Keep measurements beside those already kept, whole or not at all; warn if that cannot be done.
 
         Args:
             fingerprint: of the cluster.
@@ -110,7 +110,7 @@ def write_measurements(path: Path, fingerprint: Fingerprint, measurements: Measu
 
 
 _LIST = re.compile(r"\[\n[^\[\]{}]*\]")
-"""A list without lists in it, over several lines. No text has a line break in JSON, so none looks like it."""
+"""Return a list without nested lists over several lines. No JSON text has a line break, so none looks like it."""
 
 
 def _on_one_line(found: re.Match[str]) -> str:
@@ -118,7 +118,7 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 
 def read_measurements(path: Path, fingerprint: Fingerprint) -> Measurements:
-    """What was measured on this cluster.
+    """Return what was measured on this cluster.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no such file.

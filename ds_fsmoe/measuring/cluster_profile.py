@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster measured: what its links and its processors take, as the planner knows clusters."""
+"""This module measures what a cluster's links and processors cost, in the planner's form."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from ds_fsmoe.planning.timeline import IDEAL, Contention
 logger = logging.getLogger("ds_fsmoe")
 
 LINK_AIM_MS, COMPUTING_AIM_MS = 100.0, 25.0
-"""The largest size that is timed takes about so long."""
+"""The approximate time of the largest size."""
 _PARTS = (32, 16, 8, 4, 2, 1)
-"""The largest size is cut into so many for the others."""
+"""The numbers of parts into which the largest size is cut to get the other sizes."""
 _FARTHEST = 16
-"""A largest size is reckoned from the time of a smaller one, so many times smaller at the most."""
+"""The largest ratio of a largest size to the smaller one from whose time it is estimated."""
 _CORUN_MS = 5.0
-"""What is done side by side to see how much it is slowed: pieces of about so long."""
+"""The approximate time of each piece of work that runs side by side to measure slowdown."""
 _HOST_RUNS, _HOST_CHUNKS = 8, 4
 
 
@@ -65,9 +65,9 @@ def profile_cluster(
     Args:
         measuring: of this job; what is measured is added to what it knows.
         topology: of all ranks.
-        lanes: that are to overlap, for what they slow each other down and for what a task costs the host.
-        dtype: of tokens and weights.
-        max_bytes: of the largest buffer.
+        lanes: the lanes that overlap, to measure their slowdown and the host cost of a task.
+        dtype: the type of tokens and weights.
+        max_bytes: the size of the largest buffer.
         max_ctas: of the communicators that training will have.
         name, source: of the result.
 
@@ -81,7 +81,7 @@ def profile_cluster(
 
 
 class _Profiler:
-    """One call of :func:`profile_cluster`."""
+    """The state of one call of :func:`profile_cluster`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _Profiler:
         self._shape = self._names.shape
 
     def run(self, name: str, source: str) -> Cluster:
-        """Measure, and put together."""
+        """Measure everything and put the results together."""
         known = self._measuring.known
         # The same on every rank. Without something to measure there is no need of communicators.
         is_known = all(each in known.timings or each in known.numbers for each in self._names.all())
@@ -118,7 +118,7 @@ class _Profiler:
 
     @contextmanager
     def _trials(self) -> Iterator[list[Trial]]:
-        """All that can be timed here, links first; the communicators end with it."""
+        """Yield all operations that can be timed here, links first; the communicators end with the context."""
         device = self._measuring.watch.device
         kinds = [groups_of(self._topology, link) for link in self._names.links]
         with passing_communicators(kinds, "fsmoe_profile", self._max_ctas) as groups:
@@ -130,7 +130,7 @@ class _Profiler:
             yield trials + computations(device, self._dtype, self._max_bytes)
 
     def _timings(self, trials: Sequence[Trial]) -> dict[str, Timing]:
-        """Operation -> its timing, in the order of ``UNITS``."""
+        """Return operation -> its timing, in the order of ``UNITS``."""
         of = {trial.operation: trial for trial in trials}
         return {each: self._timing(each, of.get(each)) for each in self._names.operations}
 
@@ -160,7 +160,7 @@ class _Profiler:
             )
 
     def _largest(self, trial: Trial) -> int:
-        """The largest size to time: the same on every rank. The four collectives of a link have that of one."""
+        """Return the largest size to time, the same on every rank. The four collectives of a link share one."""
         link = trial.operation.split(".")[0]
         what = link if trial.is_collective else trial.operation
         aim_ms = LINK_AIM_MS if trial.is_collective else COMPUTING_AIM_MS
@@ -244,14 +244,14 @@ class _Profiler:
 
 
 def _size_of(aim_ms: float, trial: Trial, timing: Timing) -> int:
-    """A size that takes about so long, within those that were timed."""
+    """Return a size that takes about this long, within the sizes that were timed."""
     steps = [round(each / trial.size_of_one) for each in timing.sizes]
     fitting = [step for step, time_ms in zip(steps, timing.times_ms, strict=True) if time_ms <= aim_ms]
     return max(fitting, default=steps[0])
 
 
 def _five_tasks_a_chunk() -> Schedule:
-    """As a layer has them."""
+    """Return a schedule with five tasks per chunk, as a layer has them."""
     draft = Draft()
     lanes = {A2A_IN: Lane.INTER, GATHER: Lane.INTRA, EXPERT: Lane.COMPUTE, REDUCE: Lane.INTRA, A2A_OUT: Lane.INTER}
     after: list[list[int]] = [[] for _ in range(_HOST_CHUNKS)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much two lanes slow each other down, measured on the lanes themselves: alone, then both at once.
+"""This module measures how much two lanes slow each other down: alone, then both at once.
 
 What an operation takes alone says little about a machine on which others are under way: links may share a wire or an
 adapter, and traffic and computation take processor time, memory bandwidth or multiprocessors from each other.
@@ -25,24 +25,24 @@ from ds_fsmoe.planning.schedule import Draft, Lane, Schedule, Task
 
 REPEATS = 3
 SHORTEST_MS = 20.0
-"""A lane is kept busy for at least so long, so that how it starts is of no weight."""
+"""The least time that a lane is kept busy, so that its start does not matter."""
 MOST_TASKS = 64
 MOST_ISSUED_MS = 2.0
 """Of a lane, what the host needs at the most to issue its tasks: a GPU takes a thousand launches ahead, and a host that
 has to wait for room would be timed with it."""
 
 Prepare = Callable[[], Callable[[], object]]
-"""Makes ready, without communication, for what may then be done many times over."""
+"""A function that prepares, without communication, work that can then be done many times."""
 
 
 def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what: str) -> Slowdowns:
     """Measure every pair. Collective; each lane's work is the same on every rank.
 
     Args:
-        watch: of this job.
-        lanes: that overlap.
+        watch: the stopwatch of this job.
+        lanes: the lanes that overlap.
         work: lane -> what it does, over and over.
-        what: is measured, for messages.
+        what: the measured thing, for messages.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
@@ -54,7 +54,7 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
     last_issue_ms = 0.0
 
     def busy_ms(counts: Mapping[Lane, int]) -> list[float]:
-        """Lane -> when it was through; of the slowest rank, the median over repeats."""
+        """Return lane -> when it finished on the slowest rank, the median over repeats."""
         schedule = _beside(counts)
         calls = {lane.value: _calling(bodies[lane]) for lane in counts}
 
@@ -93,7 +93,7 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, Prepare], what
 
 
 def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[Lane, int]:
-    """How many tasks keep each lane busy for about as long as the others.
+    """Return how many tasks keep each lane busy for about as long as the others.
 
     Args:
         once_ms: what a task of the lane takes; the same on every rank, as is the result.
@@ -108,7 +108,7 @@ def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[La
 
 
 def _slowdown(alone_ms: float, together_ms: float, other_ms: float) -> float:
-    """From when a lane was through, alone and together; it is slowed only while the other is at work."""
+    """Compute the slowdown from when a lane finished alone and together; it only slows while the other is busy."""
     beside_ms = min(together_ms, other_ms)
     # What was left of it when the other was through ran at full speed.
     done_beside_ms = alone_ms - (together_ms - beside_ms)
@@ -116,7 +116,7 @@ def _slowdown(alone_ms: float, together_ms: float, other_ms: float) -> float:
 
 
 def _beside(counts: Mapping[Lane, int]) -> Schedule:
-    """So many tasks on each lane, that wait for nothing but their lane. A task's kind is its lane's name."""
+    """Return this many tasks on each lane that wait only for their lane. A task's kind is its lane's name."""
     draft = Draft()
     for chunk in range(max(counts.values())):
         for lane, count in counts.items():

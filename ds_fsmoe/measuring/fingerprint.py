@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measurements hold for: the hosts, where ranks lie on them, processors, links and versions, in JSON's types."""
+"""The conditions that measurements hold for: hosts, rank placement, processors, links and versions, in JSON's types."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def by_ranks(values: Sequence[str]) -> dict[str, str]:
 
 
 def name_of(device: torch.device, root: Path = Path("/")) -> str:
-    """The model of a GPU, or of the processor."""
+    """Return the model of a GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

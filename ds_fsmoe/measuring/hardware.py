@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this host says about its links, as far as anybody may read it: network, InfiniBand, and between its GPUs.
+"""This module reads what the host reports about its links: network, InfiniBand, and between its GPUs.
 
 It is what is written there, not what was measured: a virtual interface tells a speed that it does not have, and a limit
 set by ``tc`` is seen nowhere. Torch is imported only where GPUs are asked for.
@@ -31,12 +31,12 @@ class Interface:
     state: str
     """``up``, ``down``, ...; "" where it is not known."""
     speed_mbits: int | None
-    """As it says itself; ``None``: not known."""
+    """The speed that the interface itself reports; ``None``: not known."""
     mtu_bytes: int | None
     driver: str
 
     def line(self) -> str:
-        """To be read."""
+        """Return a readable description."""
         speed = "speed unknown" if self.speed_mbits is None else f"{self.speed_mbits / 1e3:g} Gbit/s"
         parts = (self.kind, self.state and f"is {self.state}", speed, self.mtu_bytes and f"mtu {self.mtu_bytes}")
         return f"{self.name}: {', '.join([*filter(None, parts), *([self.driver] if self.driver else [])])}"
@@ -52,10 +52,10 @@ class Port:
     """``InfiniBand``, or ``Ethernet`` for RoCE."""
     state: str
     rate: str
-    """Such as ``400 Gb/sec (4X NDR)``."""
+    """The speed, such as ``400 Gb/sec (4X NDR)``."""
 
     def line(self) -> str:
-        """To be read."""
+        """Return a readable description."""
         return f"{self.name}: {', '.join(filter(None, (self.link, self.rate, self.state)))}"
 
 
@@ -65,12 +65,12 @@ class Gpus:
 
     names: tuple[str, ...]
     peers: tuple[tuple[int, ...], ...]
-    """Of each, those whose memory it can reach itself."""
+    """For each GPU, the GPUs whose memory it can access directly."""
     nvlink_gb_s: tuple[float, ...] = ()
-    """Of each GPU of the host, all its NVLinks together, one way; not asked for, or none: empty."""
+    """The bandwidth of all NVLinks of each GPU together, one way; empty if not asked for or without NVLinks."""
 
     def lines(self) -> list[str]:
-        """To be read."""
+        """Return a readable description."""
         counts = {name: self.names.count(name) for name in self.names}
         found = [f"GPUs: {', '.join(f'{count} x {name}' for name, count in counts.items())}"]
         if len(self.names) > 1:
@@ -88,7 +88,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """Of one host."""
+    """The links of one host."""
 
     interfaces: tuple[Interface, ...]
     ports: tuple[Port, ...]
@@ -207,7 +207,7 @@ def _nvlink_gb_s() -> tuple[float, ...]:
 
 
 def read_nvlink_status(text: str) -> tuple[float, ...]:
-    """What ``nvidia-smi nvlink --status`` prints, as GB/s of all active links of each GPU; without links: empty."""
+    """Parse the output of ``nvidia-smi nvlink --status``: GB/s of all active links of each GPU; empty without links."""
     found: list[float] = []
     for line in text.splitlines():
         if re.match(r"GPU \d+:", line):

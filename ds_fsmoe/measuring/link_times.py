@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from ds_fsmoe.measuring.profiler import Subject
 
 Reduces = tuple[tuple[float, ReduceMethod], ...]
-"""See :attr:`Collectives.reduces`."""
+"""The ways to reduce; see :attr:`Collectives.reduces`."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Of several layers; by :meth:`Subject.link_name`."""
+    """The times of several layers' collectives, by :meth:`Subject.link_name`."""
 
     timings: Mapping[str, Timing]
     reduces: Mapping[str, Reduces]
-    """How a reduce-scatter was the fastest, by size."""
+    """The fastest way to reduce-scatter, by size."""
 
 
 def time_links(measuring: Measuring, subjects: Sequence[Subject]) -> LinkTimes:
@@ -68,7 +68,7 @@ def time_links(measuring: Measuring, subjects: Sequence[Subject]) -> LinkTimes:
 
 
 def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
-    """The best of several ways with at most one change from one to another as messages grow, and what it takes."""
+    """Return the best of several ways, with at most one change between them as messages grow, and its times."""
     names = list(found)
     sizes = found[names[0]].sizes
     best_ms, best = float("inf"), (0, names[0], names[0])
@@ -92,7 +92,7 @@ def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
 def prepared(
     subject: Subject, name: str, collectives: Collectives, device: torch.device
 ) -> tuple[Prepare, int, dist.ProcessGroup | None]:
-    """What makes ready so many rows of a collective, the bytes that a row is of its buffer, and its ranks.
+    """Return what prepares rows of a collective, the bytes of a row in its buffer, and its ranks.
 
     The second part of an all-to-all in two needs what the first one gives, so making it ready communicates.
     """
@@ -132,7 +132,7 @@ def _time(
 
 
 def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
-    """From the largest down to a chunk of the smallest, by halves; at least six."""
+    """Return the sizes from the largest down to a chunk of the smallest, by halves; at least six."""
     sizes, smallest = [max(wanted_bytes)], min(wanted_bytes) // 32
     while len(sizes) < 6 or (sizes[-1] > smallest and len(sizes) < 10):
         sizes.append(max(1, sizes[-1] // 2))

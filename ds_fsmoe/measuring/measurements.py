@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has been measured, by name: what is known already is not measured again.
+"""The measurements by name: what is known already is not measured again.
 
 Every rank knows the same, because what was kept from before is read by one rank and sent to all; so all of them measure
 the same things in the same order.
@@ -18,15 +18,15 @@ from ds_fsmoe.planning.measured import Timing
 
 @dataclass
 class Measurements:
-    """The same on every rank. A name says what was measured and all that it depends on, but for the cluster."""
+    """The values, the same on every rank. A name says what was measured and what it depends on besides the cluster."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
-    """Milliseconds, factors, and 0 or 1 for what is so or not."""
+    """The values: milliseconds, factors, and 0 or 1 for yes or no."""
 
 
 class Measuring:
-    """Measures what is not known yet. Every method is collective.
+    """This class measures what is not known yet. Every method is collective.
 
     Args:
         watch: of this job.
@@ -50,7 +50,7 @@ class Measuring:
         prepare: Prepare,
         group: dist.ProcessGroup | None = None,
     ) -> Timing:
-        """An operation at several sizes.
+        """Measure an operation at several sizes.
 
         Args:
             name: of what is measured.
@@ -71,7 +71,7 @@ class Measuring:
         return self.known.timings[name]
 
     def number(self, name: str, measure: Callable[[], float]) -> float:
-        """A number; ``measure`` is collective and returns the same on every rank."""
+        """Return a number; ``measure`` is collective and returns the same on every rank."""
         if name not in self.known.numbers:
             self._on_progress(name)
             self.known.numbers[name] = measure()

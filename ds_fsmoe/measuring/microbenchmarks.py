@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is timed to know a cluster: one plain piece of work for each operation that the planner reckons with.
+"""The work that is timed to measure a cluster: one plain piece for each operation that the planner uses.
 
 Letters: S tokens, M width, E experts, L positions of a sample, n blocks of elements for one rank.
 """
@@ -24,20 +24,20 @@ from ds_fsmoe.planning.cluster import UNITS
 COMPUTING = tuple(name for name in UNITS if "." not in name)
 LINKS = ("inter", "intra")
 CONTENTION = ("links", "compute", "traffic")
-"""How lanes slow each other down, as ``planning.timeline.Contention`` has it."""
+"""The slowdowns of lanes by each other, with the names of ``planning.timeline.Contention``."""
 MAX_BYTES = 1 << 26
-"""Of the largest buffer."""
+"""The size of the largest buffer."""
 FEWEST = 16
-"""The largest size is at least so many times the smallest step, so that there are five different ones."""
+"""The least ratio of the largest size to the smallest step, so that there are five different sizes."""
 _FIRST_BYTES = 1 << 16
 _HEAD = 64
-"""Width of an attention head."""
+"""The width of an attention head."""
 _CPU_BYTES = 1 << 24
-"""Of the largest input there: making it takes longer than what is timed."""
+"""The size of the largest input on a CPU: making it takes longer than what is timed."""
 _DRAWN = 512
-"""Random rows, repeated."""
+"""The number of random rows, which are repeated."""
 _COPIES = 2
-"""Experts per token."""
+"""The number of experts per token."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,21 @@ class Trial:
     """An operation, ready to be timed at any size."""
 
     operation: str
-    """As in ``planning.cluster.UNITS``, which says the unit."""
+    """The name in ``planning.cluster.UNITS``, which gives the unit."""
     prepare: Prepare
     size_of_one: float
-    """Units in a size of 1."""
+    """The number of units in a size of 1."""
     first: int
-    """A size to begin with that is over in an instant."""
+    """A first size that takes hardly any time."""
     most: int
     """The largest size to try."""
     ranks: int | None = None
     group: dist.ProcessGroup | None = None
-    """Of a collective: this rank's. A rank that is left over has one of its own."""
+    """The group of this rank for a collective. A left-over rank has one of its own."""
 
     @property
     def is_collective(self) -> bool:
-        """Whether ranks do it together."""
+        """Whether the ranks do it together."""
         return self.ranks is not None
 
 
@@ -68,20 +68,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class Shape:
-    """So many nodes, of so many ranks each, are measured."""
+    """The shape of the measured cluster: its nodes, and the ranks of each."""
 
     num_nodes: int
     per_node: int
-    """Of the smallest node."""
+    """The number of ranks of the smallest node."""
 
     @classmethod
     def of(cls, topology: Topology) -> Shape:
-        """What all nodes have in common."""
+        """Return the shape that all nodes have in common."""
         nodes = _nodes(topology)
         return cls(len(nodes), min(map(len, nodes)))
 
     def ranks_of(self, link: str) -> int:
-        """Size of the groups of a link; 1 where there is nobody to talk to."""
+        """Return the size of the groups of a link; 1 if there is no other rank."""
         return self.num_nodes if link == "inter" else self.per_node
 
 
@@ -107,14 +107,14 @@ def _nodes(topology: Topology) -> list[Ranks]:
 def collectives(
     link: str, ranks: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, max_bytes: int
 ) -> list[Trial]:
-    """The four of one link. A size of 1 is one element for each rank in the largest buffer.
+    """Return the four collectives of one link. A size of 1 is one element for each rank in the largest buffer.
 
     Args:
         link: ``inter`` or ``intra``.
-        ranks: of a group.
+        ranks: the number of ranks of a group.
         group: this rank's; of one rank, if it is left over.
-        device, dtype: of the buffers.
-        max_bytes: of the largest buffer.
+        device, dtype: the device and type of the buffers.
+        max_bytes: the size of the largest buffer.
     """
     unit_bytes = ranks * dtype.itemsize
     takes_part = group.size() == ranks
@@ -153,7 +153,7 @@ def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def computations(device: torch.device, dtype: torch.dtype, max_bytes: int) -> list[Trial]:
-    """What one rank does alone; ``planning.workload`` says what a size means.
+    """Return the operations that one rank does alone; ``planning.workload`` says what a size means.
 
     Args:
         device, dtype: of the tensors.
@@ -207,7 +207,7 @@ def computations(device: torch.device, dtype: torch.dtype, max_bytes: int) -> li
 
 
 def _attention(x_SM: torch.Tensor, projections: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Without the softmax, which has a cost of its own."""
+    """Run attention without the softmax, which has a cost of its own."""
     width = x_SM.shape[-1]
 
     def heads(x_SM: torch.Tensor) -> torch.Tensor:
@@ -237,37 +237,37 @@ class ProfileNames:
         self.shape = Shape.of(topology)
         self.links = [link for link in LINKS if self.shape.ranks_of(link) > 1]
         self.overlap = bool(self.links) and not isinstance(lanes, SerialLanes)
-        """Whether there are lanes that could slow each other down."""
+        """Return whether there are lanes that could slow each other down."""
         self._lanes = type(lanes).__name__
         self._how = f"{str(dtype).removeprefix('torch.')}, at most {max_bytes} bytes"
 
     @property
     def operations(self) -> list[str]:
-        """Those that can be timed here, in the order of ``UNITS``."""
+        """The operations that can be timed here, in the order of ``UNITS``."""
         return [each for each in UNITS if "." not in each or each.split(".")[0] in self.links]
 
     def all(self) -> list[str]:
-        """Of everything that is measured."""
+        """Return the names of everything that is measured."""
         found = [self.of(each) for each in self.operations]
         found += [self.largest(each) for each in (*self.links, *COMPUTING)]
         return [*found, self.host, *(self.contention(each) for each in CONTENTION if self.overlap)]
 
     def of(self, operation: str) -> str:
-        """Of a timing."""
+        """Return the name of a timing."""
         return f"{operation}{self._among(operation)}, {self._how}"
 
     def largest(self, operation_or_link: str) -> str:
-        """Of the largest size that is timed, which is itself found by measuring."""
+        """Return the name of the largest timed size, which is itself found by measuring."""
         return f"largest size of {operation_or_link}{self._among(operation_or_link)}, {self._how}"
 
     def contention(self, kind: str) -> str:
-        """Of how lanes slow each other down."""
+        """Return the name of the slowdown of lanes."""
         shape = f"{self.shape.num_nodes} nodes x {self.shape.per_node} ranks"
         return f"contention of {kind}, {shape}, {self._lanes}, {self._how}"
 
     @property
     def host(self) -> str:
-        """Of what a task costs the host."""
+        """The name of the host cost of a task."""
         return f"host ms per task, {self._lanes}"
 
     def _among(self, operation: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that measures the cluster it runs on, writes that down, and trains nothing."""
+"""A job that measures the cluster it runs on, writes a cluster file and trains nothing."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _SPEEDS = {"byte": "GB/s", "flop": "Gflop/s", "score": "Gscore/s"}
 
 
 class Result:
-    """What rank 0 has to tell."""
+    """The results that rank 0 reports."""
 
     def __init__(
         self, cluster: Cluster, timings: dict[str, Timing], facts: dict[str, list[str]], took_s: float
     ) -> None:
         self.cluster = cluster
         self.timings = timings
-        """By operation."""
+        """The timings by operation."""
         self.facts = facts
-        """Host -> what it says about its links."""
+        """Host -> what it reports about its links."""
         self.took_s = took_s
 
     def rows(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-        """A table of what was fitted: its head, and a row for each operation."""
+        """Return a table of the fits: a head and a row for each operation."""
         head = ("operation", "ranks", "alpha ms", "speed", "r^2", "worst residual ms", "")
         return head, [self._row(name, timing) for name, timing in self.timings.items()]
 
@@ -121,7 +121,7 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
 
 @contextmanager
 def _process_group() -> Iterator[torch.device]:
-    """Of all ranks that the launcher has started; the device of this one."""
+    """Open the group of all ranks that the launcher has started, and yield this rank's device."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -167,7 +167,7 @@ def _host_of_rank_0(fingerprint: Fingerprint) -> str:
 
 
 def _source(fingerprint: Fingerprint, dtype: str) -> str:
-    """In a sentence what the numbers are from."""
+    """Return a sentence about the source of the numbers."""
     devices = ", ".join(dict.fromkeys(fingerprint["devices"].values()))
     threads = "/".join(dict.fromkeys(fingerprint.get("threads", {}).values()))
     hosts = list(dict.fromkeys(fingerprint["hosts"].values()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks of a layer's plan cost here: each is timed alone, on the groups, types and device that it runs on.
+"""This module times the tasks of a layer's plan, each alone, on the groups, types and device that it runs on.
 
 Letters: E experts of all ranks, e of this rank, c slots of a chunk, M width, G ranks of an EP group, P of an ESP group,
 N = P * G.
@@ -52,33 +52,33 @@ class Subject:
     """One layer, as it was called."""
 
     name: str
-    """For messages."""
+    """The name for messages."""
     kind: str
-    """What makes layers equal: those with the same text are measured once."""
+    """The text that is the same for equal layers, which are measured once."""
     collectives: Collectives
     experts: Experts
     num_local_experts: int
-    """e."""
+    """The number of this rank's experts, e."""
     num_weights: int
-    """Elements of the matrices of this rank's experts; at least 1."""
+    """The number of elements of this rank's expert matrices; at least 1."""
     splits: bool
     recompute: bool
     sizes: CallSizes
     surroundings: Callable[[], AbstractContextManager]
-    """What holds around a call: autocast."""
+    """The context of a call: autocast."""
     places: Mapping[str, str] = field(default_factory=dict)
     """ "ep" and "esp" -> where the ranks of the group lie, as text."""
     alltoall: str = "flat"
-    """Name of the algorithm."""
+    """The name of the algorithm."""
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """The number of experts, E."""
         return self.num_local_experts * self.collectives.num_exchanging
 
     @property
     def links(self) -> tuple[str, ...]:
-        """Its collectives."""
+        """The collectives of the layer."""
         exchanges = (IN_NODES, BETWEEN_NODES) if self.collectives.legs else (ALL_TO_ALL,)
         return (
             *(() if self.collectives.ep_group is None else exchanges),
@@ -87,7 +87,7 @@ class Subject:
 
     @property
     def computations(self) -> tuple[str, ...]:
-        """What its experts do."""
+        """The computations that its experts do."""
         if self.splits:
             return FORWARD, BACKWARD, DX, DW
         return (FORWARD, BACKWARD) if self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
@@ -101,19 +101,19 @@ class Subject:
         return -(-capacity // step) * step
 
     def link_name(self, name: str) -> str:
-        """All that the time of one of its collectives depends on, but for the size."""
+        """Return a text of all that the time of one of its collectives depends on, except the size."""
         is_shared = name in (ALL_GATHER, REDUCE_SCATTER)
         how = "" if is_shared else f" ({self.alltoall})"
         return f"{name}{how} of {self.sizes.dtype} among {self.places.get('esp' if is_shared else 'ep', 'its ranks')}"
 
     def link_bytes(self, name: str) -> int:
-        """Of the whole capacity, as it is measured."""
+        """Return the bytes of the whole capacity as it is measured."""
         sent = self.num_experts * self.measured_capacity * self.sizes.width * self.sizes.dtype.itemsize
         return self.collectives.num_sharing * sent if name in (ALL_GATHER, REDUCE_SCATTER) else sent
 
 
 def measured_slots(capacity: int) -> list[int]:
-    """Chunks to time, in slots, smallest first: up to the whole capacity, and at least four different ones."""
+    """Return the chunks to time, in slots, ascending: up to the whole capacity and at least four different ones."""
     found = sorted({-(-max(1, capacity) // parts) for parts in (16, 8, 4, 2, 1)})
     while len(found) < 4:
         found.append(2 * found[-1])
@@ -126,9 +126,9 @@ def profile(measuring: Measuring, subject: Subject, lanes: Lanes, schedule: Sche
     Collective; random numbers and buffers are left as they were.
 
     Args:
-        measuring: of this job.
+        measuring: the measurements of this job.
         subject: the layer.
-        lanes: on which it runs.
+        lanes: the lanes on which it runs.
         schedule: of such a layer, cut: what handing out its tasks costs is timed.
 
     Raises:
@@ -151,12 +151,12 @@ def profile(measuring: Measuring, subject: Subject, lanes: Lanes, schedule: Sche
 
 
 def slowdowns_of(measuring: Measuring, subject: Subject, lanes: Lanes, lane_of: Callable[[str], Lane]) -> Slowdowns:
-    """How much traffic and computation of a layer slow each other down. Collective.
+    """Measure how much a layer's traffic and computation slow each other down. Collective.
 
     Args:
-        measuring: of this job.
+        measuring: the measurements of this job.
         subject: the layer.
-        lanes: that overlap.
+        lanes: the lanes that overlap.
         lane_of: name of a collective -> its lane; of those on one lane the first is taken.
 
     Raises:
@@ -183,11 +183,11 @@ def slowdowns_of(measuring: Measuring, subject: Subject, lanes: Lanes, lane_of: 
 
 _Work = Callable[[], object]
 _Body = Callable[[ExpertCall, int, torch.Tensor], _Work]
-"""From a call that has gone forward, its slots and a gradient of its results to what is timed."""
+"""A function from a finished forward call, its slots and a gradient of its results to the work to time."""
 
 
 class _Computations:
-    """What experts do, on made-up rows."""
+    """The computations of experts on made-up rows."""
 
     def __init__(self, device: torch.device, subject: Subject, draws: _Draws) -> None:
         self._device = device
@@ -210,7 +210,7 @@ class _Computations:
         }
 
     def _arrived(self, slots: int) -> torch.Tensor:
-        """[N, e, c, M]."""
+        """Return the shape [N, e, c, M]."""
         collectives, sizes = self._subject.collectives, self._subject.sizes
         ranks = collectives.num_exchanging * collectives.num_sharing
         shape = ranks, self._subject.num_local_experts, slots, sizes.width
@@ -241,7 +241,7 @@ def _after_dx(call: ExpertCall, slots: int, dy_NecM: torch.Tensor) -> _Work:
 
 
 def _task_ms(watch: Stopwatch, name: str, lanes: Lanes, schedule: Schedule) -> float:
-    """What a schedule whose tasks do nothing costs the host, per task."""
+    """Return the host cost per task of a schedule whose tasks do nothing."""
     bodies = dict.fromkeys({task.kind for task in schedule.tasks}, lambda task: None)
 
     def prepare(runs: int) -> Callable[[], None]:
@@ -256,7 +256,7 @@ def _task_ms(watch: Stopwatch, name: str, lanes: Lanes, schedule: Schedule) -> f
 
 
 class _Draws:
-    """Notices when random numbers are drawn."""
+    """This class notices when random numbers are drawn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -288,7 +288,7 @@ def untouched(device: torch.device, *modules: nn.Module) -> Iterator[None]:
 
 
 def is_serial(lanes: Lanes) -> bool:
-    """Whether these lanes do one task after another."""
+    """Return whether these lanes do one task after another."""
     return isinstance(lanes, SerialLanes)
 
 

@@ -16,9 +16,9 @@ from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 
 FEWEST, MOST = 3, 9
-"""Repetitions that count, after one that does not."""
+"""The number of repetitions that count, after one that does not."""
 BUDGET_S = 0.5
-"""As many repetitions as fit in here, within these bounds; making ready for them counts, too."""
+"""The time limit for repetitions, including preparation, within these bounds."""
 ISSUED = 2
 """Repetitions in which a GPU is not kept waiting: of these the host's time is taken, and by that it is kept waiting."""
 
@@ -32,7 +32,7 @@ Prepare = Callable[[int], Callable[[], object]]
 
 
 def all_reducing(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Prepare:
-    """What a :class:`Stopwatch` times to know the all-reduces of a group; a size is a number of elements."""
+    """Return what a :class:`Stopwatch` times to measure a group's all-reduces; a size is a number of elements."""
 
     def prepare(numel: int) -> Callable[[], object]:
         scratch = torch.zeros(numel, dtype=dtype, device=device)
@@ -55,7 +55,7 @@ class Stopwatch:
         self.group = group
         self.host = host
         self.num_timed = 0
-        """Operations, so far."""
+        """The number of operations so far."""
         self.issues_ahead = device.type == "cuda"
         """Whether the host is through before the device is, so that the two are measured apart."""
 
@@ -113,11 +113,11 @@ class Stopwatch:
     def times_ms(
         self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None = None
     ) -> list[float]:
-        """The median of each size; see :meth:`times`."""
+        """Return the median of each size; see :meth:`times`."""
         return self.times(what, sizes, prepare, group)[0]
 
     def host_ms(self, what: str, size: int, prepare: Prepare) -> float:
-        """What some work costs the host: on a GPU to issue it, on a CPU to do it.
+        """Measure what some work costs the host: on a GPU to issue it, on a CPU to do it.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
@@ -126,7 +126,7 @@ class Stopwatch:
         return issued[0] if issued else time_ms
 
     def issued_in_ms(self, what: str, work: Callable[[], object]) -> float:
-        """What some work costs the host of this rank, done once for that; on a GPU it can be held back then.
+        """Measure what some work costs this rank's host, done once for that; on a GPU it can be held back then.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
@@ -157,17 +157,17 @@ class Stopwatch:
         return torch.zeros(1, device=self.device)
 
     def _ready_to_hold_back(self, what: str) -> None:
-        """What takes a while the first time, all ranks do before anything is timed."""
+        """Do once on all ranks what takes longer the first time, before anything is timed."""
         if "_delay" not in vars(self):
             with raise_on_all_ranks(self.group, f"making ready to measure {what}"):
                 self.hold_back(0.0)
 
     def slowest(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Of each number the largest over ranks."""
+        """Return the largest over ranks of each number."""
         return self._over_ranks(values, None).tolist()
 
     def any_rank(self, what: bool) -> bool:
-        """Whether it is so on one rank at least."""
+        """Return whether it is true on at least one rank."""
         return bool(self._over_ranks([[float(what)]], None).item())
 
     def _round(

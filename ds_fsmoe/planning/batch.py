@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many timelines at once, of which only the makespans are wanted: what a search over plans asks for.
+"""This module simulates many schedules at once and returns only their makespans, which a search over plans needs.
 
-The same clock as ``timeline.simulate``, to the same result, but one step moves every candidate on by one event, so
-that a thousand of them cost little more than one.
+It uses the same clock and gives the same result as ``timeline.simulate``, but one step moves every candidate by one
+event, so that a thousand candidates cost little more than one.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Template:
-    """The order of a schedule without its times. A lane keeps its order, so "these tasks are done" comes down to "so
-    many are done on each lane"."""
+    """The order of a schedule without its times. A lane keeps its order, so "these tasks are done" means "so many tasks
+    are done on each lane"."""
 
     launched: np.ndarray
-    """Per task: launches of the host up to and with it."""
+    """The number of host launches up to and including each task."""
     lane_tasks: tuple[np.ndarray, ...]
-    """Per lane: indices of its tasks."""
+    """The indices of each lane's tasks."""
     needs: tuple[np.ndarray, ...]
-    """Per lane: [its tasks, lanes], how many tasks have to be done on every lane before this one."""
+    """For each lane, how many tasks must be done on every lane before each of its tasks: [its tasks, lanes]."""
     after: tuple[tuple[int, ...], ...]
-    """Per task: what it waits for, the one before it on its lane included."""
+    """What each task waits for, including the task before it on its lane."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> Template:
-        """Compile a schedule."""
+        """Compile a schedule into this form."""
         lane_tasks = [schedule.lanes[lane] for lane in _LANES]
         place = {index: (lane, i) for lane, tasks in enumerate(lane_tasks) for i, index in enumerate(tasks)}
         needs, after = [], [()] * len(schedule.tasks)
@@ -58,14 +58,14 @@ class Template:
 def makespans_ms(
     jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: Contention = IDEAL
 ) -> list[np.ndarray]:
-    """When each candidate would be through.
+    """Return when each candidate would finish.
 
     Args:
-        jobs: an order, the times of its tasks in ms, [tasks, candidates], and when the host has issued them, [tasks].
+        jobs: an order, its task times in ms, [tasks, candidates], and when the host has issued the tasks, [tasks].
         contention: how lanes slow each other down.
 
     Returns:
-        Per job: [candidates], in ms.
+        The finish times of each job in ms: [candidates].
     """
     if not jobs:
         return []
@@ -144,8 +144,8 @@ def _play(jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], contention: C
 def _tables(
     jobs: Sequence[tuple[Template, np.ndarray, np.ndarray]], starts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Per lane and task: how many tasks of each lane it needs, when the host has issued it, and what it takes; and the
-    most tasks of a lane."""
+    """Return, per lane and task, how many tasks of each lane it needs, when the host has issued it and how long it
+    takes; and the largest number of tasks on a lane."""
     width = 1 + max((len(tasks) for template, _, _ in jobs for tasks in template.lane_tasks), default=0)
     # Rows of one table: order by order, task by task. One more task than a lane has ends it: its needs are never met.
     needs = np.full((_NUM_LANES, _NUM_LANES, len(jobs) * width), _NEVER)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer as a schedule, and layer after layer as one: the orders of the paper's figure 3, and two beyond it.
+"""Schedules for one layer and for a sequence of layers: the orders of the paper's figure 3, and two more.
 
-A block has two windows for gradient slices: one inside its MoE part, right behind the last tokens that come in, and
-one beside the rest of the layer (attention and its collectives). What is in a window runs while the lanes have nothing
-else to do; what is too long for it makes the layer longer.
+A block has two windows for gradient slices: one inside its MoE part, right after the last incoming tokens, and
+one beside the rest of the layer (attention and its collectives). Slices in a window run while the lanes are otherwise
+idle; slices that are too long for it make the layer longer.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ ORDERS: tuple[Links, ...] = ("shared", "paper", "reduce_first")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of the gradients, sent in one launch."""
+    """A part of the gradients that is sent in one launch."""
 
     kind: str
     lanes: tuple[Lane, ...]
     size_bytes: float
     newest_layer: int = -1
-    """The layer that was the last to add to it, in the order of the backward; -1: it was there before all of them."""
+    """The last layer in backward order that added to this slice; -1: the slice existed before all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How one layer is run in one phase.
+    """The plan for running one layer in one phase.
 
     Raises:
         ValueError: a degree below 1, or an unknown order.
@@ -42,10 +42,10 @@ class BlockPlan:
     degree: int = 1
     """The number of chunks."""
     links: Links = "shared"
-    """The traffic of the MoE part: all in one stream; on its own links, all gathers before all reduces; or each reduce
-    ahead of the gather two chunks later."""
+    """The traffic of the MoE part: all in one stream; on separate links, with all gathers before all reduces; or with
+    each reduce ahead of the gather two chunks later."""
     late_dw: int = 0
-    """In so many of the last chunks the experts' weight gradients wait until all input gradients are on their way."""
+    """The number of last chunks whose expert weight gradients wait until all input gradients have been sent."""
     moe_slices: tuple[Slice, ...] = ()
     dense_slices: tuple[Slice, ...] = ()
 
@@ -56,7 +56,7 @@ class BlockPlan:
             raise ValueError(f"links = {self.links!r}: the choices are {', '.join(ORDERS)}")
 
     def without_ages(self) -> BlockPlan:
-        """Return the plan for a layer that is looked at alone: all its gradients are from before."""
+        """Return the plan for a layer that is considered alone: all its gradients come from earlier layers."""
         moe, dense = (
             tuple(replace(each, newest_layer=-1) for each in slices) for slices in (self.moe_slices, self.dense_slices)
         )
@@ -65,10 +65,10 @@ class BlockPlan:
 
 @dataclass
 class Passed:
-    """What gradients can wait for."""
+    """The tasks that gradients can wait for."""
 
     layer: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Layer -> the tasks with which it was through: its dense gradients exist."""
+    """Layer -> the tasks that finish it, after which its dense gradients exist."""
     experts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Layer -> the tasks after which the gradients of its experts exist."""
 
@@ -76,18 +76,18 @@ class Passed:
 def add_block(
     draft: Draft, work: BlockWork, plan: BlockPlan, layer: int, after: Sequence[int], passed: Passed
 ) -> tuple[int, ...]:
-    """Write one layer into a schedule.
+    """Append one layer to a schedule.
 
     Args:
-        draft: what it is appended to.
+        draft: the schedule to append to.
         work: what the layer does in this phase.
-        plan: how.
-        layer: its place in the order of this phase.
-        after: the tasks it waits for.
-        passed: what earlier layers left; filled in.
+        plan: how the layer runs.
+        layer: the index of the layer in the order of this phase.
+        after: the tasks that the layer waits for.
+        passed: the tasks that earlier layers left; this layer's are added.
 
     Returns:
-        The tasks that what comes next waits for.
+        The tasks that the next layer waits for.
     """
     last = tuple(after)
     for each in work.before:
@@ -117,8 +117,8 @@ _Late = list[tuple[int, tuple[int, ...]]]
 def _add_moe(
     draft: Draft, moe: MoEWork, plan: BlockPlan, layer: int, after: tuple[int, ...], passed: Passed
 ) -> tuple[tuple[int, ...], list[int], _Late]:
-    """The chunks. Returns what comes next waits for, the tasks that made weight gradients, and the chunks (with what
-    they wait for) whose weight gradients are put off."""
+    """Append the chunks. Return the tasks that the next part waits for, the tasks that made weight gradients, and the
+    chunks (with their dependencies) whose weight gradients are deferred."""
     degree = plan.degree
     at: list[tuple[int, ...]] = [after] * degree  # chunk -> the tasks that its next one waits for
     weights_done: list[int] = []
@@ -178,7 +178,7 @@ def _add(
     capacity: int | None = None,
     stream: Lane | None = None,
 ) -> int:
-    """Append one operation, or with a plan one chunk of it; in one stream of traffic, on that."""
+    """Append one operation, or with a plan one chunk of it; with one stream of traffic, append it to that."""
     lanes, size = work.lanes, work.size
     if plan is not None and chunk is not None:
         size *= chunk_shares(capacity, plan.degree)[chunk]
@@ -203,7 +203,7 @@ def _add_slices(draft: Draft, slices: Iterable[Slice], layer: int, passed: Passe
 
 
 def block_schedule(work: BlockWork, plan: BlockPlan, layer: int = 0) -> Schedule:
-    """Write one layer in one phase as a schedule."""
+    """Return the schedule of one layer in one phase."""
     draft = Draft()
     add_block(draft, work, plan, layer, (), Passed())
     return draft.finish()
@@ -216,14 +216,14 @@ def model_schedule(
     tail: Sequence[Slice] = (),
     forward_plans: Sequence[BlockPlan] = (),
 ) -> Schedule:
-    """Layer after layer, in the order in which the phase meets them.
+    """Return the schedule of all layers, in the order in which the phase runs them.
 
     Args:
         layers: in the order of the phase: the backward begins with the last.
         plans: one per layer.
-        phase: which. A layer that recomputes runs its forward again, ahead of its backward.
-        tail: slices of gradients that travel when all layers are through.
-        forward_plans: one per layer, in the same order; needed where layers recompute.
+        phase: the phase. A layer that recomputes runs its forward again before its backward.
+        tail: gradient slices that are sent after all layers.
+        forward_plans: one per layer, in the same order; needed if layers recompute.
     """
     draft, passed = Draft(), Passed()
     last: tuple[int, ...] = ()

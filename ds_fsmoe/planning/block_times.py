@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a layer takes in one phase, for many ways of running it at once.
+"""This module computes how long a layer takes in one phase, for many ways of running it at once.
 
-By the closed form where it holds (independent links, the orders it speaks of), else by playing the schedules, all of
-them together. Both give what ``timeline.simulate`` gives.
+It uses the closed form where that holds (independent links, the orders it covers), and otherwise simulates all
+schedules together. Both give the result of ``timeline.simulate``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A way to run a layer: its number of chunks, and the order of its tasks."""
+    """A way to run a layer: the number of chunks and the order of the tasks."""
 
     degree: int
     links: Links = "paper"
     late_dw: int = 0
 
     def plan(self, moe_slices: tuple[Slice, ...] = (), dense_slices: tuple[Slice, ...] = ()) -> BlockPlan:
-        """Return the same with the gradients that travel meanwhile."""
+        """Return the same plan with the gradient slices that are sent during it."""
         return BlockPlan(self.degree, self.links, self.late_dw, moe_slices, dense_slices)
 
 
 class BlockTimes:
-    """One layer in one phase on one cluster."""
+    """The times of one layer in one phase on one cluster."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class BlockTimes:
         """
         Args:
             work: what the layer does.
-            costs: kind -> cost.
+            costs: kind of task -> cost.
             contention: how lanes slow each other down.
-            host_ms: what a launch costs the host, or kind -> what one of that kind does.
+            host_ms: the host time of a launch, or kind -> the host time of a launch of that kind.
             grad_lanes: the links that gradients cross.
-            is_serial: whether all tasks run one after another.
+            is_serial: whether all tasks run one after another, on any lane.
         """
         self.work, self.costs, self.grad_lanes, self.is_serial = work, costs, grad_lanes, is_serial
         # One lane has nothing beside it to be slowed by; what issuing takes stays.
@@ -69,7 +69,7 @@ class BlockTimes:
             and all(each.lanes == (Lane.INTRA,) for each in (*moe.gather, *moe.reduce))
             and all(isinstance(costs[each.kind], LinearCost) for each in (*moe.collectives, moe.expert))
         )
-        """Whether its groups lie as the paper's do: all-to-alls and gradients between nodes, the rest inside."""
+        """Whether its groups use the paper's links: inter-node for all-to-alls and gradients, else intra-node."""
         self._ideal = self.is_papers and not is_serial and self.contention == IDEAL and not host_ms
         self._before_ms, self._after_ms = (self._sum_ms(each) for each in (work.before, work.after))
 
@@ -78,17 +78,17 @@ class BlockTimes:
 
     @property
     def after_ms(self) -> float:
-        """What follows the MoE part takes so long alone: the window beside it."""
+        """The time of everything after the MoE part when it runs alone: the length of the window beside it."""
         return self._after_ms
 
     def has_closed_form(self, order: Order) -> bool:
-        """Whether this order needs no simulation."""
+        """Return whether the closed form covers this order, so that no simulation is needed."""
         capacity = self.work.moe.capacity
         is_even = not capacity or capacity % order.degree == 0
         return self._ideal and is_even and not order.late_dw and (order.links != "reduce_first" or order.degree < 2)
 
     def phase(self, links: Links = "paper", grad_ms: float = 0.0) -> Phase:
-        """The MoE part as the closed form knows it."""
+        """The MoE part in the terms of the closed form."""
         moe = self.work.moe
         load = {
             name: Load(self.costs[works[0].kind], works[0].size, works[0].launches) if works else NOTHING
@@ -100,12 +100,12 @@ class BlockTimes:
     def times_ms(
         self, orders: Sequence[Order], moe_grad_ms: np.ndarray | float = 0.0, dense_grad_ms: np.ndarray | float = 0.0
     ) -> np.ndarray:
-        """Times of the layer.
+        """Return the times of the layer.
 
         Args:
             orders: the ways to run it.
-            moe_grad_ms: [slices], time of the gradients in the window of the MoE part; 0: none.
-            dense_grad_ms: [slices], the same for the window beside the rest of the layer.
+            moe_grad_ms: [slices], the time of the gradients in the window of the MoE part; 0: none.
+            dense_grad_ms: [slices], the time of the gradients in the window beside the rest of the layer.
 
         Returns:
             [orders, slices], in ms.
@@ -149,7 +149,7 @@ class BlockTimes:
                 result_ms[row, columns] = times_ms
 
     def _chunk_ms(self, degree: int) -> np.ndarray:
-        """Time of every operation, chunk by chunk for those that are cut, in the order of :func:`_places`."""
+        """Return all operation times, chunk by chunk for those that are cut, in the order of :func:`_places`."""
         shares = chunk_shares(self.work.moe.capacity, degree)
         times_ms: list[float] = []
         for each, is_cut in _works(self.work):
@@ -158,7 +158,7 @@ class BlockTimes:
         return np.array(times_ms)
 
     def _issue_ms(self, slots: np.ndarray, count: int, launched: np.ndarray) -> np.ndarray:
-        """When the host has issued each task of a template."""
+        """Return when the host has issued each task of a template."""
         if not isinstance(self.host_ms, Mapping):
             return self.host_ms * launched
         degree = (count - len(self.work.before) - len(self.work.after)) // len(_cut(self.work.moe))
@@ -172,12 +172,12 @@ class BlockTimes:
 
 
 def _cut(moe: MoEWork) -> list[Work]:
-    """Every operation that is cut."""
+    """Return every operation that is cut."""
     return [*moe.enter, *moe.gather, *moe.computations, *moe.reduce, *moe.leave]
 
 
 def _works(block: BlockWork) -> list[tuple[Work, bool]]:
-    """Every operation, and whether it is cut."""
+    """Return every operation and whether it is cut."""
     return [
         *((each, False) for each in block.before),
         *((each, True) for each in _cut(block.moe)),
@@ -189,7 +189,7 @@ _Form = tuple[tuple[tuple[tuple[Lane, ...], int], ...], ...]
 
 
 def _form(block: BlockWork) -> _Form:
-    """What of a block decides its order: the lanes of its operations, and their launches."""
+    """Return what determines the order of a block: the lanes of its operations and their launches."""
     moe = block.moe
     split = tuple(each for each in (moe.expert_dx, moe.expert_dw) if each is not None)
     parts = (block.before, moe.enter, moe.gather, (moe.expert,), split, moe.reduce, moe.leave, block.after)
@@ -200,8 +200,8 @@ def _form(block: BlockWork) -> _Form:
 def _template(
     form: _Form, order: Order, grad_lanes: tuple[Lane, ...], has_moe: bool, has_dense: bool, is_serial: bool
 ) -> tuple[Template, np.ndarray]:
-    """The order of a block of this form, and per task the place of its time: the operations as ``_works`` lists them,
-    those that are cut chunk by chunk, then nothing, the MoE window's slice, the other window's."""
+    """Return the order of a block of this form and, per task, the index of its time: operations as ``_works`` lists
+    them, those that are cut chunk by chunk, then zero, the MoE window's slice and the other window's slice."""
     names = iter(range(sum(map(len, form))))
     parts = [tuple(Work(str(next(names)), lanes, 0.0, launches) for lanes, launches in part) for part in form]
     before, enter, gather, (expert,), split, reduce, leave, after = parts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no plan can beat: printed beside every plan, so that one sees what is left to gain."""
+"""Lower bounds that no plan can beat. They are printed beside every plan to show how much could still be gained."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Work
 
 
 def lower_bound_ms(work: BlockWork, costs: Mapping[str, Cost], max_degree: int = 16, grad_ms: float = 0.0) -> float:
-    """Return a time that one layer takes in one phase in any order this package can write down, at any degree up to
-    ``max_degree``.
+    """Return a lower bound for the time of one layer in one phase, over all orders that this package can express and
+    all degrees up to ``max_degree``.
 
-    It is the larger of two bounds. One after another come what is before the MoE part, the MoE part's own bound, and
-    what is after it. And the link between nodes has to do all its work, gradients included. Inside the MoE part a chunk
-    has to go all the way, and each lane has to do all its work between the shortest way to it and the shortest way from
-    it.
+    It is the larger of two bounds. The first is the sum of the part before the MoE part, the MoE part's own bound and
+    the part after it. The second is all work of the inter-node link, gradients included. Inside the MoE part a chunk
+    has to pass every stage, and each lane has to do all its work between the shortest path to it and the shortest path
+    from it.
 
     Args:
         work: the layer.
-        costs: kind -> cost.
+        costs: kind of task -> cost.
         max_degree: the highest degree.
-        grad_ms: gradients that this layer has to make room for on the inter-node link.
+        grad_ms: the time of the gradients that the inter-node link has to send during this layer.
     """
     rest_ms = sum(_whole_ms(each, costs) for each in (*work.before, *work.after))
     return max(rest_ms + _moe_ms(work.moe, costs, max_degree), _inter_ms(work, costs) + grad_ms)
 
 
 def _whole_ms(work: Work, costs: Mapping[str, Cost]) -> float:
-    """The least that an operation can take, cut as suits it best."""
+    """Return the least time that an operation can take, with the cut that is best for it."""
     cost = costs[work.kind]
     return cost.ms(work.size, work.launches) if isinstance(cost, LinearCost) else least_ms(cost, work.size)
 
@@ -62,7 +62,7 @@ def _moe_ms(moe: MoEWork, costs: Mapping[str, Cost], max_degree: int) -> float:
 
 
 def _inter_ms(work: BlockWork, costs: Mapping[str, Cost]) -> float:
-    """What only the link between nodes can do, in one piece."""
+    """Return the time of the work that only the inter-node link can do, uncut."""
     works = (*work.before, *work.moe.collectives, *work.after)
     return sum(_whole_ms(each, costs) for each in works if each.lanes[0] is Lane.INTER)
 
@@ -70,13 +70,13 @@ def _inter_ms(work: BlockWork, costs: Mapping[str, Cost]) -> float:
 def step_bounds_ms(
     layers: Sequence[Layer], costs: Mapping[str, Cost], max_degree: int = 16, carried: Sequence[Gradient] = ()
 ) -> tuple[float, float]:
-    """Return the same for a whole forward and a whole backward.
+    """Return the lower bound for a whole forward and a whole backward.
 
     Args:
-        layers: of the model.
-        costs: kind -> cost, for layers without costs of their own.
+        layers: the layers of the model.
+        costs: kind of task -> cost, for layers without costs of their own.
         max_degree: the highest degree.
-        carried: gradients that wait when the backward begins.
+        carried: the gradients that already wait when the backward begins.
     """
 
     def parts(layer: Layer) -> list[tuple[BlockWork, Mapping[str, Cost]]]:

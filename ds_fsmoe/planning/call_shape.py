@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call of a layer moves and multiplies, and a layer as the planner sees it, made from that.
+"""The sizes of one call of a layer, and the layer that the planner builds from them.
 
 Letters: E experts of all ranks, C slots per expert, M width.
 """
@@ -19,22 +19,22 @@ from ds_fsmoe.planning.workload import AllToAll, BlockWork, Gradient, Layer, MoE
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What one call of a layer moves and multiplies, on one rank."""
+    """The sizes that one call of a layer sends and multiplies on one rank."""
 
     num_experts: int
-    """E."""
+    """The number of experts, E."""
     capacity: int
-    """C."""
+    """The number of slots per expert, C."""
     width: int
-    """M."""
+    """The width, M."""
     dtype_bytes: int
-    """Of an element of what is sent, as the layer gives it; a hook may send something else."""
+    """The bytes of one sent element as the layer gives it; a hook may send another type."""
     num_products: int
-    """Matrices of this rank's experts."""
+    """The number of matrices of this rank's experts."""
     num_weights: int
-    """Elements of those."""
+    """The number of elements of those matrices."""
     slices_bytes: tuple[int, ...] = ()
-    """Of the gradients that travel in the same run, in their order."""
+    """The gradient slices that are sent in the same run, in their order."""
 
 
 def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAll = "flat") -> MoEWork:
@@ -78,15 +78,15 @@ def layer_of_call(
     rest_ms: tuple[float, float] = (0.0, 0.0),
     gradients: tuple[Gradient, ...] = (),
 ) -> Layer:
-    """Return a layer to be planned.
+    """Return a layer that can be planned.
 
     Args:
-        groups: that run it.
-        shape: of a call.
-        costs: of its tasks; one of REST has to take its size in ms.
-        alltoall: in one task, or in two.
-        rest_ms: what comes behind it until the next layer, forward and backward.
-        gradients: that its backward leaves.
+        groups: the process groups that run it.
+        shape: the sizes of a call.
+        costs: the costs of its tasks; that of REST has to take its size in ms.
+        alltoall: whether the all-to-all is one task or two.
+        rest_ms: the time from it to the next layer, in forward and backward.
+        gradients: the gradients that its backward leaves.
     """
     blocks = []
     for backward, time_ms in zip((False, True), rest_ms, strict=True):
@@ -108,7 +108,7 @@ def _launched_once(moe: MoEWork) -> MoEWork:
 
 
 def sized(schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Schedule:
-    """Return the same tasks in the same order, each as large as it is in a call."""
+    """Return the same tasks in the same order, each with its size in a call."""
     moe = moe_work(plan.groups, plan.backward, shape, plan.alltoall)
     work_of = {each.kind: each for each in (*moe.collectives, *moe.computations)}
     shares = chunk_shares(moe.capacity, plan.block.degree)
@@ -131,13 +131,13 @@ def call_timeline(
     contention: Contention = IDEAL,
     is_serial: bool = False,
 ) -> Timeline:
-    """Play one phase of one call.
+    """Simulate one phase of one call.
 
     Args:
-        schedule: what is run of the plan, gradients that travel with it included.
-        plan: of the phase.
-        shape: of the call.
-        costs: of its tasks.
+        schedule: the part of the plan that runs, with its gradient slices.
+        plan: the plan of the phase.
+        shape: the sizes of the call.
+        costs: the costs of its tasks.
         same_chunks: whether the backward has the chunks of the forward.
         contention: how lanes slow each other down.
         is_serial: whether all tasks run one after another.

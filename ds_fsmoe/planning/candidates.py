@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that are worth being tried: the one that is predicted to be the fastest, and those near it.
+"""Plans that are worth trying: the one with the shortest predicted time and similar ones.
 
-How long experts wait for tokens hangs on which rank is late, and no prediction knows that, so steps may have the last
-word.
+How long experts wait for tokens depends on which rank is late, which no prediction knows, so measured steps may make
+the final choice.
 """
 
 from __future__ import annotations
@@ -19,39 +19,38 @@ from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer
 
 TRIED_DEGREES = (1, 2, 3, 4)
-"""Besides those that are predicted to be fastest. More chunks than these seldom gain."""
+"""The numbers of chunks to try besides those with the best prediction. More chunks seldom help."""
 _Orders = tuple[Order, Order]
 
 
 @dataclass(frozen=True)
 class Search:
-    """Everything that plans of one model are chosen from."""
+    """The choices from which all plans of one model are made."""
 
     planner: Planner
     options: Sequence[Mapping[str, Layer]]
-    """Layer by layer, name of an all-to-all -> the layer with it, the one that is run now first."""
+    """For each layer, name of an all-to-all -> the layer with it; the one in use comes first."""
     space: SearchSpace
     mode: Mode
     links: Links
-    """The order of layers whose degrees are given."""
+    """The task order of layers whose degrees are given."""
     uncut: Sequence[bool]
-    """Layer by layer, whether it may not be cut."""
+    """For each layer, whether it may not be cut."""
 
     def fastest(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
-        """Return the plan that is predicted to be the fastest.
+        """Return the plan with the shortest predicted time.
 
         Args:
-            space: what may be chosen from, if not all.
-            planner: by whose clock, if not this one's.
+            space: the allowed choices, if not all.
+            planner: the planner that predicts times, if not this one's.
         """
         space = space or self.space
         spaces = [space.uncut(self.links) if uncut else space for uncut in self.uncut]
         return (planner or self.planner).plan_options(self.options, spaces, self.mode)
 
     def candidates(self) -> list[ModelPlan]:
-        """Return plans to try: what is predicted to be the fastest, which stands first; what would be if lanes did not
-        slow each other down; and both phases uncut, and in two, three and four chunks, in each of the orders that may
-        be chosen."""
+        """Return plans to try: first the one with the shortest prediction; then the best one if lanes did not slow each
+        other down; and both phases uncut and in two, three and four chunks, in each allowed order."""
         isolated = Planner(self.planner.costs, replace(self.planner.settings, contention=IDEAL))
         found = [self.fastest(), self._again(self.fastest(planner=isolated))]
         if self.space.asked == (None, None):
@@ -72,12 +71,12 @@ class Search:
         return _distinct(found)
 
     def refinements(self, kept: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
-        """Return neighbours of the plan that was the fastest of those tried, which stands first: with the forward and
-        the backward that were, each by itself, the fastest; and both with more or fewer weight gradients put off.
+        """Return neighbours of the fastest plan tried, which comes first: one that combines the fastest forward with
+        the fastest backward, and plans where both defer more or fewer weight gradients.
 
         Args:
             kept: the fastest plan.
-            forward, backward: the plan with the fastest forward, and that with the fastest backward.
+            forward, backward: the plan with the fastest forward and the one with the fastest backward.
         """
 
         def joined(index: int) -> _Orders:
@@ -106,7 +105,7 @@ class Search:
         return _distinct([self._run_as(kept.alltoalls, orders) for orders in near])
 
     def _again(self, plan: ModelPlan) -> ModelPlan:
-        """The same plan, timed by this clock."""
+        """Return the same plan with the times of this planner."""
         return self._run_as(plan.alltoalls, [_orders(plan, index) for index in range(len(self.options))])
 
     def _run_as(self, alltoalls: Sequence[str], orders: Sequence[_Orders]) -> ModelPlan:
@@ -120,7 +119,7 @@ def _orders(plan: ModelPlan, index: int) -> _Orders:
 
 
 def _distinct(plans: Sequence[ModelPlan]) -> list[ModelPlan]:
-    """Each way to run the layers once: gradients follow from it."""
+    """Return each distinct way to run the layers once; gradients follow from it."""
     found: dict[tuple, ModelPlan] = {}
     for plan in plans:
         key = plan.alltoalls, tuple(_orders(plan, index) for index in range(len(plan.layers)))

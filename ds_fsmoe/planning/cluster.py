@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster in numbers: what its operations cost, measured or published, read from a JSON file.
+"""A cluster described by numbers: the costs of its operations, measured or published, read from a JSON file.
 
-The files in ``clusters/`` are the paper's two testbeds and, at the same time, the examples to write one's own after.
+The files in ``clusters/`` are the paper's two testbeds, and also examples for writing your own.
 What a size means, for every collective: the bytes of the largest buffer of one rank (what an all-to-all sends, what an
 all-gather ends with, what a reduce-scatter starts from, what an all-reduce reduces).
 """
@@ -22,27 +22,27 @@ from ds_fsmoe.planning.timeline import IDEAL, Contention
 
 _FOLDER = Path(__file__).parent / "clusters"
 _FIELDS = ("name", "source", "num_nodes", "gpus_per_node", "contention", "host_ms", "operations", "measured")
-"""Of a file. ``measured`` is what the rest was made from, for whoever measured it; it is not looked into here."""
+"""The fields of a file. ``measured`` is the data from which the rest was made; this module does not read it."""
 _CONTENTION = ("links", "compute", "traffic")
 _COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
 UNITS: Mapping[str, str] = MappingProxyType(
     {f"{link}.{name}": "byte" for link in ("inter", "intra") for name in _COLLECTIVES}
     | {"gemm": "flop", "attention": "flop", "softmax": "score", "routing": "flop", "order": "byte"}
 )
-"""Operation -> what its slope is per. ``inter`` is a group with one rank per node, ``intra`` one inside a node."""
+"""Operation -> the unit of its slope. ``inter`` is a group with one rank per node, ``intra`` one inside a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one operation costs, and where that is from."""
+    """The cost of one operation and its source."""
 
     cost: LinearCost
     ranks: int | None = None
-    """Size of the group it was measured in; ``None``: not known, or not a collective."""
+    """The size of the group in which it was measured; ``None``: unknown, or not a collective."""
     source: str = ""
 
     def among(self, ranks: int) -> LinearCost:
-        """The cost in a group of another size: of a buffer, (N-1)/N goes over the wire."""
+        """Return the cost in a group of another size: (N-1)/N of a buffer is sent over the link."""
         if ranks == 1:
             return LinearCost(0.0, 0.0)
         if self.ranks in (None, ranks):
@@ -53,7 +53,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes, and what things cost there."""
+    """The nodes of a cluster and the costs of their operations."""
 
     name: str
     num_nodes: int
@@ -61,15 +61,15 @@ class Cluster:
     operations: Mapping[str, Operation]
     contention: Contention = IDEAL
     host_ms: float = 0.0
-    """What it costs the host to launch one operation."""
+    """The host time to launch one operation."""
     source: str = ""
 
     def operation(self, name: str, needed_by: str) -> Operation:
-        """One operation.
+        """Return the cost of one operation.
 
         Args:
-            name: as in ``UNITS``.
-            needed_by: who asks, for the message.
+            name: the name of the operation in ``UNITS``.
+            needed_by: the caller, for the message.
 
         Raises:
             ValueError: the cluster has no number for it.
@@ -83,15 +83,15 @@ class Cluster:
 
 
 def names() -> tuple[str, ...]:
-    """The clusters that come with the package."""
+    """Return the names of the clusters that come with the package."""
     return tuple(sorted(each.stem for each in _FOLDER.glob("*.json")))
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """A cluster by name, or from a JSON file of one's own.
+    """Return a cluster by its name or from your own JSON file.
 
     Raises:
-        ValueError: no such name or file, or a file with a field that is wrong; it names the field and the choices.
+        ValueError: no such name or file, or a file with a wrong field; it names the field and the choices.
     """
     path = _FOLDER / f"{name_or_path}.json"
     if name_or_path not in names():
@@ -111,7 +111,7 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
-    """What :func:`load_cluster` reads back as an equal cluster, in JSON's types."""
+    """Return the cluster in JSON's types, so that :func:`load_cluster` reads an equal one back."""
     operations = {}
     for name, operation in cluster.operations.items():
         cost = {"alpha_ms": float(operation.cost.alpha_ms), f"beta_ms_per_{UNITS[name]}": float(operation.cost.beta_ms)}
@@ -129,7 +129,7 @@ def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads a cluster file field by field, and says of a wrong one where it is."""
+    """This class reads a cluster file field by field and reports where a wrong one is."""
 
     def __init__(self, file: str) -> None:
         self._file = file

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task costs: alpha + size * beta, as the paper models it (section 4.1, equation 1), and how that is fitted."""
+"""The cost of a task, alpha + size * beta as in the paper (section 4.1, equation 1), and how it is fitted."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 import numpy as np
 
 GOOD_R2 = 0.98
-"""From here on a straight line describes the measurements; a plan made from a worse one would be a guess."""
+"""The lowest R^2 at which a straight line describes the measurements; a plan from a worse fit would be a guess."""
 GOOD_RESIDUAL = 0.05
-"""So does a line that no measurement leaves by more than this share, even if there is hardly a slope to explain."""
+"""A line is also good if no measurement deviates by more than this share, even if its slope explains little."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Time of one task.
+    """The time of one task as a linear function of its size.
 
     Raises:
         ValueError: a coefficient that is negative or not finite.
     """
 
     alpha_ms: float
-    """Start-up: what a task of size 0 takes."""
+    """The start-up time: the time of a task of size 0."""
     beta_ms: float
-    """Per unit of size; which unit (bytes, elements, multiply-adds) is the caller's."""
+    """The time per unit of size; the caller chooses the unit (bytes, elements, multiply-adds)."""
 
     def __post_init__(self) -> None:
         for name in ("alpha_ms", "beta_ms"):
@@ -35,17 +35,17 @@ class LinearCost:
                 raise ValueError(f"LinearCost: {name} = {value}: must be a finite number of at least 0")
 
     def ms(self, size: float, launches: int = 1) -> float:
-        """Milliseconds of a task of this size, done in so many launches."""
+        """Return the milliseconds of a task of this size, done in this many launches."""
         return launches * self.alpha_ms + size * self.beta_ms
 
     def plus(self, alpha_ms: float) -> LinearCost:
-        """The same with a larger start-up."""
+        """Return the same cost with a larger start-up time."""
         return LinearCost(self.alpha_ms + alpha_ms, self.beta_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchedCost:
-    """Two lines: from some size on a backend goes about it otherwise (another protocol, another algorithm)."""
+    """Two lines: above some size a backend works differently (another protocol, another algorithm)."""
 
     below: LinearCost
     above: LinearCost
@@ -53,11 +53,11 @@ class SwitchedCost:
     """The smallest size on the upper line."""
 
     def ms(self, size: float, launches: int = 1) -> float:
-        """See :class:`LinearCost`."""
+        """Return the time; see :class:`LinearCost`."""
         return (self.below if size < self.switch_size else self.above).ms(size, launches)
 
     def plus(self, alpha_ms: float) -> SwitchedCost:
-        """See :class:`LinearCost`."""
+        """Return the cost with a larger start-up; see :class:`LinearCost`."""
         return SwitchedCost(self.below.plus(alpha_ms), self.above.plus(alpha_ms), self.switch_size)
 
 
@@ -65,8 +65,8 @@ Cost = LinearCost | SwitchedCost
 
 
 def least_ms(cost: Cost, size: float, most_pieces: int = 256) -> float:
-    """The least that a size can take, cut into up to so many pieces of any sizes: below the size at which a backend
-    switches, a piece may cost less than its share of the whole."""
+    """Return the least time of a size that is cut into up to this many pieces of any sizes: below the size at which a
+    backend switches, a piece may cost less than its share of the whole."""
     found_ms = [cost.ms(size)]
     if isinstance(cost, SwitchedCost) and 0 < cost.switch_size <= size:
         below, above, largest = cost.below, cost.above, cost.switch_size
@@ -80,15 +80,15 @@ def least_ms(cost: Cost, size: float, most_pieces: int = 256) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """A cost with the evidence for it."""
+    """A cost together with the measurements that support it."""
 
     cost: Cost
     r2: float
-    """Coefficient of determination."""
+    """The coefficient of determination."""
     sizes: tuple[float, ...]
-    """Where it was measured."""
+    """The sizes at which it was measured."""
     residuals_ms: tuple[float, ...]
-    """Measured minus fitted, one per size."""
+    """The measured minus the fitted times, one per size."""
 
     @property
     def worst_residual_ms(self) -> float:
@@ -97,14 +97,14 @@ class Fit:
 
     @property
     def worst_share(self) -> float:
-        """The largest deviation as a share of what the line says there."""
+        """The largest deviation as a share of the fitted time at that size."""
         return max(
             abs(off) / max(self.cost.ms(size), 1e-12) for size, off in zip(self.sizes, self.residuals_ms, strict=True)
         )
 
     @property
     def typical_residual_ms(self) -> float:
-        """The root of the mean square of the deviations."""
+        """The root mean square of the deviations."""
         return math.sqrt(sum(each**2 for each in self.residuals_ms) / len(self.residuals_ms))
 
     @property
@@ -114,10 +114,10 @@ class Fit:
 
 
 def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
-    """Least squares of alpha + size * beta, neither below 0.
+    """Fit alpha + size * beta by least squares, with neither below 0.
 
     Args:
-        sizes: at least three, at least two of them different.
+        sizes: at least three sizes, at least two of them different.
         times_ms: measured medians, one per size.
 
     Raises:
@@ -144,11 +144,11 @@ def _fitted(size: np.ndarray, time_ms: np.ndarray, weight: np.ndarray) -> Fit:
 
 
 def fit_switched(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
-    """:func:`fit`; where that is not good, the line with the least relative deviations; and where two lines describe
-    the measurements far better still, these.
+    """Return :func:`fit`; if that is not good, the line with the least relative deviations; and if two lines describe
+    the measurements far better still, those.
 
     Args:
-        sizes: ascending, and for two lines at least six: three for each.
+        sizes: the sizes, ascending; two lines need at least six, three for each.
         times_ms: measured medians, one per size.
 
     Raises:
@@ -178,7 +178,7 @@ def fit_switched(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
 
 
 def _non_negative_line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
-    """Intercept and slope of the best line with neither below 0: the free optimum, or the better of the two edges."""
+    """Return intercept and slope of the best line, neither below 0: the free optimum or the better edge."""
     slope, intercept = np.polyfit(x, y, 1, w=weight)
     if slope >= 0 and intercept >= 0:
         return float(intercept), float(slope)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Into how many chunks a layer is cut: the exact answer, and the paper's (section 4.2, algorithm 1) beside it.
+"""The number of chunks for a layer: the exact answer, and beside it the paper's (section 4.2, algorithm 1).
 
-Both speak of the paper's order of tasks on three independent lanes: the inter-node link runs IN1..INr, the gradient
+Both assume the paper's order of tasks on three independent lanes: the inter-node link runs IN1..INr, the gradient
 slice, OUT1..OUTr; the intra-node link G1..Gr, R1..Rr; compute E1..Er. For that order the makespan has a closed form,
-so the exact search is a minimum over a few numbers. So has the order with one stream of traffic (IN1 G1 .. INr Gr, the
-gradient slice, R1 OUT1 .. Rr OUTr). The paper's four cases equal the first form where gathering and reducing take
+so the exact search is a minimum over a few numbers. The order with one stream of traffic has one, too (IN1 G1 .. INr
+Gr, the gradient slice, R1 OUT1 .. Rr OUTr). The paper's four cases equal the first form if gather and reduce take
 equally long, and mispredict about a fifth of other layers.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from ds_fsmoe.planning.cost import LinearCost
 
 TIE = 1e-12
-"""Times closer than this share are equal: floating point adds the same numbers in different orders."""
+"""Times that differ by less than this share are equal: floating point may add the same numbers in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Load:
 
     cost: LinearCost
     size: float
-    """Of the whole layer, in the unit of the cost."""
+    """The size for the whole layer, in the unit of the cost."""
     launches: int = 1
-    """Per chunk."""
+    """The number of launches per chunk."""
 
     def chunk_ms(self, degree: float) -> float:
-        """Time of one of ``degree`` equal chunks."""
+        """Return the time of one of ``degree`` equal chunks."""
         return self.cost.ms(self.size / degree, self.launches)
 
 
@@ -42,19 +42,19 @@ NOTHING = Load(LinearCost(0.0, 0.0), 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One MoE layer in one phase (forward or backward). The two all-to-alls are equal."""
+    """One MoE layer in one phase (forward or backward). Its two all-to-alls are equal."""
 
     a2a: Load
     gather: Load
     expert: Load
     reduce: Load
     grad_ms: float = 0.0
-    """The gradient slice that travels in this layer; 0 in the forward phase."""
+    """The time of the gradient slice that is sent during this layer; 0 in the forward phase."""
     links: Literal["paper", "shared"] = "paper"
-    """Two links side by side, or one stream of all traffic."""
+    """The traffic: two links side by side, or one stream."""
 
     def chunk_times_ms(self, degree: float) -> tuple[float, float, float, float]:
-        """a, g, e, s of the paper: all-to-all, gather, expert, reduce-scatter of one chunk."""
+        """Return a, g, e, s of the paper: the times of all-to-all, gather, expert and reduce-scatter of one chunk."""
         return (
             self.a2a.chunk_ms(degree),
             self.gather.chunk_ms(degree),
@@ -68,7 +68,7 @@ STREAM = "one stream of traffic"
 
 
 def bounds_ms(phase: Phase, degree: int) -> tuple[float, float, float]:
-    """The chains of tasks, one of which is the longest. The first alone grows with the gradient slice.
+    """Return the chains of tasks, one of which is the longest. Only the first grows with the gradient slice.
 
     Through the inter-node link alone (or the one stream), through one lane's chunks with one chunk of everything else
     around them, and through all gathers and then all reduces.
@@ -86,40 +86,40 @@ def bounds_ms(phase: Phase, degree: int) -> tuple[float, float, float]:
 
 
 def makespan_ms(phase: Phase, degree: int) -> float:
-    """Exact time of the layer at this degree."""
+    """Return the exact time of the layer at this degree."""
     return max(bounds_ms(phase, degree))
 
 
 def smallest_of_best(times_ms: Sequence[float]) -> int:
-    """Index of the first time that is as good as the best."""
+    """Return the index of the first time that equals the best."""
     enough_ms = min(times_ms) * (1 + TIE)
     return next(index for index, time_ms in enumerate(times_ms) if time_ms <= enough_ms)
 
 
 @dataclass(frozen=True)
 class DegreeChoice:
-    """A degree, and why."""
+    """The chosen degree and the reasons for it."""
 
     degree: int
     makespan_ms: float
     runner_up: int | None
-    """The best other degree; ``None`` if only one was allowed."""
+    """The second-best degree; ``None`` if only one was allowed."""
     margin: float
-    """How much longer the runner-up takes, as a share of the chosen one's time."""
+    """How much longer the runner-up takes, as a share of the chosen degree's time."""
     bottleneck: str
-    """What the layer waits for at the chosen degree."""
+    """The bottleneck of the layer at the chosen degree."""
     paper_case: int | None
-    """The case (1 to 4) of the paper's figure 4 that this is; ``None`` in one stream, of which it does not speak."""
+    """The case (1 to 4) of the paper's figure 4; ``None`` for one stream, which the figure does not cover."""
 
     def explain(self) -> str:
-        """One sentence."""
+        """Return the choice in one sentence."""
         runner = "no other was allowed" if self.runner_up is None else f"{self.runner_up} takes {self.margin:+.1%}"
         case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
         return f"degree {self.degree}: {self.makespan_ms:.3f} ms, bound by the {self.bottleneck}{case}; {runner}"
 
 
 def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:
-    """The best integer, by the closed form at every integer. Ties take the smaller degree: fewer, larger tasks.
+    """Return the best integer degree, by the closed form at every one. Ties take the smaller: fewer, larger tasks.
 
     Raises:
         ValueError: ``max_degree`` below 1.
@@ -130,9 +130,9 @@ def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:
 
 
 def choose_slsqp(phase: Phase, max_degree: int = 16) -> DegreeChoice:
-    """The paper's algorithm 1: each case's formula minimised over real r >= 1 under its predicates, the best rounded.
+    """Run the paper's algorithm 1: minimise each case's formula over real r >= 1 under its predicates, round the best.
 
-    It is here to be compared with. Its makespan is the true one at the degree it chooses, not its own formula's.
+    It serves as a comparison. Its makespan is the true one at the degree it chooses, not its own formula's.
 
     Raises:
         ValueError: ``max_degree`` below 1, or a layer with one stream of traffic.
@@ -220,7 +220,7 @@ _CLAUSES: dict[int, tuple[_Clause, ...]] = {
 
 
 def paper_case(phase: Phase, degree: float) -> int:
-    """The case of the paper's figure 4 whose predicates hold; they leave no layer out and fit none twice."""
+    """Return the case of the paper's figure 4 whose predicates hold; exactly one case fits each layer."""
     for case, clauses in _CLAUSES.items():
         if any(all((predicate(phase, degree) > 0) == holds for predicate, holds in clause) for clause in clauses):
             return case
@@ -228,7 +228,7 @@ def paper_case(phase: Phase, degree: float) -> int:
 
 
 def paper_case_ms(phase: Phase, case: int, degree: float) -> float:
-    """The paper's formula for one case (equations 2 and following), whether or not it applies."""
+    """Return the paper's formula for one case (equations 2 and following), whether or not it applies."""
     a, g, e, s = phase.chunk_times_ms(degree)
     return {
         1: 2 * degree * a + phase.grad_ms,
@@ -239,7 +239,7 @@ def paper_case_ms(phase: Phase, case: int, degree: float) -> float:
 
 
 def _minimise(phase: Phase, case: int, clause: _Clause, max_degree: int) -> tuple[float, float] | None:
-    """(time, r) of the best real r that SLSQP finds for one clause, or ``None`` where it finds none that fits."""
+    """Return (time, r) of the best real r that SLSQP finds for one clause, or ``None`` if it finds none that fits."""
     from scipy.optimize import minimize  # only the paper's method needs it, and loading it takes a second
 
     constraints = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timelines as a picture. Needs matplotlib, which nothing else here does."""
+"""This module draws timelines as a picture. It needs matplotlib, which nothing else here does."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ _LANE_NAMES = {Lane.COMPUTE: "compute", Lane.INTRA: "intra-node", Lane.INTER: "i
 
 
 def drawing() -> ModuleType:
-    """matplotlib's ``pyplot``, drawing into files.
+    """Return matplotlib's ``pyplot``, set to draw into files.
 
     Raises:
-        ModuleNotFoundError: without matplotlib; it says how to get it.
+        ModuleNotFoundError: matplotlib is missing; the message says how to get it.
     """
     try:
         import matplotlib
@@ -72,11 +72,11 @@ def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path | IO[by
     """Draw timelines one above the other, to one scale, and write them to a file.
 
     Args:
-        timelines: title and timeline of each.
-        path: where to.
+        timelines: the title and the timeline of each row.
+        path: the file to write.
 
     Raises:
-        ModuleNotFoundError: without matplotlib; it says how to get it.
+        ModuleNotFoundError: matplotlib is missing; the message says how to get it.
     """
     pyplot = drawing()
     from matplotlib.patches import Patch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stretch of the gradients travels in which window of the backward: data, the same on every rank.
+"""The assignment of gradient slices to windows of the backward, as data that is the same on every rank.
 
 A window opens with the backward of each MoE layer and has two parts: inside the layer's schedule (``moe``), and beside
-what comes between it and the next MoE layer (``dense``). What is in no window travels when the backward is over.
+what comes between it and the next MoE layer (``dense``). Gradients in no window are sent after the backward.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ _SMALL_ELEMENTS = 64 * ALIGNED_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class GradientSlice:
-    """A stretch of one of the buffers, sent as one message."""
+    """A slice of one of the buffers, sent as one message."""
 
     kind: str
-    """GRAD or EXPERT_GRAD of the planner."""
+    """The planner's kind of gradient: GRAD or EXPERT_GRAD."""
     flat: int
-    """Which buffer."""
+    """The index of the buffer."""
     first: int
     stop: int
 
 
 @dataclass(frozen=True)
 class BufferReadiness:
-    """What a buffer holds, as far as a plan depends on it."""
+    """The properties of a buffer on which a plan depends."""
 
     kind: str
     element_bytes: int
     ready: tuple[int, ...]
-    """Window -> how many elements from the start on exist when it opens; never falls."""
+    """Window -> how many elements, counted from the start, exist when it opens; it never falls."""
     numel: int
 
     @property
     def step(self) -> int:
-        """Slices end at a multiple of it, or with the buffer."""
+        """The granularity: slices end at a multiple of it, or at the end of the buffer."""
         return 1 if self.numel < _SMALL_ELEMENTS else ALIGNED_ELEMENTS
 
     def end(self, stop: int) -> int:
-        """Where a slice ends that is to end here at the latest. What is left over goes with the next one."""
+        """Return where a slice ends that should end here at the latest. The remainder goes with the next slice."""
         return stop if stop >= self.numel else stop // self.step * self.step
 
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Who travels when.
+    """The gradient slices of every window.
 
     Raises:
-        ValueError: a buffer that is not sent once, whole and from start to end.
+        ValueError: a buffer that is not sent exactly once, whole and from start to end.
     """
 
     moe: tuple[tuple[GradientSlice, ...], ...]
     dense: tuple[tuple[GradientSlice, ...], ...]
     sizes: tuple[int, ...]
-    """Elements of each buffer."""
+    """The number of elements of each buffer."""
 
     def __post_init__(self) -> None:
         sent = [0] * len(self.sizes)
@@ -75,30 +75,30 @@ class GradientPlan:
 
     @property
     def parts(self) -> tuple[tuple[GradientSlice, ...], ...]:
-        """In the order in which they travel: inside the first layer, beside what follows it, inside the second, ..."""
+        """The slices in sending order: inside the first layer, beside what follows it, inside the second, ..."""
         return tuple(parcels for window in zip(self.moe, self.dense, strict=True) for parcels in window)
 
     @property
     def num_windows(self) -> int:
-        """How many MoE layers' backwards it counts on."""
+        """The number of MoE layers whose backward the plan expects."""
         return len(self.moe)
 
     def hidden(self) -> int:
-        """Elements that travel in windows."""
+        """The number of elements that are sent in windows."""
         return sum(each.stop - each.first for parcels in self.parts for each in parcels)
 
 
 def plan_by_rule(supplies: Sequence[BufferReadiness], mode: Mode, chunk_bytes: int) -> GradientPlan:
-    """A plan where nothing has been measured that would say how much a window holds.
+    """Return a plan for the case that no measurement says how much a window can hold.
 
-    ``adaptive`` gives each window that is left the same share of what is there; ``fixed_chunk`` one slice of
+    ``adaptive`` gives each remaining window the same share of what exists; ``fixed_chunk`` one slice of
     ``chunk_bytes`` (of :attr:`BufferReadiness.step` elements at the least) from each buffer to each window;
-    ``dense_only`` all that is there to the parts beside the layers. Each as nearly as slices of whole steps come to it.
+    ``dense_only`` all that exists to the parts beside the layers. Each does so as nearly as whole steps allow.
 
     Args:
-        supplies: of the buffers.
-        mode: not "off".
-        chunk_bytes: for ``fixed_chunk``.
+        supplies: the supplies of the buffers.
+        mode: any mode but "off".
+        chunk_bytes: the slice size for ``fixed_chunk``.
 
     Raises:
         ValueError: another mode.
@@ -131,18 +131,18 @@ def plan_by_rule(supplies: Sequence[BufferReadiness], mode: Mode, chunk_bytes: i
 
 @dataclass(frozen=True, slots=True)
 class WindowBytes:
-    """What a planner wants to travel in one window: kind of gradient -> bytes of each slice."""
+    """The slices that a planner wants to send in one window: kind of gradient -> bytes of each slice."""
 
     moe: tuple[tuple[str, float], ...] = ()
     dense: tuple[tuple[str, float], ...] = ()
 
 
 def plan_by_bytes(supplies: Sequence[BufferReadiness], windows: Sequence[WindowBytes]) -> GradientPlan:
-    """A plan with the sizes that a planner has chosen, as far as there are gradients by then.
+    """Return a plan with the sizes that a planner has chosen, as far as enough gradients exist by then.
 
     Args:
-        supplies: of the buffers.
-        windows: in the order in which the backward passes them; missing ones send nothing.
+        supplies: the supplies of the buffers.
+        windows: the windows in the order of the backward; missing ones send nothing.
     """
     num_windows = max((len(each.ready) for each in supplies), default=0)
     sent = [0] * len(supplies)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the gradients travels in which layer's backward (paper, section 5), counted in bytes.
+"""This module decides which gradients are sent in which layer's backward (paper, section 5), in bytes.
 
-Gradients come into being layer by layer and wait in a queue, first in, first out. On its way the backward passes
-windows, two per layer, in which they can be sent beside the layer's own work: for free up to a point, from there on at
-the price of a longer layer. What is left at the end is sent alone. A window is only offered what the queue holds by
+Gradients are produced layer by layer and wait in a queue, first in, first out. On its way the backward passes
+windows, two per layer, in which they can be sent beside the layer's own work: for free up to a point, and beyond it at
+the price of a longer layer. The rest is sent alone at the end. A window is only offered what the queue holds by
 then, so nothing is ever sent before it exists.
 """
 
@@ -20,7 +20,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 
 CHUNK_BYTES = 30 * 2**20
-"""Lina's best size of a slice (its section 4)."""
+"""The best slice size according to Lina (its section 4)."""
 Mode = Literal["off", "dense_only", "fixed_chunk", "adaptive"]
 MODES: tuple[Mode, ...] = ("off", "dense_only", "fixed_chunk", "adaptive")
 SOLVERS = ("dp", "de")
@@ -28,47 +28,47 @@ SOLVERS = ("dp", "de")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The gradients of one layer, of one kind."""
+    """The gradients of one layer and one kind."""
 
     kind: str
     lanes: tuple[Lane, ...]
     size_bytes: int
     cost: LinearCost
     layer: int = -1
-    """In the order of the backward; -1: it was there before."""
+    """The layer in the order of the backward; -1: the gradients existed before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of the backward beside which gradients can travel."""
+    """A part of the backward during which gradients can be sent."""
 
     layer: int
     kind: Literal["moe", "dense"]
     num_pieces: int
-    """How many pieces of the queue exist when it opens."""
+    """How many pieces of the queue exist when the window opens."""
     extra_ms: Callable[[np.ndarray], np.ndarray]
-    """Time of gradients sent in it -> how much longer the layer gets. Never falls; 0 for nothing."""
+    """Time of gradients sent in it -> how much longer the layer gets. The function never falls and is 0 for nothing."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Who sends what."""
+    """The gradients that each window sends."""
 
     slices: tuple[tuple[Slice, ...], ...]
-    """One entry per window."""
+    """The slices of each window, one entry per window."""
     tail: tuple[Slice, ...]
-    """What is sent when the backward is over."""
+    """The slices that are sent after the backward."""
     extra_ms: float
-    """By how much all layers get longer, the tail included."""
+    """How much longer all layers get, including the tail."""
 
     @property
     def size_bytes(self) -> float:
-        """All that is sent."""
+        """Return all slices that are sent."""
         return sum(each.size_bytes for slices in (*self.slices, self.tail) for each in slices)
 
 
 class _Queue:
-    """The pieces end to end, measured by the time their bytes take; cut into equal steps."""
+    """The pieces end to end, measured by the time to send them and cut into equal steps."""
 
     def __init__(self, pieces: Sequence[Piece], num_steps: int) -> None:
         self.pieces = [each for each in pieces if each.size_bytes > 0]
@@ -93,21 +93,21 @@ class _Queue:
         self.has = [False in is_expert, True in is_expert]
 
     def exists(self, num_pieces: int) -> int:
-        """How many steps of the queue exist when so many pieces do."""
+        """Return how many steps of the queue exist when this many pieces do."""
         if not self.num_steps:
             return 0
         return int(self.ends[self._counts[num_pieces]] / self.step_ms * (1 + 1e-12) + 1e-9)
 
     def start_up_ms(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Launching what lies between two steps: once per kind of gradient in there."""
+        """Return the time to launch the slices between two steps: one launch per kind of gradient in that range."""
         expert_ms = self.expert_ms[last] - self.expert_ms[first]
         tiny = 1e-9 * max(self.step_ms, 1e-300)
         dense_ms = (last - first) * self.step_ms - expert_ms
         return self.alphas_ms[0] * (dense_ms > tiny) + self.alphas_ms[1] * (expert_ms > tiny)
 
     def kinds_between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Which kinds lie between two steps: 0 for dense gradients only, or where there is one kind; 1 for experts';
-        2 for both."""
+        """Return which kinds are between two steps: 0 for dense gradients only, or if there is one kind; 1 for experts'
+        gradients only; 2 for both."""
         if not all(self.has):
             return np.zeros_like(first)
         tiny = 1e-9 * self.step_ms
@@ -116,7 +116,7 @@ class _Queue:
         return np.where(expert_ms <= tiny, 0, np.where(dense_ms <= tiny, 1, 2))
 
     def slices(self, first: int, last: int) -> tuple[Slice, ...]:
-        """What lies between two steps, one slice per kind; cut so that slices of adjacent stretches sum exactly."""
+        """Return the slices between two steps, one per kind; slices of adjacent ranges sum exactly."""
         if first == last:
             return ()
         found: dict[str, Slice] = {}
@@ -134,13 +134,13 @@ class _Queue:
         return tuple(found.values())
 
     def partition(self, cuts: Sequence[int], extra_ms: float) -> Partition:
-        """From the step up to which each window has emptied the queue."""
+        """Return the partition, given the step up to which each window has emptied the queue."""
         bounds = [0, *cuts]
         slices = tuple(self.slices(a, b) for a, b in zip(bounds, cuts, strict=False))
         return Partition(slices, self.slices(bounds[-1], self.num_steps), extra_ms)
 
     def tail_ms(self, first: int) -> float:
-        """Sending the rest alone."""
+        """Return the time of sending the rest alone."""
         rest = np.array([first]), np.array([self.num_steps])
         return float(self.start_up_ms(*rest)[0]) + (self.num_steps - first) * self.step_ms
 
@@ -155,18 +155,18 @@ def partition(
     num_steps: int | None = None,
     seed: int = 0,
 ) -> Partition:
-    """Give every window its slices.
+    """Assign slices to every window.
 
     Args:
-        pieces: the queue, in the order in which the gradients come into being.
-        windows: in the order in which the backward passes them.
-        mode: all at the end; all that is there beside each layer's dense part; in slices of one size wherever the
-            link would be idle (Lina); or where they cost least.
-        solver: for ``adaptive``: "dp", exact up to the steps of the queue, or "de", the paper's two steps with
+        pieces: the queue, in the order in which the gradients are produced.
+        windows: the windows, in the order of the backward.
+        mode: send all at the end; all that exists beside each layer's dense part; slices of one size wherever the
+            link would be idle (Lina); or slices where they cost least.
+        solver: the solver for ``adaptive``: "dp", exact up to the queue's steps, or "de", the paper's two steps with
             differential evolution.
-        chunk_bytes: for ``fixed_chunk``.
-        num_steps: into how many the queue is cut; ``None``: from 16 to 256 per layer, so that models stay quick.
-        seed: for "de".
+        chunk_bytes: the slice size for ``fixed_chunk``.
+        num_steps: the number of steps in the queue; ``None``: 16 to 256 per layer, so that large models stay fast.
+        seed: the random seed for "de".
 
     Raises:
         ValueError: an unknown mode or solver, or a chunk below one byte.
@@ -192,7 +192,7 @@ def partition(
 
 
 def check_solver(solver: str, chunk_bytes: int) -> None:
-    """Can gradients be placed so?
+    """Check that gradients can be placed with these settings.
 
     Raises:
         ValueError: an unknown solver, or a chunk below one byte.
@@ -221,7 +221,7 @@ def _dense_only(queue: _Queue, windows: Sequence[Window]) -> list[int]:
 
 
 def _dp(queue: _Queue, windows: Sequence[Window]) -> list[int]:
-    """The cheapest way to empty the queue, by dynamic programming over windows and what has been sent by then."""
+    """Return the cheapest way to empty the queue, by dynamic programming over windows and the steps sent so far."""
     steps = queue.num_steps
     best_ms = np.full(steps + 1, np.inf)
     best_ms[0] = 0.0
@@ -285,14 +285,14 @@ def _prices(window: Window, queue: _Queue, size: np.ndarray, alpha_ms: float) ->
 
 
 def _worth_sending(extra_ms: np.ndarray, step_ms: float) -> int:
-    """From some size on, each more step makes the layer longer by itself: as much as sending it at the very end."""
+    """Return how many steps are worth sending; each further one costs as much as sending it at the very end."""
     rises = np.diff(extra_ms, axis=1) < step_ms * (1 - 1e-9)
     useful = np.flatnonzero(rises.any(axis=0))
     return int(useful[-1]) + 1 if len(useful) else 1
 
 
 def _free_steps(queue: _Queue, window: Window, first: int, exists: int) -> int:
-    """How many steps from ``first`` on travel for nothing."""
+    """Return how many steps from ``first`` on can be sent for free."""
     last = np.arange(first, exists + 1)
     time_ms = queue.start_up_ms(np.full(len(last), first), last) + (last - first) * queue.step_ms
     free = window.extra_ms(time_ms) <= 1e-9 * max(1.0, queue.step_ms)
@@ -301,7 +301,7 @@ def _free_steps(queue: _Queue, window: Window, first: int, exists: int) -> int:
 
 
 def _de(queue: _Queue, windows: Sequence[Window], seed: int) -> list[int]:
-    """The paper's two steps: first what travels for nothing, then the rest over the MoE parts by evolution."""
+    """Run the paper's two steps: first the slices that are free, then the rest over the MoE parts by evolution."""
     from scipy.optimize import differential_evolution
 
     moe = [index for index, window in enumerate(windows) if window.kind == "moe"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks talk to each other, and over which links.
+"""The process groups: which ranks communicate with each other, and over which links.
 
 Per pipeline stage, world = mp x dp = esp x ep x edp. MP and ESP groups are neighbours, EP strides over ESP groups, DP
-and EDP over what is left. None of the sizes has to equal another, or the number of GPUs per node.
+and EDP over the remaining ranks. No size has to equal another, or the number of GPUs per node.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ds_fsmoe.planning.schedule import Lane
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a kind of group lies."""
+    """The placement of a kind of group on nodes."""
 
     size: int
     per_node: int
-    """The most ranks that a group has in one node."""
+    """The largest number of ranks that a group has in one node."""
     lanes: tuple[Lane, ...]
-    """The links it crosses: none (one rank), the one inside the node, the one between nodes (at most one rank of a
-    group in a node), or both, the one between nodes first."""
+    """The links that a group crosses: none (one rank), the intra-node one, the inter-node one (at most one rank of a
+    group per node), or both, the inter-node one first."""
     nodes: int = 1
-    """Over how many nodes a group spreads at most."""
+    """The largest number of nodes over which a group spreads."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Sizes of the process groups.
+    """The sizes of the process groups.
 
     Raises:
         ValueError: a size below 1, or sizes that do not multiply to the world.
@@ -40,15 +40,15 @@ class Groups:
     world: int
     gpus_per_node: int
     mp: int = 1
-    """Model parallel: attention is split over so many ranks."""
+    """The model-parallel size: attention is split over this many ranks."""
     esp: int = 1
-    """Expert sharding: each expert is split over so many ranks."""
+    """The expert-sharding size: each expert is split over this many ranks."""
     ep: int = 1
-    """Expert parallel: the experts are spread over so many ranks."""
+    """The expert-parallel size: the experts are spread over this many ranks."""
     dp: int | None = None
-    """Data parallel; ``None``: what is left of the world."""
+    """The data-parallel size; ``None``: the rest of the world."""
     pp: int = 1
-    """Pipeline stages."""
+    """The number of pipeline stages."""
 
     def __post_init__(self) -> None:
         for name in ("world", "gpus_per_node", "mp", "esp", "ep", "pp", *(() if self.dp is None else ("dp",))):
@@ -71,17 +71,17 @@ class Groups:
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """The number of ranks of one pipeline stage."""
         return self.world // self.pp
 
     @property
     def edp(self) -> int:
-        """Expert data parallel: so many ranks hold the same experts."""
+        """The expert-data-parallel size: this many ranks hold the same experts."""
         return self.stage // (self.ep * self.esp)
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
-        """Where the groups lie: ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
+        """Return the placement of the groups ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
         dp = self.stage // self.mp
         strides = {
             "mp": (self.mp, 1),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tasks of one kind of layer cost, as the planner needs it: from a cluster's file or from measurements."""
+"""The task costs of one kind of layer as the planner needs them: from a cluster's file or from measurements."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from ds_fsmoe.planning.timeline import HostCost
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """Costs by kind of task. Two are equal only where they are one object, so that plans can be kept by them."""
+    """Costs by kind of task. Two are equal only if they are the same object, so that plans can be cached by them."""
 
     forward: Mapping[str, Cost]
     backward: Mapping[str, Cost]
     rechunked: Mapping[str, Cost] | None = None
-    """The backward's where it has other chunks than the forward; ``None``: it makes no difference."""
+    """The backward's costs if it has other chunks than the forward; ``None``: it makes no difference."""
     forward_host_ms: HostCost = 0.0
-    """What launches cost the thread that issues for all lanes; nothing where a lane issues its own tasks."""
+    """The launch costs of the thread that issues for all lanes; none if each lane issues its own tasks."""
     backward_host_ms: HostCost = 0.0
     rechunked_host_ms: HostCost = 0.0
     is_per_launch: bool = True
-    """Whether each launch of a task costs the start-up. What was measured is the whole task, with all its launches."""
+    """Whether each launch of a task adds the start-up. A measured cost is of the whole task with all its launches."""
     uses_rng: bool = False
-    """Whether experts draw random numbers: then both phases have to have the same chunks."""
+    """Whether experts draw random numbers: then both phases must have the same chunks."""
     relative_residual: float = 0.0
-    """How far measurements typically lie off these costs, as a share: a smaller gain is none."""
+    """The typical deviation of measurements from these costs, as a share: a smaller gain counts as none."""
 
     @classmethod
     def written(cls, costs: Mapping[str, Cost], host_ms: float = 0.0) -> LayerCosts:
-        """Return costs as a cluster's file has them: the same in both phases."""
+        """Return the costs of a cluster's file: the same in both phases."""
         return cls(costs, costs, None, host_ms, host_ms, host_ms)
 
     def of(self, backward: bool, same_chunks: bool = True) -> tuple[Mapping[str, Cost], HostCost]:
-        """Return the costs of a phase, and what its launches cost the host.
+        """Return the costs of a phase and the host costs of its launches.
 
         Args:
-            backward: which phase.
+            backward: whether the phase is the backward.
             same_chunks: whether the backward has the chunks of the forward.
         """
         if not backward:

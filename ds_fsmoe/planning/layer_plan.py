@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that is decided about how one layer is run, as plain data."""
+"""All decisions about how one layer is run, as plain data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ds_fsmoe.planning.block import BlockPlan
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How one layer is run: planned without the machine, and handed to whatever owns the layer there."""
+    """How one layer is run: planned without the machine and handed to the object that owns the layer there."""
 
     forward: BlockPlan
     backward: BlockPlan
     alltoall: str
-    """The all-to-all, by its name in the registry."""
+    """The name of the all-to-all in the registry."""
     reduces: tuple[tuple[float, str], ...] = ()
-    """(from so many bytes on, how a reduce-scatter is done), ascending; empty: as is best on the kind of device."""
+    """(smallest size in bytes, how a reduce-scatter is done), ascending; empty: the default for the kind of device."""

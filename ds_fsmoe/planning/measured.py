@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, as data: operations, what a layer's tasks follow from, and how lanes slow each other down."""
+"""Measurements as data: operations, the inputs of a layer's task costs, and how lanes slow each other down."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ds_fsmoe.planning.timeline import Contention
 
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = "all-to-all", "all-gather", "reduce-scatter"
 IN_NODES, BETWEEN_NODES = "all-to-all inside nodes", "all-to-all between nodes"
-"""The two parts of one in two tasks."""
+"""The two parts of an all-to-all in two tasks."""
 LINKS = (ALL_TO_ALL, IN_NODES, BETWEEN_NODES, ALL_GATHER, REDUCE_SCATTER)
 FORWARD, BACKWARD = "experts forward", "experts backward"
 BACKWARD_ANEW = "experts backward, cut anew"
@@ -42,34 +42,34 @@ GATE, ORDER = "gate", "order and back"
 
 @dataclass(frozen=True)
 class Timing:
-    """An operation, measured."""
+    """The measurements of one operation."""
 
     unit: str
-    """Of the sizes."""
+    """The unit of the sizes."""
     sizes: tuple[float, ...]
     times_ms: tuple[float, ...]
-    """Medians, one per size."""
+    """The medians, one per size."""
     issued_ms: tuple[float, ...] = ()
-    """What it takes the host to issue it, one per size; none where whoever issues it does it."""
+    """The host time to issue it, one per size; empty if the thread that issues it also does it."""
 
     @property
     def issue_ms(self) -> float:
-        """What issuing a task of any size takes: the host's part hardly depends on how many rows there are."""
+        """Return the host time to issue a task of any size: it hardly depends on the number of rows."""
         return statistics.median(self.issued_ms) if self.issued_ms else 0.0
 
     @cached_property
     def fit(self) -> Fit:
-        """A line through the measurements."""
+        """Return a line fitted to the measurements."""
         return fit(self.sizes, self.times_ms)
 
     @cached_property
     def best_fit(self) -> Fit:
-        """The best description: of messages two lines, where one does not do."""
+        """Return the best description: two lines for messages if one line is not good enough."""
         return fit_switched(self.sizes, self.times_ms) if self.unit == "byte" else self.fit
 
     @property
     def cost(self) -> Cost:
-        """The cost as it was fitted best."""
+        """The cost with the best fit."""
         return self.best_fit.cost
 
 
@@ -78,32 +78,32 @@ class LayerProfile:
     """The measured operations of one kind of layer."""
 
     operations: Mapping[str, Timing]
-    """By the names above. Collectives per byte: of what an all-to-all sends, an all-gather ends with, a reduce-scatter
-    starts from. Experts per floating-point operation of their matrix products. Gate and order per token."""
+    """The operations by the names above. Collectives cost per byte that an all-to-all sends, an all-gather ends with, a
+    reduce-scatter starts from; experts per floating-point operation of their products; gate and order per token."""
     task_ms: float
-    """What a task costs the host beside its work: to hand it to a lane, and to wait for what it needs."""
+    """The host cost of a task beside its work: to hand it to a lane, and to wait for its dependencies."""
     uses_rng: bool
-    """Whether the experts draw random numbers: then forward and backward have to be cut alike."""
+    """Whether the experts draw random numbers: then forward and backward must be cut alike."""
 
     @property
     def has_separate_dw(self) -> bool:
-        """Whether weight gradients can be put off."""
+        """Whether weight gradients can be deferred."""
         return DW in self.operations
 
     @property
     def relative_residual(self) -> float:
-        """How far what was measured of the planned operations typically lies off its lines, of all that they take with
-        the whole capacity."""
+        """Return the typical deviation of the planned operations from their fitted lines, as a share of their total
+        time at the whole capacity."""
         planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
         total_ms = sum(each.times_ms[-1] for each in planned)
         return sum(each.best_fit.typical_residual_ms for each in planned) / total_ms if total_ms else 0.0
 
     def costs(self, issues_ahead: bool = False) -> LayerCosts:
-        """Return what a plan has to know of it.
+        """Return the costs that a plan needs.
 
         Args:
-            issues_ahead: whether one thread hands out the tasks of all lanes, ahead of them, as to a GPU: then what
-                that takes adds up over lanes. Else a lane does its tasks itself, and each bears its own cost.
+            issues_ahead: whether one thread issues the tasks of all lanes ahead of them, as for a GPU: then issue
+                times add up over lanes. Otherwise each lane runs its own tasks and bears their issue costs itself.
         """
         forward, backward, rechunked = (self._costs(*each, issues_ahead) for each in _PHASES)
         hosts = [self._issue_ms(*each) if issues_ahead else 0.0 for each in _PHASES]
@@ -135,7 +135,7 @@ class LayerProfile:
         }
 
     def _issue_ms(self, backward: bool, same_chunks: bool) -> dict[str, float]:
-        """Kind of task -> what one takes the thread that issues it, handing it to its lane included."""
+        """Return kind of task -> the time for the issuing thread, including handing the task to its lane."""
         at = self.operations
         names = {kind: name for kind, name in self._names(backward, same_chunks).items() if name in at}
         found = {kind: at[name].issue_ms for kind, name in names.items()}
@@ -144,7 +144,7 @@ class LayerProfile:
         return {kind: self.task_ms + each_ms for kind, each_ms in found.items()}
 
     def _names(self, backward: bool, same_chunks: bool) -> dict[str, str]:
-        """Kind of task -> the operation that is measured for it."""
+        """Return kind of task -> the operation that is measured for it."""
         at = self.operations
         anew = BACKWARD_ANEW if BACKWARD_ANEW in at and not same_chunks else BACKWARD
         between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
@@ -155,18 +155,18 @@ class LayerProfile:
 
 
 _PHASES = ((False, True), (True, True), (True, False))
-"""(backward, same chunks)."""
+"""The costs by (backward, same chunks)."""
 
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """How much lanes slow each other down."""
+    """The measured slowdown of lanes by each other."""
 
     factors: Mapping[tuple[Lane, Lane], float]
-    """(slowed, by) -> how many times as long its tasks take while the other is at work; at least 1."""
+    """(slowed, by) -> the factor on a task's time while the other lane is busy; at least 1."""
 
     def contention(self) -> Contention:
-        """Return them as the planner knows them: one number for each kind of pair, the mean where there are several."""
+        """Return the planner's form: one number for each kind of pair, the mean if there are several."""
 
         def more(pairs: Sequence[tuple[Lane, Lane]]) -> float:
             found = [self.factors[pair] - 1.0 for pair in pairs if pair in self.factors]
@@ -180,6 +180,6 @@ class Slowdowns:
         )
 
     def pays(self) -> dict[tuple[Lane, Lane], float]:
-        """Pair of lanes -> how much work both do at once, in units of what one alone does: 2 is ideal, 1 no gain."""
+        """Return pair of lanes -> how much work both do at once, in units of one lane alone: 2 is ideal, 1 no gain."""
         pairs = itertools.combinations(Lane, 2)
         return {(a, b): 1 / self.factors[a, b] + 1 / self.factors[b, a] for a, b in pairs if (a, b) in self.factors}

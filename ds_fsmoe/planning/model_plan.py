@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is decided about a training step, as data: what is printed, simulated and run."""
+"""All decisions about a training step, as data that is printed, simulated and run."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from ds_fsmoe.planning.workload import Layer
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Everything that is decided about a training step."""
+    """All decisions about a training step."""
 
     layers: tuple[Layer, ...]
-    """In the order of the forward; the tuples below are in the order of their phase."""
+    """The layers in the order of the forward; the tuples below are in the order of their phase."""
     forward: tuple[BlockPlan, ...]
     backward: tuple[BlockPlan, ...]
     tail: tuple[Slice, ...]
-    """Gradients that travel when the backward is over."""
+    """The gradients that are sent after the backward."""
     forward_choices: tuple[Choice, ...]
     backward_choices: tuple[Choice, ...]
     alltoalls: tuple[str, ...] = ()
-    """Names, in the order of the forward; empty where there was nothing to choose."""
+    """The names of the all-to-alls in the order of the forward; empty if there was no choice."""
     alltoalls_ms: tuple[Mapping[str, float], ...] = field(default=(), compare=False)
-    """All-to-all -> what both phases of the layer take with it."""
+    """All-to-all -> the time of both phases of the layer with it."""
 
     def choices(self, index: int) -> tuple[Choice, Choice]:
-        """Return how a layer is run, counted from the front, forward and backward."""
+        """Return how a layer, counted from the front, is run in forward and backward."""
         return self.forward_choices[index], self.backward_choices[-1 - index]
 
     def blocks(self, index: int) -> tuple[BlockPlan, BlockPlan]:
-        """Return the plans of a layer, counted from the front, forward and backward."""
+        """Return the forward and backward plans of a layer, counted from the front."""
         return self.forward[index], self.backward[-1 - index]
 
     def without_gradients(self) -> ModelPlan:
-        """Return the same plan for layers whose gradients are summed with nobody."""
+        """Return the same plan for layers whose gradients are not summed over ranks."""
         backward = tuple(replace(each, moe_slices=(), dense_slices=()) for each in self.backward)
         return replace(self, backward=backward, tail=())
 
@@ -60,12 +60,12 @@ class ModelPlan:
         host_ms: float = 0.0,
         is_serial: bool = False,
     ) -> tuple[Timeline, Timeline]:
-        """Play both phases.
+        """Simulate both phases.
 
         Args:
-            costs: kind -> cost, for layers without costs of their own.
+            costs: kind of task -> cost, for layers without costs of their own.
             contention: how lanes slow each other down.
-            host_ms: what a launch costs the host, for the same layers.
+            host_ms: the host time of a launch, for the same layers.
             is_serial: whether all tasks run one after another.
         """
         written = LayerCosts.written(costs, host_ms)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the experts' part of one layer is run in one phase: data that is simulated and executed."""
+"""The plan of one layer's expert part in one phase, as data that is simulated and executed."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class PhasePlan:
     groups: Groups
     backward: bool
     alltoall: AllToAll = "flat"
-    """One task, or (``"2dh"``) two on two lanes where the EP groups lie on both kinds of links."""
+    """The all-to-all: one task or, with ``"2dh"``, two on two lanes if the EP groups cross both kinds of links."""
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Its tasks."""
+        """The tasks of the plan."""
         return self.sending(())
 
     def sending(self, kinds: tuple[str, ...]) -> Schedule:
-        """Return the same with slices of gradients, GRAD or EXPERT_GRAD, in this order."""
+        """Return the same plan with these slices of GRAD or EXPERT_GRAD, in this order."""
         if kinds not in self._schedules:
             self._schedules[kinds] = self._schedule(kinds)
         return self._schedules[kinds]
@@ -49,11 +49,11 @@ class PhasePlan:
 
 
 def gradient_lanes(groups: Groups) -> dict[str, tuple[Lane, ...]]:
-    """Kind of gradient -> the lane that its slices travel on in a layer's schedule.
+    """Return kind of gradient -> the lane on which its slices are sent in a layer's schedule.
 
-    Where a group crosses both kinds of links, that is the slower one alone: of the other they need a fraction, and
-    holding it would keep the layer's own traffic waiting. Experts of this layer may have nobody to be summed with, and
-    those of another with another ``ep_size`` do.
+    If a group crosses both kinds of links, only the slower one counts: the slices need a fraction of the other, and
+    holding it would delay the layer's own traffic. Experts of this layer may have no ranks to be summed with, while
+    experts of a layer with another ``ep_size`` have some.
     """
     at = groups.placements
     return {GRAD: at["dp"].lanes[:1], EXPERT_GRAD: (at["edp"].lanes or at["dp"].lanes)[:1]}

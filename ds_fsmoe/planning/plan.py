@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one decider: a degree and an order for every layer and phase, an all-to-all, and a window for every gradient.
+"""The planner chooses a degree and an order for every layer and phase, an all-to-all, and a window for every gradient.
 
 A cluster's file and measurements come here alike, as :class:`~ds_fsmoe.planning.layer_costs.LayerCosts`; ``ds_fsmoe
 plan`` prints what comes out, and training runs it.
@@ -28,7 +28,7 @@ from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 SOLVERS = ("exact", "slsqp")
 MAX_DEGREE = 256
 SHARED_LINK = 0.8
-"""From this slowdown on two links are one: both at once gain less than a tenth."""
+"""The slowdown from which two links count as one: both at once gain less than a tenth."""
 _CURVE_POINTS = 17
 _Price = Callable[[np.ndarray], np.ndarray]
 """Time of gradients in a window -> how much longer the layer gets."""
@@ -36,16 +36,16 @@ _Price = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to plan.
+    """The settings of the planner.
 
     Raises:
         ValueError: a degree out of range, a cost of the host that is none, a chunk of nothing, an unknown solver.
     """
 
     contention: Contention = IDEAL
-    """How lanes slow each other down, as the plan assumes."""
+    """The assumed slowdown of lanes by each other."""
     host_ms: float = 0.0
-    """What a launch costs the host, where a layer has no costs of its own."""
+    """The host time of a launch, for layers without costs of their own."""
     max_degree: int = 16
     solver: str = "exact"
     gradient_solver: str = "dp"
@@ -56,7 +56,7 @@ class Settings:
     shared_link: bool = False
     """Whether both links are one wire, even if they were not seen to slow each other down."""
     min_gain: float = MIN_GAIN
-    """What ``best`` has to gain for cutting a layer."""
+    """The share that ``best`` has to gain for cutting a layer."""
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.max_degree, int) and not isinstance(self.max_degree, bool)
@@ -83,7 +83,7 @@ class Settings:
 
 @dataclass
 class Planner:
-    """Plans layers on one cluster. Equal layers are planned once."""
+    """This class plans layers on one cluster. Equal layers are planned once."""
 
     costs: Mapping[str, Cost]
     """Kind of task -> cost, for layers without costs of their own."""
@@ -105,9 +105,9 @@ class Planner:
         """Plan a step.
 
         Args:
-            layers: in the order of the forward.
+            layers: the layers in the order of the forward.
             spaces: what may be chosen from, for all layers or for each.
-            mode: when gradients travel.
+            mode: when gradients are sent.
             carried: gradients that wait when the backward begins, as in the middle of a larger model.
         """
         of_layers = [spaces] * len(layers) if isinstance(spaces, SearchSpace) else list(spaces)
@@ -164,7 +164,7 @@ class Planner:
         """Choose how the MoE part of a layer is run, forward and backward.
 
         Args:
-            layer: which.
+            layer: the layer.
             space: what may be chosen from.
             moe: slices of gradients that travel in its backward.
         """
@@ -208,8 +208,8 @@ class Planner:
 
         Args:
             work: the block.
-            costs: of its tasks; ``None``: the cluster's.
-            backward: which phase.
+            costs: the costs of its tasks; ``None``: the cluster's.
+            backward: whether the phase is the backward.
             lanes: the links that gradients cross.
             same_chunks: whether the backward has the chunks of the forward.
             contention: how lanes slow each other down; ``None``: as the settings say.
@@ -312,22 +312,22 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
 
 
 def mode_of(schedule: str) -> Mode:
-    """Return when gradients travel in a schedule by name."""
+    """Return when gradients are sent in a schedule by name."""
     return "adaptive" if schedule == BEST else preset(schedule).gradients
 
 
 def plan_by_switches(
     planner: Planner, switches: Switches, layers: Sequence[Layer], carried: Sequence[Gradient] = ()
 ) -> ModelPlan:
-    """Plan a step the way a system of these switches would."""
+    """Plan a step the way a system with these switches would."""
     settings = planner.settings
     space = replace(SearchSpace.of_switches(switches, settings.max_degree), solver=settings.solver)
     return planner.plan(layers, space, switches.gradients, carried)
 
 
 def _promising(orders: Sequence[Order], *times_ms: np.ndarray) -> list[Order]:
-    """Of many orders, those that matter for a curve: with few gradients, more, and many, the best of each degree, and
-    of these the best eight."""
+    """Return those of many orders that matter for a curve: with few gradients, more, and many, the best of each degree,
+    and of these the best eight."""
     if len(orders) <= 24:
         return list(orders)
     kept: set[int] = set()

@@ -33,7 +33,7 @@ class Switches:
     """Whether weight gradients of the experts may wait until the input gradients are on their way."""
 
     def orders(self, max_degree: int, splits: bool) -> tuple[Order, ...]:
-        """Every way to run a layer that these switches leave open, smaller degrees first.
+        """Return every way to run a layer that these switches allow, smaller degrees first.
 
         Args:
             max_degree: the largest degree.
@@ -48,7 +48,7 @@ class Switches:
 
 
 def late_choices(degree: int) -> tuple[int, ...]:
-    """How many weight gradients to put off: one, two or all; more choices gain nothing."""
+    """Return how many weight gradients to defer: one, two or all; more choices gain nothing."""
     return tuple(sorted({1, min(2, degree), degree}))
 
 
@@ -63,7 +63,7 @@ def tutel() -> Switches:
 
 
 def tutel_improved() -> Switches:
-    """The same, with gradients beside the dense parts (figure 3b)."""
+    """The improved Tutel: Tutel with gradients beside the dense parts (figure 3b)."""
     return Switches(pipeline="common", gradients="dense_only")
 
 
@@ -89,10 +89,10 @@ NAMES = (*PRESETS, BEST)
 
 
 def preset(name: str) -> Switches:
-    """The switches of a named system.
+    """Return the switches of a named system.
 
     Raises:
-        ValueError: no such name, with those there are.
+        ValueError: an unknown name; the message lists the known ones.
     """
     if name not in PRESETS:
         raise ValueError(f"no preset is called {name!r}: the choices are {', '.join(NAMES)}")

@@ -26,7 +26,7 @@ _LINKS = {"shared": "one stream", "paper": "two links", "reduce_first": "two lin
 
 @dataclass(frozen=True)
 class Report:
-    """Plans and predictions."""
+    """The plans of a model and their predictions."""
 
     cluster: Cluster
     groups: Groups
@@ -34,26 +34,26 @@ class Report:
     settings: Settings
     costs: Mapping[str, LinearCost]
     layers: tuple[Layer, ...]
-    """Of one pipeline stage."""
+    """The layers of one pipeline stage."""
     plans: Mapping[str, ModelPlan]
     times_ms: Mapping[str, tuple[float, float]]
-    """Preset -> forward, backward."""
+    """Preset -> the times of forward and backward."""
     bounds_ms: tuple[float, float]
-    """Forward, backward: no plan is faster."""
+    """The lower bounds of forward and backward: no plan is faster."""
     preset_name: str
 
     @property
     def plan(self) -> ModelPlan:
-        """The one that is shown."""
+        """The preset that is shown."""
         return self.plans[self.preset_name]
 
     @property
     def tail_bytes(self) -> float:
-        """Gradients that travel when the backward is over."""
+        """The gradients that are sent after the backward."""
         return sum(each.size_bytes for each in self.plan.tail)
 
     def head(self) -> list[tuple[str, str]]:
-        """What was assumed."""
+        """The assumptions of the plan."""
         s, g, at = self.shape, self.groups, self.groups.placements
         drop = "nothing dropped" if s.capacity_factor is None else f"capacity factor {s.capacity_factor:g}"
         kappa = self.settings.contention
@@ -74,7 +74,7 @@ class Report:
         ]
 
     def block_timelines(self, preset_name: str) -> list[tuple[str, Timeline]]:
-        """The middle layer of a plan, in both phases."""
+        """Return the timelines of a plan's middle layer, in both phases."""
         plan = self.plans[preset_name]
         middle = len(self.layers) // 2
         layer = self.layers[middle]
@@ -98,7 +98,7 @@ class Report:
         return drawn
 
     def trace(self) -> str:
-        """The step for Perfetto: a process per phase."""
+        """Return the step for Perfetto, with one process per phase."""
         timelines = self.plan.timelines(self.costs, self.settings.contention, self.settings.host_ms)
         events = []
         for pid, (phase, timeline) in enumerate(zip(("forward", "backward"), timelines, strict=True)):
@@ -107,7 +107,7 @@ class Report:
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
     def plan_rows(self) -> list[dict[str, Any]]:
-        """The plan, layer by layer. Layers are counted from the front, in both phases."""
+        """Return the plan, layer by layer. Layers are counted from the front, in both phases."""
         last = len(self.layers) - 1
         forward = zip(self.plan.forward, self.plan.forward_choices, strict=True)
         backward = zip(self.plan.backward, self.plan.backward_choices, strict=True)
@@ -120,7 +120,7 @@ class Report:
         ]
 
     def plan_groups(self) -> list[list[dict[str, Any]]]:
-        """The same, neighbours with one degree and order together: they may differ in what gradients they send."""
+        """Return the plan with neighbours of one degree and order merged; their gradient slices may differ."""
         decided = ("phase", "degree", "order")
         return [list(same) for _, same in groupby(self.plan_rows(), key=lambda row: [row[name] for name in decided])]
 
@@ -148,7 +148,7 @@ class Report:
         return {}
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, in plain types."""
+        """Return the whole report in plain types."""
         return {
             "cluster": self.cluster.name,
             "source": self.cluster.source,

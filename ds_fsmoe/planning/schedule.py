@@ -45,12 +45,12 @@ ROUTE = "ROUTE"
 ORDER = "ORDER"
 RESTORE = "RESTORE"
 REST = "REST"
-"""All that a model does beside the experts' parts of its layers, measured as a whole."""
+"""Everything that a model does beside the experts' parts of its layers, measured as a whole."""
 # Slices of gradients: of what every data-parallel rank holds, and of experts among those that hold the same ones.
 GRAD = "GRAD"
 EXPERT_GRAD = "EXPERT_GRAD"
 HOLD = "HOLD"
-"""Does nothing; it keeps a lane waiting while a task elsewhere needs that lane too (see ``Draft.add``)."""
+"""A task that does nothing but keep a lane waiting while a task elsewhere needs it, too (see ``Draft.add``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,16 @@ class Task:
     lane: Lane
     chunk: int = 0
     size: float = 0.0
-    """In the unit of the kind's cost: bytes of traffic, floating-point operations of computation."""
+    """The size in the unit of the kind's cost: bytes of traffic, floating-point operations of computation."""
     after: tuple[int, ...] = ()
-    """Indices of the tasks whose results this one needs."""
+    """The indices of the tasks whose results this one needs."""
     layer: int = 0
     launches: int = 1
-    """How many launches it takes: each costs the kind's alpha."""
+    """The number of launches: each costs the kind's alpha."""
 
     @property
     def name(self) -> str:
-        """Stable and readable: ``L03/A2A_IN/chunk1``."""
+        """The stable and readable name: ``L03/A2A_IN/chunk1``."""
         return f"L{self.layer:02d}/{self.kind}/chunk{self.chunk}"
 
 
@@ -110,7 +110,7 @@ class Schedule:
         return Schedule(tuple(replace(task, lane=Lane.COMPUTE) for task in self.tasks))
 
     def degree(self, kind: str = EXPERT) -> int:
-        """Number of chunks of a kind of task."""
+        """Return the number of chunks of a kind of task."""
         return len({(task.layer, task.chunk) for task in self.tasks if task.kind == kind})
 
     def __str__(self) -> str:
@@ -157,5 +157,5 @@ class Draft:
         return len(self._tasks) - 1
 
     def finish(self) -> Schedule:
-        """The schedule."""
+        """Return the schedule."""
         return Schedule(tuple(self._tasks))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of many ways to run the MoE part of a layer is taken, forward and backward, and why.
+"""This module chooses how the MoE part of a layer is run, forward and backward, and says why.
 
 Every degree and order that a system leaves open is priced, in both phases. A plan that cuts has to gain more than
 measurements are off by; phases whose experts draw random numbers, and systems that have one degree, are cut alike.
@@ -30,25 +30,25 @@ Degree = int | None
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be chosen from."""
+    """The choices that are allowed."""
 
     orders: Callable[[bool, bool], Sequence[Order]]
     """(backward, whether weight gradients can be put off) -> ways to run a layer, smaller degrees first; of the same
     degree, the first wins where others are not faster."""
     common_degree: bool = False
-    """Whether both phases have to have one degree."""
+    """Whether both phases must have the same degree."""
     min_gain: float = 0.0
-    """The share of its time that a layer has to gain for being run in another way than the first."""
+    """The share of its time that a layer has to gain to be run in another way than the first."""
     asked: tuple[Degree, Degree] = (None, None)
-    """Degrees for (forward, backward) that are not to be chosen."""
+    """The pairs of (forward, backward) degrees that may not be chosen."""
     asked_links: Links = "paper"
-    """The order in which a layer is run whose degree is asked for."""
+    """The task order of a layer whose degree is given."""
     solver: str = "exact"
     """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
 
     @classmethod
     def of_switches(cls, switches: Switches, max_degree: int) -> SearchSpace:
-        """Return what a system leaves open."""
+        """Return the choices that a system allows."""
         return cls(
             lambda backward, splits: switches.orders(max_degree, backward and splits), switches.pipeline == "common"
         )
@@ -63,7 +63,7 @@ class SearchSpace:
         min_gain: float = MIN_GAIN,
         without: Sequence[str] = (),
     ) -> SearchSpace:
-        """Return what a schedule by name leaves open.
+        """Return the choices that a schedule by name allows.
 
         Args:
             schedule: as in ``fsmoe.schedule``.
@@ -79,15 +79,15 @@ class SearchSpace:
 
     @classmethod
     def fixed(cls, forward: Order, backward: Order) -> SearchSpace:
-        """Return the one way to run a layer that is given."""
+        """Return a space with only the given way to run a layer."""
         return _fixed(forward, backward)
 
     def with_degrees(self, forward: Degree, backward: Degree, links: Links) -> SearchSpace:
-        """Return the same with degrees that are not to be chosen."""
+        """Return the same space without these pairs of degrees."""
         return replace(self, asked=(forward, backward), asked_links=links)
 
     def uncut(self, links: Links) -> SearchSpace:
-        """Return the same for layers that may not be cut.
+        """Return the same space for layers that may not be cut.
 
         Args:
             links: their order, where none of these ways leaves a layer uncut.
@@ -134,27 +134,27 @@ def _open_orders(max_degree: int, links: Sequence[Links], may_put_off: bool) -> 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the MoE part of a layer is run in one phase, and why so."""
+    """The chosen way to run a layer's MoE part in one phase, and the reasons for it."""
 
     order: Order
     time_ms: float
-    """Predicted, with the gradients that travel in it."""
+    """The predicted time, with the gradients that are sent in it."""
     isolated_ms: float
-    """The same if lanes did not slow each other down."""
+    """The predicted time if lanes did not slow each other down."""
     uncut_ms: float
-    """The same in the first way with one chunk, which is stock's schedule where that may be chosen."""
+    """The time of the first way with one chunk, which is stock's schedule if that may be chosen."""
     runner_up: Degree
     """The best other degree, the other phase being what it is or, where both have to be alike, as this one; ``None`` if
     there was none."""
     runner_up_ms: float | None
-    """What this phase takes with it: it may be less, where the other phase takes more or a cut does not gain enough."""
+    """The time of this phase with the runner-up: less if the other phase takes more or a cut does not gain enough."""
     auto_degree: int
-    """What would have been chosen, had nothing been asked for."""
+    """The degree that would have been chosen without a request."""
     auto_ms: float
     both_ms: float = 0.0
-    """Predicted, of both phases."""
+    """The predicted time of both phases."""
     runner_up_both_ms: float | None = None
-    """The same with the runner-up."""
+    """The predicted time of both phases with the runner-up."""
     bottleneck: str = ""
     paper_case: int | None = None
     """The case (1 to 4) of the paper's figure 4; ``None`` where its figure does not speak of such a layer."""
@@ -180,16 +180,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """The MoE part of a layer in one phase."""
+    """The times of one layer's MoE part in one phase."""
 
     same: BlockTimes
-    """Where the backward has the chunks of the forward."""
+    """The times if the backward has the chunks of the forward."""
     other: BlockTimes | None = None
-    """Where it has others; ``None``: that makes no difference."""
+    """The times if it has other chunks; ``None``: that makes no difference."""
     isolated: BlockTimes | None = None
     """``same`` on lanes that do not slow each other down; ``None``: they do not."""
     grad_ms: float = 0.0
-    """Time of the gradients that travel in it."""
+    """The time of the gradients that are sent in it."""
 
     def of(self, same_chunks: bool) -> BlockTimes:
         """Return the times that hold for such chunks."""
@@ -197,7 +197,7 @@ class PhaseTimes:
 
 
 class _Phase:
-    """Every degree's best way in one phase."""
+    """The best way of every degree in one phase."""
 
     def __init__(self, times: PhaseTimes, orders: Sequence[Order], min_gain: float) -> None:
         self._differs = times.other is not None
@@ -205,7 +205,7 @@ class _Phase:
         self.degrees = list(dict.fromkeys(order.degree for order in orders))
         base = orders[0] if orders[0].degree == 1 else Order(1, orders[0].links)
         self.uncut_ms = float(times.same.times_ms([base], times.grad_ms)[0, 0])
-        """Of the first way with one chunk: what others have to gain over."""
+        """The time of the first way with one chunk, over which others have to gain."""
         for same_chunks in (True, False) if self._differs else (True,):
             times_ms = times.of(same_chunks).times_ms(orders, times.grad_ms)[:, 0]
             for degree in self.degrees:
@@ -233,8 +233,8 @@ def choose(
     """Choose how the MoE part of a layer is run forward and backward.
 
     Args:
-        forward, backward: its times.
-        space: what may be chosen from.
+        forward, backward: the times of the phases.
+        space: the allowed choices.
         uses_rng: whether both phases have to be cut alike.
         relative_residual: how far measurements lie off what the times follow from.
     """
@@ -282,7 +282,7 @@ def choose(
 
 
 def _open_phase(times: PhaseTimes, backward: bool, space: SearchSpace, min_gain: float) -> _Phase:
-    """All ways that a space leaves open in one phase."""
+    """Return all ways that a space allows in one phase."""
     moe = times.same.work.moe
     orders = space.orders(backward, backward and moe.expert_dw is not None)
     # More chunks than slots gain nothing; where only such a degree is open, it was asked for.
@@ -325,7 +325,7 @@ def _others(
 
 
 def _best_pair(forward: _Phase, backward: _Phase, min_gain: float, must_match: bool) -> tuple[int, int]:
-    """The degrees whose phases take the least together, where they gain enough over degree 1."""
+    """Return the degrees with the least total time, if they gain enough over degree 1."""
     pairs = [(f, b) for f in forward.degrees for b in backward.degrees]
     if must_match:
         # Two different ones that are both asked for stay what they are.

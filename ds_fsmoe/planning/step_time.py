@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole step, predicted: with the schedule that was chosen, with stock's, and with experts sharded otherwise."""
+"""Predictions of a whole step: with the chosen schedule, with stock's, and with other expert sharding."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _COMPUTED = (HOLD, REST, EXPERT, EXPERT_DX, EXPERT_DW)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A step without the optimizer, in milliseconds."""
+    """The time of a step without the optimizer, in milliseconds."""
 
     chosen_ms: float
     isolated_ms: float
-    """The same if lanes did not slow each other down."""
+    """The time if lanes did not slow each other down."""
     deepspeed_ms: float
     dense_ms: float | None
-    """What no schedule changes, measured; ``None`` if no whole step has been seen."""
+    """The measured time that no schedule changes; ``None`` if no whole step has been measured."""
     gradients_ms: float
-    """Reducing all gradients at once."""
+    """The time of reducing all gradients at once."""
     exposed_ms: float
-    """What gradients make the step longer by: they find no idle link."""
+    """The time by which gradients lengthen the step because they find no idle link."""
     bound_ms: float
-    """No schedule takes less."""
+    """The lower bound: no schedule takes less."""
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as stock's schedule the chosen one is."""
+        """Return how many times as fast as stock's schedule the chosen one is."""
         return self.deepspeed_ms / self.chosen_ms if self.chosen_ms else 1.0
 
 
@@ -150,7 +150,7 @@ def sharded_ms(
 
 
 def _among(links: Mapping, measured: LayerCosts) -> LayerCosts:
-    """The costs of a layer whose collectives cost what they do among other ranks."""
+    """Return the costs of a layer whose collectives run among other ranks."""
 
     def costs(own: Mapping) -> dict:
         sent = {kind: cost for kind, cost in links.items() if kind not in _COMPUTED}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule played against a clock: when every task would start and end, and what the whole waits for."""
+"""This module simulates a schedule: when every task would start and end, and what the whole waits for."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ds_fsmoe.planning.schedule import Lane, Schedule, Task
 _INSTANT_MS = 1e-12  # what floating point leaves of a finished task
 
 HostCost = float | Mapping[str, float]
-"""What a launch takes the one thread that issues for all lanes: the same for all kinds of tasks, or by kind."""
+"""The time of a launch on the one thread that issues for all lanes: one number for all tasks, or by kind."""
 
 
 @dataclass(frozen=True)
 class Contention:
-    """How lanes slow each other down. All zero: every lane has the machine to itself."""
+    """The slowdown of lanes by each other. All zero: every lane has the machine to itself."""
 
     links: float = 0.0
     """kappa: while both links are busy, what is left of each task takes 1 + kappa times as long."""
@@ -37,7 +37,7 @@ class Contention:
             )
 
     def slowdown(self, lane: Lane, busy: set[Lane]) -> float:
-        """The factor by which a task on ``lane`` is slowed while the lanes in ``busy`` are at work."""
+        """Return the factor by which a task on ``lane`` is slowed while the lanes in ``busy`` are at work."""
         if lane is Lane.COMPUTE:
             return 1.0 + self.compute if busy & {Lane.INTRA, Lane.INTER} else 1.0
         beside_link = self.links if {Lane.INTRA, Lane.INTER} <= busy else 0.0
@@ -49,7 +49,7 @@ IDEAL = Contention()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One task in time."""
+    """The time span of one task."""
 
     task: Task
     start_ms: float
@@ -60,21 +60,21 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans, in the order of the schedule's tasks."""
+    """The spans, in the order of the schedule's tasks."""
 
     spans: tuple[Span, ...]
 
     @property
     def makespan_ms(self) -> float:
-        """From the start to the end of the last task."""
+        """Return the time from the start to the end of the last task."""
         return max((span.end_ms for span in self.spans), default=0.0)
 
     def busy_ms(self, lane: Lane) -> float:
-        """Time in which a lane is at work."""
+        """Return the time in which a lane is at work."""
         return sum(span.end_ms - span.start_ms for span in self.spans if span.task.lane is lane)
 
     def idle_ms(self, lane: Lane) -> float:
-        """Time in which a lane has nothing to do, or waits."""
+        """Return the time in which a lane has nothing to do, or waits."""
         return self.makespan_ms - self.busy_ms(lane)
 
     def critical_path(self) -> tuple[Span, ...]:
@@ -125,7 +125,7 @@ def simulate(
     contention: Contention = IDEAL,
     host_ms: HostCost = 0.0,
 ) -> Timeline:
-    """Play a schedule.
+    """Simulate a schedule.
 
     Args:
         schedule: what is to be done.
@@ -154,7 +154,7 @@ def simulate(
 def play(
     schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float], contention: Contention = IDEAL
 ) -> Timeline:
-    """Play a schedule whose tasks have been priced.
+    """Simulate a schedule whose tasks have been priced.
 
     Args:
         schedule: what is to be done.
@@ -168,7 +168,7 @@ def play(
 
 
 def _walk(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float]) -> Timeline:
-    """Without contention a task's times follow from those before it in the list."""
+    """Simulate without contention: a task's times follow from those before it in the list."""
     spans: list[Span] = []
     last_of_lane: dict[Lane, int] = {}
     for index, task in enumerate(schedule.tasks):
@@ -182,7 +182,7 @@ def _walk(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float
 
 
 def _issue_ms(schedule: Schedule, host_ms: HostCost) -> list[float]:
-    """When the host has issued each task."""
+    """Return when the host has issued each task."""
     if not isinstance(host_ms, Mapping):
         return [host_ms * launched for launched in schedule.launched]
     missing = sorted({task.kind for task in schedule.tasks if task.launches} - set(host_ms))
@@ -199,7 +199,7 @@ def _present(index: int | None) -> tuple[int, ...]:
 
 
 def _play(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float], contention: Contention) -> Timeline:
-    """With contention a task's speed depends on what else is running, so time goes from event to event."""
+    """Simulate with contention: a task's speed depends on what else is running, so time goes from event to event."""
     lanes = list(Lane)
     queues = [schedule.lanes[lane] for lane in lanes]
     slowdown_of = _slowdowns(lanes, contention)
@@ -244,7 +244,7 @@ def _play(schedule: Schedule, work_ms: Sequence[float], issue_ms: Sequence[float
 
 
 def _slowdowns(lanes: list[Lane], contention: Contention) -> dict[tuple[bool, ...], tuple[float, ...]]:
-    """Which lanes are busy -> how much each is slowed."""
+    """Return which lanes are busy -> how much each is slowed."""
     found = {}
     for busy in itertools.product((False, True), repeat=len(lanes)):
         at_work = {lane for lane, is_busy in zip(lanes, busy, strict=True) if is_busy}

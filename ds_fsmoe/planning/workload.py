@@ -46,7 +46,7 @@ from ds_fsmoe.planning.schedule import (
 )
 
 GEMMS = {"gpt": 2, "mixtral": 3}
-"""Matrix products of an expert: two layers, or the three of SwiGLU."""
+"""The matrix products of an expert: two layers, or the three of SwiGLU."""
 HALVES = (EXPERT_DX, EXPERT_DW)
 AllToAll = Literal["flat", "2dh"]
 ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh")
@@ -61,18 +61,18 @@ class Shape:
     """
 
     B: int
-    """Samples per model-parallel group."""
+    """The number of samples per model-parallel group."""
     L: int
     M: int
     H: int
     E: int
     K: int = 2
     capacity_factor: float | None = 1.2
-    """``None``: no token is dropped."""
+    """The capacity factor; ``None``: no token is dropped."""
     ffn: str = "gpt"
     heads: int = 16
     kv_heads: int | None = None
-    """Heads of keys and values; ``None``: as many as of queries."""
+    """The number of heads of keys and values; ``None``: as many as of queries."""
     dtype_bytes: int = 4
 
     def __post_init__(self) -> None:
@@ -93,12 +93,12 @@ class Shape:
 
     @property
     def F(self) -> float:
-        """Copies that a token is sent as."""
+        """The number of copies that a token is sent as."""
         return self.K * (1.0 if self.capacity_factor is None else self.capacity_factor)
 
     @property
     def attention_weights(self) -> float:
-        """Elements of the four projections."""
+        """The number of elements of the four projections."""
         return (2 + 2 * (self.kv_heads or self.heads) / self.heads) * self.M**2
 
 
@@ -109,7 +109,7 @@ class Work:
     kind: str
     lanes: tuple[Lane, ...]
     size: float = 0.0
-    """Bytes of traffic, floating-point operations of computation."""
+    """The size: bytes of traffic, floating-point operations of computation."""
     launches: int = 1
 
 
@@ -131,12 +131,12 @@ class MoEWork:
 
     @property
     def computations(self) -> tuple[Work, ...]:
-        """What the experts do: whole, and in the backward in two parts as well."""
+        """The work of the experts: whole, and in the backward in two parts as well."""
         return tuple(each for each in (self.expert, self.expert_dx, self.expert_dw) if each is not None)
 
     @property
     def collectives(self) -> tuple[Work, ...]:
-        """All traffic, in the order of time."""
+        """Return all traffic in the order of time."""
         return (*self.enter, *self.gather, *self.reduce, *self.leave)
 
 
@@ -151,7 +151,7 @@ class BlockWork:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What one layer's backward leaves to be summed over ranks."""
+    """The gradients of one layer's backward that are summed over ranks."""
 
     kind: str
     """GRAD: exists when the layer is through. EXPERT_GRAD: exists when its experts' weight gradients do."""
@@ -169,7 +169,7 @@ class Layer:
     recompute: bool = False
     """Whether the forward runs once more ahead of the backward."""
     costs: LayerCosts | None = None
-    """What its tasks cost, where that was measured for this kind of layer; ``None``: as the planner's cluster says."""
+    """The measured task costs for this kind of layer; ``None``: the costs of the planner's cluster."""
 
 
 def layer_work(
@@ -178,9 +178,9 @@ def layer_work(
     """Count the bytes and floating-point operations of one layer on one rank (paper, section 2; bytes, not elements).
 
     Args:
-        shape: of the layer.
+        shape: the sizes of the layer.
         groups: the ranks that run it.
-        alltoall: in one task, or in two.
+        alltoall: whether the all-to-all is one task or two.
         recompute: whether the forward runs once more ahead of the backward.
         whole_slots: whether chunks are whole slots of the capacity, as they are where the layer is run; the paper's
             formulas cut anywhere.
@@ -229,7 +229,7 @@ def layer_work(
 def _moe_work(
     shape: Shape, groups: Groups, alltoall: AllToAll, tokens_S: float, whole_slots: bool
 ) -> tuple[MoEWork, MoEWork]:
-    """The part that is cut into chunks, forward and backward."""
+    """Return the part that is cut into chunks, forward and backward."""
     at, gemms = groups.placements, GEMMS[shape.ffn]
     sent_bytes = shape.F * tokens_S * shape.M * shape.dtype_bytes
     # Each gathers the rows of esp ranks, and multiplies them with its esp-th part of H.
@@ -246,7 +246,7 @@ def _moe_work(
 
 
 def _gradients(shape: Shape, groups: Groups) -> tuple[Gradient, ...]:
-    """What the backward of a layer leaves to be reduced."""
+    """Return the gradients that a layer's backward leaves to be reduced."""
     at = groups.placements
     dense_bytes = round(shape.attention_weights / groups.mp + shape.M * shape.E) * shape.dtype_bytes
     weights = shape.E // groups.ep * GEMMS[shape.ffn] * shape.M * (shape.H // groups.esp)
@@ -277,7 +277,7 @@ def _all_to_all(at: Placement, size_bytes: float, alltoall: AllToAll) -> tuple[t
 
 
 def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") -> Mapping[str, LinearCost]:
-    """What each kind of task costs in these groups on this cluster.
+    """Return the cost of each kind of task in these groups on this cluster.
 
     A group with several ranks in a node that also spans nodes is charged what it sends between nodes: an all-to-all
     all that is meant for other nodes; the ring of another collective crosses each node's link once, for all of the

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's evaluation, simulated: its table 5, its figures 6 to 8, how often the degrees of the phases differ, and
-what the plan loses when the models of cost are off.
+how much the plan loses when the cost models are off.
 
 Its clusters are the reference sets (``clusters/testbed_a.json``, ``testbed_b.json``), its groups mp = esp = GPUs of a
 node, ep = dp = nodes = number of experts. A layer is taken in the steady state of a large model: the gradients of the
@@ -31,11 +31,11 @@ TABLE_5 = {
     "a": {"tutel": 1.00, "tutel_improved": 1.09, "fsmoe_no_iio": 1.12, "fsmoe": 1.18},
     "b": {"tutel": 1.00, "tutel_improved": 1.08, "fsmoe_no_iio": 1.16, "fsmoe": 1.22},
 }
-"""Average speedup over tutel, as printed."""
+"""The average speedups over tutel, as printed."""
 OVER_TUTEL = {"tutel": 1.0, "tutel_improved": 1.19 / 1.12, "pipemoe_lina": 1.19 / 1.14, "fsmoe_no_iio": 1.19 / 1.07}
-"""Figure 6's averages over tutel: fsmoe is 1.19 times tutel, 1.12, 1.14 and 1.07 times the others."""
+"""The averages of figure 6 over tutel: fsmoe is 1.19 times tutel, 1.12, 1.14 and 1.07 times the others."""
 DEGREES_DIFFER = 912
-"""Of its 1458 configurations."""
+"""The number of its 1458 configurations whose phases have different degrees."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -54,17 +54,17 @@ class Bed:
 
     @property
     def num_experts(self) -> int:
-        """One per node."""
+        """The number of experts: one per node."""
         return self.groups.world // self.groups.gpus_per_node
 
 
 def load_bed(letter: str, nodes: int | None = None, pp: int = 1, costs: str = "reference") -> Bed:
-    """A testbed.
+    """Return a testbed.
 
     Args:
         letter: "a" or "b".
-        nodes: so many of them; ``None``: all.
-        pp: pipeline stages.
+        nodes: the number of nodes; ``None``: all.
+        pp: the number of pipeline stages.
         costs: "reference" or "printed".
 
     Raises:
@@ -81,28 +81,28 @@ def load_bed(letter: str, nodes: int | None = None, pp: int = 1, costs: str = "r
 
 
 def steady_state(layer: Layer) -> tuple[Layer, ...]:
-    """One layer in the middle of many: its own gradients are the next one's business, those before it are carried."""
+    """Return one layer in the middle of many: the next one sends its gradients, and it carries the earlier ones."""
     return (replace(layer, gradients=()),)
 
 
 def layers_of(bed: Bed, sample: int | None = None) -> list[Shape]:
-    """The layers of table 4 for this testbed, or so many of them, drawn with a fixed seed."""
+    """Return the layers of table 4 for this testbed, or a sample of them drawn with a fixed seed."""
     shapes = list(table_4(bed.letter, bed.num_experts))
     return shapes if sample is None or sample >= len(shapes) else random.Random(0).sample(shapes, sample)
 
 
 @dataclass
 class Table5:
-    """Mean speedups over tutel, and what they come from."""
+    """The mean speedups over tutel and the times behind them."""
 
     letter: str
     num_layers: int
     ideal: dict[str, float]
     contended: dict[str, float]
     degrees_differ: int
-    """Layers for which fsmoe's degrees of the two phases differ."""
+    """The number of layers whose two phases have different degrees under fsmoe."""
     layers_ms: dict[str, list[float]] = field(default_factory=dict)
-    """System -> its time of every layer, on ideal links."""
+    """System -> its time for every layer, on ideal links."""
 
 
 def table_5(
@@ -112,8 +112,8 @@ def table_5(
 
     Args:
         bed: the testbed.
-        names: systems; tutel is always among them.
-        sample: take so many layers, always the same; ``None``: all.
+        names: the systems; tutel is always among them.
+        sample: the number of layers to draw, always the same ones; ``None``: all.
         progress: called with a title, the number of layers done and their number.
     """
     names = tuple(dict.fromkeys(("tutel", *names)))
@@ -146,14 +146,14 @@ class ModelRow:
     step_ms: dict[str, float]
 
     def over(self, base: str) -> dict[str, float]:
-        """System -> its speedup over one of them."""
+        """Return system -> its speedup over one of them."""
         return {name: self.step_ms[base] / time_ms for name, time_ms in self.step_ms.items()}
 
 
 def simulate_model(
     bed: Bed, name: str, length: int, num_layers: int, contention: Contention, setting: str, names: Sequence[str]
 ) -> ModelRow:
-    """A whole model, B = 1, k = 2, f = 1.2. Planned as if links were ideal, as the paper does."""
+    """Simulate a whole model, B = 1, k = 2, f = 1.2. It is planned as if links were ideal, as in the paper."""
     shape = replace(MODELS[name].shape, L=length, E=bed.num_experts)
     layers = (layer_work(shape, bed.groups),) * (num_layers // bed.groups.pp)
     planner = Planner(bed.costs)
@@ -162,7 +162,7 @@ def simulate_model(
 
 
 def figures(names: Sequence[str] = tuple(PRESETS), contended: bool = True) -> Iterator[tuple[str, list[ModelRow]]]:
-    """The settings of figures 6, 7 and 8, one figure (or part of one) at a time.
+    """Yield the settings of figures 6, 7 and 8, one figure (or part of one) at a time.
 
     Figure 8's stages are half of the nodes each; the 6 experts are spread over the 3 nodes of a stage. One micro-batch
     of one stage is simulated: filling and draining the pipeline stretches every system alike.
@@ -190,16 +190,16 @@ def figures(names: Sequence[str] = tuple(PRESETS), contended: bool = True) -> It
 
 @dataclass(frozen=True)
 class Regret:
-    """What is lost when the models of cost are off."""
+    """The loss from cost models that are off."""
 
     what: str
-    """"alpha", "beta" or "both"."""
+    """The coefficients that are off: "alpha", "beta" or "both"."""
     off_by: float
     mean: float
-    """How much longer layers take at the degree chosen from the wrong numbers, as a share; averaged."""
+    """How much longer layers take at the degree chosen from the wrong numbers, as a mean share."""
     worst: float
     changed: float
-    """Share of phases for which another degree is chosen."""
+    """The share of phases for which another degree is chosen."""
 
 
 def sensitivity(
@@ -209,8 +209,8 @@ def sensitivity(
     seed: int = 0,
     progress: Progress = _silent,
 ) -> list[Regret]:
-    """Every operation's alpha, beta or both too high or too low by a share, each by its own coin; the degree chosen
-    from that, the time from the true numbers. fsmoe's order, both phases, no gradient."""
+    """Plan with every operation's alpha, beta or both off by a share, up or down at random for each; take the time from
+    the true numbers. The order is fsmoe's, in both phases, with no gradient."""
     coin = random.Random(seed)
     shapes = layers_of(bed, sample)
     cases = [(what, share) for what in ("alpha", "beta", "both") for share in off_by]
@@ -231,7 +231,7 @@ def sensitivity(
 
 
 def phases(bed: Bed, shape: Shape) -> tuple[Phase, Phase]:
-    """Forward and backward of a layer's MoE part, without gradients."""
+    """Return forward and backward of a layer's MoE part, without gradients."""
     layer = layer_work(shape, bed.groups)
     forward, backward = (BlockTimes(work, bed.costs).phase() for work in (layer.forward, layer.backward))
     return forward, backward
@@ -250,6 +250,6 @@ def _off(phase: Phase, what: str, share: float, coin: random.Random) -> Phase:
 
 
 def mean_over(rows: Iterable[ModelRow], base: str) -> dict[str, float]:
-    """Averages of speedups over one system."""
+    """Return the average speedups over one system."""
     speedups = [row.over(base) for row in rows]
     return {name: fmean(each[name] for each in speedups) for name in speedups[0]}

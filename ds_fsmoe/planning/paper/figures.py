@@ -43,13 +43,13 @@ NAMES = (*_FIGURE_3, *_FIGURE_4)
 
 
 def timeline(name: str) -> tuple[str, Timeline]:
-    """Title and timeline.
+    """Return the titles and timelines of a figure.
 
     Figure 3 shows the backward of a layer on testbed B with the gradients of the layer before it; figure 4
     the MoE part alone, in two chunks.
 
     Raises:
-        ValueError: no such name, with those there are.
+        ValueError: an unknown name; the message lists the known ones.
     """
     if name in _FIGURE_3:
         return _figure_3(_FIGURE_3[name])

@@ -11,11 +11,11 @@ from ds_fsmoe.planning.workload import Shape
 
 NUM_LAYERS_OF_TABLE_4 = 1458
 DEFAULT_EXPERTS = 8
-"""Of a model that does not say how many it has."""
+"""The number of experts of a model that does not state it."""
 
 
 def table_4(testbed: str, num_experts: int) -> Iterator[Shape]:
-    """All 1458 layers for testbed "a" or "b", which has shorter sequences; k = 2."""
+    """Return all 1458 layers for testbed "a" or "b", which has shorter sequences; k = 2."""
     lengths = (512, 1024, 2048) if testbed == "a" else (256, 512, 1024)
     for B, heads, L, M, scale, factor, ffn in itertools.product(
         (1, 2, 4), (8, 16, 32), lengths, (1024, 2048, 4096), (2, 3, 4), (1.2, 2.4, None), ("gpt", "mixtral")
@@ -25,13 +25,13 @@ def table_4(testbed: str, num_experts: int) -> Iterator[Shape]:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model by name."""
+    """A model by its name."""
 
     num_layers: int
     shape: Shape
 
     def with_(self, **changes: object) -> Model:
-        """The same with another shape."""
+        """Return the same model with another shape."""
         return Model(self.num_layers, replace(self.shape, **changes))
 
 
@@ -44,14 +44,14 @@ MODELS: dict[str, Model] = {
 }
 
 ALIASES = {"mixtral-8x7b": "mixtral-7b", "mixtral-8x22b": "mixtral-22b"}
-"""The names under which they are published -> the paper's."""
+"""Published name -> the name in the paper."""
 
 
 def model(name: str) -> Model:
-    """A model by name.
+    """Return a model by its name.
 
     Raises:
-        ValueError: no such name, with those there are.
+        ValueError: an unknown name; the message lists the known ones.
     """
     known = ALIASES.get(name, name)
     if known not in MODELS:
