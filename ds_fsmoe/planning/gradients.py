@@ -63,7 +63,7 @@ class Partition:
 
     @property
     def size_bytes(self) -> float:
-        """Return all slices that are sent."""
+        """The bytes of everything that is sent."""
         return sum(each.size_bytes for slices in (*self.slices, self.tail) for each in slices)
 
 

@@ -155,7 +155,7 @@ class LayerProfile:
 
 
 _PHASES = ((False, True), (True, True), (True, False))
-"""The costs by (backward, same chunks)."""
+"""The cases that are priced: (backward, same chunks)."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module chooses how the MoE part of a layer is run, forward and backward, and says why.
+"""The choice of how the MoE part of a layer is run, forward and backward, and the reasons for it.
 
 Every degree and order that a system leaves open is priced, in both phases. A plan that cuts has to gain more than
 measurements are off by; phases whose experts draw random numbers, and systems that have one degree, are cut alike.
@@ -40,7 +40,7 @@ class SearchSpace:
     min_gain: float = 0.0
     """The share of its time that a layer has to gain to be run in another way than the first."""
     asked: tuple[Degree, Degree] = (None, None)
-    """The pairs of (forward, backward) degrees that may not be chosen."""
+    """The degrees that are given for (forward, backward); ``None``: that one is to be chosen."""
     asked_links: Links = "paper"
     """The task order of a layer whose degree is given."""
     solver: str = "exact"
@@ -83,7 +83,7 @@ class SearchSpace:
         return _fixed(forward, backward)
 
     def with_degrees(self, forward: Degree, backward: Degree, links: Links) -> SearchSpace:
-        """Return the same space without these pairs of degrees."""
+        """Return the same space with these degrees given."""
         return replace(self, asked=(forward, backward), asked_links=links)
 
     def uncut(self, links: Links) -> SearchSpace:
