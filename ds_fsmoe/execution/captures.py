@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must not be done while somebody captures a CUDA graph, and how a thread may look at a device all the same."""
+"""Rules for CUDA graph capture: what must not be done meanwhile, and how a thread may still query a device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 import torch
 
 _RELAXED = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+"""The value of CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 
 def is_capturing() -> bool:
-    """Whether what this thread gives its current stream becomes part of a graph instead of being done."""
+    """Whether work that this thread gives its current stream becomes part of a graph instead of being done."""
     with suppress(RuntimeError):  # a torch without CUDA, or a device that has failed and says so where it is used
         return torch.cuda.is_current_stream_capturing()
     return False
@@ -24,11 +24,11 @@ def is_capturing() -> bool:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Inside, this thread may ask for events while other threads capture what they like.
+    """Let this thread query events inside the block while other threads capture graphs.
 
-    CUDA gives up a capture, unless it was begun in another mode than the usual one, if any thread of the process asks
-    for an event meanwhile, of whatever stream. A thread that says it knows what it does is exempted: here an event is
-    asked that was recorded outside of captures, and nothing is waited for or allocated.
+    CUDA aborts a capture (unless it was begun in a mode other than the default) if any thread of the process queries an
+    event of any stream meanwhile. A thread in relaxed mode is exempt. That is safe here: the queried events were recorded
+    outside of captures, and nothing is waited for or allocated.
     """
     exchange = _exchange_capture_mode()
     mode = ctypes.c_int(_RELAXED)
@@ -43,7 +43,7 @@ def beside_captures() -> Iterator[None]:
 
 @functools.cache
 def _exchange_capture_mode() -> Callable[..., int] | None:
-    """The driver's function, where there is one: it is loaded wherever CUDA is used, whatever torch was built with."""
+    """Return the driver's function if it exists: it is loaded wherever CUDA is used, for any build of torch."""
     with suppress(OSError, AttributeError):
         if torch.version.hip is not None:
             return ctypes.CDLL("libamdhip64.so").hipThreadExchangeStreamCaptureMode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the capacity is cut, and memory in which every chunk lies in one piece.
+"""The cuts of the capacity, and memory in which every chunk is contiguous.
 
 Rows that travel are kept *chunk by chunk*: all slots of the first chunk, expert after expert, then those of the second.
 So a chunk is a view that a collective can send and receive without a copy.
@@ -24,26 +24,26 @@ from ds_fsmoe.planning.chunks import chunk_bounds
 
 @dataclass(frozen=True)
 class Cutting:
-    """The capacity, cut. Chunks may be empty: their number follows from the plan alone, never from the tokens."""
+    """A capacity cut into chunks. Chunks may be empty: their number follows from the plan alone, never from the tokens."""
 
     bounds: tuple[int, ...]
-    """Rising from 0 to C: chunk i is [bounds[i], bounds[i + 1])."""
+    """The cut positions, rising from 0 to C: chunk i is [bounds[i], bounds[i + 1])."""
 
     @property
     def capacity(self) -> int:
-        """C."""
+        """The number of slots per expert, C."""
         return self.bounds[-1]
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of every chunk."""
+        """The (start, stop) of every chunk."""
         return tuple(itertools.pairwise(self.bounds))
 
     def chunked_slots(self, slots: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """Where slots lie chunk by chunk.
+        """Return the rows of slots in the chunk-by-chunk order, in the same shape.
 
         Args:
-            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none, as the result has it.
+            slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none, also in the result.
             num_experts: E.
         """
         if len(self.chunks) == 1:
@@ -53,14 +53,14 @@ class Cutting:
 
 
 class _Tables:
-    """Slot -> its row chunk by chunk, kept between calls: it depends on sizes alone, which hardly ever change.
+    """Tables of slot -> row in chunk-by-chunk order, kept between calls: they depend on sizes alone, which rarely change.
 
-    Made on the device that reads them, without a copy from the host. On CUDA each stream has its own, as nothing orders
-    one stream's first use after the kernels of another that have filled the table.
+    They are made on the device that reads them, without a copy from the host. On CUDA each stream has its own, because
+    nothing orders one stream's first use after the kernels of another stream that filled the table.
 
     Args:
-        limit_bytes: of all that are kept; those that have not been used for longest go. Capacities that follow from the
-            tokens would otherwise fill a device's memory with tables of which none is used again.
+        limit_bytes: the limit for all tables; the least recently used are dropped. Capacities that follow from the
+            tokens would otherwise fill a device's memory with tables that are never used again.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -71,7 +71,7 @@ class _Tables:
         self._lock = threading.Lock()
 
     def of(self, cutting: Cutting, num_experts: int, slots: torch.Tensor) -> torch.Tensor:
-        """[E * C + 1] int64, where these slots are; the last is the number of none."""
+        """Return the table, [E * C + 1] int64, on the slots' device; the last entry is the row number that means none."""
         device = slots.device
         # What is made while a graph is captured lives with the graph, and what a tracer makes has no numbers.
         if type(slots) is not torch.Tensor or (slots.is_cuda and is_capturing()):
@@ -115,7 +115,7 @@ def cut(capacity: int, degree: int) -> Cutting:
 
 
 class ChunkedRows:
-    """Rows [E * C, M] chunk by chunk, to be read and written by cuts of any kind."""
+    """Holds rows [E * C, M] chunk by chunk and reads and writes them by cuts of any kind."""
 
     def __init__(self, rows: torch.Tensor, num_experts: int, cutting: Cutting) -> None:
         self._rows = rows
@@ -123,7 +123,7 @@ class ChunkedRows:
         self._cutting = cutting
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """[E, stop - start, M], contiguous: a view if this is one of the chunks, else a copy."""
+        """Return [E, stop - start, M], contiguous: a view if this is one of the chunks, else a copy."""
         parts = [view[:, low:high] for view, low, high, _ in self._overlaps(start, stop)]
         if not parts:
             return self._rows.new_empty(self._num_experts, 0, self._rows.shape[-1])
@@ -135,7 +135,7 @@ class ChunkedRows:
             view[:, low:high].copy_(values_EcM[:, first : first + high - low])
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
-        """(a chunk [E, c, M], the first and the last of its slots that are wanted, where they come in the cut)."""
+        """Yield (a chunk [E, c, M], its first and last wanted slots, their position in the cut)."""
         for first, last in self._cutting.chunks:
             low, high = first if first > start else start, last if last < stop else stop
             if low < high:

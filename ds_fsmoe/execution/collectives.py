@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a chunk travels between ranks: plain functions on tensors, without autograd. Each belongs on one lane.
+"""The collectives that move a chunk between ranks: plain functions on tensors, without autograd, each for one lane.
 
 Letters: G ranks of an EP group, P of an ESP group, N = P * G the ranks that rows came from, e experts on this rank.
 """
@@ -21,56 +21,56 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 ReduceMethod = Literal["exchange", "backend"]
-"""Of a reduce-scatter: an all-to-all and a sum on each rank, or what the backend calls so."""
+"""How a reduce-scatter is done: as an all-to-all and a sum on each rank, or as the backend's own reduce-scatter."""
 REDUCE_METHODS: tuple[ReduceMethod, ...] = ("exchange", "backend")
 Leg = Callable[[torch.Tensor], torch.Tensor]
-"""A part of an all-to-all, along one kind of link: [blocks, ...], contiguous, to [blocks, ...]."""
+"""One part of an all-to-all, along one kind of link: it turns contiguous [blocks, ...] into [blocks, ...]."""
 _LEG_BEFORE = {A2A_IN: A2A_IN_NODE, A2A_OUT_NODE: A2A_OUT}
-"""Second part -> first part."""
+"""Maps the second part to the first part (second -> first)."""
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives of a layer's tokens. A group of one rank is ``None``: nothing is sent then."""
+    """The collectives of a layer's tokens. A group of one rank is ``None``; then nothing is sent."""
 
     exchange: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
-    """The all-to-all: ``(x, group) -> y`` with block g of dimension 0 sent to rank g; its own inverse."""
+    """The all-to-all: ``(x, group) -> y`` sends block g of dimension 0 to rank g and is its own inverse."""
     ep_group: dist.ProcessGroup | None
     esp_group: dist.ProcessGroup | None
     legs: Mapping[str, Leg] = field(default_factory=dict)
-    """Where the all-to-all is in two parts for two lanes: kind of task -> its part. A2A_IN_NODE and then A2A_IN are
-    what ``exchange`` is, A2A_OUT and then A2A_OUT_NODE are it once more. The first takes a block for each of G ranks,
-    the second gives a block from each; how many there are in between is their own affair."""
+    """The two parts of an all-to-all that is split over two lanes, as kind of task -> part. A2A_IN_NODE and then A2A_IN
+    equal ``exchange``, and so do A2A_OUT and then A2A_OUT_NODE. The first part takes one block for each of G ranks, the
+    second returns one block from each; the number of blocks in between is up to the parts."""
     reduces: tuple[tuple[float, ReduceMethod], ...] = ()
-    """(from so many bytes on, how :meth:`reduce` is done), ascending; below the first, and where there is none, as is
-    best on this kind of device."""
+    """Pairs (from this many bytes on, how :meth:`reduce` is done), ascending. Below the first, or with no pairs, the
+    method that is best on this kind of device is used."""
 
     @property
     def num_exchanging(self) -> int:
-        """G."""
+        """The number of ranks in the EP group, G."""
         return 1 if self.ep_group is None else self.ep_group.size()
 
     @property
     def num_sharing(self) -> int:
-        """P."""
+        """The number of ranks in the ESP group, P."""
         return 1 if self.esp_group is None else self.esp_group.size()
 
     def to_experts(self, x_EcM: torch.Tensor) -> torch.Tensor:
-        """[E, c, M], contiguous, to [E, c, M]: dimension 0 then runs over the ranks the rows came from, then over e.
+        """Exchange [E, c, M], contiguous, to [E, c, M]: dimension 0 then runs over the ranks the rows came from, then e.
 
         The way back is the same exchange.
         """
         return x_EcM if self.ep_group is None else self.exchange(x_EcM, self.ep_group)
 
     def blocks(self, x_EcM: torch.Tensor) -> torch.Tensor:
-        """[E, c, M], contiguous, as [G, e, c, M]: one block for each rank, or from each."""
+        """View contiguous [E, c, M] as [G, e, c, M]: one block for each rank, or from each rank."""
         ranks = self.num_exchanging
         return x_EcM.view(ranks, x_EcM.shape[0] // ranks, *x_EcM.shape[1:])
 
     def ready(self, kind: str, x_EcM: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """What a task of the all-to-all does with a chunk, to be called any number of times: for measuring it.
+        """Return what a task of the all-to-all does with a chunk, for measuring; it may be called any number of times.
 
-        Collective, as is every call of what it returns.
+        Collective, and so is every call of the returned function.
 
         Args:
             kind: A2A_IN, A2A_OUT, or, where there are legs, their kinds.
@@ -83,7 +83,7 @@ class Collectives:
         return lambda: leg(given)
 
     def gather(self, x_GecM: torch.Tensor) -> torch.Tensor:
-        """[G, e, c, M], contiguous, of each of P ranks to [P * G, e, c, M]."""
+        """Gather contiguous [G, e, c, M] from each of P ranks into [P * G, e, c, M]."""
         if self.esp_group is None:
             return x_GecM
         num_sharing = self.esp_group.size()
@@ -92,7 +92,7 @@ class Collectives:
         return x_NecM
 
     def reduce(self, y_NecM: torch.Tensor) -> torch.Tensor:
-        """[P * G, e, c, M], contiguous: the sum over P ranks of the blocks [G, e, c, M] meant for this one."""
+        """Sum the blocks [G, e, c, M] meant for this rank over P ranks; the input is contiguous [P * G, e, c, M]."""
         if self.esp_group is None:
             return y_NecM
         num_sharing = self.esp_group.size()
@@ -106,7 +106,7 @@ class Collectives:
         return parts.view(num_sharing, *shape).sum(dim=0)
 
     def reduce_method(self, y_NecM: torch.Tensor) -> ReduceMethod:
-        """How this one is reduced."""
+        """Return the method that reduces this tensor."""
         # gloo's own is an all-reduce inside, and sends twice as much.
         method: ReduceMethod = "exchange" if y_NecM.device.type == "cpu" else "backend"
         for from_bytes, name in self.reduces:

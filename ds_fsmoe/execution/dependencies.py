@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a schedule crosses lanes: the waits that the order within the lanes does not already see to.
+"""The lane crossings of a schedule: the waits that the order within the lanes does not already ensure.
 
-A lane does its tasks in order, so a need within a lane costs nothing, of several needs on one other lane the last is
-enough, and what a lane has waited for once it need not wait for again. What is left are the crossings, and every kind
-of lanes waits for exactly these.
+A lane does its tasks in order, so a need within a lane costs nothing. Of several needs on one other lane the last is
+enough, and a lane need not wait twice for the same task. What is left are the crossings, and every kind of lanes waits
+for exactly these.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule, Task
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A task as a lane meets it."""
+    """A task as its lane runs it."""
 
     index: int
-    """Of the task in the schedule."""
+    """The index of the task in the schedule."""
     task: Task
     needs: tuple[int, ...]
-    """Numbers of the crossings to wait for before it."""
+    """The numbers of the crossings that the task waits for."""
     feeds: tuple[int, ...]
-    """Numbers of the crossings that are open once it is done."""
+    """The numbers of the crossings that the task opens when it is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """A schedule, ready to be run."""
+    """A schedule that is ready to run."""
 
     steps: tuple[Step, ...]
-    """In the order of issue."""
+    """The steps in the order of issue."""
     by_lane: dict[Lane, tuple[Step, ...]]
-    """The same, lane by lane."""
+    """The steps of each lane."""
     links: tuple[Lane, ...]
     """The lanes besides COMPUTE that have tasks."""
     joins: tuple[int, ...]
-    """Numbers of the crossings that COMPUTE has to wait for after its last task, so that all is done."""
+    """The numbers of the crossings that COMPUTE waits for after its last task, so that all is done."""
     count: int
-    """How many crossings there are, numbered from 0."""
+    """The number of crossings, numbered from 0."""
     kinds: frozenset[str]
     """The kinds that need a body: all but HOLD."""
 
@@ -50,7 +50,7 @@ _known: dict[int, Dependencies] = {}
 
 
 def dependencies_of(schedule: Schedule) -> Dependencies:
-    """The crossings of a schedule, worked out once per schedule object."""
+    """Return the crossings of a schedule, computed once per schedule object."""
     found = _known.get(id(schedule))
     if found is None:
         found = _find(schedule)
@@ -67,7 +67,7 @@ def _find(schedule: Schedule) -> Dependencies:
     seen = {(lane, other): -1 for lane in Lane for other in Lane}  # the last task of `other` that `lane` waited for
 
     def cross(needed: int, lane: Lane) -> int | None:
-        """The number of a new crossing from a task to a lane; none where the lane has waited for it already."""
+        """Return the number of a new crossing from a task to a lane, or ``None`` if the lane has waited for it already."""
         nonlocal count
         other = schedule.tasks[needed].lane
         if other is lane or needed <= seen[lane, other]:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a schedule: every task on its lane, after what it needs.
+"""Lanes run a schedule: every task on its lane, after the tasks that it needs.
 
 ``ds_fsmoe.planning.timeline.simulate`` plays the same list against a clock. One object owns all lanes of an engine and
-lasts over many runs:
+serves many runs:
 
 - :class:`SerialLanes` does one task after another, in the order of the list: the reference;
 - :class:`~ds_fsmoe.execution.thread_lanes.ThreadLanes` (CPU): a link is a thread;
 - :class:`~ds_fsmoe.execution.stream_lanes.StreamLanes` (CUDA): a link is a stream.
 
 No schedule can hang any of them: consider the earliest task in the list that is not done. All it needs is done, and so
-are the tasks before it on its lane, so it is running or about to. The same argument holds over ranks whose lists have
+collective of each lane, as threads have, or starts them in the order of the list. A GPU does neither by itself: see
 the same collectives in the same order, if each process group is used on one lane only and either a rank has room for a
 collective of each lane, as threads have, or begins them in the order of the list. A GPU does neither by itself: see
 ``distributed/nccl.py``.
@@ -27,11 +27,11 @@ from ds_fsmoe.execution.dependencies import Dependencies, Step, dependencies_of
 from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule, Task
 
 Body = Callable[[Task], None]
-"""Does a task: what it reads and writes, it knows. It starts no run on the lanes it runs on."""
+"""Does a task and knows what the task reads and writes. It must not start a run on the lanes it runs on."""
 
 
 class Observer:
-    """Is told what happens, on the lane on which it happens; what is not overridden does nothing.
+    """Is told what happens, on the lane where it happens; methods that are not overridden do nothing.
 
     On CUDA the lane's stream is the current one in all three, so an event recorded there is on the lane. On the CPU
     ``begin`` and ``end`` are called from the lane's thread, so several may be under way at once. An error of an
@@ -39,17 +39,17 @@ class Observer:
     """
 
     def start(self, schedule: Schedule, label: str) -> None:
-        """A run is about to begin; on the caller's thread and stream."""
+        """Called when a run is about to begin, on the caller's thread and stream."""
 
     def begin(self, index: int, task: Task) -> None:
-        """A task is about to begin: what it needs is done."""
+        """Called when a task is about to begin: everything it needs is done."""
 
     def end(self, index: int, task: Task) -> None:
-        """The task has ended, or its body has raised; what needs it has not begun."""
+        """Called when the task has ended or its body has raised; tasks that need it have not begun."""
 
 
 class Mark:
-    """How far a lane has come: (label of the run, task) of the one begun last and of the one finished last."""
+    """The progress of a lane: (label of the run, task) of the task begun last and of the task finished last."""
 
     __slots__ = ("begun", "finished")
 
@@ -59,7 +59,7 @@ class Mark:
 
 
 class Work:
-    """What one run asks of its lanes."""
+    """The work that one run asks of its lanes."""
 
     def __init__(self, bodies: Mapping[str, Body], label: str, observer: Observer | None) -> None:
         self._bodies = bodies
@@ -67,7 +67,7 @@ class Work:
         self._observer = observer
 
     def do(self, step: Step, mark: Mark) -> None:
-        """Do a task, now and here; an error leaves with a note that names the task."""
+        """Do a task now in this thread; an error is raised with a note that names the task."""
         task, observer = step.task, self._observer
         mark.begun = self.label, task
         try:
@@ -90,16 +90,16 @@ class Work:
 class Lanes(ABC):
     """All lanes of one engine.
 
-    A run at a time: a second one from another thread, or from inside a body, is refused (:class:`SerialLanes` allows
-    the latter). An expert that holds another MoE layer gives that layer lanes of its own, and process groups of its
-    own: on shared ones, the order of the inner and the outer collectives would be left to chance.
+    Only one run at a time is allowed: a second run from another thread or from inside a body is refused
+    (:class:`SerialLanes` allows the latter). An expert that holds another MoE layer gives that layer its own lanes and
+    process groups: on shared ones, the order of the inner and the outer collectives would be left to chance.
     """
 
     overlap: ClassVar[Mapping[Lane, str]]
-    """What a lane is, and what it may overlap with."""
+    """Describes what a lane is and what it may overlap with."""
     runs_behind: ClassVar[bool] = False
-    """Whether a body that returns has only issued its work, to a stream of its lane: every tensor that is made on one
-    lane and used on another then has to be kept until the run is over."""
+    """Whether a body only issues its work to its lane's stream before it returns. Then every tensor that is made on one
+    lane and used on another has to be kept until the run is over."""
     _nests: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Lanes(ABC):
         self._is_running = False
         self._is_closed = False
         self.on_error: Callable[[BaseException], None] | None = None
-        """Hears of the error of a run before the caller does, who may catch it."""
+        """Is called with the error of a run before the caller can catch it."""
 
     def run(
         self,
@@ -121,15 +121,15 @@ class Lanes(ABC):
         On return the caller's thread (CPU) or current stream (CUDA) may read everything that the tasks wrote.
 
         Args:
-            schedule: what is to be done. What is worked out for it is kept with the object, so keep and reuse it.
-            bodies: kind -> what does a task of that kind. HOLD needs none and does nothing.
-            label: of this run, for messages and for :meth:`progress`, such as "forward".
+                schedule: the tasks to run. Data derived from it is kept with the object, so keep and reuse it.
+                bodies: kind -> the body that does tasks of that kind. HOLD needs none and does nothing.
+                label: the name of this run, for messages and for :meth:`progress`, such as "forward".
             observer: is told when tasks begin and end.
 
         Raises:
             ValueError: kinds without a body; nothing has begun.
             RuntimeError: the lanes are closed, or in a run already; nothing has begun.
-            BaseException: the first that a body raised, itself, with a note that names the task. No task has begun
+                BaseException: the first error that a body raised, with a note that names the task. No task has begun
                 since, those that were running have ended, and the lanes can run again.
         """
         if self._is_closed:
@@ -158,17 +158,17 @@ class Lanes(ABC):
 
     @abstractmethod
     def _execute(self, crossings: Dependencies, work: Work) -> None:
-        """Do every step."""
+        """Run every step."""
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
-        """Lane -> the task begun last and the one finished last, as "label/name"; "" where there is none yet.
+        """Map each lane to the task begun last and the one finished last, as "label/name"; "" where there is none yet.
 
         For a watchdog: it may be called from any thread, while a run is under way and while it hangs.
         """
         return {lane: (name_of(mark.begun), name_of(mark.finished)) for lane, mark in self._marks.items()}
 
     def close(self) -> None:
-        """Give everything back; running afterwards is an error, closing again is not.
+        """Release everything; running afterwards is an error, closing again is not.
 
         Raises:
             RuntimeError: a run is under way.
@@ -179,7 +179,7 @@ class Lanes(ABC):
 
 
 def name_of(at: tuple[str, Task] | None) -> str:
-    """As messages have it: "label/name" of a task; "" for none."""
+    """Return "label/name" of a task for messages; "" for none."""
     if at is None:
         return ""
     label, task = at
@@ -187,9 +187,9 @@ def name_of(at: tuple[str, Task] | None) -> str:
 
 
 class SerialLanes(Lanes):
-    """One task after another, in the order of the list, in the caller's thread and on its current stream.
+    """Runs one task after another, in the order of the list, in the caller's thread and on its current stream.
 
-    It is what the others are held against, and the one in which a body may start a run of its own.
+    It is the reference for the other lanes, and the only one in which a body may start a run of its own.
     """
 
     overlap: ClassVar[Mapping[Lane, str]] = dict.fromkeys(Lane, "the caller's thread and stream; overlaps with nothing")
@@ -201,12 +201,12 @@ class SerialLanes(Lanes):
 
 
 def make_lanes(device: torch.device, overlap: bool = True, one_link: bool = False) -> Lanes:
-    """The lanes for a device.
+    """Make the lanes for a device.
 
     Args:
-        device: on which the tasks' tensors are.
-        overlap: whether lanes may be at work at the same time; otherwise :class:`SerialLanes`.
-        one_link: on a GPU, whether the traffic of both links goes one after another, beside the computation.
+        device: the device of the tasks' tensors.
+        overlap: whether lanes may work at the same time; otherwise :class:`SerialLanes`.
+        one_link: on a GPU, whether the two links take turns instead of overlapping; they still overlap computation.
 
     Raises:
         ValueError: lanes cannot overlap on that device.
@@ -225,7 +225,7 @@ def make_lanes(device: torch.device, overlap: bool = True, one_link: bool = Fals
 
 
 class Together(Observer):
-    """Several observers as one: told of a beginning in turn, and of an end the other way round."""
+    """Combines several observers: they are told of a beginning in order, and of an end in reverse order."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One phase of one call of a layer's experts: its chunks, and where each of them is.
+"""One phase of one call of a layer's experts: its chunks and their current state.
 
 Letters: E experts of all ranks, C slots per expert, c a chunk of them, M width, G ranks of an EP group, P of an ESP
 group, N = P * G, e experts on this rank.
@@ -29,21 +29,21 @@ from ds_fsmoe.planning.schedule import (
 
 Direction = Literal["forward", "backward"]
 Hook = Callable[[str, torch.Tensor, Direction, int], torch.Tensor]
-"""``(point, tensor, direction, chunk)`` to the tensor to go on with; the points are those of the paper's hooks."""
+"""Maps ``(point, tensor, direction, chunk)`` to the tensor to go on with; the points are the paper's hooks."""
 
 
 class Phase:
-    """The chunks on their way: each task takes its chunk from where the one before has left it.
+    """Moves the chunks through a phase: each task takes its chunk from where the previous task left it.
 
     Args:
-        wires: to the other ranks.
+        wires: the collectives to the other ranks.
         num_experts: E.
-        layout: how rows lie, in both phases.
-        hook: of the layer.
-        direction: which phase.
-        cutting: where it cuts the capacity.
-        rows_RM: [E * C, M], what it begins with.
-        holds: whether all that is made is kept until the phase is over: on lanes that run behind the host.
+        layout: the layout of rows in both phases.
+        hook: the layer's hook.
+        direction: the phase, forward or backward.
+        cutting: the phase's cuts of the capacity.
+        rows_RM: [E * C, M], the rows that the phase starts with.
+        holds: whether to keep every tensor until the phase is over, for lanes that run behind the host.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class Phase:
     def run(
         self, lanes: Lanes, schedule: Schedule, compute: Mapping[str, Body], label: str, observer: Observer | None
     ) -> torch.Tensor:
-        """Walk the schedule; returns [E * C, M].
+        """Run the schedule and return [E * C, M].
 
         Args:
-            lanes: on which.
-            schedule: of this phase, with as many chunks as it cuts.
-            compute: kind -> body of what does not travel.
-            label: of the layer.
+            lanes: the lanes to run on.
+            schedule: the schedule of this phase, with as many chunks as the phase cuts.
+            compute: kind -> body, for tasks that are not communication.
+            label: the layer's label.
             observer: is told of the tasks.
         """
         lanes.run(schedule, self.travel(schedule) | dict(compute), f"{label}/{self._direction}", observer)
         return self.result()
 
     def travel(self, schedule: Schedule) -> dict[str, Body]:
-        """Kind -> body of what travels."""
+        """Return kind -> body for the communication tasks."""
         travel = {A2A_IN: self._dispatch, GATHER: self._gather, REDUCE: self._reduce, A2A_OUT: self._combine}
         if A2A_IN_NODE in dependencies_of(schedule).kinds:
             travel[A2A_IN_NODE], travel[A2A_IN] = self._enter_node, self._enter_from_node
@@ -99,15 +99,15 @@ class Phase:
         return travel
 
     def arrived(self) -> torch.Tensor:
-        """[N, e, C, M]: the rows of a phase that is not cut, when all that brings them has been run."""
+        """Return [N, e, C, M], the rows of an uncut phase after all tasks that bring them have run."""
         return self._arrived(0)
 
     def computed(self, y_NecM: torch.Tensor) -> None:
-        """What the experts have made of those."""
+        """Store the experts' results for the rows of :meth:`arrived`."""
         self._keep(0, y_NecM)
 
     def result(self) -> torch.Tensor:
-        """[E * C, M], when all tasks have been run."""
+        """Return [E * C, M] after all tasks have run."""
         for chunk in range(len(self._cuts)):
             # Where nothing is sent, no task has brought it back.
             if chunk not in self._back:
@@ -116,7 +116,7 @@ class Phase:
         return self._result_RM
 
     def compute(self, body: Callable[[int, int, torch.Tensor], torch.Tensor]) -> Body:
-        """The task that calls ``body(start, stop, rows [N, e, c, M])``."""
+        """Return the task body that calls ``body(start, stop, rows [N, e, c, M])``."""
 
         def work(task: Task) -> None:
             chunk = task.chunk
@@ -162,25 +162,25 @@ class Phase:
         return self._at[chunk]
 
     def _all_to_all_in(self, chunk: int) -> None:
-        """To the ranks that have the experts."""
+        """Send the chunk to the ranks that have the experts."""
         self._after_dispatch(chunk, self._wires.to_experts(self._before_dispatch(chunk)))
 
     def _before_dispatch(self, chunk: int) -> torch.Tensor:
-        """[E, c, M], contiguous."""
+        """Return the chunk before dispatch, [E, c, M], contiguous."""
         x_EcM = self._hooked("before_dispatch_hook", self._source.read(*self._cuts[chunk]), chunk)
         self._hold(x_EcM)
         return x_EcM.contiguous()
 
     def _after_dispatch(self, chunk: int, x_EcM: torch.Tensor) -> None:
-        """The chunk is [G, e, c, M] then."""
+        """Store the chunk after dispatch, as [G, e, c, M]."""
         self._keep(chunk, self._wires.blocks(self._hooked("after_dispatch_hook", x_EcM, chunk)))
 
     def _all_to_all_out(self, chunk: int) -> None:
-        """To the ranks that have the tokens."""
+        """Send the chunk to the ranks that have the tokens."""
         self._after_combine(chunk, self._wires.to_experts(self._before_combine(chunk)))
 
     def _before_combine(self, chunk: int) -> torch.Tensor:
-        """[E, c, M], contiguous."""
+        """Return the chunk before combine, [E, c, M], contiguous."""
         y_NecM = self._at.pop(chunk)
         y_EcM = y_NecM.reshape(self._num_experts, *y_NecM.shape[2:])
         y_EcM = self._hooked("before_combine_hook", y_EcM, chunk)
@@ -188,7 +188,7 @@ class Phase:
         return y_EcM.contiguous()
 
     def _after_combine(self, chunk: int, y_EcM: torch.Tensor) -> None:
-        """The result is written where its tokens are."""
+        """Write the result where its tokens are."""
         start, stop = self._cuts[chunk]
         y_EcM = self._hooked("after_combine_hook", y_EcM, chunk)
         self._hold(y_EcM)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts' part of a layer, from the slots of this rank's tokens and back: one autograd function per call.
 
-Forward and backward each walk a schedule of their own, with their own chunks (PAPER: FSMoE, ASPLOS'25, section 4). The
-rows that came to the experts are kept by their place in the capacity, not by chunk, so the backward may cut anew; and
-because experts are row-wise, every cut gives the numbers of the whole. (The paper's published code keeps them by chunk,
-and computes wrong weight gradients where the two degrees differ.)
+Forward and backward each run a schedule of their own, with their own chunks (PAPER: FSMoE, ASPLOS'25, section 4). The
+rows that came to the experts are kept by their place in the capacity, not by chunk, so the backward may cut them
+differently; and because experts are row-wise, every cut gives the numbers of the whole. (The paper's published code
+keeps them by chunk, and computes wrong weight gradients where the two degrees differ.)
 
 Letters: E experts of all ranks, C slots per expert, c a chunk of them, M width, G ranks of an EP group, P of an ESP
 group, N = P * G, e experts on this rank.
@@ -40,7 +40,7 @@ from ds_fsmoe.planning.schedule import (
 
 
 class ExpertCall(Protocol):
-    """The experts of this rank in one call; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
+    """One call of this rank's experts; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
 
     def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
 
@@ -75,7 +75,7 @@ class GradientSlice(Protocol):
 
 
 class Window(Protocol):
-    """What else travels in the backward of a layer: gradients of what the backward has passed already."""
+    """Other data that travels in a layer's backward: gradients that the backward has already finished."""
 
     def open(self, label: str) -> Sequence[GradientSlice]: ...
 
@@ -85,7 +85,7 @@ class Window(Protocol):
 
 
 def uncut(block: BlockPlan) -> BlockPlan:
-    """The same order of tasks with one chunk."""
+    """Return the same order of tasks with one chunk."""
     return BlockPlan(links=block.links)
 
 
@@ -94,35 +94,35 @@ class CallSizes:
     """The sizes of one call of a layer's experts on this rank."""
 
     num_ranks: int
-    """N."""
+    """The number of ranks the rows came from, N."""
     capacity: int
-    """C."""
+    """The number of slots per expert, C."""
     width: int
-    """M."""
+    """The width of a row, M."""
     dtype: torch.dtype
     num_chunks: int
-    """Of the forward."""
+    """The number of chunks in the forward."""
     same_cuts: bool
-    """Whether the backward has the forward's chunks."""
+    """Whether the backward has the same chunks as the forward."""
     num_experts: int = 0
-    """E, of all ranks."""
+    """The number of experts of all ranks, E."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The experts' part of one layer: how it is run, and on what."""
+    """The experts' part of one layer: its schedules, lanes and collectives."""
 
     lanes: Lanes
     collectives: Collectives
     forward: PhasePlan
     backward: PhasePlan
     label: str = "moe"
-    """For messages and traces, such as "L03"."""
+    """The name for messages and traces, such as "L03"."""
     recompute: bool = False
     observer: Observer | None = None
     window: Window | None = None
     on_call: tuple[Callable[[CallSizes], None], ...] = ()
-    """Are told the sizes of each call, before it begins."""
+    """Functions that receive the sizes of each call, before it begins."""
 
     def __post_init__(self) -> None:
         kinds = dependencies_of(self.forward.schedule).kinds | dependencies_of(self.backward.schedule).kinds
@@ -135,12 +135,12 @@ class Pipeline:
         return max(self.forward.block.degree, self.backward.block.degree) > 1
 
     def uncut(self) -> Pipeline:
-        """The same with one chunk in both phases."""
+        """Return the same pipeline with one chunk in both phases."""
         forward, backward = (replace(each, block=uncut(each.block)) for each in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
     def watched(self, observer: Observer | None = None, on_call: Callable[[CallSizes], None] | None = None) -> Pipeline:
-        """The same, with these told as well as those that are told already."""
+        """Return the same pipeline with these observers added."""
         observers = [each for each in (self.observer, observer) if each is not None]
         together = observers[0] if len(observers) == 1 else Together(*observers) if observers else None
         return replace(self, observer=together, on_call=self.on_call if on_call is None else (*self.on_call, on_call))
@@ -153,13 +153,13 @@ class Pipeline:
         experts: Experts | WholeExperts,
         hook: Hook | None = None,
     ) -> torch.Tensor:
-        """Rows to the experts and back.
+        """Send rows to the experts and back.
 
         Args:
             x_RM: [E * C, M], chunk by chunk as ``cut(capacity, self.forward.block.degree)`` says.
             num_experts: E.
             capacity: C.
-            experts: of this rank; as one module only where nothing is cut.
+            experts: this rank's experts; as one module only where nothing is cut.
             hook: called for each chunk, on its lane, in the forward and in the backward.
 
         Returns:
@@ -193,7 +193,7 @@ class Pipeline:
 
 
 class _ExpertsPart(torch.autograd.Function):
-    """Experts' parameters are inputs, so that each gets its gradient once per backward, from here."""
+    """Takes the experts' parameters as inputs, so that each gets its gradient from here once per backward."""
 
     @staticmethod
     def forward(ctx: Any, x_RM: torch.Tensor, call: _Call, *parameters: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ class _ExpertsPart(torch.autograd.Function):
 
 
 class _Call:
-    """One call, which may be waiting for its backward while others run."""
+    """One call, which may wait for its backward while other calls run."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _Call:
         self._hook = hook
 
     def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """[E * C, M] to the same."""
+        """Run the forward on [E * C, M] and return the same shape."""
         phase = self._phase("forward", self._cut_forward, x_RM.detach())
         return self._run(phase, self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
 
@@ -255,7 +255,7 @@ class _Call:
         return phase.run(pipeline.lanes, schedule, compute, pipeline.label, pipeline.observer)
 
     def backward(self, dy_RM: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """The gradient of the rows, and those of the experts' parameters."""
+        """Return the gradient of the rows and those of the experts' parameters."""
         phase = self._phase("backward", self._cut_backward, dy_RM)
         window = self.pipeline.window
         parcels = () if window is None else window.open(self.pipeline.label)

@@ -16,7 +16,7 @@ from ds_fsmoe.planning.schedule import Lane, Task
 
 _HIGH_PRIORITY = -1
 _HISTORY = 256
-"""Events kept at least, so that a watchdog sees some layers back: the host issues far ahead of the device."""
+"""The least number of events kept, so that a watchdog sees some layers back: the host runs far ahead of the device."""
 
 
 class StreamLanes(Lanes):
@@ -29,19 +29,19 @@ class StreamLanes(Lanes):
     Bodies issue collectives with ``async_op=False``: that runs on the current stream, the lane's, where
     ``async_op=True`` would go to the process group's own stream and leave the order of the lane.
 
-    Memory: the allocator knows a tensor by the stream it was made on and may hand its memory out again, to that stream,
-    once the last reference is gone; it does not know who else still reads. So whoever calls ``run`` keeps every tensor
-    that is made on one lane and used on another until ``run`` returns, also one that an earlier run has made. Then the
+    Memory: the allocator ties a tensor to the stream it was made on and may reuse its memory on that stream once the last
+    reference is gone; it does not know about readers on other streams. So the caller of ``run`` must keep every tensor
+    that is made on one lane and used on another until ``run`` returns, including tensors made by an earlier run. Then the
     streams are joined, the next run waits for the compute stream, and references may go, without a host wait.
 
-    With ``one_link`` both links are one stream, in the order of the list: where two collectives at work at once could
-    wait for each other over ranks.
+    With ``one_link`` both links share one stream, in the order of the list. This is for cases where two concurrent
+    collectives could wait for each other across ranks.
 
-    While a graph is being captured no event is asked whether it has come to pass: CUDA would give up the capture. A run
-    that is captured does nothing yet and cannot be behind; its events belong to the graph, and what is replayed later
-    the lanes do not see.
+    While a graph is being captured no event is queried, because CUDA would abort the capture. A run
+    that is captured does nothing yet and cannot be behind; its events belong to the graph, and the lanes do not see
+    later replays.
 
-    After an error what has been issued runs to its end on the device, and the compute stream waits for it.
+    After an error the work that has been issued still finishes on the device, and the compute stream waits for it.
     """
 
     overlap: ClassVar[Mapping[Lane, str]] = {
@@ -55,7 +55,7 @@ class StreamLanes(Lanes):
         """
         Args:
             device: a CUDA device; without an index, the current one.
-            one_link: whether the traffic of both links goes one after another.
+                one_link: whether the two links take turns instead of overlapping.
         """
         super().__init__()
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -67,7 +67,7 @@ class StreamLanes(Lanes):
         self._is_captured = False
         """Whether the last run was captured. Set before the first of its events is recorded."""
         self._end: torch.cuda.Event | None = None
-        """On the compute stream, at the end of the last run."""
+        """The event on the compute stream at the end of the last run."""
 
     def _execute(self, crossings: Dependencies, work: Work) -> None:
         compute = torch.cuda.current_stream(self._device)
@@ -91,7 +91,7 @@ class StreamLanes(Lanes):
     def _issue(
         self, crossings: Dependencies, work: Work, compute: torch.cuda.Stream, events: _Events
     ) -> torch.cuda.Event:
-        """Give the streams all they are to do; returns the event at the end of it."""
+        """Issue all work to the streams and return the event at its end."""
         events.reserve(crossings.count + 2)
         if crossings.links:
             fork = events.record(compute, None)
@@ -120,7 +120,7 @@ class StreamLanes(Lanes):
         return events.record(compute, None)
 
     def is_behind(self) -> bool:
-        """Whether the device has yet to reach the end of the last run. Of a run that is under way it says nothing.
+        """Whether the device has yet to reach the end of the last run; says nothing about a run in progress.
 
         For a watchdog: it may be called from any thread, and does not wait for the device.
         """
@@ -133,9 +133,9 @@ class StreamLanes(Lanes):
         return False  # a device that has failed says so to whoever uses it next
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
-        """Lane -> the task issued last and the last one that is known to be finished on the device, as "label/name".
+        """Map each lane to the task issued last and the last one known to be finished on the device, as "label/name".
 
-        Known are tasks that another lane waits for, or the end of the run; of those, the last few hundred.
+        A task is known to be finished if another lane waits for it or the run has ended; the last few hundred are kept.
         """
         if self._is_captured:  # nothing of it has been done, and nobody may ask about what was before
             return {lane: (name_of(mark.begun), "") for lane, mark in self._marks.items()}
@@ -145,10 +145,10 @@ class StreamLanes(Lanes):
 
 
 class _Events:
-    """Events used in turn, with what each was recorded after.
+    """A pool of events used in turn, each with the task that it was recorded after.
 
-    An event is free for the next record as soon as the last wait for it has been issued: a wait is for the record
-    before it, not for those after. Waits are issued in the run that records, which takes no event twice.
+    An event is free for the next record as soon as the last wait for it has been issued, because a wait refers to the
+    record before it. Waits are issued in the run that records, and a run uses no event twice.
     """
 
     def __init__(self) -> None:
@@ -158,11 +158,11 @@ class _Events:
         self._size = _HISTORY
 
     def reserve(self, count: int) -> None:
-        """From here on, that many records without using an event twice."""
+        """Make sure that the next ``count`` records use no event twice."""
         self._size = max(self._size, count)
 
     def record(self, stream: torch.cuda.Stream, after: tuple[str, Task] | None) -> torch.cuda.Event:
-        """An event at the end of what a stream has been given so far, which was this task of that run."""
+        """Record an event at the end of the stream's work so far, which was this task of that run."""
         at = self._next
         if at == len(self._events):
             self._after.append(None)
@@ -174,7 +174,7 @@ class _Events:
         return event
 
     def finished(self) -> dict[Lane, tuple[str, Task]]:
-        """Lane -> the task recorded last whose event has come to pass."""
+        """Map each lane to the task recorded last whose event has completed."""
         found: dict[Lane, tuple[str, Task]] = {}
         at = self._next
         for back in range(1, len(self._events) + 1):

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MoE layer between tensor-parallel layers, whose ranks have the same tokens, or each its part of a sequence.
+"""An MoE layer between tensor-parallel layers, whose ranks have the same tokens, or each a part of a sequence.
 
-*The same tokens.* Tensor-parallel attention ends in an all-reduce, so the ``mp`` ranks of a group come to the layer
-with the same tokens, and their gates decide alike. Each of them sends its ``1/mp`` of the slots to the experts, and the
-results are gathered: what stock's ``drop_tokens`` and ``gather_tokens`` do on the capacity (sharded_moe.py:686-742,
-whether experts are tensor-parallel themselves or not), with the same part for the same rank and so with the same
-numbers. The drop's backward is a gather of gradients, so that every rank has the whole gradient of its tokens. The
-gather's backward takes the rank's own part: all ranks have the same gradient there, and no slot may count twice.
+*The same tokens.* Tensor-parallel attention ends in an all-reduce, so the ``mp`` ranks of a group reach the layer with
+the same tokens, and their gates decide alike. Each rank sends its ``1/mp`` of the slots to the experts, and the results
+are gathered: stock's ``drop_tokens`` and ``gather_tokens`` do this on the capacity (sharded_moe.py:686-742, whether or
+not the experts are tensor-parallel themselves), with the same part for the same rank and so with the same numbers. The
+drop's backward gathers gradients, so that every rank has the whole gradient of its tokens. The gather's backward takes
+the rank's own part: all ranks have the same gradient there, and no slot may count twice.
 
 Two things are better than in stock. Where ``mp`` does not divide the capacity stock stops with an assertion; here empty
-slots are added, which changes no number. And slots are numbered so that a rank's part lies in one piece, chunk by chunk
+slots are added, which changes no number. And slots are numbered so that a rank's part is contiguous, chunk by chunk
 within it: the gather is one all-gather, without the copies that a gather along the capacity needs. (With k >= 3 choices
-the gradient of a token is added up in another order for that, and differs from stock's in its last bits.)
+this changes the order in which a token's gradient is summed, so it differs from stock's in its last bits.)
 
-*Parts of a sequence.* Nothing is dropped or gathered; see ``gradients/zero_stages.py`` for what becomes of the
+*Parts of a sequence.* Nothing is dropped or gathered; ``gradients/zero_stages.py`` says what happens to the
 gradients.
 
 Letters: E experts of all ranks, C slots per expert, c those of this rank, P ranks of an MP group, M width.
@@ -34,10 +34,10 @@ from ds_fsmoe.execution.collectives import Collectives, all_gather
 
 @dataclass(frozen=True)
 class TensorParallelUse:
-    """What a layer has to do with the tensor parallelism around it; without any it makes no difference."""
+    """How a layer takes part in the tensor parallelism around it; without any it makes no difference."""
 
     same_tokens: bool = True
-    """Whether the ranks of an MP group come with the same tokens; else each with its part of a sequence."""
+    """Whether the ranks of an MP group have the same tokens; otherwise each has its part of a sequence."""
     experts: bool = False
     """Whether the experts split themselves over these ranks: DeepSpeed's ``enable_expert_tensor_parallelism``."""
 
@@ -48,28 +48,28 @@ _Rows = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorParallelTokens:
-    """The ranks that have the same tokens, and how their slots are shared out."""
+    """The ranks that have the same tokens, and how they share out their slots."""
 
     group: dist.ProcessGroup
-    """Used between other work of the layer, on the stream it is called on; never on a lane."""
+    """The group, used between other work of the layer, on the calling stream; never on a lane."""
 
     @property
     def num_ranks(self) -> int:
-        """P."""
+        """The number of ranks, P."""
         return self.group.size()
 
     def part(self, capacity: int) -> int:
-        """c: the slots of each expert that a rank sends, if there are so many in all."""
+        """Return c, the number of slots of each expert that a rank sends, for a total capacity."""
         return -(-capacity // self.num_ranks)
 
     def slots(self, slots: torch.Tensor, num_experts: int, capacity: int, cutting: Cutting) -> torch.Tensor:
-        """Where slots lie, rank after rank and for each rank chunk by chunk.
+        """Return the rows of slots, ordered by rank and for each rank chunk by chunk.
 
         Args:
             slots: any shape, int64: ``expert * C + position``, or ``E * C`` for none.
             num_experts: E.
             capacity: C.
-            cutting: of one rank's part, ``self.part(capacity)`` slots.
+            cutting: the cuts of one rank's part, ``self.part(capacity)`` slots.
 
         Returns:
             The same shape: row numbers, ``P * E * c`` for none.
@@ -85,16 +85,16 @@ class TensorParallelTokens:
         return torch.where(slots < num_experts * capacity, rank * num_rows + own, self.num_ranks * num_rows)
 
     def drop(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """[P * E * c, M] to the [E * c, M] that this rank sends."""
+        """Return the [E * c, M] of [P * E * c, M] that this rank sends."""
         return _Through.apply(x_RM, self.group, _own_part, _all_parts)
 
     def gather(self, y_RM: torch.Tensor) -> torch.Tensor:
-        """[E * c, M] of each rank to [P * E * c, M], the same on all."""
+        """Gather [E * c, M] of each rank into [P * E * c, M], the same on all."""
         return _Through.apply(y_RM, self.group, _all_parts, _own_part)
 
 
 def _own_part(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A copy, so that the parts of the others can be freed."""
+    """Return a copy of the own part, so that the parts of the others can be freed."""
     return rows.chunk(group.size())[group.rank()].clone() if rows.shape[0] else rows.clone()
 
 
@@ -105,7 +105,7 @@ def _all_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Through(torch.autograd.Function):
-    """``apply(rows, group, forwards, backwards)``: one of the two functions above forwards, and the other backwards."""
+    """``apply(rows, group, forwards, backwards)`` runs one of the two functions above forwards, the other backwards."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup, forwards: _Rows, backwards: _Rows):
@@ -120,21 +120,21 @@ class _Through(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SelfSplitWires(Collectives):
-    """For experts that split themselves over the ranks of the ESP group, and sum their parts themselves.
+    """The collectives for experts that split themselves over the ranks of the ESP group, and sum their parts themselves.
 
-    Their results are the same on all of these ranks, and so are, after a sum of their own, the gradients of their
+    Their results are the same on all of these ranks, and so are, after the experts' own sum, the gradients of their
     input: each rank goes on with the part that is meant for it, and nothing is summed a second time.
     """
 
     def reduce(self, y_NecM: torch.Tensor) -> torch.Tensor:
-        """[P * G, e, c, M], the same on all P ranks: the block [G, e, c, M] meant for this one."""
+        """Take the block [G, e, c, M] meant for this rank from [P * G, e, c, M], which is the same on all P ranks."""
         return y_NecM if self.esp_group is None else y_NecM.chunk(self.esp_group.size())[self.esp_group.rank()]
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """From now on the gradient of each parameter is the sum over a group, before anybody else sees it.
+    """Make the gradient of each parameter the sum over a group, before anybody else sees it.
 
-    For parameters that all ranks of the group hold alike and of which each rank's tokens give a part of the gradient.
+    This is for parameters that are equal on all ranks of the group while each rank's tokens give a part of the gradient.
     Every backward in which one of them takes part has to run on all ranks.
     """
 

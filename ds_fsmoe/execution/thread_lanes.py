@@ -24,16 +24,16 @@ _Jobs = SimpleQueue[tuple[Callable[[], None], LockType] | None]
 class ThreadLanes(Lanes):
     """A persistent thread per link lane, made by the first run that needs it; COMPUTE is the caller's thread.
 
-    So autograd, random numbers and user code see their own thread. Bodies on the links run under the caller's
-    thread-local state (see :mod:`~ds_fsmoe.execution.thread_state`, also for what to mind about random numbers).
+    Autograd, random numbers and user code thus see their own thread. Bodies on the links run under the caller's
+    thread-local state (see :mod:`~ds_fsmoe.execution.thread_state`, also for care with random numbers).
 
-    A run first hands each link its tasks, then does those of COMPUTE in the caller's thread; a task that needs one on
-    another lane waits for it, asleep. A task only needs earlier ones and every lane keeps the order of the list, so the
-    earliest task that is not done can always run: no order of events leads to a deadlock.
+    A run first hands each link its tasks, then does the COMPUTE tasks in the caller's thread; a task that needs one on
+    another lane sleeps until that one is done. A task only needs earlier ones and every lane keeps the order of the list,
+    so the earliest task that is not done can always run: no order of events leads to a deadlock.
 
-    After an error every lane goes on walking its list without doing the tasks, so that whoever waits is let go, and
-    ``run`` waits for the tasks that are running: for a collective whose other ranks never come, as long as its own
-    timeout. A KeyboardInterrupt ends that wait too; the link's thread is then free when its task is over.
+    After an error every lane goes on through its list without doing the tasks, so that all waiters are released, and
+    ``run`` waits for the tasks that are running: for a collective whose other ranks never come, this takes until the
+    collective's timeout. A KeyboardInterrupt ends that wait too; the link's thread is then free when its task is over.
     """
 
     overlap: ClassVar[Mapping[Lane, str]] = {
@@ -76,7 +76,7 @@ class ThreadLanes(Lanes):
                 del first, others
 
     def _hand_over(self, run: _Run, links: tuple[Lane, ...]) -> list[LockType]:
-        """Give the links their tasks; returns locks that can be had when they have gone through them."""
+        """Give the links their tasks and return locks that can be acquired when the links have finished."""
         state = ThreadState.here() if links else None
         handed = []
         for lane in links:
@@ -93,7 +93,7 @@ class ThreadLanes(Lanes):
 
 
 class _Run:
-    """One run: a lock per crossing, held until the crossing is open."""
+    """One run: it has a lock per crossing, held until the crossing is open."""
 
     def __init__(self, crossings: Dependencies, work: Work) -> None:
         self._steps = crossings.by_lane
@@ -105,7 +105,7 @@ class _Run:
         self._locks = [_held_lock() for _ in range(crossings.count)]
 
     def walk(self, lane: Lane, mark: Mark, state: ThreadState | None = None) -> None:
-        """Do a lane's tasks in order, in the calling thread; after an error anywhere, go through them without.
+        """Do a lane's tasks in order, in the calling thread; after an error anywhere, skip the rest.
 
         Only the first call for a lane does anything.
         """
@@ -136,12 +136,12 @@ class _Run:
                 locks[number].release()
 
     def fail(self, error: BaseException) -> None:
-        """No task begins from now on."""
+        """Record the error; no task begins from now on."""
         self.errors.append(error)
         self._failed = True
 
     def let_go(self, lane: Lane) -> None:
-        """Open all crossings from a lane that has left its walk somewhere."""
+        """Open all crossings from a lane that has stopped early."""
         for step in self._steps[lane]:
             for number in step.feeds:
                 # Open already; or opened and passed, then nobody will ever wait for it again.
@@ -156,7 +156,7 @@ def _held_lock() -> LockType:
 
 
 class _Worker:
-    """A thread that does what it is handed, in order. It ends when it is stopped or forgotten."""
+    """A thread that does the work it is given, in order. It ends when it is stopped or no longer referenced."""
 
     def __init__(self, lane: Lane) -> None:
         self._jobs: _Jobs = SimpleQueue()
@@ -166,7 +166,7 @@ class _Worker:
         self._thread.start()
 
     def start(self, work: Callable[[], None]) -> LockType:
-        """Hand over some work, which may not raise; returns a lock that can be had when it is over."""
+        """Hand over some work, which must not raise, and return a lock that can be acquired when it is done."""
         done = _held_lock()
         self._jobs.put((work, done))
         return done

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch keeps per thread and a body relies on: taken from one thread, in force in another.
+"""The state that torch keeps per thread and that a body relies on: taken from one thread, applied in another.
 
-Grad mode, inference mode, and autocast for the device types cpu and cuda. Not followed: modes of dispatch and function
-(``torch.device`` as a context), hooks on saved tensors, and profilers; they see the caller's thread only.
+It covers grad mode, inference mode, and autocast for the device types cpu and cuda. Not covered: dispatch and function
+modes (``torch.device`` as a context), hooks on saved tensors, and profilers; they see the caller's thread only.
 
-Random numbers need nothing here, and care. torch's generator of the CPU is one for the whole process, so a task on a
-link lane draws in between the draws of the compute lane, in an order that differs from run to run: what has to be
-reproducible draws on the compute lane, or from a ``torch.Generator`` of its own.
+Random numbers need no handling here, but they need care. torch's CPU generator is shared by the whole process, so a
+task on a link lane draws between the draws of the compute lane, in an order that differs from run to run: anything
+that must be reproducible draws on the compute lane, or from a ``torch.Generator`` of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class ThreadState:
     is_grad_enabled: bool
     is_inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """(device type, enabled, dtype)."""
+    """The tuples (device type, enabled, dtype)."""
     caches_casts: bool
 
     @staticmethod
     def here() -> ThreadState:
-        """That of the calling thread, now."""
+        """Return the current state of the calling thread."""
         return ThreadState(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -45,9 +45,9 @@ class ThreadState:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """In force in the calling thread for the length of the block.
+        """Apply the state to the calling thread for the length of the block.
 
-        For threads that do nothing else: only inference mode is taken back, the next block sets the rest anew.
+        This is for dedicated threads: only inference mode is undone, and the next block sets the rest again.
         """
         with torch.inference_mode() if self.is_inference else nullcontext():
             torch.set_grad_enabled(self.is_grad_enabled)  # after inference mode, which turns it off

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' part of a layer that is not cut, its experts called as one module under autograd, as DeepSpeed does.
+"""The experts' part of an uncut layer. Its experts are called as one module under autograd, as DeepSpeed does.
 
-That is for experts of which somebody wants to see, or to change, what all of them are given and return at once: nothing
-is known of what is computed then, of which parameters it takes, or of who else keeps its graph. The collectives are
-those of any layer that is not cut, in the same order in both phases, so one rank may run a layer this way while
-its peers compute their experts as usual.
+This is for experts whose whole input and output somebody wants to see or to change at once. Nothing is known then about
+what is computed, which parameters it takes, or who else keeps its graph. The collectives are those of any uncut layer,
+in the same order in both phases, so one rank may run a layer this way while its peers compute their experts as usual.
 
 Letters: E experts of all ranks, C slots per expert, M width, N ranks the rows came from, e experts on this rank.
 """
@@ -37,14 +36,14 @@ class WholeExperts:
     """The experts of this rank, as one module."""
 
     module: Callable[[torch.Tensor], Any]
-    """[N, e, C, M] to a tensor of as many elements."""
+    """The call that turns [N, e, C, M] into a tensor of as many elements."""
     parameters: tuple[nn.Parameter, ...]
     name: str
-    """For messages."""
+    """The name that messages use."""
     again: Callable[[], AbstractContextManager] = nullcontext
-    """What holds around a call that is made once more."""
+    """The context that is entered around a repeated call."""
     is_timed: bool = True
-    """Whether the layer's runs are told to whoever times steps."""
+    """Whether the layer's runs are reported to the code that times steps."""
 
 
 def run_whole(
@@ -56,10 +55,10 @@ def run_whole(
     hook: Hook | None,
     needs_backward: bool,
 ) -> torch.Tensor:
-    """Rows to the experts and back; see :class:`~ds_fsmoe.execution.pipeline.Pipeline`.
+    """Send the rows to the experts and back; see :class:`~ds_fsmoe.execution.pipeline.Pipeline`.
 
     Args:
-        pipeline, x_RM, num_experts, capacity, experts, hook: see there.
+        pipeline, x_RM, num_experts, capacity, experts, hook: see ``Pipeline``.
         needs_backward: whether there will be a backward; the same on every rank.
 
     Raises:
@@ -102,7 +101,7 @@ def _computed(pipeline: Pipeline, experts: WholeExperts, x_NecM: torch.Tensor) -
 
 
 class _Arrive(torch.autograd.Function):
-    """[E * C, M] to the rows of this rank's experts: as many elements as [N, e, C, M], in that order."""
+    """Turn [E * C, M] into the rows of this rank's experts: as many elements as [N, e, C, M], in that order."""
 
     @staticmethod
     def forward(ctx: Any, x_RM: torch.Tensor, call: _Call, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,8 +117,8 @@ class _Arrive(torch.autograd.Function):
 
 
 def _own_memory(x_NecM: torch.Tensor, x_RM: torch.Tensor) -> torch.Tensor:
-    """The rows in memory that the module may write into, as it may in DeepSpeed's layer, and no view in autograd's
-    eyes, which would not let it."""
+    """Return the rows in memory that the module may write into, as it may in DeepSpeed's layer. Autograd must not see them
+    as a view, because it would refuse such writes."""
     is_callers = x_NecM.untyped_storage().data_ptr() == x_RM.untyped_storage().data_ptr()
     base = x_NecM._base
     if is_callers or (base is not None and not (base.is_contiguous() and base.numel() == x_NecM.numel())):
@@ -128,7 +127,7 @@ def _own_memory(x_NecM: torch.Tensor, x_RM: torch.Tensor) -> torch.Tensor:
 
 
 class _Leave(torch.autograd.Function):
-    """[N, e, C, M] to the results of this rank's slots, [E * C, M]."""
+    """Turn [N, e, C, M] into the results of this rank's slots, [E * C, M]."""
 
     @staticmethod
     def forward(ctx: Any, y_NecM: torch.Tensor, call: _Call, token: torch.Tensor) -> torch.Tensor:
@@ -143,14 +142,14 @@ class _Leave(torch.autograd.Function):
 
 
 class _Call:
-    """One call, which may be waiting for its backward while others run."""
+    """Holds one call, which may be waiting for its backward while others run."""
 
     def __init__(self, pipeline: Pipeline, num_experts: int, capacity: int, hook: Hook | None) -> None:
         self._pipeline = pipeline
         self._num_experts = num_experts
         self.hook = hook
         self.shape = torch.Size()
-        """[N, e, C, M], once the rows have arrived."""
+        """The shape [N, e, C, M], known once the rows have arrived."""
         self._layout = cut(capacity, pipeline.forward.block.degree)
         self._backward_cutting = cut(capacity, pipeline.backward.block.degree)
         if max(len(self._layout.chunks), len(self._backward_cutting.chunks)) > 1:
@@ -165,7 +164,7 @@ class _Call:
         return _Halves(self._pipeline, schedule, phase, bodies, direction)
 
     def backward_in(self, dy_RM: torch.Tensor) -> torch.Tensor:
-        """The gradient of the results to that of what the module returned, [N, e, C, M]."""
+        """Turn the gradient of the results into that of the module's output, [N, e, C, M]."""
         window = self._pipeline.window
         parcels = () if window is None else window.open(self._pipeline.label)
         schedule = self._pipeline.backward.sending(tuple(each.kind for each in parcels))
@@ -174,7 +173,7 @@ class _Call:
         return self._backward.arrive(dy_RM)
 
     def backward_out(self, dx_NecM: torch.Tensor) -> torch.Tensor:
-        """The gradient of the module's rows to that of the rows that were sent, [E * C, M]."""
+        """Turn the gradient of the module's rows into that of the rows that were sent, [E * C, M]."""
         assert self._backward is not None
         halves, self._backward = self._backward, None
         dx_RM = halves.leave(dx_NecM)
@@ -184,7 +183,7 @@ class _Call:
 
 
 class _Halves:
-    """One phase of a call in two runs, with the experts in between; whoever watches sees one."""
+    """Runs one phase of a call in two parts, with the experts in between; observers see one run."""
 
     def __init__(
         self,
@@ -202,7 +201,7 @@ class _Halves:
         self._phase: Phase | None = None
 
     def arrive(self, rows_RM: torch.Tensor) -> torch.Tensor:
-        """All that comes ahead of the experts; returns their rows."""
+        """Run everything before the experts and return their rows."""
         self._phase = self._make_phase(rows_RM)
         if self._observer is not None:
             self._observer.start(self._schedule, self._label)
@@ -212,7 +211,7 @@ class _Halves:
         return self._phase.arrived()
 
     def leave(self, rows_NecM: torch.Tensor) -> torch.Tensor:
-        """All that comes behind them, with their results; returns [E * C, M]."""
+        """Run everything after the experts on their results and return [E * C, M]."""
         assert self._phase is not None
         self._tell("end")
         phase, self._phase = self._phase, None
@@ -236,12 +235,12 @@ class _Halves:
 class _Half:
     schedule: Schedule
     indices: tuple[int, ...]
-    """Of its tasks, in the whole schedule."""
+    """The indices of its tasks in the whole schedule."""
 
 
 @functools.lru_cache(maxsize=256)
 def _split(schedule: Schedule) -> tuple[_Half, tuple[int, ...], _Half]:
-    """(what comes ahead of the experts, the indices of what they do, what comes behind)."""
+    """Return (the part before the experts, the indices of the experts' tasks, the part after the experts)."""
     experts = tuple(index for index, task in enumerate(schedule.tasks) if task.kind in _COMPUTATIONS)
     before = range(experts[0])
     after = [index for index in range(experts[0], len(schedule.tasks)) if index not in experts]
@@ -258,7 +257,7 @@ def _half(schedule: Schedule, indices: Sequence[int]) -> _Half:
 
 
 class _OfHalf(Observer):
-    """Passes on what a half does as what the whole does."""
+    """Reports the tasks of a half as tasks of the whole schedule."""
 
     def __init__(self, observer: Observer, schedule: Schedule, indices: tuple[int, ...]) -> None:
         self._observer, self._schedule, self._indices = observer, schedule, indices
