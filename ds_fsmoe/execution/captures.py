@@ -27,8 +27,8 @@ def beside_captures() -> Iterator[None]:
     """Let this thread query events inside the block while other threads capture graphs.
 
     CUDA aborts a capture (unless it was begun in a mode other than the default) if any thread of the process queries an
-    event of any stream meanwhile. A thread in relaxed mode is exempt. That is safe here: the queried events were recorded
-    outside of captures, and nothing is waited for or allocated.
+    event of any stream meanwhile. A thread in relaxed mode is exempt. That is safe here: the queried events were
+    recorded outside of captures, and nothing is waited for or allocated.
     """
     exchange = _exchange_capture_mode()
     mode = ctypes.c_int(_RELAXED)

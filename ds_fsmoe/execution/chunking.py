@@ -24,7 +24,7 @@ from ds_fsmoe.planning.chunks import chunk_bounds
 
 @dataclass(frozen=True)
 class Cutting:
-    """A capacity cut into chunks. Chunks may be empty: their number follows from the plan alone, never from the tokens."""
+    """A capacity cut into chunks, some perhaps empty: their number follows from the plan alone, never from the tokens."""
 
     bounds: tuple[int, ...]
     """The cut positions, rising from 0 to C: chunk i is [bounds[i], bounds[i + 1])."""
@@ -53,7 +53,7 @@ class Cutting:
 
 
 class _Tables:
-    """Tables of slot -> row in chunk-by-chunk order, kept between calls: they depend on sizes alone, which rarely change.
+    """Tables of slot -> row in chunk-by-chunk order, kept between calls: they depend on sizes, which rarely change.
 
     They are made on the device that reads them, without a copy from the host. On CUDA each stream has its own, because
     nothing orders one stream's first use after the kernels of another stream that filled the table.
@@ -71,7 +71,7 @@ class _Tables:
         self._lock = threading.Lock()
 
     def of(self, cutting: Cutting, num_experts: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return the table, [E * C + 1] int64, on the slots' device; the last entry is the row number that means none."""
+        """Return the table, [E * C + 1] int64, on the slots' device; its last entry is the row that means none."""
         device = slots.device
         # What is made while a graph is captured lives with the graph, and what a tracer makes has no numbers.
         if type(slots) is not torch.Tensor or (slots.is_cuda and is_capturing()):

@@ -56,7 +56,7 @@ class Collectives:
         return 1 if self.esp_group is None else self.esp_group.size()
 
     def to_experts(self, x_EcM: torch.Tensor) -> torch.Tensor:
-        """Exchange [E, c, M], contiguous, to [E, c, M]: dimension 0 then runs over the ranks the rows came from, then e.
+        """Exchange [E, c, M], contiguous, to [E, c, M]: dimension 0 then runs over the source ranks, then over e.
 
         The way back is the same exchange.
         """

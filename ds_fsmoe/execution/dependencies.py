@@ -67,7 +67,7 @@ def _find(schedule: Schedule) -> Dependencies:
     seen = {(lane, other): -1 for lane in Lane for other in Lane}  # the last task of `other` that `lane` waited for
 
     def cross(needed: int, lane: Lane) -> int | None:
-        """Return the number of a new crossing from a task to a lane, or ``None`` if the lane has waited for it already."""
+        """Return the number of a new crossing from a task to a lane, or ``None`` if the lane has waited already."""
         nonlocal count
         other = schedule.tasks[needed].lane
         if other is lane or needed <= seen[lane, other]:

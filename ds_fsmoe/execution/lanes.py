@@ -121,15 +121,15 @@ class Lanes(ABC):
         On return the caller's thread (CPU) or current stream (CUDA) may read everything that the tasks wrote.
 
         Args:
-                schedule: the tasks to run. Data derived from it is kept with the object, so keep and reuse it.
-                bodies: kind -> the body that does tasks of that kind. HOLD needs none and does nothing.
-                label: the name of this run, for messages and for :meth:`progress`, such as "forward".
+            schedule: the tasks to run. Data derived from it is kept with the object, so keep and reuse it.
+            bodies: kind -> the body that does tasks of that kind. HOLD needs none and does nothing.
+            label: the name of this run, for messages and for :meth:`progress`, such as "forward".
             observer: is told when tasks begin and end.
 
         Raises:
             ValueError: kinds without a body; nothing has begun.
             RuntimeError: the lanes are closed, or in a run already; nothing has begun.
-                BaseException: the first error that a body raised, with a note that names the task. No task has begun
+            BaseException: the first error that a body raised, with a note that names the task. No task has begun
                 since, those that were running have ended, and the lanes can run again.
         """
         if self._is_closed:

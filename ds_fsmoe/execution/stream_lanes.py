@@ -29,10 +29,10 @@ class StreamLanes(Lanes):
     Bodies issue collectives with ``async_op=False``: that runs on the current stream, the lane's, where
     ``async_op=True`` would go to the process group's own stream and leave the order of the lane.
 
-    Memory: the allocator ties a tensor to the stream it was made on and may reuse its memory on that stream once the last
-    reference is gone; it does not know about readers on other streams. So the caller of ``run`` must keep every tensor
-    that is made on one lane and used on another until ``run`` returns, including tensors made by an earlier run. Then the
-    streams are joined, the next run waits for the compute stream, and references may go, without a host wait.
+    Memory: the allocator ties a tensor to the stream it was made on and may reuse its memory on that stream once the
+    last reference is gone; it does not know about readers on other streams. So the caller of ``run`` must keep every
+    tensor that is made on one lane and used on another until ``run`` returns, including tensors made by an earlier run.
+    Then the streams are joined, the next run waits for the compute stream, and references may go, without a host wait.
 
     With ``one_link`` both links share one stream, in the order of the list. This is for cases where two concurrent
     collectives could wait for each other across ranks.

@@ -120,7 +120,7 @@ class _Through(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SelfSplitWires(Collectives):
-    """The collectives for experts that split themselves over the ranks of the ESP group, and sum their parts themselves.
+    """The collectives for experts that split themselves over the ranks of the ESP group and sum their own parts.
 
     Their results are the same on all of these ranks, and so are, after the experts' own sum, the gradients of their
     input: each rank goes on with the part that is meant for it, and nothing is summed a second time.
@@ -134,7 +134,7 @@ class SelfSplitWires(Collectives):
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
     """Make the gradient of each parameter the sum over a group, before anybody else sees it.
 
-    This is for parameters that are equal on all ranks of the group while each rank's tokens give a part of the gradient.
+    This is for parameters that are equal on all ranks of the group while each rank's tokens give part of the gradient.
     Every backward in which one of them takes part has to run on all ranks.
     """
 

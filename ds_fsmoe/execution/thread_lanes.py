@@ -28,8 +28,8 @@ class ThreadLanes(Lanes):
     thread-local state (see :mod:`~ds_fsmoe.execution.thread_state`, also for care with random numbers).
 
     A run first hands each link its tasks, then does the COMPUTE tasks in the caller's thread; a task that needs one on
-    another lane sleeps until that one is done. A task only needs earlier ones and every lane keeps the order of the list,
-    so the earliest task that is not done can always run: no order of events leads to a deadlock.
+    another lane sleeps until that one is done. A task only needs earlier ones and every lane keeps the order of the
+    list, so the earliest task that is not done can always run: no order of events leads to a deadlock.
 
     After an error every lane goes on through its list without doing the tasks, so that all waiters are released, and
     ``run`` waits for the tasks that are running: for a collective whose other ranks never come, this takes until the

@@ -117,8 +117,8 @@ class _Arrive(torch.autograd.Function):
 
 
 def _own_memory(x_NecM: torch.Tensor, x_RM: torch.Tensor) -> torch.Tensor:
-    """Return the rows in memory that the module may write into, as it may in DeepSpeed's layer. Autograd must not see them
-    as a view, because it would refuse such writes."""
+    """Return the rows in memory that the module may write into, as it may in DeepSpeed's layer. Autograd must not see
+    them as a view, because it would refuse such writes."""
     is_callers = x_NecM.untyped_storage().data_ptr() == x_RM.untyped_storage().data_ptr()
     base = x_NecM._base
     if is_callers or (base is not None and not (base.is_contiguous() and base.numel() == x_NecM.numel())):
