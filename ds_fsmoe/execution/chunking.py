@@ -24,7 +24,7 @@ from ds_fsmoe.planning.chunks import chunk_bounds
 
 @dataclass(frozen=True)
 class Cutting:
-    """A capacity cut into chunks, some perhaps empty: their number follows from the plan alone, never from the tokens."""
+    """A capacity cut into chunks, some perhaps empty; the plan alone decides their number, never the tokens."""
 
     bounds: tuple[int, ...]
     """The cut positions, rising from 0 to C: chunk i is [bounds[i], bounds[i + 1])."""

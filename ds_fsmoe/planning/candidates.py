@@ -44,9 +44,11 @@ class Search:
             space: the allowed choices, if not all.
             planner: the planner that predicts times, if not this one's.
         """
-        space = space or self.space
-        spaces = [space.uncut(self.links) if uncut else space for uncut in self.uncut]
-        return (planner or self.planner).plan_options(self.options, spaces, self.mode)
+        return (planner or self.planner).plan_options(self.options, self._spaces(space or self.space), self.mode)
+
+    def _spaces(self, space: SearchSpace) -> list[SearchSpace]:
+        """Return the choices that are allowed to each layer."""
+        return [space.uncut(self.links) if uncut else space for uncut in self.uncut]
 
     def candidates(self) -> list[ModelPlan]:
         """Return plans to try: first the one with the shortest prediction; then the best one if lanes did not slow each
@@ -109,8 +111,8 @@ class Search:
         return self._run_as(plan.alltoalls, [_orders(plan, index) for index in range(len(self.options))])
 
     def _run_as(self, alltoalls: Sequence[str], orders: Sequence[_Orders]) -> ModelPlan:
-        options = [{name: each[name]} for each, name in zip(self.options, alltoalls, strict=True)]
-        return self.planner.plan_options(options, [SearchSpace.fixed(*each) for each in orders], self.mode)
+        spaces = [space.with_orders(*each) for space, each in zip(self._spaces(self.space), orders, strict=True)]
+        return self.planner.plan_options(self.options, spaces, self.mode, alltoalls)
 
 
 def _orders(plan: ModelPlan, index: int) -> _Orders:

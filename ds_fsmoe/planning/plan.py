@@ -117,7 +117,7 @@ class Planner:
         alone = [self.choose(*each) for each in numbers]
         # A system of one degree chooses it without its gradients.
         final = [
-            SearchSpace.fixed(*(each.order for each in pair)) if space.common_degree else space
+            space.with_orders(*(each.order for each in pair)) if space.common_degree else space
             for (_, space), pair in zip(numbers, alone, strict=True)
         ]
         distinct = [layer for layer, _ in numbers]
@@ -142,6 +142,7 @@ class Planner:
         options: Sequence[Mapping[str, Layer]],
         spaces: SearchSpace | Sequence[SearchSpace],
         mode: Mode,
+        names: Sequence[str] | None = None,
     ) -> ModelPlan:
         """Plan a step whose layers may exchange tokens by one of several all-to-alls.
 
@@ -149,14 +150,16 @@ class Planner:
             options: layer by layer, name of an all-to-all -> the layer with it; another than the first is taken where
                 it gains more than :data:`~ds_fsmoe.planning.search.MIN_GAIN`.
             spaces, mode: see :meth:`plan`.
+            names: the all-to-all of each layer, if these are given.
         """
         of_layers = [spaces] * len(options) if isinstance(spaces, SearchSpace) else list(spaces)
-        names, times = [], []
+        fastest, times = [], []
         for layers, space in zip(options, of_layers, strict=True):
             of_names = {name: sum(each.time_ms for each in self.choose(layer, space)) for name, layer in layers.items()}
             first, best = next(iter(of_names)), min(of_names, key=of_names.__getitem__)
-            names.append(best if of_names[best] < (1 - MIN_GAIN) * of_names[first] else first)
+            fastest.append(best if of_names[best] < (1 - MIN_GAIN) * of_names[first] else first)
             times.append(of_names)
+        names = names or fastest
         chosen = [layers[name] for layers, name in zip(options, names, strict=True)]
         return replace(self.plan(chosen, of_layers, mode), alltoalls=tuple(names), alltoalls_ms=tuple(times))
 

@@ -39,10 +39,9 @@ class SearchSpace:
     """Whether both phases must have the same degree."""
     min_gain: float = 0.0
     """The share of its time that a layer has to gain to be run in another way than the first."""
-    asked: tuple[Degree, Degree] = (None, None)
-    """The degrees that are given for (forward, backward); ``None``: that one is to be chosen."""
-    asked_links: Links = "paper"
-    """The task order of a layer whose degree is given."""
+    asked: tuple[Order | None, Order | None] = (None, None)
+    """The ways that are given for (forward, backward); ``None``: that one is to be chosen. What would have been chosen
+    is still told beside them."""
     solver: str = "exact"
     """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
 
@@ -84,7 +83,12 @@ class SearchSpace:
 
     def with_degrees(self, forward: Degree, backward: Degree, links: Links) -> SearchSpace:
         """Return the same space with these degrees given."""
-        return replace(self, asked=(forward, backward), asked_links=links)
+        asked = (None if degree is None else Order(degree, links) for degree in (forward, backward))
+        return self.with_orders(*asked)
+
+    def with_orders(self, forward: Order | None, backward: Order | None) -> SearchSpace:
+        """Return the same space with these ways to run a layer given."""
+        return replace(self, asked=(forward, backward))
 
     def uncut(self, links: Links) -> SearchSpace:
         """Return the same space for layers that may not be cut.
@@ -243,8 +247,8 @@ def choose(
     min_gain = max(space.min_gain, relative_residual) if space.min_gain else 0.0
     open_phases = [_open_phase(phase, bool(number), space, min_gain) for number, phase in enumerate(times)]
     phases = [
-        open_phase if degree is None else _Phase(phase, [Order(degree, space.asked_links)], min_gain)
-        for open_phase, phase, degree in zip(open_phases, times, space.asked, strict=True)
+        open_phase if order is None else _Phase(phase, [order], min_gain)
+        for open_phase, phase, order in zip(open_phases, times, space.asked, strict=True)
     ]
     must_match = space.common_degree or uses_rng
     auto = _best_pair(open_phases[0], open_phases[1], min_gain, must_match)
@@ -310,17 +314,18 @@ def _others(
         chosen: degrees of both.
         phases: what is asked for of both.
         open_phases: all that could be.
-        must_match: whether the other phase has to have the same degree, where that is not asked for.
+        must_match: whether the other phase has to have the same degree, unless other degrees are asked for.
     """
     other = 1 - number
-    moves = must_match and phases[other] is open_phases[other]
+    moves = must_match and (phases[other] is open_phases[other] or chosen[0] == chosen[1])
     found = {}
     for degree in open_phases[number].degrees:
         of_other = degree if moves else chosen[other]
         if degree == chosen[number] or (moves and degree not in open_phases[other].degrees):
             continue
         same = degree == of_other
-        found[degree] = open_phases[number].ms(degree, same), phases[other].ms(of_other, same)
+        of_other_ms = (open_phases if moves else phases)[other].ms(of_other, same)
+        found[degree] = open_phases[number].ms(degree, same), of_other_ms
     return found
 
 

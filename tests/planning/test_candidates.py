@@ -121,3 +121,35 @@ def test_a_refinement_stays_within_what_may_be_chosen() -> None:
     for space in (SearchSpace.of("fsmoe", 8), SearchSpace.of("fsmoe_no_iio", 8)):
         for _, backward in near((THREE, THREE), (FOUR, FOUR), (FOUR, FOUR), space=space):
             assert backward.late_dw == 0
+
+
+def told(plan: ModelPlan) -> tuple:
+    """What a plan says beside the ways that were chosen."""
+    pairs = [plan.choices(index) for index in range(len(plan.layers))]
+    alternatives = [
+        [(each.runner_up, each.runner_up_ms, each.uncut_ms, each.auto_degree) for each in pair] for pair in pairs
+    ]
+    return alternatives, [dict(each) for each in plan.alltoalls_ms]
+
+
+def test_a_plan_that_is_run_again_by_its_orders_tells_the_same_alternatives() -> None:
+    flat = layer_of(made_up(2), BUSY)
+    search = search_of({"flat": flat, "2dh": layer_of(made_up(4), BUSY)})
+    plan = search.fastest()
+    again = search._run_as(plan.alltoalls, [orders_of(plan)])
+    assert orders_of(again) == orders_of(plan)
+    alternatives, alltoalls_ms = told(again)
+    assert all(runner_up is not None for pair in alternatives for runner_up, *_ in pair)
+    assert alternatives == told(plan)[0]
+    assert [set(each) for each in alltoalls_ms] == [{"flat", "2dh"}]
+
+
+def test_what_was_chosen_after_trials_is_told_beside_what_the_prediction_prefers() -> None:
+    search = search_of({"flat": layer_of(made_up(2), BUSY)})
+    preferred = search.fastest()
+    other = search._run_as(("flat",), [(THREE, FOUR)])
+    assert orders_of(other) == (THREE, FOUR)
+    for at, choice in enumerate(other.choices(0)):
+        assert choice.auto_degree == preferred.choices(0)[at].auto_degree
+        assert choice.runner_up not in (None, choice.order.degree)
+        assert choice.runner_up_ms is not None
