@@ -140,7 +140,8 @@ class Autotune:
         """Run layers by a plan from now on."""
         model.apply(plan, self.predictors)
         self.step = model.predict(plan)
-        self.rows = rows_of(model.measured, model.labels, plan, model.search.space.asked)
+        asked = tuple(None if each is None else each.degree for each in model.search.space.asked)
+        self.rows = rows_of(model.measured, model.labels, plan, asked)
 
     def _start(self, model: _Model, plans: Sequence[ModelPlan]) -> Trials | None:
         """Apply the first plan; try the others in turns, if there are others and trials are asked for."""
