@@ -21,7 +21,7 @@ from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.spans import Recorder, clock_of
 from ds_fsmoe.planning.cost import LinearCost, fit
 from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, GradientSlice, WindowBytes, plan_by_bytes
-from ds_fsmoe.planning.gradients import Mode, Piece, Window, partition
+from ds_fsmoe.planning.gradients import Mode, QueuedGradient, Window, partition
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import GRAD, Lane
 
@@ -176,13 +176,13 @@ def plan_by_time(
         mode: any mode but "off".
         solver, chunk_bytes: see :func:`ds_fsmoe.planning.gradients.partition`.
     """
-    pieces: list[Piece] = []
+    pieces: list[QueuedGradient] = []
     windows: list[Window] = []
     for number, window in enumerate(idle):
         for supply, lane, cost in zip(supplies, lanes, costs, strict=True):
             before = supply.ready[number - 1] if number else 0
             size_bytes = (supply.ready[number] - before) * supply.element_bytes
-            pieces.append(Piece(supply.kind, lane, size_bytes, cost))
+            pieces.append(QueuedGradient(supply.kind, lane, size_bytes, cost))
         for kind, time_ms in (("moe", window.moe_ms), ("dense", window.dense_ms)):
             windows.append(Window(number, kind, len(pieces), _beyond(time_ms)))
     found = partition(pieces, windows, mode, solver=solver, chunk_bytes=chunk_bytes)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Mode = Literal["adaptive", "fixed_chunk", "dense_only", "off"]
+from ds_fsmoe.planning.gradients import Mode
 
 # Where a slice begins in its buffer, which is itself aligned to more: at 256 bytes or 512, so that NCCL loads 16 bytes
 # at a time and can let NVLink's switches add up.
@@ -22,7 +21,11 @@ _SMALL_ELEMENTS = 64 * ALIGNED_ELEMENTS
 
 @dataclass(frozen=True, slots=True)
 class GradientSlice:
-    """A slice of one of the buffers, sent as one message."""
+    """A range of one of the buffers, sent as one message.
+
+    A plan for the whole model knows bytes only (:class:`~ds_fsmoe.planning.block.Slice`), because it is made before
+    buffers exist; this is the place in a buffer where those bytes are found.
+    """
 
     kind: str
     """The planner's kind of gradient: GRAD or EXPERT_GRAD."""

@@ -27,8 +27,8 @@ SOLVERS = ("dp", "de")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The gradients of one layer and one kind."""
+class QueuedGradient:
+    """The gradients of one layer and one kind, which wait in a queue until they are sent."""
 
     kind: str
     lanes: tuple[Lane, ...]
@@ -70,7 +70,7 @@ class Partition:
 class _Queue:
     """The pieces end to end, measured by the time to send them and cut into equal steps."""
 
-    def __init__(self, pieces: Sequence[Piece], num_steps: int) -> None:
+    def __init__(self, pieces: Sequence[QueuedGradient], num_steps: int) -> None:
         self.pieces = [each for each in pieces if each.size_bytes > 0]
         lengths = [each.size_bytes * each.cost.beta_ms for each in self.pieces]
         # A gradient that costs nothing per byte still has a length, or it could not be told from none.
@@ -146,7 +146,7 @@ class _Queue:
 
 
 def partition(
-    pieces: Sequence[Piece],
+    pieces: Sequence[QueuedGradient],
     windows: Sequence[Window],
     mode: Mode,
     *,
@@ -339,7 +339,7 @@ def _evaluated_ms(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int])
     return extra_ms + queue.tail_ms(int(last[-1]))
 
 
-def _fixed_chunk(pieces: Sequence[Piece], windows: Sequence[Window], chunk_bytes: int) -> Partition:
+def _fixed_chunk(pieces: Sequence[QueuedGradient], windows: Sequence[Window], chunk_bytes: int) -> Partition:
     """Lina's rule as a static list: while a window's link would be idle, send one more slice; the last may overrun."""
     waiting: list[Slice] = []
     costs = {each.kind: each.cost for each in pieces}

@@ -16,7 +16,7 @@ import numpy as np
 from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.gradients import CHUNK_BYTES, Mode, Partition, Piece, Window, check_solver, partition
+from ds_fsmoe.planning.gradients import CHUNK_BYTES, Mode, Partition, QueuedGradient, Window, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.presets import BEST, Switches, preset
@@ -234,9 +234,9 @@ class Planner:
         mode: Mode,
         carried: Sequence[Gradient],
     ) -> Partition:
-        def piece(gradient: Gradient, layer: Layer, index: int) -> Piece:
+        def piece(gradient: Gradient, layer: Layer, index: int) -> QueuedGradient:
             cost = (layer.costs or self._written).backward[gradient.kind]
-            return Piece(gradient.kind, gradient.lanes, gradient.size_bytes, cost, index)
+            return QueuedGradient(gradient.kind, gradient.lanes, gradient.size_bytes, cost, index)
 
         grads = [*carried, *(each for layer in layers for each in layer.gradients)]
         # What is sent at the end has no use for windows, and finding out what they cost takes time.

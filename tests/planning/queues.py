@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradients import Partition, Piece, Window
+from ds_fsmoe.planning.gradients import Partition, QueuedGradient, Window
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 
 INTER = (Lane.INTER,)
@@ -21,19 +21,19 @@ def window(layer: int, kind: str, num_pieces: int, slack_ms: float, slope: float
     return Window(layer, kind, num_pieces, lambda time_ms: slope * np.maximum(0.0, time_ms - slack_ms))
 
 
-def dense(layer: int, size_bytes: int, cost: LinearCost) -> Piece:
-    return Piece(GRAD, INTER, size_bytes, cost, layer)
+def dense(layer: int, size_bytes: int, cost: LinearCost) -> QueuedGradient:
+    return QueuedGradient(GRAD, INTER, size_bytes, cost, layer)
 
 
-def expert(layer: int, size_bytes: int, cost: LinearCost) -> Piece:
-    return Piece(EXPERT_GRAD, INTER, size_bytes, cost, layer)
+def expert(layer: int, size_bytes: int, cost: LinearCost) -> QueuedGradient:
+    return QueuedGradient(EXPERT_GRAD, INTER, size_bytes, cost, layer)
 
 
-def random_queue(rng: random.Random, layers: int, two_kinds: bool) -> tuple[list[Piece], list[Window]]:
+def random_queue(rng: random.Random, layers: int, two_kinds: bool) -> tuple[list[QueuedGradient], list[Window]]:
     """A backward of so many layers: each has its windows, and leaves a dense and perhaps an expert gradient."""
     cost = LinearCost(rng.choice([0.0, 0.3, 1.0]), 10 ** rng.uniform(-7, -5))
     other = LinearCost(rng.choice([0.0, 0.4]), 10 ** rng.uniform(-7, -5))
-    pieces: list[Piece] = [dense(-1, rng.randint(1, 10**7), cost)] if rng.random() < 0.3 else []
+    pieces: list[QueuedGradient] = [dense(-1, rng.randint(1, 10**7), cost)] if rng.random() < 0.3 else []
     windows = []
     for layer in range(layers):
         slope = rng.choice([1.0, 1.0, 0.5])
@@ -45,7 +45,7 @@ def random_queue(rng: random.Random, layers: int, two_kinds: bool) -> tuple[list
     return pieces, windows
 
 
-def extra_ms(found: Partition, pieces: Sequence[Piece], windows: Sequence[Window]) -> float:
+def extra_ms(found: Partition, pieces: Sequence[QueuedGradient], windows: Sequence[Window]) -> float:
     """What a partition costs, from its slices alone: each window's price, and the tail."""
     costs = {each.kind: each.cost for each in pieces}
 
@@ -57,7 +57,7 @@ def extra_ms(found: Partition, pieces: Sequence[Piece], windows: Sequence[Window
     return prices + ms(found.tail)
 
 
-def by_brute_force_ms(pieces: Sequence[Piece], windows: Sequence[Window], steps: int) -> float:
+def by_brute_force_ms(pieces: Sequence[QueuedGradient], windows: Sequence[Window], steps: int) -> float:
     """The best way to empty a queue of one kind in whole steps: all ways."""
     cost = pieces[0].cost
     total = sum(each.size_bytes for each in pieces)

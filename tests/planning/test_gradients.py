@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradients import MODES, Partition, Piece, Window, partition
+from ds_fsmoe.planning.gradients import MODES, Partition, QueuedGradient, Window, partition
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from tests.planning.queues import by_brute_force_ms, dense, expert, extra_ms, random_queue, window
 
@@ -17,11 +17,11 @@ WAYS = [("off", "dp"), ("dense_only", "dp"), ("fixed_chunk", "dp"), ("adaptive",
 COST = LinearCost(0.5, 1e-6)
 
 
-def split(pieces: list[Piece], windows: list[Window], mode: str, solver: str = "dp", **more: int) -> Partition:
+def split(pieces: list[QueuedGradient], windows: list[Window], mode: str, solver: str = "dp", **more: int) -> Partition:
     return partition(pieces, windows, mode, solver=solver, chunk_bytes=more.pop("chunk_bytes", 2**21), **more)
 
 
-def check_laws(found: Partition, pieces: list[Piece], windows: list[Window]) -> None:
+def check_laws(found: Partition, pieces: list[QueuedGradient], windows: list[Window]) -> None:
     """Bytes of each kind sum exactly; a window sends only what exists by then, and knows the newest of it."""
     assert len(found.slices) == len(windows)
     for kind in {each.kind for each in pieces}:
@@ -207,7 +207,7 @@ def test_an_unknown_way_is_refused_with_the_choices(change: dict, message: str) 
 
 def test_a_slice_keeps_the_lanes_of_its_gradient() -> None:
     both = (Lane.INTER, Lane.INTRA)
-    pieces = [Piece(GRAD, both, 10**6, COST, -1), expert(0, 10**6, COST)]
+    pieces = [QueuedGradient(GRAD, both, 10**6, COST, -1), expert(0, 10**6, COST)]
     windows = [window(0, "moe", 1, 9.0), window(0, "dense", 2, 9.0)]
     for mode, solver in WAYS:
         found = split(pieces, windows, mode, solver)
