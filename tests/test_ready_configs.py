@@ -12,6 +12,7 @@ import torch
 
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.config.schema import schema
+from ds_fsmoe.planning.presets import PRESETS
 from ds_fsmoe.registry import known, lookup
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
@@ -59,7 +60,8 @@ def step_by_each(rank: int, world_size: int, names: list[str]) -> dict[str, str]
         block["expert_tensor_parallel_size"] = min(block.get("expert_tensor_parallel_size", 1), 2)
         if block.pop("autotune", None):
             block.pop("num_chunks", None)
-        if block.get("schedule") in ("fsmoe", "fsmoe_no_iio"):
+        schedule = block.get("schedule")
+        if schedule in PRESETS and PRESETS[schedule]().pipeline == "per_phase":
             block["num_chunks"] = {"forward": 2, "backward": 3}
         torch.manual_seed(0)
         expert = ds_fsmoe.GPTFeedForward(16, 32)

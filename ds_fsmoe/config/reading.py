@@ -177,10 +177,6 @@ def _unfit_null(written: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# Schedule -> what its degrees have to be. Those not named take a degree per phase.
-_COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
-
-
 def _unfit_gradients(block: FSMoEBlock) -> list[str]:
     """Return problems with options of one mode that are written beside another."""
     asked = block.gradient_partition
@@ -243,12 +239,18 @@ def _unfit_degrees(block: FSMoEBlock) -> list[str]:
         for phase, degree in degrees.items()
         if degree == "auto" and not block.autotune.enabled
     ]
-    if not problems and block.schedule in _COMMON_DEGREE and asked.forward != asked.backward:
+    if not problems and asked.forward != asked.backward and _has_common_degree(block.schedule):
         problems.append(
             f"{path} = {asked.forward} forward and {asked.backward} backward: must be equal with {BLOCK}.schedule = "
             f"{shown(block.schedule)}, which has one degree for both phases"
         )
     return problems
+
+
+def _has_common_degree(schedule: str) -> bool:
+    from ds_fsmoe.planning.presets import PRESETS
+
+    return schedule in PRESETS and PRESETS[schedule]().pipeline == "common"
 
 
 def _unknown_cluster(block: FSMoEBlock) -> list[str]:
