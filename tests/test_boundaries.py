@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components/orders": ("torch", "ds_fsmoe.components", "ds_fsmoe.ops", "ds_fsmoe.registry"),
     "components/expert_compute": ("torch", "ds_fsmoe.components"),
     "distributed": ("torch", "ds_fsmoe.planning"),
-    "execution": ("torch", "ds_fsmoe.planning"),
+    "execution": ("torch", "numpy", "ds_fsmoe.planning"),
     "observing": (
         *("torch", "ds_fsmoe.components", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
         *("ds_fsmoe.files", "ds_fsmoe.planning"),
@@ -52,7 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint_files": ("torch", "numpy", "safetensors", "ds_fsmoe.files", "ds_fsmoe.versions"),
     "layer": (
-        *("torch", "ds_fsmoe.checkpoint_files", "ds_fsmoe.checks", "ds_fsmoe.components", "ds_fsmoe.config"),
+        *("torch", "numpy", "ds_fsmoe.checkpoint_files", "ds_fsmoe.checks", "ds_fsmoe.components", "ds_fsmoe.config"),
         *("ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files", "ds_fsmoe.log", "ds_fsmoe.observing"),
         *("ds_fsmoe.ops", "ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.telemetry"),
     ),

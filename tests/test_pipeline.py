@@ -27,6 +27,7 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from tests.covering import covering, every_case
@@ -61,6 +62,7 @@ class Case:
     tokens: tuple[int, ...] = (23, 23, 23, 23, 23, 23, 23, 23)
     crowded: bool = False
     hidden: int = 29
+    in_rows: bool = False
 
 
 # Divisible by the 4 shards there are at the most, and by little else.
@@ -72,6 +74,11 @@ AXES = (FORWARD, BACKWARD, tuple(EXPERTS), (DROP, NO_DROP), ORDERS)
 
 def can_be_sharded(expert: str) -> bool:
     return expert != "module"
+
+
+def rows_of(cases: list[Case]) -> list[Case]:
+    """The same cases on rows instead of slots."""
+    return [replace(case, in_rows=True) for case in cases]
 
 
 def in_layout(cases: list[Case], esp_size: int) -> list[Case]:
@@ -149,7 +156,14 @@ def run_layer(case: Case, ep: int, esp: int, lanes: Lanes, observer: Observer | 
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, backward=False),
         PhasePlan(BlockPlan(case.backward, case.links, case.late_dw), groups.planned, backward=True),
     )
-    collectives = Collectives(FlatAllToAll().exchange, groups.ep_group, groups.esp_group)
+    alltoall = FlatAllToAll()
+    collectives = Collectives(
+        alltoall.exchange,
+        groups.ep_group,
+        groups.esp_group,
+        exchange_rows=alltoall.exchange_rows,
+        block=block_of(groups),
+    )
     pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     x_SM = problem.x_per_rank[groups.rank].requires_grad_()
     result = token_path(
@@ -160,6 +174,7 @@ def run_layer(case: Case, ep: int, esp: int, lanes: Lanes, observer: Observer | 
         pipeline=pipeline,
         experts=ExpertSet(experts, keep_expert_dim=True),
         group=groups.block_group,
+        in_rows=case.in_rows,
     )
     dy_SM = problem.dy_per_rank[groups.rank]
     ((result.output * dy_SM).sum() + AUX_FACTOR * result.aux_loss).backward()
@@ -226,6 +241,15 @@ def test_backward_degree_may_differ_from_forward(world_size: int, ep: int, esp: 
     """Every pair of degrees in one process, and every pair of values of two axes over the layouts."""
     cases = covering_cases((world_size, ep, esp)) + in_layout(SPECIAL, esp)
     cases += every_degree(esp) if world_size == 1 else []
+    assert_equal_to_the_loop(world_size, ep, esp, cases, tmp_path)
+
+
+@sampled(("world_size", "ep", "esp"), LAYOUTS, kept=[1, 3])
+def test_rows_have_the_numbers_of_the_loop_whatever_the_degrees(
+    world_size: int, ep: int, esp: int, tmp_path: Path
+) -> None:
+    cases = rows_of(covering_cases((world_size, ep, esp)) + in_layout(SPECIAL, esp))
+    cases += rows_of(every_degree(esp)) if world_size == 1 else []
     assert_equal_to_the_loop(world_size, ep, esp, cases, tmp_path)
 
 

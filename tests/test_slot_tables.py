@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe.execution import chunking
 from ds_fsmoe.execution.chunking import Cutting
+from ds_fsmoe.execution.device_tables import DeviceTables
 
 
 class Noting(TorchDispatchMode):
@@ -29,10 +30,10 @@ class Noting(TorchDispatchMode):
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> chunking._Tables:
+def tables(monkeypatch: pytest.MonkeyPatch) -> DeviceTables:
     """New ones, empty."""
-    made = chunking._Tables(limit_bytes=1000)
-    monkeypatch.setattr(chunking, "_TABLES", made)
+    made = DeviceTables(limit_bytes=1000)
+    monkeypatch.setattr(chunking, "TABLES", made)
     return made
 
 
@@ -53,7 +54,7 @@ def test_a_slot_lies_behind_the_chunks_before_its_own(sizes: list[int], num_expe
     assert cutting.chunked_slots(torch.tensor([none, none + 3, -1, -7]), num_experts).tolist() == [none] * 4
 
 
-def test_the_second_call_reads_the_table_of_the_first_and_copies_nothing(tables: chunking._Tables) -> None:
+def test_the_second_call_reads_the_table_of_the_first_and_copies_nothing(tables: DeviceTables) -> None:
     cutting, slots = Cutting((0, 2, 5)), torch.arange(15).view(3, 5)
     first = cutting.chunked_slots(slots, 3)
     with Noting() as noting:
@@ -66,7 +67,7 @@ def test_the_second_call_reads_the_table_of_the_first_and_copies_nothing(tables:
     assert noting.names.count("aten.cat.default") == 4
 
 
-def test_capacities_that_never_come_again_do_not_fill_memory(tables: chunking._Tables) -> None:
+def test_capacities_that_never_come_again_do_not_fill_memory(tables: DeviceTables) -> None:
     for capacity in range(2, 60):
         Cutting((0, 1, capacity)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
         Cutting((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
@@ -80,7 +81,7 @@ def test_capacities_that_never_come_again_do_not_fill_memory(tables: chunking._T
     assert [*tables._tables.values()] == kept
 
 
-def test_no_table_is_kept_that_only_a_tracer_could_read(tables: chunking._Tables) -> None:
+def test_no_table_is_kept_that_only_a_tracer_could_read(tables: DeviceTables) -> None:
     with FakeTensorMode() as mode:
         slots = mode.from_tensor(torch.zeros(3, dtype=torch.long))
         assert Cutting((0, 1, 2)).chunked_slots(slots, 2).shape == (3,)

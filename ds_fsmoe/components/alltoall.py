@@ -4,9 +4,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+
+
+class RowsToSend(Protocol):
+    """How many rows an all-to-all moves."""
+
+    @property
+    def sends(self) -> Sequence[int]:
+        """The rows to each rank of the group."""
+
+    @property
+    def receives(self) -> Sequence[int]:
+        """The rows from each rank of the group."""
+
+    @property
+    def between(self) -> Sequence[Sequence[int]] | None:
+        """The rows from each rank (outer) to each (inner); ``None`` unless the all-to-all passes rows on."""
 
 
 class AllToAllBase(ABC):
@@ -23,6 +41,26 @@ class AllToAllBase(ABC):
             x: contiguous, dimension 0 divisible by the group's size.
             group: at least two ranks.
         """
+
+    def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
+        """Send some rows to each rank, not equally many. No autograd.
+
+        An all-to-all that leaves this out is used for slots only.
+
+        Args:
+            x_RM: contiguous, the rows for rank 0 first.
+            group: at least two ranks.
+            sizes: the rows to and from each rank.
+
+        Returns:
+            The rows from rank 0 first.
+        """
+        raise TypeError(f"{type(self).__name__} does not define exchange_rows(x_RM, group, sizes)")
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it defines :meth:`exchange_rows`."""
+        return type(self).exchange_rows is not AllToAllBase.exchange_rows
 
     def __call__(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """:meth:`exchange` with autograd; a group of one rank, or none, leaves ``x`` as it is."""

@@ -10,6 +10,7 @@ Ranks are numbered within their group throughout.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from typing import ClassVar, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.alltoall import AllToAllBase
-from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
+from ds_fsmoe.components.alltoall import AllToAllBase, RowsToSend
+from ds_fsmoe.components.alltoalls.flat import FlatAllToAll, exchange_sized
 
 Link = Literal["intra", "inter"]
 """Between ranks of one node, or between nodes."""
+SizesOfPairs = Sequence[Sequence[int]]
+"""The rows from each rank (outer) to each rank (inner) of a group."""
 Part = tuple[int, ...]
 """Ranks that talk to each other in a step, ascending."""
 
@@ -86,6 +89,10 @@ class HierarchicalAllToAll(AllToAllBase):
         has the same result; :class:`Route` goes this algorithm's."""
         return FlatAllToAll().exchange(x, group)
 
+    def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
+        """See :meth:`AllToAllBase.exchange_rows`; the flat way, as :meth:`exchange`."""
+        return FlatAllToAll().exchange_rows(x_RM, group, sizes)
+
 
 @dataclass(frozen=True)
 class Hop:
@@ -100,6 +107,10 @@ class Hop:
     """How many from each."""
     unpack: tuple[int, ...]
     """The order in which they are passed on."""
+    pairs: tuple[tuple[int, int], ...] = ()
+    """(source, destination) of each block that it has."""
+    received_pairs: tuple[tuple[int, int], ...] = ()
+    """(source, destination) of each block that it receives, in the order of arrival."""
 
     def go(self, blocks: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         """[blocks that it has, ...] to [blocks that it has afterwards, ...]; no autograd.
@@ -115,11 +126,45 @@ class Hop:
         dist.all_to_all_single(received, packed, list(self.receives), list(self.sends), group=group)
         return _in_order(received, self.unpack)
 
+    def go_sized(self, x_RM: torch.Tensor, group: dist.ProcessGroup | None, between: SizesOfPairs) -> torch.Tensor:
+        """As :meth:`go` for blocks of rows, not equally many.
 
-def _in_order(blocks: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """The blocks of dimension 0 in this order, which names each of them once; themselves, if that is theirs."""
+        Args:
+            x_RM: the blocks one after another, contiguous.
+            group: see :meth:`go`.
+            between: the rows of each (source, destination).
+        """
+        sizes = [between[source][destination] for source, destination in self.pairs]
+        packed = _in_order(x_RM, self.pack, sizes)
+        received_sizes = [between[source][destination] for source, destination in self.received_pairs]
+        if group is None:
+            return _in_order(packed, self.unpack, received_sizes)
+        sends = _sums_of_runs([sizes[block] for block in self.pack], self.sends)
+        received = exchange_sized(packed, sends, _sums_of_runs(received_sizes, self.receives), group)
+        return _in_order(received, self.unpack, received_sizes)
+
+
+def _sums_of_runs(sizes: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """The sums of runs of so many sizes each."""
+    ends = (0, *itertools.accumulate(lengths))
+    return [sum(sizes[start:stop]) for start, stop in itertools.pairwise(ends)]
+
+
+def _in_order(blocks: torch.Tensor, order: tuple[int, ...], sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """The blocks of dimension 0 in this order, which names each of them once; themselves, if that is theirs.
+
+    Args:
+        blocks: [blocks, ...], or [rows, ...] where sizes are given.
+        order: which block comes first, second, and so on.
+        sizes: the rows of each block; ``None``: 1.
+    """
     runs = _runs(order)
-    return blocks if len(runs) <= 1 else torch.cat([blocks[start:stop] for start, stop in runs])
+    if len(runs) <= 1:
+        return blocks
+    if sizes is not None:
+        ends = (0, *itertools.accumulate(sizes))
+        runs = tuple((ends[start], ends[stop]) for start, stop in runs)
+    return torch.cat([blocks[start:stop] for start, stop in runs])
 
 
 @lru_cache(maxsize=256)
@@ -185,6 +230,8 @@ class Relays:
             tuple(sum(self._paths[pair][step + 1] == other for pair in sent) for other in part),
             tuple(sum(self._paths[pair][step] == other for pair in received) for other in part),
             _places(after, received),
+            tuple(before),
+            tuple(received),
         )
 
     def _sent_to(self, step: int, rank: int) -> list[tuple[int, int]]:
@@ -226,6 +273,17 @@ class Route:
     def step(self, number: int, blocks: torch.Tensor) -> torch.Tensor:
         """[blocks, ...], contiguous, to [blocks, ...]: at first one for each rank, and at the end one from each."""
         return self.hops[number].go(blocks, self.groups[number])
+
+    def step_sized(self, number: int, x_RM: torch.Tensor, between: SizesOfPairs) -> torch.Tensor:
+        """As :meth:`step` for rows, see :meth:`Hop.go_sized`."""
+        return self.hops[number].go_sized(x_RM, self.groups[number], between)
+
+    def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
+        """All steps: see :meth:`AllToAllBase.exchange_rows`."""
+        assert sizes.between is not None
+        for number in range(len(self.hops)):
+            x_RM = self.step_sized(number, x_RM, sizes.between)
+        return x_RM
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """All steps: see :meth:`AllToAllBase.exchange`."""

@@ -10,15 +10,13 @@ Letters: E experts of all ranks, C slots per expert, c those of a chunk, M width
 from __future__ import annotations
 
 import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from ds_fsmoe.execution.captures import is_capturing
+from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.planning.chunks import chunk_bounds
 
 
@@ -49,55 +47,8 @@ class Cutting:
         if len(self.chunks) == 1:
             return slots
         # Before the first slot is none as well: -1 is the last row of the table.
-        return _TABLES.of(self, num_experts, slots).take(slots.clamp(-1, num_experts * self.capacity))
-
-
-class _Tables:
-    """Tables of slot -> row in chunk-by-chunk order, kept between calls: they depend on sizes, which rarely change.
-
-    They are made on the device that reads them, without a copy from the host. On CUDA each stream has its own, because
-    nothing orders one stream's first use after the kernels of another stream that filled the table.
-
-    Args:
-        limit_bytes: the limit for all tables; the least recently used are dropped. Capacities that follow from the
-            tokens would otherwise fill a device's memory with tables that are never used again.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._tables: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
-        self._num_bytes = 0
-        # A forward that is computed again runs in a thread of autograd's.
-        self._lock = threading.Lock()
-
-    def of(self, cutting: Cutting, num_experts: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return the table, [E * C + 1] int64, on the slots' device; its last entry is the row that means none."""
-        device = slots.device
-        # What is made while a graph is captured lives with the graph, and what a tracer makes has no numbers.
-        if type(slots) is not torch.Tensor or (slots.is_cuda and is_capturing()):
-            return _slot_table(cutting, num_experts, device)
-        key = cutting, num_experts, device, torch.cuda.current_stream(device).cuda_stream if slots.is_cuda else 0
-        with self._lock:
-            if key in self._tables:
-                self._tables.move_to_end(key)
-                return self._tables[key]
-        with torch.inference_mode(False):
-            table = _slot_table(cutting, num_experts, device)
-        if type(table) is torch.Tensor:
-            self._keep(key, table)
-        return table
-
-    def _keep(self, key: tuple[object, ...], table: torch.Tensor) -> None:
-        with self._lock:
-            if key in self._tables or table.nbytes > self._limit_bytes:
-                return
-            self._tables[key] = table
-            self._num_bytes += table.nbytes
-            while self._num_bytes > self._limit_bytes:
-                self._num_bytes -= self._tables.popitem(last=False)[1].nbytes
-
-
-_TABLES = _Tables(limit_bytes=32 << 20)
+        table = TABLES.get((self, num_experts), slots, lambda device: _slot_table(self, num_experts, device))
+        return table.take(slots.clamp(-1, num_experts * self.capacity))
 
 
 def _slot_table(cutting: Cutting, num_experts: int, device: torch.device) -> torch.Tensor:

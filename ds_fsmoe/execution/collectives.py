@@ -6,13 +6,14 @@ Letters: G ranks of an EP group, P of an ESP group, N = P * G the ranks that row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.execution.row_sizes import ALONE, Block, ChunkSizes
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
 # torch renamed them in 2.13, and warns about the names that 2.11 has.
@@ -25,6 +26,10 @@ ReduceMethod = Literal["exchange", "backend"]
 REDUCE_METHODS: tuple[ReduceMethod, ...] = ("exchange", "backend")
 Leg = Callable[[torch.Tensor], torch.Tensor]
 """One part of an all-to-all, along one kind of link: it turns contiguous [blocks, ...] into [blocks, ...]."""
+RowLeg = Callable[[torch.Tensor, ChunkSizes], torch.Tensor]
+"""The same for rows: it turns [rows, ...] into [rows, ...]."""
+RowExchange = Callable[[torch.Tensor, dist.ProcessGroup, ChunkSizes], torch.Tensor]
+"""An all-to-all of rows, see :meth:`AllToAllBase.exchange_rows`."""
 _LEG_BEFORE = {A2A_IN: A2A_IN_NODE, A2A_OUT_NODE: A2A_OUT}
 """Maps the second part to the first part (second -> first)."""
 
@@ -44,6 +49,15 @@ class Collectives:
     reduces: tuple[tuple[float, ReduceMethod], ...] = ()
     """Pairs (from this many bytes on, how :meth:`reduce` is done), ascending. Below the first, or with no pairs, the
     method that is best on this kind of device is used."""
+
+    exchange_rows: RowExchange | None = None
+    """The all-to-all of rows; ``None``: the all-to-all is for slots only."""
+    row_legs: Mapping[str, RowLeg] = field(default_factory=dict)
+    """The same as :attr:`legs`, for rows."""
+    block: Block = ALONE
+    """The ranks that share the experts; they tell each other how many rows they send."""
+    passes_on: bool = False
+    """Whether rows rest on other ranks on their way, which have to know how many they are."""
 
     @property
     def num_exchanging(self) -> int:
@@ -105,6 +119,29 @@ class Collectives:
         dist.all_to_all_single(parts, y_NecM, group=self.esp_group)
         return parts.view(num_sharing, *shape).sum(dim=0)
 
+    def send_rows(self, x_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
+        """Exchange the rows of a chunk, contiguous, those for rank 0 first; on the way back with ``sizes.back``."""
+        if self.ep_group is None:
+            return x_RM
+        assert self.exchange_rows is not None
+        return self.exchange_rows(x_RM, self.ep_group, sizes)
+
+    def gather_rows(self, x_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
+        """Gather the rows of each of P ranks, contiguous, not equally many: those of rank 0 first."""
+        if self.esp_group is None:
+            return x_RM
+        num_sharing = self.num_sharing
+        copies = torch.cat([x_RM] * num_sharing)
+        return _exchange_sized(copies, [len(x_RM)] * num_sharing, sizes.gathered, self.esp_group)
+
+    def reduce_rows(self, y_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
+        """Sum the rows meant for this rank over P ranks; the input is as :meth:`gather_rows` returns it."""
+        if self.esp_group is None:
+            return y_RM
+        num_sharing, own = self.num_sharing, sizes.gathered[self.esp_group.rank()]
+        parts = _exchange_sized(y_RM, sizes.gathered, [own] * num_sharing, self.esp_group)
+        return parts.view(num_sharing, own, *y_RM.shape[1:]).sum(dim=0)
+
     def reduce_method(self, y_NecM: torch.Tensor) -> ReduceMethod:
         """Return the method that reduces this tensor."""
         # gloo's own is an all-reduce inside, and sends twice as much.
@@ -113,3 +150,11 @@ class Collectives:
             if y_NecM.nbytes >= from_bytes:
                 method = name
         return method
+
+
+def _exchange_sized(
+    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    y = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(y, x, list(receives), list(sends), group=group)
+    return y

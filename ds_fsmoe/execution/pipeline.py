@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' part of a layer, from the slots of this rank's tokens and back: one autograd function per call.
+"""The experts' part of a layer, from the rows of this rank's tokens and back: one autograd function per call.
 
 Forward and backward each run a schedule of their own, with their own chunks (PAPER: FSMoE, ASPLOS'25, section 4). The
-rows that came to the experts are kept by their place in the capacity, not by chunk, so the backward may cut them
+rows that came to the experts are kept by expert, not by chunk, so the backward may cut them
 differently; and because experts are row-wise, every cut gives the numbers of the whole. (The paper's published code
 keeps them by chunk, and computes wrong weight gradients where the two degrees differ.)
 
@@ -18,11 +18,13 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_fsmoe.execution.chunking import Cutting, cut
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.dependencies import dependencies_of
 from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Together
 from ds_fsmoe.execution.phase import Direction, Hook, Phase
+from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.row_sizes import RowSizes
+from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.unchunked import WholeExperts, run_whole
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -59,12 +61,40 @@ class ExpertCall(Protocol):
     def rows(self) -> list[torch.Tensor]: ...
 
 
+class RowCall(Protocol):
+    """One call of this rank's experts on rows; as :class:`ExpertCall`, with chunks by their number."""
+
+    def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_dx(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_dw(self, chunk: int) -> None: ...
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
+
+    def release(self) -> list[torch.Tensor | None]: ...
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
+
+    def rows(self) -> list[torch.Tensor]: ...
+
+
 class Experts(Protocol):
     """The experts of this rank."""
 
     parameters: tuple[torch.nn.Parameter, ...]
 
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall: ...
+
+    def call_rows(
+        self, needs_backward: bool, rows: RowSizes, x_RM: torch.Tensor, *, recompute: bool = False
+    ) -> RowCall: ...
+
+
+Layout = SlotLayout | RowLayout
+"""How the rows of a call lie, and how they are cut."""
 
 
 class GradientSlice(Protocol):
@@ -145,6 +175,11 @@ class Pipeline:
         together = observers[0] if len(observers) == 1 else Together(*observers) if observers else None
         return replace(self, observer=together, on_call=self.on_call if on_call is None else (*self.on_call, on_call))
 
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """The number of chunks in the forward and in the backward."""
+        return self.forward.block.degree, self.backward.block.degree
+
     def __call__(
         self,
         x_RM: torch.Tensor,
@@ -153,7 +188,7 @@ class Pipeline:
         experts: Experts | WholeExperts,
         hook: Hook | None = None,
     ) -> torch.Tensor:
-        """Send rows to the experts and back.
+        """Send slots to the experts and back.
 
         Args:
             x_RM: [E * C, M], chunk by chunk as ``cut(capacity, self.forward.block.degree)`` says.
@@ -168,21 +203,43 @@ class Pipeline:
         Raises:
             ValueError: a hook or an expert has changed the number of rows.
         """
+        return self.run(x_RM, SlotLayout(num_experts, capacity, self.degrees), experts, hook)
+
+    def run(
+        self, x_RM: torch.Tensor, layout: Layout, experts: Experts | WholeExperts, hook: Hook | None = None
+    ) -> torch.Tensor:
+        """Send rows to the experts and back.
+
+        Args:
+            x_RM: the rows, in the order in which the forward sends them.
+            layout: how many they are.
+            experts, hook: see :meth:`__call__`.
+
+        Returns:
+            As many rows in the same order.
+
+        Raises:
+            ValueError: a hook or an expert has changed the number of rows.
+        """
         needs_backward = torch.is_grad_enabled() and (
             x_RM.requires_grad or any(each.requires_grad for each in experts.parameters)
         )
-        cuttings = cut(capacity, self.forward.block.degree), cut(capacity, self.backward.block.degree)
-        same = cuttings[0] == cuttings[1]
         if self.on_call:
-            num_ranks = self.collectives.num_exchanging * self.collectives.num_sharing
-            chunks = len(cuttings[0].chunks)
-            sizes = CallSizes(num_ranks, capacity, x_RM.shape[-1], x_RM.dtype, chunks, same, num_experts)
+            num_exchanging = self.collectives.num_exchanging
+            num_ranks, num_experts = num_exchanging * self.collectives.num_sharing, layout.num_experts
+            slots = layout.slots_per_expert(num_ranks, max(1, num_experts // num_exchanging))
+            same = layout.same_cuts
+            sizes = CallSizes(num_ranks, slots, x_RM.shape[-1], x_RM.dtype, self.degrees[0], same, num_experts)
             for tell in self.on_call:
                 tell(sizes)
         if isinstance(experts, WholeExperts):
-            return run_whole(self, x_RM, num_experts, capacity, experts, hook, needs_backward)
-        call = experts.call(needs_backward, same_cuts=same, recompute=self.recompute)
-        of_call = _Call(self, num_experts, *cuttings, call, hook)
+            return run_whole(self, x_RM, layout, experts, hook, needs_backward)
+        call: ExpertCall | RowCall
+        if isinstance(layout, RowLayout):
+            call = experts.call_rows(needs_backward, layout.sizes, x_RM, recompute=self.recompute)
+        else:
+            call = experts.call(needs_backward, same_cuts=layout.same_cuts, recompute=self.recompute)
+        of_call = _Call(self, layout, call, hook)
         if not needs_backward:
             return of_call.forward(x_RM)
         # Autograd takes the youngest node first, so gradients arrive from the last parameter to the first, as they do
@@ -223,32 +280,20 @@ class _ExpertsPart(torch.autograd.Function):
 class _Call:
     """One call, which may wait for its backward while other calls run."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        num_experts: int,
-        forward: Cutting,
-        backward: Cutting,
-        experts: ExpertCall,
-        hook: Hook | None,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, layout: Layout, experts: ExpertCall | RowCall, hook: Hook | None) -> None:
         self.pipeline = pipeline
-        self._num_experts = num_experts
-        self._cut_forward = forward
-        self._cut_backward = backward
+        self._layout = layout
         self.experts = experts
         self._hook = hook
 
     def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """Run the forward on [E * C, M] and return the same shape."""
-        phase = self._phase("forward", self._cut_forward, x_RM.detach())
+        """Run the forward on the rows and return as many."""
+        phase = self._phase("forward", x_RM.detach())
         return self._run(phase, self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
 
-    def _phase(self, direction: Direction, cutting: Cutting, rows_RM: torch.Tensor) -> Phase:
-        collectives, is_behind = self.pipeline.collectives, self.pipeline.lanes.runs_behind
-        return Phase(
-            collectives, self._num_experts, self._cut_forward, self._hook, direction, cutting, rows_RM, is_behind
-        )
+    def _phase(self, direction: Direction, rows_RM: torch.Tensor) -> Phase:
+        chunks = self._layout.chunks(self.pipeline.collectives, direction, rows_RM)
+        return Phase(chunks, self._hook, direction, self.pipeline.lanes.runs_behind)
 
     def _run(self, phase: Phase, schedule: Schedule, compute: Mapping[str, Body]) -> torch.Tensor:
         pipeline = self.pipeline
@@ -256,12 +301,12 @@ class _Call:
 
     def backward(self, dy_RM: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """Return the gradient of the rows and those of the experts' parameters."""
-        phase = self._phase("backward", self._cut_backward, dy_RM)
+        phase = self._phase("backward", dy_RM)
         window = self.pipeline.window
         parcels = () if window is None else window.open(self.pipeline.label)
 
         def expert_dw(task: Task) -> None:
-            self.experts.backward_dw(*self._cut_backward.chunks[task.chunk])
+            self.experts.backward_dw(*phase.place(task.chunk))
 
         bodies = {
             EXPERT: phase.compute(self.experts.backward),

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.execution.chunking import Cutting
 from ds_fsmoe.execution.collectives import Collectives, all_gather
+from ds_fsmoe.execution.row_sizes import ChunkSizes
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,10 @@ class SelfSplitWires(Collectives):
     def reduce(self, y_NecM: torch.Tensor) -> torch.Tensor:
         """Take the block [G, e, c, M] meant for this rank from [P * G, e, c, M], which is the same on all P ranks."""
         return y_NecM if self.esp_group is None else y_NecM.chunk(self.esp_group.size())[self.esp_group.rank()]
+
+    def reduce_rows(self, y_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
+        """Take the rows meant for this rank from those of all P ranks, which are the same on all of them."""
+        return y_RM if self.esp_group is None else y_RM.split(sizes.gathered)[self.esp_group.rank()]
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

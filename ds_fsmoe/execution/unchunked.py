@@ -20,13 +20,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_fsmoe.execution.chunking import cut
 from ds_fsmoe.execution.lanes import Body, Observer
 from ds_fsmoe.execution.phase import Direction, Hook, Phase
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, Schedule, Task
 
 if TYPE_CHECKING:
-    from ds_fsmoe.execution.pipeline import Pipeline
+    from ds_fsmoe.execution.pipeline import Layout, Pipeline
 
 _COMPUTATIONS = (EXPERT, EXPERT_DX, EXPERT_DW)
 
@@ -49,8 +48,7 @@ class WholeExperts:
 def run_whole(
     pipeline: Pipeline,
     x_RM: torch.Tensor,
-    num_experts: int,
-    capacity: int,
+    layout: Layout,
     experts: WholeExperts,
     hook: Hook | None,
     needs_backward: bool,
@@ -58,13 +56,13 @@ def run_whole(
     """Send the rows to the experts and back; see :class:`~ds_fsmoe.execution.pipeline.Pipeline`.
 
     Args:
-        pipeline, x_RM, num_experts, capacity, experts, hook: see ``Pipeline``.
+        pipeline, x_RM, layout, experts, hook: see :meth:`~ds_fsmoe.execution.pipeline.Pipeline.run`.
         needs_backward: whether there will be a backward; the same on every rank.
 
     Raises:
         ValueError: the layer is cut, or the experts return another number of elements.
     """
-    call = _Call(pipeline, num_experts, capacity, hook)
+    call = _Call(pipeline, layout, hook)
     # Both ways back are walked whatever the module does with its rows: the other ranks count on it.
     anchor = torch.zeros((), device=x_RM.device, requires_grad=needs_backward)
     rows, token = _Arrive.apply(x_RM, call, anchor)
@@ -144,23 +142,23 @@ class _Leave(torch.autograd.Function):
 class _Call:
     """Holds one call, which may be waiting for its backward while others run."""
 
-    def __init__(self, pipeline: Pipeline, num_experts: int, capacity: int, hook: Hook | None) -> None:
+    def __init__(self, pipeline: Pipeline, layout: Layout, hook: Hook | None) -> None:
+        if pipeline.is_cut:
+            raise ValueError(f"{pipeline.label}: experts that are called as a whole in a layer that is cut")
         self._pipeline = pipeline
-        self._num_experts = num_experts
+        self._layout = layout
         self.hook = hook
         self.shape = torch.Size()
         """The shape [N, e, C, M], known once the rows have arrived."""
-        self._layout = cut(capacity, pipeline.forward.block.degree)
-        self._backward_cutting = cut(capacity, pipeline.backward.block.degree)
-        if max(len(self._layout.chunks), len(self._backward_cutting.chunks)) > 1:
-            raise ValueError(f"{pipeline.label}: experts that are called as a whole in a layer that is cut")
         self.forward_in = self._halves("forward", pipeline.forward.schedule, {})
         self._backward: _Halves | None = None
 
     def _halves(self, direction: Direction, schedule: Schedule, bodies: dict[str, Body]) -> _Halves:
-        cutting = self._layout if direction == "forward" else self._backward_cutting
-        of_call = self._pipeline.collectives, self._num_experts, self._layout, self.hook, direction, cutting
-        phase = functools.partial(Phase, *of_call, holds=self._pipeline.lanes.runs_behind)
+        collectives, holds = self._pipeline.collectives, self._pipeline.lanes.runs_behind
+
+        def phase(rows_RM: torch.Tensor) -> Phase:
+            return Phase(self._layout.chunks(collectives, direction, rows_RM), self.hook, direction, holds)
+
         return _Halves(self._pipeline, schedule, phase, bodies, direction)
 
     def backward_in(self, dy_RM: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Nodes, Relays, Route
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
-from ds_fsmoe.execution.collectives import Leg
+from ds_fsmoe.execution.collectives import Leg, RowExchange, RowLeg
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from ds_fsmoe.planning.workload import AllToAll
 
@@ -24,7 +24,13 @@ class Exchange:
     whole: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
     """The whole all-to-all at once: see :meth:`AllToAllBase.exchange`."""
     legs: Mapping[str, Leg] = field(default_factory=dict)
-    """The steps of the all-to-all, see :attr:`Wires.legs`."""
+    """The steps of the all-to-all, see :attr:`Collectives.legs`."""
+    rows: RowExchange | None = None
+    """The whole all-to-all for rows: see :meth:`AllToAllBase.exchange_rows`; ``None``: it is for slots only."""
+    row_legs: Mapping[str, RowLeg] = field(default_factory=dict)
+    """The steps of the all-to-all for rows."""
+    passes_on: bool = False
+    """Whether rows rest on other ranks on their way, which have to know how many they are."""
 
     @property
     def planned(self) -> AllToAll:
@@ -42,7 +48,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
         ValueError: a hierarchical all-to-all contradicts itself, on every rank.
     """
     if not isinstance(alltoall, HierarchicalAllToAll) or len(groups.planned.placements["ep"].lanes) < 2:
-        return Exchange(alltoall.exchange)
+        return Exchange(alltoall.exchange, rows=alltoall.exchange_rows if alltoall.takes_rows else None)
     all_ranks = groups.layout.ep
     nodes_of = {ranks: Nodes.of(groups.topology.node_of_rank[rank] for rank in ranks) for ranks in all_ranks}
     relays_of = {nodes: Relays(alltoall, nodes) for nodes in dict.fromkeys(nodes_of.values())}
@@ -68,7 +74,7 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
 
     way_in = route(relays_of[own], communicators)
     if alltoall.links != ("intra", "inter"):
-        return Exchange(way_in.exchange)
+        return Exchange(way_in.exchange, rows=way_in.exchange_rows, passes_on=True)
     way_out = route(Relays(alltoall, own, back=True), communicators[::-1])
     legs = {
         A2A_IN_NODE: lambda blocks: way_in.step(0, blocks),
@@ -76,4 +82,10 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
         A2A_OUT: lambda blocks: way_out.step(0, blocks),
         A2A_OUT_NODE: lambda blocks: way_out.step(1, blocks),
     }
-    return Exchange(way_in.exchange, legs)
+    row_legs = {
+        A2A_IN_NODE: lambda x_RM, sizes: way_in.step_sized(0, x_RM, sizes.between),
+        A2A_IN: lambda x_RM, sizes: way_in.step_sized(1, x_RM, sizes.between),
+        A2A_OUT: lambda y_RM, sizes: way_out.step_sized(0, y_RM, sizes.between),
+        A2A_OUT_NODE: lambda y_RM, sizes: way_out.step_sized(1, y_RM, sizes.between),
+    }
+    return Exchange(way_in.exchange, legs, way_in.exchange_rows, row_legs, passes_on=True)

@@ -24,20 +24,29 @@ from ds_fsmoe.components.expert import LocalExperts
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.routing import RoutingBase, kind_of
+from ds_fsmoe.components.routing import Routing, RoutingBase, kind_of
 from ds_fsmoe.execution.chunking import cut
 from ds_fsmoe.execution.collectives import Collectives
+from ds_fsmoe.execution.counts_exchange import CountsExchange
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.pipeline import Layout, Pipeline
+from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
+from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
+from ds_fsmoe.layer.row_routing import number_rows
 from ds_fsmoe.layer.widths import check_width, naming_widths
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
+
+Run = Callable[[torch.Tensor, Layout], torch.Tensor]
+"""Sends rows to the experts and back, see :meth:`Pipeline.run`."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ def token_path(
     duplicates: TensorParallelTokens | None = None,
     width: int | None = None,
     name: str = "",
+    in_rows: bool = False,
 ) -> MoEOutput:
     """Run gate, order, the way to the experts and back chunk by chunk, i-order.
 
@@ -80,9 +90,11 @@ def token_path(
         duplicates: the ranks that have the same tokens and send a part of the slots each; ``None``: this one sends all.
         width: M, as the layer was made; ``None`` where it is not known.
         name: the layer's name for messages; the pipeline's label unless given.
+        in_rows: whether rows travel, as many as tokens were given to each expert, or all slots.
 
     Raises:
         LayerError: an input or an expert has another width.
+        RoutingError: the gate's decision contradicts itself, on every rank that shares the experts.
     """
     name = name or pipeline.label
     routing: RoutingBase | None = None
@@ -100,18 +112,64 @@ def token_path(
     check_width(name, x, width)
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
+    run = partial(pipeline.run, experts=experts, hook=hooked if callbacks else None)
+    if in_rows:
+        y_SM = _through_rows(x_SM, routing, order, run, pipeline, name, experts)
+    else:
+        y_SM = _through_slots(x_SM, routing, order, run, pipeline, name, experts, duplicates)
+    y = hooked("before_moe_end_hook", y_SM.reshape(x.shape))
+    return MoEOutput(y, routing.aux_loss, routing.counts_E)
+
+
+def _through_slots(
+    x_SM: torch.Tensor,
+    routing: RoutingBase,
+    order: OrderBase,
+    run: Run,
+    pipeline: Pipeline,
+    name: str,
+    experts: ExpertSet | WholeExperts,
+    duplicates: TensorParallelTokens | None,
+) -> torch.Tensor:
+    """Send all slots, [E, C] of them, empty or not; [S, M] to [S, M]."""
     chunked, capacity = _in_chunks(routing, pipeline, duplicates)
     x_ECM = order.arrange(x_SM, chunked)
     x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
     if duplicates is not None:
         x_RM = duplicates.drop(x_RM)
     with naming_widths(name, experts, x_RM):
-        y_RM = pipeline(x_RM, routing.num_experts, capacity, experts, hooked if callbacks else None)
+        y_RM = run(x_RM, SlotLayout(routing.num_experts, capacity, pipeline.degrees))
     if duplicates is not None:
         y_RM = duplicates.gather(y_RM)
     y_ECM = y_RM.view(routing.num_experts, chunked.capacity, y_RM.shape[-1])
-    y = hooked("before_moe_end_hook", order.restore(y_ECM, chunked).reshape(x.shape))
-    return MoEOutput(y, routing.aux_loss, routing.counts_E)
+    return order.restore(y_ECM, chunked)
+
+
+def _through_rows(
+    x_SM: torch.Tensor,
+    routing: RoutingBase,
+    order: OrderBase,
+    run: Run,
+    pipeline: Pipeline,
+    name: str,
+    experts: ExpertSet | WholeExperts,
+) -> torch.Tensor:
+    """Send a row for every choice that a token made; [S, M] to [S, M]. Their counts travel while the order runs."""
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            f"{name}: the gate returned a {type(routing).__name__}, whose slots are no rows: dispatch = 'rows' needs "
+            "a Routing"
+        )
+    collectives = pipeline.collectives
+    cuts = TokenCuts(*pipeline.degrees)
+    numbered = number_rows(routing, cuts, order.ops)
+    counts = CountsExchange.begin(
+        numbered.counts_ET, numbered.fault, collectives.block, cuts, collectives.passes_on, name
+    )
+    x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
+    with naming_widths(name, experts, x_RM):
+        y_RM = run(x_RM, RowLayout(counts.wait(), routing.num_experts))
+    return order.restore(y_RM.unsqueeze(0), numbered.routing)
 
 
 def pipeline_without_engine(
@@ -128,7 +186,11 @@ def pipeline_without_engine(
     ranks = 1 if group is None else dist.get_world_size(group)
     groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
     plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(degrees)]
-    return Pipeline(lanes, Collectives(alltoall.exchange, group if ranks > 1 else None, None), *plans)
+    if ranks == 1:
+        return Pipeline(lanes, Collectives(alltoall.exchange, None, None), *plans)
+    block = Block(group, tuple((each, 0) for each in range(ranks)), dist.get_rank(group))
+    rows = alltoall.exchange_rows if alltoall.takes_rows else None
+    return Pipeline(lanes, Collectives(alltoall.exchange, group, None, exchange_rows=rows, block=block), *plans)
 
 
 def _in_chunks(

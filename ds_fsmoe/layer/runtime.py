@@ -20,6 +20,7 @@ from ds_fsmoe.distributed.topology import Layout, layout, world_size_now
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.row_sizes import ALONE, Block
 from ds_fsmoe.execution.tensor_parallel import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.layer.alltoall_tasks import Exchange, exchange_in
 from ds_fsmoe.log import log_on_rank_0
@@ -49,6 +50,17 @@ def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
 def planned_links(block: FSMoEBlock) -> Links:
     """Return the order of traffic within a layer."""
     return "reduce_first" if block.schedule == BEST else preset(block.schedule).links
+
+
+def block_of(groups: FSMoEGroups) -> Block:
+    """Return the ranks that share the experts of a layer, as the exchange of counts needs them."""
+    if groups.block_group is None:
+        return ALONE
+    ranks, layout = groups.ranks_of("blocks"), groups.layout
+    places = tuple(
+        (layout.group_of("ep", each).index(each), layout.group_of("esp", each).index(each)) for each in ranks
+    )
+    return Block(groups.block_group, places, ranks.index(groups.rank))
 
 
 class LayerRuntime:
@@ -172,7 +184,17 @@ class LayerRuntime:
             for block, backward in ((plan.forward, False), (plan.backward, True))
         )
         of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Collectives
-        collectives = of_kind(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs, plan.reduces)
+        collectives = of_kind(
+            exchange.whole,
+            groups.ep_group,
+            groups.esp_group,
+            exchange.legs,
+            plan.reduces,
+            exchange.rows,
+            exchange.row_legs,
+            block_of(groups),
+            exchange.passes_on,
+        )
         return Pipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 
     def at_step(self, number: int) -> None:

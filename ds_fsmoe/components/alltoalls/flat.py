@@ -3,16 +3,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.components.alltoall import AllToAllBase, RowsToSend
 from ds_fsmoe.registry import register_alltoall
+
+
+def exchange_sized(
+    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send to each rank as many of dimension 0 as ``sends`` says, and receive as many as ``receives`` says."""
+    y = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(y, x, list(receives), list(sends), group=group)
+    return y
 
 
 @register_alltoall("flat")
 class FlatAllToAll(AllToAllBase):
     """One ``all_to_all_single`` over all ranks of the group."""
+
+    def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
+        """See :meth:`AllToAllBase.exchange_rows`."""
+        return exchange_sized(x_RM, sizes.sends, sizes.receives, group)
 
     def exchange(self, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         y = torch.empty_like(x)

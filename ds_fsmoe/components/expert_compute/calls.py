@@ -7,6 +7,7 @@ Letters: N ranks the rows came from, e experts on this rank, C slots per expert,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -19,6 +20,9 @@ from ds_fsmoe.components.expert_compute.grouped_call import GroupedCall, Grouped
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert, modules_of
 from ds_fsmoe.components.expert_compute.plan import ExpertPlan, PlannedExpert
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun
+from ds_fsmoe.components.expert_compute.row_grouped import GroupedRowsCall, can_be_grouped
+from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 
 
 class ExpertCall:
@@ -243,9 +247,7 @@ class ExpertSet:
             places = runs_of(planned, self.together)
         else:
             planned = plan.planned
-            if self._places is None:
-                self._places = runs_of(planned, self.together)
-            places = self._places
+            places = self._runs(planned)
         # In an unchunked layer the rows of an only expert are contiguous, those of several are not. It matters: torch
         # adds a bias within the matrix product or after it, with one rounding or two.
         options = {"needs_backward": needs_backward, "contiguous": len(self.experts) == 1}
@@ -264,6 +266,54 @@ class ExpertSet:
                 call = self._graph_call(first, sums, keeps_graph=keeps_graph, **options)
             runs.append(Run(first, last, call))
         return ExpertCall(runs, sums, AutocastState.now(self._device_types()), needs_backward)
+
+    def call_rows(
+        self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
+    ) -> RowCall:
+        """One forward call of the layer on rows instead of slots; see :meth:`call`.
+
+        Args:
+            needs_backward: ``False`` keeps nothing.
+            rows: how many there are of each expert in each chunk.
+            x_RM: rows of this width and type.
+            recompute: keep the rows alone and compute all else again in the backward.
+
+        Raises:
+            RuntimeError: the experts' parameters are not those that this set was made with.
+        """
+        plan = self._plan_now()
+        sums = GradientSums(self.parameters, plan.wanted)
+        is_cast = self._is_cast(plan)
+        planned: Sequence[PlannedExpert | None] = (None,) * len(self.experts) if is_cast else plan.planned
+        is_same = rows.forward is rows.backward
+        alone = {"needs_backward": needs_backward, "contiguous": False}
+        runs = []
+        for first, last in runs_of(planned, self.together) if is_cast else self._runs(planned):
+            expert = planned[first]
+            # Rows of some of the experts can be picked from other chunks only one by one.
+            grouped = None
+            if last - first > 1 and (is_same or last - first == len(self.experts)) and can_be_grouped(expert, x_RM):
+                bounds = (0, *itertools.accumulate(sum(each.of_experts) for each in rows.backward.chunks))
+                saved = SavedRows(rows.expert_order, bounds)
+                grouped = GroupedRowsCall.of(
+                    planned[first:last], sums, needs_backward=needs_backward, recompute=recompute, saved=saved
+                )
+            if grouped is not None:
+                runs.append(RowRun(first, last, grouped))
+                continue
+            for index in range(first, last):
+                if planned[index] is not None:
+                    call = ManualCall(planned[index], sums, recompute=recompute, **alone)
+                else:
+                    keeps_graph = needs_backward and is_same and not recompute
+                    call = self._graph_call(index, sums, keeps_graph=keeps_graph, **alone)
+                runs.append(RowRun(index, index + 1, call))
+        return RowCall(runs, sums, AutocastState.now(self._device_types()), needs_backward, rows)
+
+    def _runs(self, planned: Sequence[PlannedExpert | None]) -> list[tuple[int, int]]:
+        if self._places is None:
+            self._places = runs_of(planned, self.together)
+        return self._places
 
     def _graph_call(self, index: int, sums: GradientSums, **options: bool) -> GraphCall:
         where = f"{self.path}: expert {index}: " if self.path else ""

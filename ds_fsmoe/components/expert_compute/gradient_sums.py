@@ -38,11 +38,17 @@ class GradientSums:
         """Add a gradient, which may be somebody else's memory."""
         self._sum_of(parameter).add(gradient)
 
-    def add_each(self, parameters: Sequence[nn.Parameter], gradient_kX: torch.Tensor) -> None:
-        """:meth:`add` for k parameters at once."""
+    def add_each(self, parameters: Sequence[nn.Parameter], gradient_kX: torch.Tensor, is_own: bool = False) -> None:
+        """:meth:`add` for k parameters at once.
+
+        Args:
+            parameters: k different ones, of one shape and type.
+            gradient_kX: of each a gradient.
+            is_own: whether nobody else has this memory, so that it may be added to in place.
+        """
         group = self._group_of(parameters)
         if group is not None:
-            group.sum.add(gradient_kX)
+            group.sum.add(gradient_kX, is_own)
             return
         for parameter, gradient_X in zip(parameters, gradient_kX.unbind(), strict=True):
             self.add(parameter, gradient_X)
@@ -140,9 +146,9 @@ class _Sum:
         self._num_terms = 0
         self._dtype: torch.dtype | None = None
 
-    def add(self, term: torch.Tensor) -> None:
+    def add(self, term: torch.Tensor, is_own: bool = False) -> None:
         if self._recent is None:
-            self._start(term, is_own=False)
+            self._start(term, is_own)
             return
         if term.dim() - self._dims_before < 2 and self._recent.dtype.itemsize < 4:
             self._recent, self._is_own = self._recent.float(), True

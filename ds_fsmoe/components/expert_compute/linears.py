@@ -102,15 +102,38 @@ class StackedLinear:
         return torch.bmm(x_kRI, weight_kIO).add_(self.bias_kO.unsqueeze(1))
 
 
-def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear, x: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class GroupedLinear:
+    """k linear layers of one shape, each for some of the rows, which lie expert by expert."""
+
+    weight_kOI: torch.Tensor
+    bias_kO: torch.Tensor | None
+    """Of those that add it."""
+    ends_k: torch.Tensor
+    """[k] int32: where the rows of each end."""
+
+    def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
+        """To [R, O]."""
+        y_RO = F.grouped_mm(x_RI, self.weight_kOI.transpose(1, 2), offs=self.ends_k)
+        if self.bias_kO is None:
+            return y_RO
+        sizes_k = self.ends_k.diff(prepend=self.ends_k.new_zeros(1))
+        return y_RO.add_(torch.repeat_interleave(self.bias_kO, sizes_k, dim=0, output_size=len(x_RI)))
+
+
+def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear | GroupedLinear, x: torch.Tensor) -> torch.Tensor:
     """[..., I] to [..., O]; [k, R, I] to [k, R, O] for a stacked one."""
     if type(linear) is nn.Linear or type(linear) is UnbiasedShardLinear:  # hooks of theirs are not to run
         return F.linear(x, linear.weight, linear.bias if _adds_bias(linear) else None)
     return linear(x)
 
 
-def rows_gradient(linear: nn.Linear | LinearWeights | StackedLinear, dy_RO: torch.Tensor) -> torch.Tensor:
+def rows_gradient(
+    linear: nn.Linear | LinearWeights | StackedLinear | GroupedLinear, dy_RO: torch.Tensor
+) -> torch.Tensor:
     """The gradient of the results [R, O] to that of the rows [R, I]; [k, R, O] to [k, R, I] for a stacked one."""
+    if type(linear) is GroupedLinear:
+        return F.grouped_mm(dy_RO.contiguous(), linear.weight_kOI, offs=linear.ends_k)
     return torch.bmm(dy_RO, linear.weight_kOI) if type(linear) is StackedLinear else dy_RO @ linear.weight
 
 
@@ -145,4 +168,36 @@ def add_stacked_gradients(
             gradient_kO = dy_kRO.new_zeros(dy_kRO.shape[0], dy_kRO.shape[2])
         else:
             gradient_kO = dy_kRO.sum(1)
+        sums.add_each([linear.bias for linear in linears], gradient_kO)
+
+
+# As many columns as torch's grouped product takes in every type.
+_COLUMNS = 8
+
+
+def add_grouped_gradients(
+    sums: GradientSums,
+    linears: Sequence[nn.Linear | LinearWeights],
+    dy_RO: torch.Tensor,
+    x_RI: torch.Tensor | None,
+    ends_k: torch.Tensor,
+) -> None:
+    """:func:`add_gradients` for layers of one shape in k experts, whose rows lie expert by expert.
+
+    Args:
+        sums: where to.
+        linears: k plain linear layers, all of which want the same.
+        dy_RO: [R, O], the gradient of their results.
+        x_RI: [R, I], their rows; may be ``None`` where the weights want no gradient.
+        ends_k: [k] int32, where the rows of each end.
+    """
+    dy_RO = dy_RO.contiguous()
+    if x_RI is not None and sums.wants(linears[0].weight):
+        gradient_kOI = F.grouped_mm(dy_RO.t(), x_RI, offs=ends_k)
+        sums.add_each([linear.weight for linear in linears], gradient_kOI, is_own=True)
+    if sums.wants(linears[0].bias):
+        if not _adds_bias(linears[0]):
+            gradient_kO = dy_RO.new_zeros(len(linears), dy_RO.shape[1])
+        else:  # sums over the rows of each, as a product: it adds up in float32
+            gradient_kO = F.grouped_mm(dy_RO.new_ones(len(dy_RO), _COLUMNS).t(), dy_RO, offs=ends_k)[:, 0]
         sums.add_each([linear.bias for linear in linears], gradient_kO)

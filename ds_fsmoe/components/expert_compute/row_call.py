@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of one rank in one forward call of a layer, on rows instead of slots, chunk by chunk.
+
+The rows of a chunk come expert by expert, and of each expert segment by segment of the tokens. So all rows that an
+expert has in a call are one run, of which a chunk of either phase is a part: an expert that is computed alone is
+computed as on slots, each chunk being a range of its rows.
+
+Letters: e experts on this rank, R rows of a chunk, M width.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
+from ds_fsmoe.components.expert_compute.call_context import AutocastState
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.manual_call import ManualCall
+from ds_fsmoe.components.expert_compute.row_grouped import GroupedRowsCall
+
+
+class ChunkRows(Protocol):
+    """The sizes of one chunk."""
+
+    of_experts: list[int]
+    """The rows of each of e experts."""
+
+
+class PhaseRows(Protocol):
+    """The sizes of one phase."""
+
+    @property
+    def chunks(self) -> Sequence[ChunkRows]:
+        """The chunks."""
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """[chunks, e] int32: where the rows of each expert end in a chunk."""
+
+
+class CallRows(Protocol):
+    """The sizes of a call."""
+
+    @property
+    def forward(self) -> PhaseRows:
+        """Those of the forward."""
+
+    @property
+    def backward(self) -> PhaseRows:
+        """Those of the backward; the same object where the chunks are the same."""
+
+    @property
+    def expert_order(self) -> torch.Tensor | None:
+        """[rows] int64: of each row in the backward's chunks its number among those of the forward."""
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """Experts first to last (exclusive) of a rank, one alone or neighbours together."""
+
+    first: int
+    last: int
+    call: ManualCall | GraphCall | GroupedRowsCall
+
+
+class RowCall:
+    """Made by :meth:`ExpertSet.call_rows`; keeps what its backward needs until it is dropped.
+
+    As :class:`~ds_fsmoe.components.expert_compute.calls.ExpertCall`, with chunks by their number: ``forward`` is called
+    for every chunk of the forward, then ``backward`` (or ``backward_dx`` and later ``backward_dw``) for every chunk of
+    the backward, and last ``gradients``.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[RowRun],
+        sums: GradientSums,
+        autocast: AutocastState,
+        needs_backward: bool,
+        rows: CallRows,
+    ) -> None:
+        self._runs = tuple(runs)
+        self._sums = sums
+        self._autocast = autocast
+        self._needs_backward = needs_backward
+        self._rows = rows
+        self._ranges = {id(each): _ranges(each) for each in (rows.forward, rows.backward)}
+        self._returned: set[int] = set()
+        self._without_dw: set[int] = set()
+
+    @torch.no_grad()
+    def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
+        """[R, M] to the same shape, new memory."""
+        return self._through("forward", self._rows.forward, chunk, x_RM.detach())
+
+    @torch.no_grad()
+    def backward(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor:
+        """The gradient of the results to that of the rows; adds to the weights' gradients."""
+        self._check_backward(chunk)
+        return self._through("backward", self._rows.backward, chunk, dy_RM)
+
+    @torch.no_grad()
+    def backward_dx(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor:
+        """As :meth:`backward`, with the weights' gradients left to :meth:`backward_dw` of the same chunk."""
+        self._check_backward(chunk)
+        self._without_dw.add(chunk)
+        return self._through("backward_dx", self._rows.backward, chunk, dy_RM)
+
+    @torch.no_grad()
+    def backward_dw(self, chunk: int) -> None:
+        """Add to the weights' gradients what :meth:`backward_dx` of this chunk has left.
+
+        Raises:
+            RuntimeError: it has left nothing.
+        """
+        if chunk not in self._without_dw:
+            raise RuntimeError(f"backward_dw of chunk {chunk} without a backward_dx of it before")
+        self._without_dw.remove(chunk)
+        ranges = self._ranges[id(self._rows.backward)][chunk]
+        with self._autocast.restored():
+            for run in self._runs:
+                if isinstance(run.call, GroupedRowsCall):
+                    run.call.backward_dw(chunk)
+                else:
+                    run.call.backward_dw(*ranges[run.first])
+
+    def release(self) -> list[torch.Tensor | None]:
+        """Give away the tensors that are kept for the backward, so that autograd can keep them."""
+        released: list[torch.Tensor | None] = []
+        for run in self._runs:
+            if isinstance(run.call, GroupedRowsCall):
+                run.call.forget()
+            for store in run.call.stores:
+                released += store.release()
+        return released
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Take back what :meth:`release` gave, ahead of the backward."""
+        remaining = iter(tensors)
+        for run in self._runs:
+            for store in run.call.stores:
+                store.restore(remaining)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Of what has been restored, the rows that came to the experts; the rest they have made themselves."""
+        return [rows for run in self._runs for store in run.call.stores for rows in store.first_of_each()]
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of each parameter of the experts, and start over.
+
+        ``None`` where the parameter requires none or no result depends on it.
+
+        Raises:
+            RuntimeError: not every chunk has come back.
+        """
+        if self._without_dw:
+            raise RuntimeError(f"gradients are incomplete: backward_dw of {sorted(self._without_dw)} is missing")
+        missing = set(range(len(self._rows.backward.chunks))) - self._returned
+        if missing:
+            raise RuntimeError(f"gradients are incomplete: chunks {sorted(missing)} have not come back")
+        self._returned = set()
+        return self._sums.take()
+
+    def _check_backward(self, chunk: int) -> None:
+        if not self._needs_backward:
+            raise RuntimeError("this call has kept nothing for a backward: it was made with needs_backward=False")
+        if chunk in self._returned:
+            raise ValueError(f"chunk {chunk} came back twice")
+        self._returned.add(chunk)
+
+    def _through(self, way: str, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor) -> torch.Tensor:
+        sizes = phase.chunks[chunk].of_experts
+        if len(tensor_RM) != sum(sizes):
+            raise ValueError(f"chunk {chunk} has {len(tensor_RM)} rows: must have {sum(sizes)}")
+        with self._autocast.restored():
+            if len(self._runs) == 1:
+                return self._of_run(self._runs[0], way, phase, chunk, tensor_RM)
+            places = (0, *itertools.accumulate(sizes))
+            parts = (
+                self._of_run(run, way, phase, chunk, tensor_RM[places[run.first] : places[run.last]])
+                for run in self._runs
+            )
+            return _joined(parts, len(tensor_RM))
+
+    def _of_run(self, run: RowRun, way: str, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor) -> torch.Tensor:
+        do: Callable[..., torch.Tensor] = getattr(run.call, way)
+        tensor_1RM = tensor_RM.unsqueeze(0)
+        if not isinstance(run.call, GroupedRowsCall):
+            return do(*self._ranges[id(phase)][chunk][run.first], tensor_1RM)[0]
+        ends = phase.ends[chunk, run.first : run.last]
+        if run.first:
+            ends = ends - phase.ends[chunk, run.first - 1]
+        return do(chunk, tensor_1RM, ends)[0]
+
+
+def _ranges(phase: PhaseRows) -> list[list[tuple[int, int]]]:
+    """Of each chunk the [start, stop) of each expert's rows among all that it has in a call."""
+    starts = [0] * len(phase.chunks[0].of_experts)
+    found = []
+    for chunk in phase.chunks:
+        stops = [start + size for start, size in zip(starts, chunk.of_experts, strict=True)]
+        found.append(list(zip(starts, stops, strict=True)))
+        starts = stops
+    return found
+
+
+def _joined(parts: Iterable[torch.Tensor], num_rows: int) -> torch.Tensor:
+    """Rows of some experts each, one after another in new memory. A part goes before the next is made."""
+    whole: Any = None
+    first = 0
+    for part in parts:
+        if whole is None:
+            whole = part.new_empty(num_rows, *part.shape[1:])
+        elif part.dtype != whole.dtype:
+            whole = whole.to(torch.promote_types(part.dtype, whole.dtype))
+        whole[first : first + len(part)] = part
+        first += len(part)
+        del part
+    return whole

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of one call of a layer whose chunks hold rows, as many as were chosen, instead of slots.
+
+Letters: e experts on this rank, G ranks of an EP group, P of an ESP group, N = P * G the ranks that rows come from.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Block:
+    """The ranks that share the experts of a layer, as one of them sees them."""
+
+    group: dist.ProcessGroup | None
+    """All of them; ``None`` for a rank that has all experts. Never used on a lane of links."""
+    places: tuple[tuple[int, int], ...] = ((0, 0),)
+    """Of every rank of the group its index in its EP group and in its ESP group."""
+    rank: int = 0
+    """This rank's index in the group."""
+
+    @cached_property
+    def num_exchanging(self) -> int:
+        """The number of ranks of an EP group, G."""
+        return 1 + max(ep for ep, _ in self.places)
+
+    @cached_property
+    def num_sharing(self) -> int:
+        """The number of ranks of an ESP group, P."""
+        return len(self.places) // self.num_exchanging
+
+    @property
+    def ep_index(self) -> int:
+        """This rank's index in its EP group."""
+        return self.places[self.rank][0]
+
+    @property
+    def esp_index(self) -> int:
+        """This rank's index in its ESP group."""
+        return self.places[self.rank][1]
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The indices in the group in the order in which rows lie at the experts: ESP rank by ESP rank, and for each
+        its EP group."""
+        return tuple(sorted(range(len(self.places)), key=lambda each: self.places[each][::-1]))
+
+
+ALONE = Block(None)
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """The rows of one chunk that this rank moves."""
+
+    sends: list[int]
+    """The rows to each of G ranks."""
+    receives: list[int]
+    """The rows from each of G ranks."""
+    gathered: list[int]
+    """The rows that each of P ranks brings to the experts."""
+    of_experts: list[int]
+    """The rows of each of e experts."""
+    between: list[list[int]] | None
+    """The rows from each of G ranks to each, where an all-to-all passes rows on; else ``None``."""
+
+    @cached_property
+    def back(self) -> ChunkSizes:
+        """The sizes of the way back."""
+        between = None if self.between is None else [list(each) for each in zip(*self.between, strict=True)]
+        return replace(self, sends=self.receives, receives=self.sends, between=between)
+
+
+@dataclass(frozen=True)
+class PhaseSizes:
+    """The chunks of one phase, and where their rows lie."""
+
+    chunks: tuple[ChunkSizes, ...]
+    starts: tuple[int, ...]
+    """The first row of each chunk among those that this rank sends, and last their number."""
+    order: torch.Tensor | None
+    """[rows at the experts] int64: for each row in the order of the experts (expert by expert, segment by segment,
+    source by source) where it lies in its chunk as it arrives (source by source). ``None`` where that is the same."""
+    ends: torch.Tensor
+    """[chunks, e] int32: where the rows of each expert end in a chunk."""
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The first row of each chunk among those that arrive, and last their number."""
+        return (0, *itertools.accumulate(sum(each.gathered) for each in self.chunks))
+
+    def order_of(self, chunk: int) -> torch.Tensor | None:
+        """Return the part of :attr:`order` for a chunk."""
+        return None if self.order is None else self.order[self.places[chunk] : self.places[chunk + 1]]
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """All sizes of a call."""
+
+    num_rows: int
+    """The number of rows that this rank sends."""
+    forward: PhaseSizes
+    backward: PhaseSizes
+    source_order: torch.Tensor | None
+    """[rows sent] int64: for each row in the order in which the backward sends it, its place in that of the forward;
+    ``None`` where these are the same."""
+    expert_order: torch.Tensor | None
+    """[rows at the experts] int64: the same at the experts."""
+
+    @property
+    def num_arriving(self) -> int:
+        """The number of rows that come to the experts of this rank."""
+        return self.forward.places[-1]

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers the rows of a gate's decision in the order in which they are sent.
+
+Letters: S tokens on this rank, E experts of all ranks, K choices per token, T segments of the tokens, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.execution.device_tables import TABLES
+from ds_fsmoe.execution.token_cuts import TokenCuts
+from ds_fsmoe.ops import Ops
+
+
+@dataclass(frozen=True)
+class RowRouting:
+    """A decision as rows."""
+
+    routing: Routing
+    """The decision, with all rows as the slots of one expert: what an order needs to put them in order."""
+    counts_ET: torch.Tensor
+    """[E, T] int64: the rows for each expert in each segment."""
+    fault: torch.Tensor
+    """Scalar int64: what is wrong with the decision, see :data:`~ds_fsmoe.execution.counts_exchange.FAULTS`."""
+
+
+def number_rows(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trusted: bool = False) -> RowRouting:
+    """Number the rows of a decision; nothing waits for the device.
+
+    Args:
+        routing: the decision. What it drops is no row.
+        cuts: the cuts of the tokens.
+        ops: the operators to use.
+        is_trusted: whether the decision need not be checked.
+    """
+    slots_KS, num_experts = routing.slots_KS, routing.num_experts
+    num_choices, num_tokens = slots_KS.shape
+    num_queues = num_experts * cuts.num_segments
+    # A slot that stands for none, num_experts * capacity, is of an expert behind the last.
+    expert_KS = slots_KS.div(max(1, routing.capacity), rounding_mode="floor")
+    is_row_KS = (slots_KS >= 0) & (slots_KS < routing.num_slots)
+    queue_KS = expert_KS
+    if cuts.num_segments > 1:
+        first_S, step_S = _tables(cuts, num_experts, num_tokens, slots_KS).unbind()
+        queue_KS = expert_KS * step_S + first_S
+    queue_KS = torch.where(is_row_KS, queue_KS, num_queues)
+    most = max(1, num_tokens)
+    found = ops.take_slots(queue_KS, num_queues, most, None, "token")
+    counts_V = found.counts_E
+    ends_V = counts_V.cumsum(0)
+    none = num_choices * num_tokens
+    starts_V = torch.cat([ends_V - counts_V, ends_V.new_full((1,), none)])
+    rows_KS = starts_V[queue_KS] + found.slots_KS - queue_KS * most
+    if cuts.num_segments > 1:
+        counts_ET = counts_V[_places(cuts, num_experts, slots_KS)]
+    else:
+        counts_ET = counts_V.view(num_experts, 1)
+    fault = counts_V.new_zeros(())
+    if not is_trusted:
+        is_out = ((slots_KS < 0) | (slots_KS > routing.num_slots)).any()
+        fault = is_out + 2 * (routing.counts_E < counts_ET.sum(1)).any().long()
+    as_one = replace(routing, slots_KS=rows_KS, capacity=none, num_experts=1)
+    return RowRouting(as_one, counts_ET, fault)
+
+
+def _tables(cuts: TokenCuts, num_experts: int, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """Return [2, S]: expert x of a token has the queue ``x * step + first``; the table holds (first, step)."""
+
+    def make(device: torch.device) -> torch.Tensor:
+        first_T, step_T = _queues(cuts, num_experts)
+        lengths = cuts.lengths(num_tokens)
+        return torch.from_numpy(np.repeat(np.stack([first_T, step_T]), lengths, axis=1)).to(device)
+
+    return TABLES.get(("queues of tokens", cuts, num_experts, num_tokens), like, make)
+
+
+def _places(cuts: TokenCuts, num_experts: int, like: torch.Tensor) -> torch.Tensor:
+    """Return [E, T]: the queue of each expert in each segment."""
+
+    def make(device: torch.device) -> torch.Tensor:
+        first_T, step_T = _queues(cuts, num_experts)
+        return torch.from_numpy(np.arange(num_experts)[:, None] * step_T + first_T).to(device)
+
+    return TABLES.get(("queues of experts", cuts, num_experts), like, make)
+
+
+def _queues(cuts: TokenCuts, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each segment the queue of expert 0, and the step from one expert to the next. Queues are numbered as
+    rows are sent: chunk by chunk of the forward, expert by expert, segment by segment."""
+    chunks = cuts.chunks(cuts.forward)
+    lengths = [last - first for first, last in chunks]
+    first_of_chunk = np.repeat([first for first, _ in chunks], lengths)
+    return num_experts * first_of_chunk + np.arange(cuts.num_segments) - first_of_chunk, np.repeat(lengths, lengths)
