@@ -51,7 +51,7 @@ class FirstForwards:
         self._kept: dict[bool, list[SavedBytes]] = {False: [], True: []}
         """Bytes kept per call, by whether all but the rows is computed again."""
         self._many: list[tuple[str, int, tuple[int, int]]] = []
-        """(label, slots of an expert, chunks forward and backward) of layers with more chunks than slots."""
+        """(label, slots of an expert or tokens, chunks forward and backward) of layers with more chunks than these."""
         self._recompute = False
         self._is_told = False
 
@@ -66,16 +66,18 @@ class FirstForwards:
         """
         key = call.label, call.is_training
         if call.capacity_group is not None and key not in self._compared and not in_backward():
-            call.gate = self._comparing(call.gate, key, call.path, call.capacity_group)
+            call.gate = self._comparing(call.gate, key, call.path, call.capacity_group, call.in_rows)
         if call.is_training and call.local_experts is not None and call.label not in self._seen:
             self._seen.add(call.label)
             self._recompute = call.pipeline.recompute
             call.pipeline = call.pipeline.watched(on_call=partial(self._note, call, call.local_experts))
 
     def _note(self, call: LayerCall, experts: ExpertSet, sizes: CallSizes) -> None:
-        degrees = call.pipeline.forward.block.degree, call.pipeline.backward.block.degree
-        if max(degrees) > max(1, sizes.capacity):
-            self._many.append((call.label, sizes.capacity, degrees))
+        degrees = call.pipeline.degrees
+        # Slots are cut by their number for each expert, and rows by tokens.
+        can_be_cut_into = call.x.shape[:-1].numel() if call.in_rows else sizes.capacity
+        if max(degrees) > max(1, can_be_cut_into):
+            self._many.append((call.label, can_be_cut_into, degrees))
         device = call.x.device
         for recompute, kept in self._kept.items() if not self._is_told else ():
             kept.append(saved_bytes(experts, sizes, device, recompute))
@@ -84,10 +86,10 @@ class FirstForwards:
             num_tokens = call.x.shape[:-1].numel()
             self.calls[call.label] = FirstCall(experts, experts.written_now(), sizes, autocast, num_tokens)
 
-    def _comparing(self, gate: Gate, key: tuple[str, bool], path: str, group: dist.ProcessGroup) -> Gate:
+    def _comparing(self, gate: Gate, key: tuple[str, bool], path: str, group: dist.ProcessGroup, in_rows: bool) -> Gate:
         def compared(x_SM: torch.Tensor, *args: Any) -> Any:
             routing = gate(x_SM, *args)
-            _compare(routing.capacity, x_SM, path, group)
+            _compare(None if in_rows else routing.capacity, x_SM, path, group)
             self._compared.add(key)
             return routing
 
@@ -114,19 +116,27 @@ def _too_many_chunks(layers: list[tuple[str, int, tuple[int, int]]]) -> str:
     label, num_slots, degrees = min(layers, key=lambda each: each[1])
     others = f" and {len(layers) - 1} other layer(s)" if len(layers) > 1 else ""
     return (
-        f"{label}{others}: cut into {degrees[0]} chunks forward and {degrees[1]} backward, but an expert has "
-        f"{num_slots} slot(s) in a forward like this one: the chunks beyond them are empty, and each still costs its "
+        f"{label}{others}: cut into {degrees[0]} chunks forward and {degrees[1]} backward, but there are "
+        f"{num_slots} slot(s) of each expert, or tokens where no slots are sent, in a forward like this one: the chunks beyond them are empty, and each still costs its "
         "collectives; use a smaller fsmoe.num_chunks"
     )
 
 
-def _compare(capacity: int, x_SM: torch.Tensor, path: str, group: dist.ProcessGroup) -> None:
+def _compare(capacity: int | None, x_SM: torch.Tensor, path: str, group: dist.ProcessGroup) -> None:
     """Compare slots and tokens between ranks. Collective over the group.
+
+    Args:
+        capacity: the slots of an expert; ``None`` where rows travel, of which ranks may have different numbers.
+        x_SM: the tokens.
+        path: the path of the layer in its model.
+        group: the ranks.
 
     Raises:
         DisagreementError: raised on every rank, if numbers of slots or types of tokens differ.
     """
-    exchanged = {"slots of each expert": str(capacity), "dtype": str(x_SM.dtype).removeprefix("torch.")}
+    exchanged = {"dtype": str(x_SM.dtype).removeprefix("torch.")}
+    if capacity is not None:
+        exchanged = {"slots of each expert": str(capacity)} | exchanged
     what = f"the size of a batch in {path} (each rank brings as many tokens, or the gate has drop_tokens = False)"
     try:
         check_agreement(exchanged, group, what)

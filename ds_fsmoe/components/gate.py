@@ -31,6 +31,9 @@ class GateBase(nn.Module):
     """The operators to use, where there are any for what it does; whoever takes the gate in says which."""
     says_entropy: bool = False
     """Whether somebody wants to know the entropy of its decisions; whoever does says so."""
+    needs_capacity: bool = True
+    """Whether ranks have to agree on a capacity that drops nothing; not where rows travel instead of slots. Whoever
+    calls the gate says so."""
     takes_width: int | None = None
     """M of the tokens it is for; ``None`` before it is built."""
     _is_built = False

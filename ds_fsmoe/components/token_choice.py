@@ -102,7 +102,7 @@ class TokenChoiceGate(SettingsGate):
             if settings.drop_tokens and settings.drop_policy == "probs":
                 affinity_KS = scores.affinity_SE.detach().gather(1, slots.experts_KS.t()).t()
                 slots = self.ops.take_slots(slots.experts_KS, num_experts, capacity, used_S, "score", affinity_KS)
-            slots, capacity = last_capacity(slots, capacity, settings, group)
+            slots, capacity = last_capacity(slots, capacity, settings, group, self.needs_capacity)
             weights_KS = self.weigh(scores, slots.experts_KS.t()).t()
             is_dropped_KS = slots.slots_KS == num_experts * capacity
             return Routing(
@@ -124,7 +124,11 @@ def first_capacity(num_tokens: int, num_experts: int, settings: CapacitySettings
 
 
 def last_capacity(
-    slots: Slots, capacity: int, settings: CapacitySettings, group: dist.ProcessGroup | None
+    slots: Slots,
+    capacity: int,
+    settings: CapacitySettings,
+    group: dist.ProcessGroup | None,
+    needs_capacity: bool = True,
 ) -> tuple[Slots, int]:
     """The slots and the capacity to go by: if nothing is dropped, what the fullest expert of all ranks needs.
 
@@ -133,8 +137,9 @@ def last_capacity(
         capacity: that one.
         settings: of the gate.
         group: the ranks that have to agree; they wait for each other, and the host for the device.
+        needs_capacity: see :attr:`GateBase.needs_capacity`.
     """
-    if settings.drop_tokens:
+    if settings.drop_tokens or not needs_capacity:
         return slots, capacity
     agreed = dropless_capacity(slots.counts_E, group)
     return slots._replace(slots_KS=with_capacity(slots.slots_KS, len(slots.counts_E), capacity, agreed)), agreed

@@ -230,6 +230,10 @@ class DebugBlock(_Block):
     check_router: bool = Field(False, description="stop all ranks at nan or infinity in a router's input")
 
 
+Dispatch = Literal["auto", "rows", "slots"]
+"""What travels to the experts."""
+
+
 class FSMoEBlock(_Block):
     """The whole block."""
 
@@ -241,6 +245,11 @@ class FSMoEBlock(_Block):
     ] = Field(None, description="left out: each layer keeps its own gate")
     order: Part = Field("auto", description="name of an order on the shelf")
     alltoall: Part = Field("auto", description="name of an all-to-all on the shelf")
+    dispatch: Annotated[Dispatch, _NullIsAuto()] = Field(
+        "auto",
+        description="what travels: rows, as many as tokens have chosen an expert, or slots, as many as the fullest "
+        "expert has; auto: rows where nothing is dropped",
+    )
     esp_size: int = Field(
         1, ge=1, alias="expert_tensor_parallel_size", description="ranks that share one expert's hidden width"
     )

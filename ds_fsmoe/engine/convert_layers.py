@@ -187,6 +187,7 @@ def convert(
     replaced = _take_over_gate(layer, gate)
     if isinstance(inner.gate, (FSMoEGate, GateBase)):
         inner.gate.ops = parts.ops
+    parts.check_dispatch(inner.gate)
     inner.__class__ = FSMoELayer
     inner.fsmoe = LayerState(parts, parts.order_for(inner.gate), running, label, path, tensor_parallel_use(layer))
     if running is not None:
@@ -323,6 +324,7 @@ def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
             with torch.device("meta"):
                 gate = _make_gate(layer, block.gate, name)
         parts.order_for(gate)
+        parts.check_dispatch(gate)
 
 
 class MoE(StockMoE):

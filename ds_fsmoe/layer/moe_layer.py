@@ -37,7 +37,7 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
-from ds_fsmoe.layer.row_routing import number_rows
+from ds_fsmoe.layer.row_routing import number_rows, sends_rows
 from ds_fsmoe.layer.widths import check_width, naming_widths
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.ops import REFERENCE, Ops
@@ -231,6 +231,8 @@ class MOELayer(nn.Module):
         overlap: ``False`` runs one task after another.
         ops: operators for the gate and the order, as ``ds_fsmoe.load_ops("auto", "cpu")`` loads them; those in plain
             torch unless given.
+        dispatch: what travels to the experts: ``"rows"``, as many as tokens have chosen an expert, or ``"slots"``, as
+            many as the fullest expert has. ``"auto"``: rows where the gate drops nothing.
 
     Raises:
         ValueError: sizes do not fit together, or a part does not exist.
@@ -253,6 +255,7 @@ class MOELayer(nn.Module):
         pipeline_degree: int | tuple[int, int] = 1,
         overlap: bool = True,
         ops: Ops = REFERENCE,
+        dispatch: Literal["auto", "rows", "slots"] = "auto",
     ) -> None:
         super().__init__()
         if isinstance(alltoall_impl, str):
@@ -279,6 +282,13 @@ class MOELayer(nn.Module):
         degrees = (pipeline_degree,) * 2 if isinstance(pipeline_degree, int) else tuple(pipeline_degree)
         if len(degrees) != 2 or not all(isinstance(each, int) and each >= 1 for each in degrees):
             raise ValueError(f"MOELayer: pipeline_degree = {pipeline_degree!r}: must be 1 or more, or a pair of such")
+        if dispatch not in ("auto", "rows", "slots"):
+            raise ValueError(f'MOELayer: dispatch = {dispatch!r}: must be "auto", "rows" or "slots"')
+        if dispatch == "rows" and not (issubclass(kind, Routing) and alltoall_impl.takes_rows):
+            raise ValueError(
+                f'MOELayer: dispatch = \'rows\': must be "auto" or "slots" with {type(gate_impl).__name__} and '
+                f"{type(alltoall_impl).__name__}"
+            )
         gate_impl.build_once(model_dim, num_experts)
         gate_impl.ops = order_impl.ops = ops
         self.gate = gate_impl
@@ -288,6 +298,7 @@ class MOELayer(nn.Module):
         self.group = group
         self.return_stats = return_stats
         self.overlap = overlap
+        self.dispatch = dispatch
         self._degrees = degrees
         self._alltoall = alltoall_impl
         self._running: tuple[Pipeline, ExpertSet] | None = None
@@ -304,6 +315,8 @@ class MOELayer(nn.Module):
             self._looked.add(self.training)
             self._leave_whole_if_need_be(x)
         pipeline, experts = self._running
+        in_rows = sends_rows(self.dispatch, self.gate, pipeline.collectives)
+        self.gate.needs_capacity = not in_rows
         result = token_path(
             x,
             used_token_S,
@@ -315,6 +328,7 @@ class MOELayer(nn.Module):
             callbacks=self.callbacks,
             width=self.gate.takes_width,
             name="MOELayer",
+            in_rows=in_rows,
         )
         return result if self.return_stats else result.output
 

@@ -11,8 +11,8 @@ from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackBase
 from ds_fsmoe.components.order import OrderBase
-from ds_fsmoe.components.routing import kind_of
-from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.components.routing import Routing, kind_of
+from ds_fsmoe.config.blocks import Dispatch, FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.ops import Ops, load_ops
 
@@ -30,6 +30,8 @@ class Parts:
     asked_order: str
     """The name of the order for all layers; "auto": each layer gets the one that goes with its gate."""
     ops: Ops
+    dispatch: Dispatch = "auto"
+    """Whether rows travel or slots, see :attr:`FSMoEBlock.dispatch`."""
     _orders: dict[str, OrderBase] = field(default_factory=dict, repr=False)
 
     def order_for(self, gate: Any) -> OrderBase:
@@ -52,6 +54,21 @@ class Parts:
                 f"{type(gate).__name__}, whose decision is a {kind.__name__}"
             )
         return order
+
+    def check_dispatch(self, gate: Any) -> None:
+        """Refuse rows where only slots can travel.
+
+        Raises:
+            ConfigError: rows were asked for, and the gate or the all-to-all has none.
+        """
+        if self.dispatch != "rows":
+            return
+        slots_only = f'{BLOCK}.dispatch = "rows": must be "auto" or "slots" with'
+        kind = kind_of(gate)
+        if not issubclass(kind, Routing):
+            raise ConfigError(f"{slots_only} {type(gate).__name__}, whose decision is a {kind.__name__}")
+        if not self.alltoall.takes_rows:
+            raise ConfigError(f"{slots_only} {type(self.alltoall).__name__}, which does not define exchange_rows")
 
     @property
     def order_name(self) -> str:
@@ -77,7 +94,7 @@ def choose_parts(block: FSMoEBlock, device_type: str) -> Parts:
     name = "flat" if block.alltoall == "auto" else block.alltoall
     alltoall = registry.lookup("alltoall", name)()
     _check_kind(alltoall, AllToAllBase, name)
-    return Parts(alltoall, _make_callbacks(block), block.order, ops)
+    return Parts(alltoall, _make_callbacks(block), block.order, ops, block.dispatch)
 
 
 def _check_kind(part: Any, base: type, name: str) -> None:

@@ -7,14 +7,36 @@ Letters: S tokens on this rank, E experts of all ranks, K choices per token, T s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, kind_of
+from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.ops import Ops
+
+
+def drops_nothing(gate: Any) -> bool:
+    """Whether a gate gives every choice a place, as its settings say now; a gate of one's own by ``drop_tokens``."""
+    return getattr(getattr(gate, "settings", gate), "drop_tokens", True) is False
+
+
+def sends_rows(dispatch: str, gate: Any, collectives: Collectives) -> bool:
+    """Whether rows travel, instead of slots.
+
+    Args:
+        dispatch: what was asked for, see :attr:`~ds_fsmoe.config.blocks.FSMoEBlock.dispatch`.
+        gate: the gate of the layer.
+        collectives: those of the layer.
+    """
+    if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
+        return False
+    if collectives.ep_group is not None and collectives.exchange_rows is None:
+        return False
+    return dispatch == "rows" or drops_nothing(gate)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.order import OrderBase
+from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
 from ds_fsmoe.execution.pipeline import Pipeline, Window
@@ -18,6 +20,7 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParal
 from ds_fsmoe.layer.alltoall_tasks import Exchange
 from ds_fsmoe.layer.moe_layer import pipeline_without_engine
 from ds_fsmoe.layer.parts import Parts
+from ds_fsmoe.layer.row_routing import sends_rows
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.unsharded import UnshardedExperts
 from ds_fsmoe.observing.instruments import Check, Instrument
@@ -76,6 +79,15 @@ class LayerState:
         """The ranks that agree on a capacity, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.capacity_group
 
+    def sends_rows(self, gate: Any) -> bool:
+        """Whether rows travel in the next call, instead of slots; the same on every rank.
+
+        Args:
+            gate: the gate of the layer.
+        """
+        assert self.pipeline is not None
+        return self.duplicates is None and sends_rows(self.parts.dispatch, gate, self.pipeline.collectives)
+
     @property
     def mp_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
@@ -90,6 +102,11 @@ class LayerState:
         assert self.running is not None
         groups = self.groups = self.running.groups(ep_size, self.tensor_parallel)
         if self.tensor_parallel.same_tokens and groups.mp_group is not None:
+            if self.parts.dispatch == "rows":
+                raise ConfigError(
+                    f'fsmoe.dispatch = "rows": must be "auto" or "slots" with {self.path}, whose tensor-parallel ranks '
+                    "have the same tokens and send a part of the slots each"
+                )
             self.duplicates = TensorParallelTokens(groups.mp_group)
         self.apply(self.running.plan)
         self.running.observer.meet(self.pipeline, groups)

@@ -54,6 +54,8 @@ class FSMoEGate(StockTopKGate):
     """The operators, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     says_entropy: bool = False
     """Whether the entropy is reported, see :class:`~ds_fsmoe.components.gate.GateBase`."""
+    needs_capacity: bool = True
+    """Whether ranks have to agree on a capacity, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     _entropy: torch.Tensor | None = None
 
     @property
@@ -69,7 +71,8 @@ class FSMoEGate(StockTopKGate):
         use_tutel: bool = False,
     ) -> StockRoutes | StockMasks:
         """Take stock's arguments and return its results; ``use_tutel`` changes nothing."""
-        routing = self.decide(input, used_token, self.ep_group)
+        # Where rows travel, the ranks need not agree, and may not all have come here: what is shown is this rank's.
+        routing = self._decide(input, used_token, self.ep_group if self.needs_capacity else None, True)
         self._entropy = routing.entropy
         return stock_routes(routing) if sparse_routes else stock_masks(routing)
 
@@ -82,9 +85,19 @@ class FSMoEGate(StockTopKGate):
 
     def decide(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
         """See :class:`~ds_fsmoe.components.gate.GateBase`."""
+        return self._decide(x_SM, used_token_S, group, self.needs_capacity)
+
+    def _decide(
+        self,
+        x_SM: torch.Tensor,
+        used_token_S: torch.Tensor | None,
+        group: dist.ProcessGroup | None,
+        needs_capacity: bool,
+    ) -> Routing:
         with _timed(self, TOPK_GATE_TIMER, "gate_time") if self.wall_clock_breakdown else nullcontext():
-            settings, ops, says_entropy = gate_settings(self), self.ops, self.says_entropy
-            return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, ops, says_entropy)
+            options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": needs_capacity}
+            settings = gate_settings(self)
+            return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, **options)
 
 
 def gate_settings(gate: StockTopKGate) -> TopKSettings:
@@ -130,7 +143,10 @@ class FSMoELayer(StockMOELayer):
             self._run_alone()
         for check in state.checks:
             check(self, hidden_states)
-        call = self._call(hidden_states)
+        in_rows = state.sends_rows(self.gate)
+        if isinstance(self.gate, (FSMoEGate, GateBase)):
+            self.gate.needs_capacity = not in_rows
+        call = self._call(hidden_states, in_rows)
         with _stock_times(self, call) if self.wall_clock_breakdown else nullcontext():
             for show in state.instruments:
                 show(call)
@@ -146,6 +162,7 @@ class FSMoELayer(StockMOELayer):
                 duplicates=state.duplicates,
                 width=getattr(self.gate, "takes_width", None),
                 name=state.path,
+                in_rows=in_rows,
             )
         self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
         if state.mp_group is not None and not state.tensor_parallel.same_tokens:
@@ -161,7 +178,7 @@ class FSMoELayer(StockMOELayer):
             )
         self.fsmoe.run_alone(self.ep_group)
 
-    def _call(self, x: torch.Tensor) -> LayerCall:
+    def _call(self, x: torch.Tensor, in_rows: bool) -> LayerCall:
         """Return the next call of the layer, as it is made where no instrument changes it."""
         state, local = self.fsmoe, self.local_experts()
         experts: ExpertSet | WholeExperts | None = local
@@ -175,7 +192,8 @@ class FSMoELayer(StockMOELayer):
                 )
         assert experts is not None
         group = state.capacity_group
-        return LayerCall(state.label, state.path, self.training, x, group, self.route, state.pipeline, experts, local)
+        of_layer = state.label, state.path, self.training, x, group, self.route, state.pipeline, experts, local
+        return LayerCall(*of_layer, in_rows)
 
     def local_experts(self) -> ExpertSet | None:
         """Return the experts of this rank; ``None`` where nothing is known of the module that holds them."""

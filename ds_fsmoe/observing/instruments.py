@@ -42,6 +42,8 @@ class LayerCall:
     """The experts of this rank, in the form in which they are called."""
     local_experts: ExpertSet | None
     """The experts of this rank one by one; ``None`` where nothing is known of the module that holds them."""
+    in_rows: bool = False
+    """Whether rows travel instead of slots; then ranks need not have equally many."""
 
 
 Instrument = Callable[[LayerCall], None]

@@ -9,7 +9,9 @@ when tokens are dropped.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.ops.reference import Slots
 from ds_fsmoe.registry import register_gate
 
+Agree = Callable[[Slots, int], tuple[Slots, int]]
+"""Turns slots and the first capacity into those to go by, see :func:`last_capacity`."""
 _JITTER = 1e-2  # inputs of the router are scaled by a factor in 1 +- this
 
 
@@ -68,8 +72,8 @@ class LinearGate(SettingsGate):
         used_token_S: torch.Tensor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
-        settings, ops, says_entropy = self.settings, self.ops, self.says_entropy
-        return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, ops, says_entropy)
+        options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": self.needs_capacity}
+        return route_top_k(x_SM, self.wg.weight, self.settings, self.training, used_token_S, group, **options)
 
 
 def route_top_k(
@@ -81,6 +85,7 @@ def route_top_k(
     group: dist.ProcessGroup | None = None,
     ops: Ops = REFERENCE,
     says_entropy: bool = False,
+    needs_capacity: bool = True,
 ) -> Routing:
     """Score, choose, drop: the whole gate as a function, for modules that hold the matrix themselves.
 
@@ -93,6 +98,7 @@ def route_top_k(
         group: the ranks over which a dropless capacity is agreed.
         ops: the operators to use.
         says_entropy: whether to say how sure the router is.
+        needs_capacity: see :attr:`~ds_fsmoe.components.gate.GateBase.needs_capacity`.
 
     Raises:
         ValueError: a mask of another length than the tokens.
@@ -106,7 +112,8 @@ def route_top_k(
     used_S = which_are_used(used_token_S, len(x_SM))
     settings = replace(settings, noisy_gate_policy=noise)
     route = {1: _route_top_1, 2: _route_top_2}.get(settings.k, _route_more)
-    routing = route(logits_SE, settings, training, used_S, group, ops)
+    agree = partial(last_capacity, settings=settings, group=group, needs_capacity=needs_capacity)
+    routing = route(logits_SE, settings, training, used_S, agree, ops)
     return replace(routing, entropy=entropy_of(F.softmax(logits_SE, dim=1), used_S)) if says_entropy else routing
 
 
@@ -150,7 +157,7 @@ def _route_top_1(
     settings: TopKSettings,
     training: bool,
     used_S: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
+    agree: Agree,
     ops: Ops,
 ) -> Routing:
     """Switch Transformer's gate: the weight is the chosen expert's probability, not renormalised."""
@@ -173,7 +180,7 @@ def _route_top_1(
         precedence_SE = _scores(torch.zeros_like(chosen_SE)).scatter_(0, staying_CE, 1.0)
     precedence_KS = precedence_SE.gather(1, expert_KS.t()).t()
     slots = ops.take_slots(expert_KS, num_experts, capacity, used_S, "score", precedence_KS)
-    slots, capacity = last_capacity(slots, capacity, settings, group)
+    slots, capacity = agree(slots, capacity)
     weights_KS = probs_SE.gather(1, expert_KS.t()).t()
     return _routing(slots, _of_kept(weights_KS, slots, capacity), aux_loss, capacity)
 
@@ -183,7 +190,7 @@ def _route_top_2(
     settings: TopKSettings,
     training: bool,
     used_S: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
+    agree: Agree,
     ops: Ops,
 ) -> Routing:
     """GShard's gate: second choices queue behind all first choices; weights are renormalised over what was kept."""
@@ -200,7 +207,7 @@ def _route_top_2(
 
     capacity = first_capacity(num_tokens, num_experts, settings, training)
     slots = ops.take_slots(expert_KS, num_experts, capacity, used_S, "choice")
-    slots, capacity = last_capacity(slots, capacity, settings, group)
+    slots, capacity = agree(slots, capacity)
     weights_KS = _of_kept(probs_SE.gather(1, expert_KS.t()).t(), slots, capacity)
     total_S = torch.clamp(weights_KS[0] + weights_KS[1], min=torch.finfo(probs_SE.dtype).eps)
     return _routing(slots, weights_KS / total_S, aux_loss, capacity)
@@ -211,7 +218,7 @@ def _route_more(
     settings: TopKSettings,
     training: bool,
     used_S: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
+    agree: Agree,
     ops: Ops,
 ) -> Routing:
     """k >= 3: full experts keep their most probable tokens (or the first); weights renormalised over what was kept."""
@@ -226,7 +233,7 @@ def _route_more(
     balance_E = probs_SE.mean(dim=0) * _share_E(expert_KS, probs_SE, used_S)
     aux_loss = torch.mean(balance_E) * num_experts * num_experts / settings.k
 
-    slots, capacity = last_capacity(slots, capacity, settings, group)
+    slots, capacity = agree(slots, capacity)
     weights_KS = _of_kept(probs_SE.gather(1, expert_KS.t()).t(), slots, capacity)
     # Summed over all E columns, zeros included, and so is the gradient, because the order of a sum is part of stock's
     # last bit.
