@@ -110,14 +110,16 @@ def test_both_systems_do_the_same_work_in_the_same_layout(compared: list, case: 
     assert filled[1] == pytest.approx(filled[0], rel=0.1)
 
 
-def test_where_nothing_is_dropped_no_token_is_and_ours_has_at_least_the_slots_of_stock(compared: list) -> None:
+def test_where_nothing_is_dropped_no_token_is_and_ours_sends_no_more_than_stock(compared: list) -> None:
     of_ranks = {system: [found["node, no drop", system][0] for found in compared] for system in ("stock", "ours")}
     for stock, ours in zip(*of_ranks.values(), strict=True):
         assert ours.attention_flops == stock.attention_flops
-        # A slot more or less is as much more or less of everything; with fewer tokens each, ranks need more of them.
-        shares = [getattr(ours, each) / getattr(stock, each) for each in ("slots", "expert_flops", "sent_bytes")]
-        assert shares == pytest.approx([shares[0]] * 3)
-        assert 1.0 <= shares[0] < 1.5
+        # A row more or less is as much more or less of everything, but for the counts that travel ahead.
+        slots, flops, sent = (
+            getattr(ours, each) / getattr(stock, each) for each in ("slots", "expert_flops", "sent_bytes")
+        )
+        assert flops == pytest.approx(slots)
+        assert 0.5 < slots < sent < 1.0
     for works in of_ranks.values():
         # Every token of both nodes is at k experts, each of which is on two ranks, in every layer.
         assert sum(each.filled for each in works) == 2 * (2 * TOKENS) * CHOICES * LAYERS

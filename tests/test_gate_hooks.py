@@ -136,7 +136,10 @@ def compared(rank: int, world_size: int) -> list[str]:
         case = Case(ep_size=2, k=1 + number % 3, drop_tokens=number % 2 == 0)
         runs = [
             trained(initialize, block, case, rank, put, early=number % 2 == 1)
-            for initialize, block in ((deepspeed.initialize, {}), (ds_fsmoe.initialize, {"enabled": True}))
+            for initialize, block in (
+                (deepspeed.initialize, {}),
+                (ds_fsmoe.initialize, {"enabled": True, "dispatch": "slots"}),
+            )
         ]
         if not same(*runs):
             different.append(put.__name__)

@@ -42,6 +42,7 @@ def gradients_of(
     is_training: bool,
     num_tokens: int,
     group: dist.ProcessGroup | None = None,
+    dispatch: Any = "slots",
 ) -> tuple[list[torch.Tensor | None], int]:
     """The result and the gradients of the tokens and of all parameters; how many slots there were."""
     torch.manual_seed(0)
@@ -54,6 +55,7 @@ def gradients_of(
         return_stats=True,
         pipeline_degree=degrees,
         group=group,
+        dispatch=dispatch,
     ).train(is_training)
     capacities: list[int] = []
     layer.gate.register_forward_hook(lambda module, args, routing: capacities.append(routing.capacity))
@@ -77,6 +79,10 @@ def test_a_layer_with_no_slots_is_the_same_in_any_number_of_chunks(gate: str, or
             for one, other in zip(cut, whole, strict=True):
                 assert (one is None) == (other is None)
                 assert one is None or torch.equal(one, other)
+            on_rows, _ = gradients_of(gate, order, degrees, is_training, num_tokens, dispatch="auto")
+            for one, other in zip(on_rows, whole, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or torch.equal(one, other)
 
 
 def with_no_slots(rank: int, world_size: int) -> None:
@@ -85,6 +91,9 @@ def with_no_slots(rank: int, world_size: int) -> None:
         assert capacity == 0
         cut, _ = gradients_of(gate, "sparse", degrees, True, num_tokens, dist.group.WORLD)
         for one, other in zip(cut, whole, strict=True):
+            assert one is None or torch.equal(one, other)
+        on_rows, _ = gradients_of(gate, "sparse", degrees, True, num_tokens, dist.group.WORLD, "auto")
+        for one, other in zip(on_rows, whole, strict=True):
             assert one is None or torch.equal(one, other)
 
 

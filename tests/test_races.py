@@ -188,13 +188,13 @@ def test_a_host_that_waits_between_tasks_is_reported(monkeypatch: pytest.MonkeyP
 
 def test_the_pipeline_that_is_watched_is_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = set()
-    call = Pipeline.__call__
+    run = Pipeline.run
 
-    def noted(self: Pipeline, *args: Any) -> Any:
+    def noted(self: Pipeline, *args: Any, **options: Any) -> Any:
         kinds.add(type(self.lanes))
-        return call(self, *args)
+        return run(self, *args, **options)
 
-    monkeypatch.setattr(Pipeline, "__call__", noted)
+    monkeypatch.setattr(Pipeline, "run", noted)
     gpu, _ = watched(replace(Case(), forward=3))
     assert kinds == {StreamLanes}
     assert len({use.stream for block in gpu.blocks.values() for use in block.uses}) in (0, 2, 3)

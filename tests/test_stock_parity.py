@@ -71,14 +71,19 @@ def train(case: Case, rank: int, initialize: Any, block: dict | None) -> dict[st
     return seen
 
 
-def differences(ours: dict[str, list[torch.Tensor]], stocks: dict[str, list[torch.Tensor]]) -> list[str]:
-    """Names of what is not equal bit for bit."""
+def differences(
+    ours: dict[str, list[torch.Tensor]], stocks: dict[str, list[torch.Tensor]], tolerance: float = 0.0
+) -> list[str]:
+    """Names of what is not equal, bit for bit unless a tolerance is given."""
     assert ours.keys() == stocks.keys()
+
+    def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+        if not tolerance:
+            return torch.equal(one, other)
+        return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance)
+
     return [
-        name
-        for name in ours
-        if len(ours[name]) != len(stocks[name])
-        or not all(torch.equal(a, b) for a, b in zip(ours[name], stocks[name], strict=True))
+        name for name in ours if len(ours[name]) != len(stocks[name]) or not all(map(equal, ours[name], stocks[name]))
     ]
 
 
@@ -93,12 +98,17 @@ def compare_with_stock(rank: int, world_size: int, cases: list[Case]) -> list[st
         # By rule, so that gradients travel in windows from the second step on. Over more than two ranks the last bits
         # of a sum depend on where in a message it lies, so there the messages are DeepSpeed's.
         mode = "off" if world_size > 2 else "auto"
-        block = {"enabled": True, "deterministic": True, "gradient_partition": {"mode": mode}}
+        block = {"enabled": True, "deterministic": True, "gradient_partition": {"mode": mode}, "dispatch": "slots"}
         ours = train(case, rank, ds_fsmoe.initialize, block)
         if case.stage == 0:
             # Where DeepSpeed's norm leaves experts out; ours is held against the truth in test_gradient_norm.
             ours["norms"] = stocks["norms"]
         found += [f"{case}: {name}" for name in differences(ours, stocks)]
+        if not case.drop_tokens and case.dtype == "fp32":
+            # Rows meet in other products than slots do, so the last bits may differ.
+            rows = train(case, rank, ds_fsmoe.initialize, block | {"dispatch": "auto"})
+            rows["norms"] = ours["norms"]
+            found += [f"{case} on rows: {name}" for name in differences(rows, stocks, 1e-3)]
         assert len(stocks["losses"]) == STEPS * case.accumulation
         assert not torch.equal(stocks["losses"][0], stocks["losses"][-1])
     return found

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.log import log_on_rank_0
@@ -77,9 +78,15 @@ class ExpertResults:
 
     def look(self, path: str, x_NeCM: torch.Tensor, y_NeCM: torch.Tensor) -> None:
         """Check what the experts of this rank were given and what they returned."""
-        given_e, made_e = (_is_bad(each) for each in (x_NeCM, y_NeCM))
+        self._note(path, _is_bad(x_NeCM), _is_bad(y_NeCM))
+
+    def _note(self, path: str, given_e: torch.Tensor, made_e: torch.Tensor) -> None:
         own_e = self._found_E[path].narrow(0, self._first[path], len(given_e))
         torch.maximum(own_e, torch.where(given_e, _GIVEN, _MADE * made_e.int()), out=own_e)
+
+    def look_at_rows(self, path: str, x_RM: torch.Tensor, y_RM: torch.Tensor, sizes: list[int]) -> None:
+        """The same for rows that lie expert by expert, of each as many as ``sizes`` says."""
+        self._note(path, _is_bad_row(x_RM, sizes), _is_bad_row(y_RM, sizes))
 
     def before_step(self, step: int) -> None:
         """Let all ranks look at what was found since the last time. Collective.
@@ -110,6 +117,12 @@ class ExpertResults:
         log_on_rank_0(said, logging.WARNING)
 
 
+def _is_bad_row(rows_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Return the same for rows that lie expert by expert, of each as many as ``sizes`` says: [e]."""
+    bad_R = ~torch.isfinite(rows_RM.detach()).flatten(1).all(dim=1)
+    return torch.stack([of_expert.any() for of_expert in bad_R.split(sizes)])
+
+
 def _is_bad(rows_NeCM: torch.Tensor) -> torch.Tensor:
     """Return for each expert whether its rows hold nan or infinity: [e]."""
     return ~torch.isfinite(rows_NeCM.detach()).all(dim=3).all(dim=2).all(dim=0)
@@ -133,6 +146,19 @@ class _Watched:
             y_NeCM = forward(start, stop, x_NeCM)
             self._results.look(self._path, x_NeCM, y_NeCM)
             return y_NeCM
+
+        call.forward = watched  # type: ignore[method-assign]
+        return call
+
+    def call_rows(self, needs_backward: bool, rows: CallRows, *args: Any, **options: Any) -> RowCall:
+        """Return a :class:`RowCall` that is checked when it goes forward."""
+        call = self._experts.call_rows(needs_backward, rows, *args, **options)
+        forward = call.forward
+
+        def watched(chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
+            y_RM = forward(chunk, x_RM)
+            self._results.look_at_rows(self._path, x_RM, y_RM, rows.forward.chunks[chunk].of_experts)
+            return y_RM
 
         call.forward = watched  # type: ignore[method-assign]
         return call
