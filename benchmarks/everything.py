@@ -44,7 +44,8 @@ ONLY_IN_FULL = (
         "cases/bench_pipeline.py",
         "cases/bench_alltoall.py",
     ),
-    *("cases/bench_gradients.py", "cases/bench_autotune.py", "cases/bench_wire.py", "cases/bench_bed.py"),
+    *("cases/bench_gradients.py", "cases/bench_autotune.py", "cases/bench_wire.py"),
+    *("cases/bench_rows.py", "cases/bench_bed.py"),
 )
 ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"mode": "shared"}, "cases/bench_layer.py --only 1 4 13"),
