@@ -21,7 +21,12 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from ds_fsmoe.components.gates.topk import LinearGate
 from ds_fsmoe.components.orders.sparse import SimpleOrder
+from ds_fsmoe.execution.counts_exchange import CountsExchange
 from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.row_sizes import ALONE
+from ds_fsmoe.execution.slot_chunks import SlotLayout
+from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.layer.moe_layer import token_path
 
 
@@ -105,11 +110,19 @@ def counts_of(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Te
 
 
 def layer_counts(num_experts: int, degree: int, together: str, k: int = 2) -> dict[str, Counts]:
-    """Of the experts' part alone and of a whole layer (gate, order, experts, back), forward and backward."""
+    """Of the experts' part alone and of a whole layer (gate, order, experts, back), forward and backward.
+
+    Args:
+        num_experts: all of them on this rank.
+        degree: chunks, in both phases.
+        together: whether experts are computed together, see :class:`ExpertSet`; ``"rows"``: on rows instead of slots.
+        k: choices of a token.
+    """
+    in_rows = together == "rows"
     torch.manual_seed(0)
     width = 16
     layer = MOELayer(
-        LinearGate(k=min(k, num_experts)),
+        LinearGate(k=min(k, num_experts), drop_tokens=not in_rows),
         SimpleOrder(),
         model_dim=width,
         num_experts=num_experts,
@@ -122,10 +135,15 @@ def layer_counts(num_experts: int, degree: int, together: str, k: int = 2) -> di
     layer(x_SM)
     pipeline, _ = layer._running
     assert isinstance(pipeline.lanes, SerialLanes)
-    experts = ExpertSet(list(layer.experts.experts), together=together)
+    experts = ExpertSet(list(layer.experts.experts), together="auto" if in_rows else together)
     capacity = 8
     x_RM = torch.randn(num_experts * capacity, width, requires_grad=True)
-    part = counts_of(lambda: pipeline(x_RM, num_experts, capacity, experts), [x_RM, *layer.parameters()])
+    layout: RowLayout | SlotLayout = SlotLayout(num_experts, capacity, pipeline.degrees)
+    if in_rows:
+        counts_ET = torch.full((num_experts, degree), capacity // degree)
+        counts = CountsExchange.begin(counts_ET, torch.zeros((), dtype=torch.long), ALONE, TokenCuts(degree, degree))
+        layout = RowLayout(counts.wait(), num_experts, capacity)
+    part = counts_of(lambda: pipeline.run(x_RM, layout, experts), [x_RM, *layer.parameters()])
     parts = {"gate": layer.gate, "order": layer.order, "pipeline": pipeline, "experts": experts, "group": None}
-    whole = counts_of(lambda: token_path(x_SM, None, **parts).output, [x_SM, *layer.parameters()])
+    whole = counts_of(lambda: token_path(x_SM, None, **parts, in_rows=in_rows).output, [x_SM, *layer.parameters()])
     return dict(zip(("part forward", "part backward", "layer forward", "layer backward"), (*part, *whole), strict=True))

@@ -18,6 +18,8 @@ from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import communicator_like
 from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.row_sizes import ChunkSizes, PhaseSizes, RowSizes
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -54,6 +56,7 @@ class Way:
     backward: bool
     late_dw: int = 0
     slices: tuple[str, ...] = ()
+    in_rows: bool = False
 
 
 def layouts(world_sizes: Sequence[int]) -> list[Layout]:
@@ -104,6 +107,11 @@ class Copies:
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> Copies:
         return self
 
+    def call_rows(
+        self, needs_backward: bool, rows: Any, x_RM: torch.Tensor, *, recompute: bool = False
+    ) -> CopiesOfRows:
+        return CopiesOfRows()
+
     def forward(self, start: int, stop: int, rows: torch.Tensor) -> torch.Tensor:
         return rows.clone()
 
@@ -123,6 +131,31 @@ class Copies:
 
     def rows(self) -> list[torch.Tensor]:
         return []
+
+
+class CopiesOfRows(Copies):
+    """The same for rows."""
+
+    def forward(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return rows.clone()
+
+    backward = backward_dx = forward
+
+    def backward_dw(self, chunk: int) -> None:  # type: ignore[override]
+        pass
+
+
+def sizes_of_rows(pipeline: Pipeline, num_experts: int) -> RowSizes:
+    """As they are where every rank sends one row to each expert in each chunk."""
+    collectives = pipeline.collectives
+    ranks, sharing = collectives.num_exchanging, collectives.num_sharing
+    here = num_experts // ranks
+    between = [[here] * ranks] * ranks if collectives.passes_on else None
+    chunk = ChunkSizes([here] * ranks, [here] * ranks, [num_experts] * sharing, [ranks * sharing] * here, between)
+    degree = pipeline.forward.block.degree
+    starts = tuple(num_experts * each for each in range(degree + 1))
+    phase = PhaseSizes((chunk,) * degree, starts, None, torch.zeros(degree, here, dtype=torch.int32))
+    return RowSizes(degree * num_experts, phase, phase, None, None)
 
 
 class Slices:
@@ -188,8 +221,13 @@ def _of_way(pipeline: Pipeline, way: Way, ep_size: int, tape: Tape) -> Program:
 
     pipeline = replace(pipeline, forward=plan(pipeline.forward), backward=plan(pipeline.backward))
     num_experts = 2 * ep_size
-    x_RM = torch.zeros(num_experts * CAPACITY, WIDTH, requires_grad=True)
-    y_RM = pipeline(x_RM, num_experts, CAPACITY, Copies())
+    if way.in_rows:
+        sizes = sizes_of_rows(pipeline, num_experts)
+        x_RM = torch.zeros(sizes.num_rows, WIDTH, requires_grad=True)
+        y_RM = pipeline.run(x_RM, RowLayout(sizes, num_experts, way.degree), Copies())
+    else:
+        x_RM = torch.zeros(num_experts * CAPACITY, WIDTH, requires_grad=True)
+        y_RM = pipeline(x_RM, num_experts, CAPACITY, Copies())
     forward = tape.take()
     if not way.backward:
         return forward

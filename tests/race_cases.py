@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +23,14 @@ from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.execution import counts_exchange
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from tests.pretended_gpu import Gpu, pretending
@@ -67,6 +70,8 @@ class Case:
     """"", "rounding" (the wire is narrower) or "copying" (new tensors at every point)."""
     whole: bool = False
     """The experts of a rank are called as one module, as where somebody has put a hook on it."""
+    in_rows: bool = False
+    """Rows travel instead of slots."""
 
 
 class Copying(CallbackBase):
@@ -97,7 +102,17 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
     alltoall = TwoStepAllToAll() if case.layout.alltoall == "2dh" else FlatAllToAll()
     exchange = exchange_in(groups, alltoall)
     assert exchange.planned == case.layout.alltoall
-    collectives = Collectives(exchange.whole, groups.ep_group, groups.esp_group, exchange.legs, ((0, "backend"),))
+    collectives = Collectives(
+        exchange.whole,
+        groups.ep_group,
+        groups.esp_group,
+        exchange.legs,
+        ((0, "backend"),),
+        exchange.rows,
+        exchange.row_legs,
+        block_of(groups),
+        exchange.passes_on,
+    )
     plans = (
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
         PhasePlan(
@@ -126,6 +141,7 @@ def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
         gate = LinearGate(**asdict(case.settings), top2_2nd_expert_sampling=False)
         gate.build_once(problem.weight_EM.shape[1], len(problem.experts))
         gate.double().load_state_dict({"wg.weight": problem.weight_EM})
+        gate.needs_capacity = not case.in_rows
         gates.append(gate.to("cuda"))
         experts.append([each.to("cuda") for each in local_experts(problem.experts, groups, layout.ep, layout.esp)])
         callbacks.append([each() for each in HOOKS[case.hooks]])
@@ -135,7 +151,7 @@ def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
         parts = {"gate": gates[number], "order": SimpleOrder(), "pipeline": pipelines[number]}
         group = groups.block_group
         of_layer = {"experts": sets[number], "group": group, "callbacks": callbacks[number]}
-        return token_path(x_SM, None, **parts, **of_layer).output
+        return token_path(x_SM, None, **parts, **of_layer, in_rows=case.in_rows).output
 
     parameters = [p for modules in experts for module in modules for p in module.parameters()]
     parameters += [p for gate in gates for p in gate.parameters()]
@@ -159,9 +175,30 @@ def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
     return found
 
 
+class _Arrived:
+    """Work that is done."""
+
+    def wait(self) -> None:
+        pass
+
+
+@contextmanager
+def counts_come_back() -> Iterator[None]:
+    """Nothing is sent, so that there are counts at all each rank is taken to send what this one does."""
+
+    def exchange(received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> _Arrived:
+        dist.all_to_all_single(received, sent, group=group)
+        received.copy_(sent)
+        return _Arrived()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counts_exchange, "dist", SimpleNamespace(all_to_all_single=exchange))
+        yield
+
+
 def watched(case: Case, gpu: Gpu | None = None, overlap: bool = True) -> tuple[Gpu, list[Any]]:
     """(the device, what was computed) of a case, on streams or one task after another."""
-    with world_of(case.layout.ranks), pretending(gpu) as gpu:
+    with world_of(case.layout.ranks), counts_come_back(), pretending(gpu) as gpu:
         lanes = make_lanes(torch.device("cuda"), overlap)
         found = train(case, lanes)
         found = [None if each is None else each.cpu() for each in found]

@@ -48,6 +48,18 @@ def test_in_the_order_of_issue_no_layer_gets_stuck_and_two_slots_do_without_it(l
     assert slots <= 2
 
 
+@sampled("layout", ALL, [ALL.index(each) for each in (FOUR, Layout(4, 4, 1, 2, "2dh"))], ids=str)
+def test_layers_on_rows_get_stuck_no_more_than_those_on_slots(layout: Layout) -> None:
+    asked = [replace(each, in_rows=True) for each in ways(2) if each.degree == 2 and len(each.slices) < 2]
+    recorded = list(programs(layout, asked).values())
+    for each in unlike(recorded):
+        assert difference(each) is None
+        assert common_order(each) is not None
+    slots, is_free = needs(recorded)
+    assert is_free
+    assert slots <= 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [each for each in ALL if each.world_size == 4], ids=str)
 def test_four_ranks_and_three_chunks_are_no_different(layout: Layout) -> None:

@@ -14,6 +14,7 @@ from ds_fsmoe.config.blocks import AutotuneBlock
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.observing.step_timer import MeasuredRun, MeasuredStep
 from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, Schedule
@@ -43,6 +44,9 @@ def one_by_one(schedule: Schedule, times_ms: Mapping[str, float]) -> Timeline:
 class Fixed:
     """Predicts the same whatever the sizes are."""
 
+    capacity = 8
+    """What the layers were planned for."""
+
     def timeline(self, schedule: Schedule, plan: PhasePlan, sizes: Any) -> Timeline:
         return one_by_one(schedule, PREDICTED)
 
@@ -67,12 +71,14 @@ class Played:
         return self.step
 
 
-def step_of(rest_ms: float = 80.0, batches: int = 1, label: str = "L00", **times_ms: float) -> MeasuredStep:
+def step_of(
+    rest_ms: float = 80.0, batches: int = 1, label: str = "L00", sizes: CallShape | None = None, **times_ms: float
+) -> MeasuredStep:
     runs = []
     for direction in batches * ("forward", "backward"):
         schedule = PLANS[direction].schedule
         timeline = one_by_one(schedule, PREDICTED | times_ms)
-        about = label, PLANS[direction], None
+        about = label, PLANS[direction], sizes
         runs.append(MeasuredRun(f"{label}/{direction}", direction == "backward", schedule, timeline, about))
     inside_ms = sum(run.timeline.makespan_ms for run in runs)
     return MeasuredStep(batches, batches, rest_ms / 4, inside_ms + 3 * rest_ms / 4, tuple(runs))
@@ -232,6 +238,29 @@ def test_drift_asks_for_new_plans_and_not_again_before_ten_more_steps(said: list
     assert said[0].count(" ms") == 3
     assert "The plans are new: others are made after 3 more such comparisons, if this lasts" in said[1]
     assert (len(watched.asked), len(said)) == (2, 3)
+
+
+def test_a_load_that_lasts_asks_for_new_plans_even_where_times_are_as_predicted(said: list[str]) -> None:
+    def rows(number: int, num_tokens: int | None = 64) -> CallShape:
+        return CallShape(4, number, 16, 4, 2, 512, num_tokens=num_tokens)
+
+    watched = Watched(retune_on_drift=True, drift_threshold=0.25)
+    watched.play(step_of(sizes=rows(9)), 3)
+    watched.play(step_of(sizes=rows(12)), 2)
+    watched.play(step_of(sizes=rows(8)))
+    # Slots are as many as they are, whoever sits in them.
+    watched.play(step_of(sizes=rows(12, None)), 5)
+    assert said == []
+    found = watched.play(step_of(sizes=rows(12)), 3)
+    assert found is not None
+    assert found.load == 1.5
+    assert watched.asked == [
+        "in step 13 the fullest rank had 1.50 times the rows that the layers were planned for, and the 2 steps "
+        "compared before it were off as well"
+    ]
+    watched.watch.plans_changed()
+    watched.play(step_of(sizes=rows(4)), 2)
+    assert len(watched.asked) == 1
 
 
 def test_a_step_in_which_plans_change_is_not_compared() -> None:

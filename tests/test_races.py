@@ -43,6 +43,8 @@ AXES = (
     (False, True),
     ("", "reentrant", "saved"),
     ("", "rounding", "copying"),
+    (False,),
+    (False, True),
 )
 
 
@@ -55,6 +57,7 @@ CASES += [
     Case(Layout(2, 2), 1, 1, whole=True),
     Case(Layout(4, 4, ranks_per_node=2, alltoall="2dh"), 1, 1, "mixtral", whole=True, hooks="copying"),
     Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, "reduce_first", whole=True, recompute=True, checkpointing="saved"),
+    Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, whole=True, in_rows=True),
 ]
 
 
@@ -77,6 +80,7 @@ WRONG = [
     Case(Layout(2, 2), 3, 3),
     Case(Layout(4, 2, 2, ranks_per_node=2), 2, 4, links="reduce_first", late_dw=4),
     Case(Layout(4, 4, ranks_per_node=2, alltoall="2dh"), 2, 2, "mixtral", hooks="copying"),
+    Case(Layout(4, 2, 2, ranks_per_node=2), 3, 2, "mixtral", NO_DROP, late_dw=1, in_rows=True),
 ]
 
 

@@ -29,15 +29,15 @@ class Pauses(Observer):
             pause(self._random, 0.0002, 0.001, 0.0018)
 
 
-def train(rank: int, steps: int, overlap: bool) -> tuple[list[torch.Tensor], int]:
+def train(rank: int, steps: int, overlap: bool, case: Case) -> tuple[list[torch.Tensor], int]:
     import ds_fsmoe
 
     torch.manual_seed(0)
-    model = SmallModel(Case(ep_size=2, k=2), rank)
+    model = SmallModel(case, rank)
     # By rule, because what is cut by a clock may be cut elsewhere in the other run.
     block = {"enabled": True, "overlap": overlap, "deterministic": True}
     block["pipeline_degree"] = {"forward": 3, "backward": 2}
-    config = Case(ep_size=2, k=2).ds_config(fsmoe=block)
+    config = case.ds_config(fsmoe=block)
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     pauses = Pauses(rank)
     seen = []
@@ -56,14 +56,15 @@ def train(rank: int, steps: int, overlap: bool) -> tuple[list[torch.Tensor], int
     return seen, pauses.count
 
 
-def compare(rank: int, world_size: int, steps: int) -> tuple[bool, int]:
-    serial, _ = train(rank, steps, overlap=False)
-    paused, count = train(rank, steps, overlap=True)
+def compare(rank: int, world_size: int, steps: int, case: Case) -> tuple[bool, int]:
+    serial, _ = train(rank, steps, False, case)
+    paused, count = train(rank, steps, True, case)
     return all(torch.equal(a, b) for a, b in zip(serial, paused, strict=True)), count
 
 
+@pytest.mark.parametrize("drop_tokens", [True, False], ids=["slots", "rows"])
 @pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_training_steps_with_random_pauses_equal_the_serial_run(steps: int, tmp_path: Path) -> None:
-    for equal, count in run_on_ranks(compare, 2, tmp_path, steps):
+def test_training_steps_with_random_pauses_equal_the_serial_run(steps: int, drop_tokens: bool, tmp_path: Path) -> None:
+    for equal, count in run_on_ranks(compare, 2, tmp_path, steps, Case(ep_size=2, k=2, drop_tokens=drop_tokens)):
         assert equal
         assert count > steps

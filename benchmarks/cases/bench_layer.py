@@ -18,7 +18,8 @@ Give each case a job of its own (``--only``): groups of ranks that earlier cases
 take processor time. Rows go to ``benchmarks/results/layer.csv`` (``layer_table2.csv`` with ``--table2``,
 ``layer_shared.csv`` on links that contend, ``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could
 beat, beside measurements to ``layer_predicted.csv`` and so on. ``--ablation`` measures the parts of ``fsmoe`` and
-``best`` one by one (``ablation.csv``).
+``best`` one by one (``ablation.csv``). ``--many`` puts ours beside AutoEP alone, with rows and with slots, in layers
+with up to 128 narrow experts (``layer_many.csv``).
 """
 
 from __future__ import annotations
@@ -73,6 +74,21 @@ def cases(table2: bool = False) -> tuple[Case, ...]:
     return tuple(found)
 
 
+def many_experts() -> tuple[Case, ...]:
+    """Layers as AutoEP can run them, in the layout of all ranks: one of the grid, and today's with many narrow experts
+    of which each token takes eight; each balanced and with a hot expert."""
+    found = []
+    for layer in (
+        Layer(B=4, L=64, M=64, ratio=64, f=None, ffn="mixtral"),
+        Layer(B=4, L=64, M=64, ratio=1, f=None, ffn="mixtral", E=16, k=8),
+        Layer(B=4, L=64, M=64, ratio=1, f=None, ffn="mixtral", E=32, k=8),
+        Layer(B=4, L=64, M=128, ratio=1, f=None, ffn="mixtral", E=128, k=8),
+    ):
+        skews: tuple[Skew, ...] = ("", "hot expert")
+        found += [Case(f"{each}, all ranks{links()}", each) for each in (replace(layer, skew=skew) for skew in skews)]
+    return tuple(found)
+
+
 def skewed(case: Case, skew: Skew) -> Case:
     """The same with another routing. Where slots are counted beforehand nothing takes longer but what is dropped; with
     nothing dropped, every expert gets as many slots as the fullest needs."""
@@ -95,6 +111,14 @@ class Parts(Contenders):
         steps = self.ours("node", "fsmoe", layer, gradients="off")
         steps.set_degree(degree)
         return steps
+
+    def beside_auto_ep(self) -> list[Variant]:
+        """AutoEP first, the baseline; ours in its layout, with rows, as it is, and with slots."""
+        return [
+            Variant("AutoEP", partial(AutoEPSteps, found=self.found["ranks"])),
+            Variant("best", partial(self.ours, "ranks", "best")),
+            Variant("best, slots", partial(self.ours, "ranks", "best", dispatch="slots")),
+        ]
 
     def ablation(self) -> list[Variant]:
         """Each part of ``fsmoe`` alone, and ``best`` without each of its own."""
@@ -133,11 +157,12 @@ def main() -> None:
     parser.add_argument("--table2", action="store_true", help="layers with Table 2's proportions, for 25 and 50 Mbit/s")
     parser.add_argument("--skew", action="store_true", help="the same with routing to hot experts, balanced first")
     parser.add_argument("--ablation", action="store_true", help="the parts of fsmoe and best, one by one")
+    parser.add_argument("--many", action="store_true", help="layers with many narrow experts too, beside AutoEP alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parser.parse_args()
     begin()
-    every = cases(args.table2)
+    every = many_experts() if args.many else cases(args.table2)
     chosen = every if args.only is None else tuple(every[i] for i in args.only)
     if args.skew:
         chosen = tuple(skewed(case, skew) for case in chosen for skew in SKEWS)
@@ -151,6 +176,10 @@ def main() -> None:
         if args.sweep:
             contenders.sweep(chosen[0].settings)
         for case in () if args.sweep else chosen:
+            if args.many:
+                grid = Grid("layer_many", (case,))
+                run_grid(grid, contenders.beside_auto_ep(), "AutoEP", effort, results=args.results)
+                continue
             if args.ablation:
                 run_grid(Grid("ablation", (case,)), contenders.ablation(), "deepspeed", effort, results=args.results)
                 continue

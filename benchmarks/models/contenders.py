@@ -65,9 +65,12 @@ class Contenders:
         """Stock DeepSpeed."""
         return self.steps(layer, layout, None)
 
-    def ours(self, layout: Layout, schedule: str, layer: Layer, gradients: str = "auto") -> Steps:
+    def ours(
+        self, layout: Layout, schedule: str, layer: Layer, gradients: str = "auto", dispatch: str = "auto"
+    ) -> Steps:
         """One of the presets."""
         block: dict[str, Any] = {"schedule": schedule, "gradient_partition": {"mode": gradients}}
+        block["dispatch"] = dispatch
         if layout == "node":
             block["esp_size"] = ranks_per_node()
         if schedule == "pipemoe_lina":

@@ -63,7 +63,8 @@ class Layer:
     def __str__(self) -> str:
         capacity = "no drop" if self.f is None else f"f {self.f:g}"
         skew = f", {self.skew}" if self.skew else ""
-        return f"{self.ffn} B {self.B} L {self.L} M {self.M} H {self.ratio}M {capacity}{skew}"
+        many = "" if (self.E, self.k) == (4, 2) else f"E {self.E} k {self.k} "
+        return f"{self.ffn} B {self.B} L {self.L} M {self.M} H {self.ratio}M {many}{capacity}{skew}"
 
     def directions(self) -> torch.Tensor:
         """[E, M], of length 1 and at right angles: tokens that point in one are meant for that expert."""

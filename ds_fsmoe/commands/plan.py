@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--experts", type=int, metavar="E", help="number of experts (the model's, or 8)")
     model.add_argument("--top-k", type=int, metavar="K", help="experts per token")
     model.add_argument("--capacity-factor", metavar="F", help="a number, or none where no token is dropped")
+    model.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="rows of the fullest rank over those of the mean rank, where no token is dropped (1)",
+    )
     model.add_argument("--ffn", help="gpt (two products) or mixtral (three)")
     model.add_argument("--heads", type=int, help="attention heads")
     model.add_argument("--kv-heads", type=int, help="heads of keys and values (as many)")
@@ -154,6 +160,8 @@ def _model(args: argparse.Namespace) -> tuple[Shape, int]:
     given = {name: value for name, value in given.items() if value is not None}
     if args.capacity_factor is not None:
         given["capacity_factor"] = _capacity_factor(args.capacity_factor)
+    if args.imbalance is not None:
+        given["imbalance"] = args.imbalance
     given["dtype_bytes"] = DTYPE_BYTES[args.dtype]
     known = None if args.model is None else model(args.model)
     num_experts = given.get("E", DEFAULT_EXPERTS if known is None else known.shape.E)

@@ -126,7 +126,7 @@ class CallSizes:
     num_ranks: int
     """The number of ranks the rows came from, N."""
     capacity: int
-    """The number of slots per expert, C."""
+    """The number of slots per expert, C; of rows the mean number that an expert here gets from a rank."""
     width: int
     """The width of a row, M."""
     dtype: torch.dtype
@@ -136,6 +136,8 @@ class CallSizes:
     """Whether the backward has the same chunks as the forward."""
     num_experts: int = 0
     """The number of experts of all ranks, E."""
+    num_tokens: int | None = None
+    """The number of tokens by which rows are cut; ``None`` where slots are."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,8 @@ class Pipeline:
             num_ranks, num_experts = num_exchanging * self.collectives.num_sharing, layout.num_experts
             slots = layout.slots_per_expert(num_ranks, max(1, num_experts // num_exchanging))
             same = layout.same_cuts
-            sizes = CallSizes(num_ranks, slots, x_RM.shape[-1], x_RM.dtype, self.degrees[0], same, num_experts)
+            of_rows = x_RM.shape[-1], x_RM.dtype, self.degrees[0], same, num_experts, layout.num_tokens
+            sizes = CallSizes(num_ranks, slots, *of_rows)
             for tell in self.on_call:
                 tell(sizes)
         if isinstance(experts, WholeExperts):

@@ -27,6 +27,8 @@ class RowLayout:
     sizes: RowSizes
     num_experts: int
     """The number of experts of all ranks, E."""
+    num_tokens: int
+    """The number of tokens that are cut into chunks, S."""
 
     @property
     def same_cuts(self) -> bool:
@@ -172,7 +174,8 @@ class RowChunks:
             return
         if self._result_RM is None:
             self._result_RM = y_RM.new_empty(self._shape)
-            self._result_RM[self._num_rows :] = 0
+            if self._num_rows < self._shape[0]:
+                self._result_RM[self._num_rows :] = 0
         if self._order is None:
             self._result_RM[start:stop] = y_RM
         else:

@@ -30,6 +30,9 @@ class SlotLayout:
     degrees: tuple[int, int]
     """The number of chunks in the forward and in the backward."""
 
+    num_tokens = None
+    """Slots are cut by their number."""
+
     @cached_property
     def cuttings(self) -> tuple[Cutting, Cutting]:
         """The cuts of the forward and of the backward."""

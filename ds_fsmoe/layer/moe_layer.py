@@ -168,7 +168,7 @@ def _through_rows(
     )
     x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
     with naming_widths(name, experts, x_RM):
-        y_RM = run(x_RM, RowLayout(counts.wait(), routing.num_experts))
+        y_RM = run(x_RM, RowLayout(counts.wait(), routing.num_experts, len(x_SM)))
     return order.restore(y_RM.unsqueeze(0), numbered.routing)
 
 

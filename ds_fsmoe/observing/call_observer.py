@@ -121,7 +121,8 @@ class CallObserver:
 def sizes_of(at: CalledWith, experts: Experts | WholeExperts) -> CallShape:
     """Return the sizes of what a call moves and multiplies."""
     matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
-    return CallShape(at.num_experts, at.capacity, at.width, at.dtype.itemsize, len(matrices), sum(matrices))
+    products = len(matrices), sum(matrices)
+    return CallShape(at.num_experts, at.capacity, at.width, at.dtype.itemsize, *products, num_tokens=at.num_tokens)
 
 
 class _MeasuredWindow:

@@ -97,6 +97,8 @@ class MeasuredPredictor:
     is_serial: bool = False
     same_chunks: bool = True
     """Whether the backward has the same chunks as the forward."""
+    capacity: int | None = None
+    """The slots per expert, or the rows of the fullest rank, that the layer was planned for; ``None``: not known."""
     _timelines: dict[tuple, Timeline] = field(default_factory=dict)
 
     def timeline(self, schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Timeline:

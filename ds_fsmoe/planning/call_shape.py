@@ -24,7 +24,7 @@ class CallShape:
     num_experts: int
     """The number of experts, E."""
     capacity: int
-    """The number of slots per expert, C."""
+    """The number of slots per expert, C; of rows the mean number that an expert gets from a rank."""
     width: int
     """The width, M."""
     dtype_bytes: int
@@ -35,6 +35,8 @@ class CallShape:
     """The number of elements of those matrices."""
     slices_bytes: tuple[int, ...] = ()
     """The gradient slices that are sent in the same run, in their order."""
+    num_tokens: int | None = None
+    """The number of tokens by which rows are cut into chunks; ``None``: slots are cut, by the capacity."""
 
 
 def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAll = "flat") -> MoEWork:
@@ -66,7 +68,7 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
         expert=expert(moe.expert, 1 + backward),
         expert_dx=expert(moe.expert_dx),
         expert_dw=expert(moe.expert_dw),
-        capacity=max(1, shape.capacity),
+        capacity=max(1, shape.capacity if shape.num_tokens is None else shape.num_tokens),
     )
 
 

@@ -56,6 +56,8 @@ class Report:
         """The assumptions of the plan."""
         s, g, at = self.shape, self.groups, self.groups.placements
         drop = "nothing dropped" if s.capacity_factor is None else f"capacity factor {s.capacity_factor:g}"
+        if s.imbalance > 1:
+            drop += f", the fullest rank {s.imbalance:g} times the mean"
         kappa = self.settings.contention
         lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in at.items() if place.size > 1)
         return [

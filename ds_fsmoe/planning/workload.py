@@ -74,6 +74,8 @@ class Shape:
     kv_heads: int | None = None
     """The number of heads of keys and values; ``None``: as many as of queries."""
     dtype_bytes: int = 4
+    imbalance: float = 1.0
+    """The rows of the fullest rank over those of the mean rank, where no token is dropped."""
 
     def __post_init__(self) -> None:
         for name in ("B", "L", "M", "H", "E", "K", "heads", "dtype_bytes"):
@@ -84,6 +86,14 @@ class Shape:
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if factor is not None and not (is_number and 0 < factor < math.inf):
             raise ValueError(f"capacity_factor = {factor!r}: must be above 0, or none where nothing drops")
+        load = self.imbalance
+        if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load < math.inf:
+            raise ValueError(f"imbalance = {load!r}: must be a number of at least 1")
+        if load > 1 and factor is not None:
+            raise ValueError(
+                f"imbalance = {load:g}: must be 1 with a capacity factor, which gives every expert as many slots; "
+                "capacity_factor = none sends rows"
+            )
         if self.K > self.E:
             raise ValueError(f"K = {self.K}: must be at most the number of experts, E = {self.E}")
         if self.ffn not in GEMMS:
@@ -95,6 +105,11 @@ class Shape:
     def F(self) -> float:
         """The number of copies that a token is sent as."""
         return self.K * (1.0 if self.capacity_factor is None else self.capacity_factor)
+
+    @property
+    def fullest_F(self) -> float:
+        """The number of copies of each token that come to the experts of the fullest rank, for which all wait."""
+        return self.F * self.imbalance
 
     @property
     def attention_weights(self) -> float:
@@ -182,8 +197,8 @@ def layer_work(
         groups: the ranks that run it.
         alltoall: whether the all-to-all is one task or two.
         recompute: whether the forward runs once more ahead of the backward.
-        whole_slots: whether chunks are whole slots of the capacity, as they are where the layer is run; the paper's
-            formulas cut anywhere.
+        whole_slots: whether chunks are whole slots of the capacity, or whole tokens where rows are sent, as they are
+            where the layer is run; the paper's formulas cut anywhere.
 
     Raises:
         ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks.
@@ -231,13 +246,16 @@ def _moe_work(
 ) -> tuple[MoEWork, MoEWork]:
     """Return the part that is cut into chunks, forward and backward."""
     at, gemms = groups.placements, GEMMS[shape.ffn]
-    sent_bytes = shape.F * tokens_S * shape.M * shape.dtype_bytes
+    # The others wait for the fullest rank, which receives, computes and returns more than the mean.
+    sent_bytes = shape.fullest_F * tokens_S * shape.M * shape.dtype_bytes
     # Each gathers the rows of esp ranks, and multiplies them with its esp-th part of H.
-    expert_flops = 2 * gemms * shape.F * tokens_S * shape.M * shape.H
+    expert_flops = 2 * gemms * shape.fullest_F * tokens_S * shape.M * shape.H
     expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
     enter, leave = _all_to_all(at["ep"], sent_bytes, alltoall)
     gather, reduce = (_collective(kind, at["esp"], sent_bytes * groups.esp) for kind in (GATHER, REDUCE))
-    capacity = max(1, math.ceil(shape.F * tokens_S / shape.E)) if whole_slots else None
+    # Rows are cut by tokens, slots by their number for each expert.
+    cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
+    capacity = max(1, math.ceil(cut)) if whole_slots else None
     twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
     return (
         MoEWork(enter, gather, expert, reduce, leave, capacity=capacity),

@@ -254,6 +254,7 @@ class _Model:
                 measured.slowed.contention(),
                 measured.is_serial,
                 forward.degree == backward.degree,
+                kind.sizes.capacity,
             )
 
     def predict(self, plan: ModelPlan) -> StepTimes:

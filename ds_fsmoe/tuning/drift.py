@@ -133,11 +133,12 @@ class PredictionWatch:
                 self._add_up(own, totals)
         except ValueError as error:
             own, problem = None, f": {error}"
-        head = [1.0, 0.0, 0.0, 0.0]
+        head = [1.0, 0.0, 0.0, 0.0, 0.0]
         if own is not None:
-            head = [0.0, own.num_forwards, own.num_backwards, own.forward_ms + own.backward_ms]
+            whole_ms = own.forward_ms + own.backward_ms
+            head = [0.0, own.num_forwards, own.num_backwards, whole_ms, self._load(own)]
         numbers = most_of([*head, *totals.numbers()], self._clock.device, self._group)
-        lacks, num_forwards, num_backwards, whole_ms = numbers[: len(head)]
+        lacks, num_forwards, num_backwards, whole_ms, load = numbers[: len(head)]
         if lacks:
             self._warn(step, problem)
         if lacks or not num_forwards:
@@ -151,7 +152,17 @@ class PredictionWatch:
         rest = Compared(statistics.median_low(rests), rest_ms)
         whole = Compared(rest.predicted_ms + sum(each.predicted_ms for each in phases.values()), whole_ms)
         kinds, lanes = ({name: compared[name] for name in names if name in compared} for names in (_KINDS, _LANES))
-        return StepComparison(step, whole, rest, phases, kinds, lanes)
+        return StepComparison(step, whole, rest, phases, kinds, lanes, load)
+
+    def _load(self, own: MeasuredStep) -> float:
+        """Return the rows that came to the experts of this rank over those of the plan, as a mean over runs."""
+        predictors, shares = self._predictors(), []
+        for run in own.runs:
+            label, _, sizes = run.about
+            planned = getattr(predictors.get(label), "capacity", None)
+            if planned and sizes is not None and sizes.num_tokens is not None:
+                shares.append(sizes.capacity / planned)
+        return statistics.fmean(shares) if shares else 1.0
 
     def _add_up(self, own: MeasuredStep, totals: _Totals) -> None:
         predictors = self._predictors()
@@ -180,7 +191,7 @@ class PredictionWatch:
 
     def _judge(self, found: StepComparison) -> None:
         self._wait = max(0, self._wait - 1)
-        if abs(found.drift) <= self._block.drift_threshold:
+        if max(abs(found.drift), abs(found.load - 1)) <= self._block.drift_threshold:
             self._in_a_row, self._is_told = 0, False
             return
         self._in_a_row += 1
@@ -195,6 +206,11 @@ class PredictionWatch:
             self._plan_again(self._reason(found))
 
     def _reason(self, found: StepComparison) -> str:
+        if abs(found.drift) <= self._block.drift_threshold:
+            return (
+                f"in step {found.step} the fullest rank had {found.load:.2f} times the rows that the layers were "
+                f"planned for, and the {self._in_a_row - 1} steps compared before it were off as well"
+            )
         change = f"{abs(found.drift):.0%} {'more' if found.drift > 0 else 'less'}"
         return (
             f"step {found.step} took {found.whole.measured_ms:.4g} ms where {found.whole.predicted_ms:.4g} ms were "

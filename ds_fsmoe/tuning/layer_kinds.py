@@ -60,7 +60,8 @@ class LayerKind:
     def sizes(self) -> CallShape:
         """The sizes for the planner. Experts are one product of all weights: their cost was measured as a whole."""
         at, subject = self.subject.sizes, self.subject
-        return CallShape(subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights)
+        sizes = subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights
+        return CallShape(*sizes, num_tokens=at.num_tokens)
 
     def lane_of(self, name: str) -> Lane:
         """Return the lane of a collective."""

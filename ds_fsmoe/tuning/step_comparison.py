@@ -38,6 +38,8 @@ class StepComparison:
     """Kind of task -> all of them together: computed on the slowest rank, sent by the rank that waits least."""
     lanes: Mapping[str, Compared]
     """Lane -> all tasks on it together, by the same ranks as ``kinds``."""
+    load: float = 1.0
+    """The rows of the fullest rank over those that the layers were planned for, as a mean over runs."""
 
     @property
     def drift(self) -> float:

@@ -166,6 +166,19 @@ def test_half_as_many_bytes_per_element_halve_traffic_and_gradients_but_no_compu
     assert [each.size_bytes * 2 for each in half.gradients] == [each.size_bytes for each in full.gradients]
 
 
+def test_the_fullest_rank_sends_and_computes_more_and_orders_no_more() -> None:
+    even = dataclasses.replace(BIG, capacity_factor=None)
+    groups = Groups(world=8, gpus_per_node=2, ep=4, esp=2)
+    one, other = (layer_work(each, groups) for each in (even, dataclasses.replace(even, imbalance=1.5)))
+    for half in ("forward", "backward"):
+        before, after = sizes(getattr(one, half)), sizes(getattr(other, half))
+        grown = {kind for kind in before if after[kind] != before[kind]}
+        assert grown <= {A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT, EXPERT_DX, EXPERT_DW}
+        assert {A2A_IN, A2A_OUT, GATHER, REDUCE, EXPERT} <= grown
+        for kind in grown:
+            assert after[kind] == pytest.approx(1.5 * before[kind]), kind
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -183,6 +196,9 @@ def test_half_as_many_bytes_per_element_halve_traffic_and_gradients_but_no_compu
         ({"heads": 7, "kv_heads": 2}, "kv_heads = 2: must divide the number of heads, 7"),
         ({"heads": 8, "kv_heads": 0}, "kv_heads = 0: must divide"),
         ({"heads": 8, "kv_heads": -4}, "kv_heads = -4: must divide"),
+        ({"imbalance": 0.5}, "imbalance = 0.5: must be a number of at least 1"),
+        ({"imbalance": float("nan")}, "imbalance = nan: must be a number of at least 1"),
+        ({"imbalance": 1.5, "capacity_factor": 1.2}, "imbalance = 1.5: must be 1 with a capacity factor"),
     ],
 )
 def test_an_impossible_shape_is_refused_by_field_and_value(change: dict, message: str) -> None:
