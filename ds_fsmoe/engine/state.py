@@ -221,6 +221,7 @@ class FSMoEState:
             "gate": "; ".join(gates),
             "order": self.parts.order_name,
             "alltoall": self.running.plan.alltoall,
+            "dispatch": _describe_dispatch(self),
             "ops": self.parts.ops.name,
             "gradients": self.gradients,
         }
@@ -237,6 +238,11 @@ def summary(state: FSMoEState) -> str:
 def alike(block: FSMoEBlock) -> dict[str, Any]:
     """Return the part of a block that has to be the same on every rank."""
     return block.model_dump(by_alias=True, exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
+
+
+def _describe_dispatch(state: FSMoEState) -> str:
+    sends = {layer.fsmoe.sends_rows(layer.gate) for layer in state.inner_layers.values()}
+    return "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
 
 
 def _describe_degrees(state: FSMoEState) -> str:
