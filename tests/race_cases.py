@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from ds_fsmoe.execution import counts_exchange
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.moe_layer import token_path
@@ -184,15 +186,26 @@ class _Arrived:
 
 @contextmanager
 def counts_come_back() -> Iterator[None]:
-    """Nothing is sent, so that there are counts at all each rank is taken to send what this one does."""
+    """Nothing is sent, so that there are counts at all each rank is taken to send this one as much as it is sent."""
 
     def exchange(received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> _Arrived:
         dist.all_to_all_single(received, sent, group=group)
         received.copy_(sent)
         return _Arrived()
 
+    def sizes(counts: Any, *args: torch.Tensor) -> RowSizes:
+        if counts.totals_NX.shape[1]:
+            # What any rank sends any other, where rows are passed on: as far as they are apart.
+            ranks, own = counts.block.num_exchanging, counts.block.ep_index
+            of_rank_GT = counts.totals_NX[own].reshape(ranks, -1)
+            totals = [of_rank_GT[[(rank + to - own) % ranks for to in range(ranks)]] for rank in range(ranks)]
+            counts = replace(counts, totals_NX=np.stack(totals).reshape(ranks, -1))
+        return counted(counts, *args)
+
+    counted = counts_exchange._Counts.sizes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counts_exchange, "dist", SimpleNamespace(all_to_all_single=exchange))
+        patch.setattr(counts_exchange._Counts, "sizes", sizes)
         yield
 
 

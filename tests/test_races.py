@@ -17,6 +17,7 @@ from ds_fsmoe.execution.dependencies import Dependencies, Step
 from ds_fsmoe.execution.phase import Phase
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.stream_lanes import StreamLanes
+from tests import race_cases
 from tests.covering import covering
 from tests.pretended_gpu import Gpu
 from tests.race_cases import Case, Layout, assert_kept, differences, watched
@@ -84,7 +85,11 @@ WRONG = [
 ]
 
 
-@sampled("case", WRONG, kept=[0], ids=str)
+# Several experts' rows are put in order by the stream that uses them, and so nobody else's.
+ONE_EXPERT = Case(Layout(4, 4), 3, 3, "mixtral", NO_DROP, late_dw=1, in_rows=True)
+
+
+@sampled("case", [*WRONG[:-1], ONE_EXPERT], kept=[0], ids=str)
 def test_rows_of_the_forward_that_are_freed_when_used_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are held back until the streams are joined. If they are not, a later chunk is received into their memory."""
     init = Phase.__init__
@@ -202,3 +207,25 @@ def test_the_pipeline_that_is_watched_is_on_streams(monkeypatch: pytest.MonkeyPa
     gpu, _ = watched(replace(Case(), forward=3))
     assert kinds == {StreamLanes}
     assert len({use.stream for block in gpu.blocks.values() for use in block.uses}) in (0, 2, 3)
+
+
+def test_the_host_waits_once_per_layer_on_rows_and_not_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the counts of the other ranks."""
+    case = Case(Layout(4, 2, 2, ranks_per_node=2), 3, 2, "mixtral", NO_DROP, late_dw=1, in_rows=True)
+
+    def waits(steps: int) -> int:
+        monkeypatch.setattr(race_cases, "STEPS", steps)
+        said: list[str] = []
+        gpu = Gpu()
+        wait = gpu.host_waits
+
+        def heard(what: str, *args: Any) -> None:
+            said.append(what)
+            wait(what, *args)
+
+        monkeypatch.setattr(gpu, "host_waits", heard)
+        _, found = watched(case, gpu)
+        return len(said) - len([each for each in found if each is not None])  # each of these is copied to the host
+
+    # In the first step, tables are copied to the device, which are kept.
+    assert waits(3) - waits(2) == race_cases.LAYERS

@@ -77,8 +77,13 @@ class Stream:
 
     def has_seen(self, operation: Operation) -> bool:
         """Whether that one is done before this stream's next."""
-        known = max(self.clock.get(operation.stream, 0), self.gpu.host_clock.get(operation.stream, 0))
-        return operation.stream is self or known >= operation.number
+        return operation.stream is self or self.known().get(operation.stream, 0) >= operation.number
+
+    def known(self) -> dict[Stream, int]:
+        """What is done before this stream's next, after what it and the host have waited for."""
+        known = dict(self.clock)
+        _merge(known, self.gpu.host_clock)
+        return known
 
     def see(self, clock: dict[Stream, int]) -> None:
         """Order the next operation after all that a clock has seen."""
@@ -86,7 +91,8 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         assert event.clock is not None, "waits for an event that was never recorded"
-        if all(self.clock.get(stream, 0) >= number for stream, number in event.clock.items()):
+        known = self.known()
+        if all(known.get(stream, 0) >= number for stream, number in event.clock.items()):
             return  # it orders nothing that was not in order
         self.gpu.num_waits += 1
         if self.gpu.obeys_wait():
@@ -255,7 +261,7 @@ class Gpu:
         number = stream.clock[stream] = stream.clock.get(stream, 0) + 1
         operation = Operation(stream, number, f"{self.task} {what}")
         if self.keeps_order:
-            seen = sorted((each.name, count) for each, count in stream.clock.items())
+            seen = sorted((each.name, count) for each, count in stream.known().items())
             self.order.append((stream.name, operation.what, *seen))
         written = [address for address in written if address in self.blocks]
         for address in {*read, *written}:

@@ -73,7 +73,7 @@ class _Operations(TorchDispatchMode):
         known = {_address(each) for each in given}
         written = {_address(each) for each in _tensors(_written_by(func, args, kwargs))}
         name = func._schema.name.removeprefix("aten::")
-        self._check(name, args, there, given)
+        self._check(name, args, kwargs, there, given)
         result = func(*args, **kwargs)
         made = [each for each in _tensors(result) if _address(each) not in known]
         if not there and not (self.makes_on_gpu and not given):
@@ -88,8 +88,11 @@ class _Operations(TorchDispatchMode):
             self.gpu.do(name, known, {*written, *map(_address, made)})
         return result
 
-    def _check(self, name: str, args: Any, there: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-        if there and name in _READ_BY_HOST:
+    def _check(
+        self, name: str, args: Any, kwargs: Any, there: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> None:
+        # Who is told the size of the result need not be asked for it.
+        if there and name in _READ_BY_HOST and (kwargs or {}).get("output_size") is None:
             self.gpu.host_waits(name, self.gpu.current)
         elsewhere = [each for each in given if each.dim() and not self.is_there(each) and each.numel()]
         if there and elsewhere and name not in ("copy_", "_to_copy"):
