@@ -126,7 +126,8 @@ def test_each_wait_that_is_dropped_is_reported(case: Case, step: int) -> None:
     # Those of the first step; the second is its like.
     dropped = {number: without(number) for number in range(1, whole.num_waits // 2 + 1, step)}
     missed = [number for number, gpu in dropped.items() if not gpu.breaches and gpu.order != whole.order]
-    assert missed == []
+    # Rows that travel were put in order before the host waited for the counts: each forward's first wait adds nothing.
+    assert len(missed) == (race_cases.LAYERS if case.in_rows else 0)
     assert sum(bool(gpu.breaches) for gpu in dropped.values()) > len(dropped) / 2
 
 
