@@ -68,26 +68,29 @@ def cluster_file(folder: Path, without: str = "") -> str:
 # ---- sizes
 
 
+@pytest.mark.parametrize("in_rows", [False, True], ids=["slots", "rows"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(("ffn", "num_products"), [("gpt", 2), ("mixtral", 3)])
 @pytest.mark.parametrize(("ep", "esp"), [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_sizes_of_a_call_are_those_of_the_planner(
-    ep: int, esp: int, ffn: str, num_products: int, backward: bool
+    ep: int, esp: int, ffn: str, num_products: int, backward: bool, in_rows: bool
 ) -> None:
     groups = Groups(world=6, gpus_per_node=2, ep=ep, esp=esp)
     num_experts, capacity, width, hidden, dtype_bytes = 9, 7, 13, 22, 2
     experts_here = num_experts // ep
     weights = experts_here * num_products * width * hidden // esp
-    sizes = CallShape(num_experts, capacity, width, dtype_bytes, num_products * experts_here, weights)
+    num_tokens = num_experts * capacity
+    cut = {"num_tokens": num_tokens} if in_rows else {}
+    sizes = CallShape(num_experts, capacity, width, dtype_bytes, num_products * experts_here, weights, **cut)
     # Of that many tokens the planner sends as many copies as there are slots.
     shape = Shape(
         B=1,
-        L=num_experts * capacity,
+        L=num_tokens,
         M=width,
         H=hidden,
         E=num_experts,
         K=1,
-        capacity_factor=None,
+        capacity_factor=None if in_rows else 1.0,
         ffn=ffn,
         heads=1,
         dtype_bytes=dtype_bytes,
@@ -272,7 +275,7 @@ def expected_timeline(cluster: str, backward: bool, chunks: list[int]) -> Timeli
     capacity = sum(chunks)
     groups = Groups(world=2, gpus_per_node=2, ep=2)
     shape = Shape(
-        B=1, L=NUM_EXPERTS * capacity, M=WIDTH, H=28, E=NUM_EXPERTS, K=1, capacity_factor=None, heads=1, dtype_bytes=4
+        B=1, L=NUM_EXPERTS * capacity, M=WIDTH, H=28, E=NUM_EXPERTS, K=1, capacity_factor=1.0, heads=1, dtype_bytes=4
     )
     layer = layer_work(shape, groups, whole_slots=True)
     moe = (layer.backward if backward else layer.forward).moe

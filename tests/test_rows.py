@@ -37,6 +37,7 @@ from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
+from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoall_tasks import named
@@ -526,3 +527,34 @@ def test_a_layer_on_rows_goes_back_twice_over_a_kept_graph() -> None:
     y_SM.sum().backward()
     for each, before in zip(layer.parameters(), once, strict=True):
         torch.testing.assert_close(each.grad, 2 * before)
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (3, 2)])
+def test_memory_kept_for_the_backward_falls_as_the_rows_do(degrees: tuple[int, int]) -> None:
+    """With wide experts, whose rows are nearly all that is kept."""
+    num_experts, num_tokens = 16, 64
+    kept, padded = {}, 0
+    for dispatch in ("rows", "slots"):
+        torch.manual_seed(1)
+        gate = LinearGate(k=4, drop_tokens=False)
+        layer = MOELayer(
+            gate,
+            SimpleOrder(),
+            model_dim=WIDTH,
+            num_experts=num_experts,
+            expert_dim=32 * WIDTH,
+            pipeline_degree=degrees,
+            overlap=False,
+            dispatch=dispatch,
+        )
+        with torch.no_grad():
+            gate.wg.weight[:2] *= 8
+        x_SM = torch.randn(num_tokens, WIDTH, requires_grad=True)
+        layer(x_SM)
+        with LiveMemory() as memory:
+            y_SM = layer(x_SM)
+            kept[dispatch] = memory.live
+        padded = num_experts * gate(x_SM).capacity
+        del y_SM
+    assert padded > 1.5 * 4 * num_tokens
+    assert kept["slots"] / kept["rows"] > 0.9 * padded / (4 * num_tokens)

@@ -23,7 +23,7 @@ class CallbackArgs:
     layer: str = ""
     """Name of the layer in its model."""
     chunk: int = 0
-    """Which chunk of the capacity ``tensor`` is."""
+    """Which chunk ``tensor`` is: of the tokens where rows travel, of the capacity where slots do."""
 
 
 class CallbackBase:
@@ -33,22 +33,25 @@ class CallbackBase:
     on the chunk's lane, in the forward with tokens and in the backward with gradients, in the same order of travel:
     dispatch is the way to the experts, combine the way back. They are not under autograd, so a hook that is no
     identity has to do in one direction what is the adjoint of what it does in the other.
+
+    The four are given slots, [E, c, M], or, where rows travel instead (docs/rows.md), as many as there are, [rows, M]. A
+    tensor with another number of rows is refused then: the other ranks know how many come.
     """
 
     def before_moe_start_hook(self, args: CallbackArgs) -> torch.Tensor | None:
         """Before the gate: the layer's input [..., M]. What is returned may have other leading dimensions."""
 
     def before_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """Before the first all-to-all: [E, c, M], contiguous. Another type or shape travels as it is."""
+        """Before the first all-to-all: [E, c, M] or [rows, M], contiguous. Another type or width travels as it is."""
 
     def after_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the first all-to-all: [E, c, M], rows of this rank's experts from every rank."""
+        """After the first all-to-all: [E, c, M] or [rows, M], for this rank's experts from every rank."""
 
     def before_combine_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the experts, before the second all-to-all: [E, c, M]."""
+        """After the experts, before the second all-to-all: [E, c, M] or [rows, M]."""
 
     def after_combine_hook(self, args: CallbackArgs) -> torch.Tensor | None:
-        """After the second all-to-all: [E, c, M], this rank's rows from every expert."""
+        """After the second all-to-all: [E, c, M] or [rows, M], this rank's rows from every expert."""
 
     def before_moe_end_hook(self, args: CallbackArgs) -> torch.Tensor | None:
         """The layer's output, in the shape ``before_moe_start_hook`` left."""
