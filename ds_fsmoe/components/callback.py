@@ -34,8 +34,8 @@ class CallbackBase:
     dispatch is the way to the experts, combine the way back. They are not under autograd, so a hook that is no
     identity has to do in one direction what is the adjoint of what it does in the other.
 
-    The four are given slots, [E, c, M], or, where rows travel instead (docs/rows.md), as many as there are, [rows, M]. A
-    tensor with another number of rows is refused then: the other ranks know how many come.
+    The four are given slots, [E, c, M], or, where rows travel instead (docs/rows.md), as many as there are, [rows, M].
+    A tensor with another number of rows is refused then: the other ranks know how many come.
     """
 
     def before_moe_start_hook(self, args: CallbackArgs) -> torch.Tensor | None:
