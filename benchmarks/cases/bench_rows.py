@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer that drops nothing, sending slots and sending rows: what empty slots cost, and what rows cost instead.
+"""One layer, sending slots and sending rows: what empty slots cost, and what rows cost instead. The last cases drop.
 
 ``cluster.py up --inter 50mbit --intra 200mbit``, then ``cluster.py run -- benchmarks/cases/bench_rows.py``. Experts are
 spread over all ranks, gate and order included, forward and backward. Tokens prefer experts by a factor that is
@@ -10,6 +10,7 @@ many rows and slots there were, and the goal that follows from it, to ``rows_cou
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,8 @@ class Layer:
     sigma: float
     degree: int = 1
     """Chunks, in both phases."""
+    capacity_factor: float | None = None
+    """Tokens above it are dropped; ``None``: none are."""
 
 
 def _cases() -> tuple[Case, ...]:
@@ -55,6 +58,10 @@ def _cases() -> tuple[Case, ...]:
         for sigma in (0.0, 0.6, 1.0)
     ]
     found += [Case("E 128, k 8, sigma 0.6, 2 chunks", Layer(256, 64, 32, 128, 8, 0.6, 2))]
+    found += [
+        Case(f"E {E}, k 2, sigma {sigma:g}, factor {factor:g}", Layer(256, 64, 128, E, 2, sigma, 1, factor))
+        for E, sigma, factor in ((4, 0.0, 1.0), (16, 0.0, 1.0), (16, 0.0, 1.25), (16, 1.0, 1.25), (16, 1.0, 2.0))
+    ]
     return tuple(found)
 
 
@@ -68,7 +75,12 @@ class Step:
         # The same on every rank, as the gate has to be, and for every variant.
         torch.manual_seed(0)
         self.layer = MOELayer(
-            LinearGate(k=layer.k, drop_tokens=False, top2_2nd_expert_sampling=False),
+            LinearGate(
+                k=layer.k,
+                capacity_factor=layer.capacity_factor,
+                drop_tokens=layer.capacity_factor is not None,
+                top2_2nd_expert_sampling=False,
+            ),
             SimpleOrder(),
             model_dim=layer.M,
             num_experts=layer.E,
@@ -102,7 +114,11 @@ def counted(layer: Layer) -> dict[str, float]:
     of_ranks = [torch.empty_like(counts_E) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, counts_E)
     counts_GE = torch.stack(of_ranks)
-    slots = int(counts_GE.max()) * layer.E
+    capacity = int(counts_GE.max())
+    if layer.capacity_factor is not None:
+        capacity = math.ceil(layer.capacity_factor * layer.k * layer.S / layer.E)
+        counts_GE = counts_GE.clamp(max=capacity)
+    slots = capacity * layer.E
     of_rank_G = counts_GE.sum(0).view(dist.get_world_size(), -1).sum(1)
     fullest, mean = int(of_rank_G.max()), float(of_rank_G.double().mean())
     return {"slots": slots, "mean_rows": mean, "fullest_rows": fullest, "most": slots / fullest}
