@@ -168,6 +168,23 @@ def check_nodes(
     return sentences
 
 
+def check_zero_stage(ds_config: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
+    """Refuse ZeRO 3 for layers of DeepSpeed's own class.
+
+    Args:
+        ds_config: the whole DeepSpeed config.
+        stock: name -> a ``deepspeed.moe.layer.MoE``.
+
+    Raises:
+        ConfigError: says what to change.
+    """
+    if stock and _zero_stage(ds_config) == 3:
+        raise ConfigError(
+            f"with {BLOCK}.enabled = true: zero_optimization.stage = 3: DeepSpeed refuses its MoE layers there "
+            f"({next(iter(stock))}); use 0, 1 or 2"
+        )
+
+
 def check_sequence_parallel(layers: Mapping[str, Any], mp_size: int) -> None:
     """Refuse to run as stock's layer what that layer would compute wrongly.
 
@@ -207,10 +224,6 @@ def _on(ds_config: Mapping[str, Any], *path: str) -> bool:
 # Blocks of DeepSpeed itself that do not go together with ours: a test of the config, and the sentence.
 _CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
     (
-        lambda c: _zero_stage(c) == 3,
-        "zero_optimization.stage = 3: DeepSpeed refuses its MoE layers there; use 0, 1 or 2",
-    ),
-    (
         lambda c: _on(c, "fp16", "enabled") and _zero_stage(c) == 0,
         "fp16.enabled = true with zero_optimization.stage = 0: DeepSpeed 0.19.8 divides by a loss scale that it never "
         "multiplied with; use stage 1 or 2, or bf16",
@@ -222,7 +235,8 @@ _CLASHES: tuple[tuple[Callable[[Mapping[str, Any]], bool], str], ...] = (
     ),
     (
         lambda c: _on(c, "expert_parallel", "enabled"),
-        "expert_parallel.enabled = true: AutoEP brings MoE layers of its own; use one of the two",
+        "expert_parallel.enabled = true: AutoEP brings MoE layers of its own; take one of the two off, expert_parallel "
+        "or fsmoe",
     ),
     (
         lambda c: _tensor_parallel_size(c) not in (0, 1),

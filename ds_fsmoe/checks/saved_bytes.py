@@ -14,6 +14,7 @@ import torch
 from ds_fsmoe.components.expert_compute.call_context import RandomState
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.execution.pipeline import CallSizes
 
 
@@ -44,7 +45,9 @@ class SavedBytes:
         )
 
 
-def saved_bytes(experts: ExpertSet, sizes: CallSizes, device: torch.device, recompute: bool) -> SavedBytes:
+def saved_bytes(
+    experts: ExpertSet | StackedExperts, sizes: CallSizes, device: torch.device, recompute: bool
+) -> SavedBytes:
     """Return the bytes that a call of these experts would keep now, under the current autocast.
 
     Under activation checkpointing it is kept only while the layer's own backward lasts.
@@ -55,6 +58,8 @@ def saved_bytes(experts: ExpertSet, sizes: CallSizes, device: torch.device, reco
         device: the device of the rows.
         recompute: whether all but the rows is computed again in the backward.
     """
+    if isinstance(experts, StackedExperts):
+        return _of_stacked(experts, sizes, recompute)
     forms = experts.written_now()
     needs_rows = [form is None or recompute or any(up.weight.requires_grad for up in form.up) for form in forms]
     rows = sizes.num_ranks * len(forms) * sizes.capacity * sizes.width * sizes.dtype.itemsize if any(needs_rows) else 0
@@ -66,6 +71,13 @@ def saved_bytes(experts: ExpertSet, sizes: CallSizes, device: torch.device, reco
     rest = sizes.num_chunks * num_through_autograd * RandomState.now(device).nbytes
     keeps_graphs = sizes.same_cuts and not recompute
     return SavedBytes(rows, hidden, rest, num_through_autograd if keeps_graphs else 0)
+
+
+def _of_stacked(experts: StackedExperts, sizes: CallSizes, recompute: bool) -> SavedBytes:
+    num_rows = sizes.num_ranks * experts.num_experts * sizes.capacity
+    rows, hidden = (num_rows * each * sizes.dtype.itemsize for each in experts.kept_of_a_row(recompute))
+    is_graph = not experts.splits and sizes.same_cuts and not recompute
+    return SavedBytes(rows, hidden, 0, experts.num_experts if is_graph else 0)
 
 
 def _hidden_bytes_of_a_row(form: ManualExpert, sizes: CallSizes, device: torch.device) -> int:

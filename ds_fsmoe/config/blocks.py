@@ -250,6 +250,11 @@ class FSMoEBlock(_Block):
         description="what travels: rows, as many as tokens have chosen an expert, or slots, as many as the fullest "
         "expert has; auto: rows where nothing is dropped",
     )
+    ep_size: Count = Field(
+        "auto",
+        description="ranks over which the experts of a Hugging Face model are spread; auto: as many of a node as "
+        "divide its experts. deepspeed.moe.layer.MoE has its own",
+    )
     esp_size: int = Field(
         1, ge=1, alias="expert_tensor_parallel_size", description="ranks that share one expert's hidden width"
     )

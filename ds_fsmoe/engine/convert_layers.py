@@ -30,19 +30,23 @@ from ds_fsmoe.layer.unsharded import UnshardedExperts
 from ds_fsmoe.log import log_on_rank_0
 
 
-def find_layers(model: nn.Module) -> dict[str, StockMoE]:
+def find_layers(model: nn.Module, has_others: bool = False) -> dict[str, StockMoE]:
     """Return name -> every ``deepspeed.moe.layer.MoE`` of a model (or of this rank's stage), in module order.
+
+    Args:
+        model: the model.
+        has_others: whether the model has other experts that are taken over.
 
     Raises:
         LayerError: there is none; a stage of a pipeline may have none.
     """
     named = ((name or type(model).__name__, module) for name, module in model.named_modules())
     layers = {name: module for name, module in named if isinstance(module, StockMoE)}
-    if not layers and getattr(model, "num_stages", 1) == 1:
+    if not layers and not has_others and getattr(model, "num_stages", 1) == 1:
         raise LayerError(
-            f"fsmoe.enabled = true, but {type(model).__name__} has no deepspeed.moe.layer.MoE among its "
-            f"{sum(1 for _ in model.modules())} modules, and that is the class ds_fsmoe replaces; build the model with "
-            "deepspeed.moe.layer.MoE or ds_fsmoe.MoE, or set fsmoe.enabled to false"
+            f"fsmoe.enabled = true, but {type(model).__name__} has no deepspeed.moe.layer.MoE and no experts module of "
+            f"transformers 5 among its {sum(1 for _ in model.modules())} modules, and these are what ds_fsmoe "
+            "replaces; build the model with one of them or with ds_fsmoe.MoE, or set fsmoe.enabled to false"
         )
     return layers
 

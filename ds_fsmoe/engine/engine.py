@@ -33,6 +33,7 @@ from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.convert_experts import convert_experts, ep_size_of, find_experts, log_table
 from ds_fsmoe.engine.convert_layers import (
     check_mpu,
     convert,
@@ -44,8 +45,10 @@ from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, obstacle_to, wanted_mode
+from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.stock_layer import StockMoE
 from ds_fsmoe.layer.unsharded import facts_of_experts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
@@ -66,6 +69,7 @@ class FSMoEEngine(DeepSpeedEngine):
     """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
 
     fsmoe: FSMoEState
+    _hf_layers: list[HuggingFaceLayer]
     has_partial_gradients = False
     """Whether gradients have been summed that no step has used yet."""
 
@@ -270,11 +274,8 @@ class FSMoEEngine(DeepSpeedEngine):
             shape = inner.fsmoe.last_shape
             if shape is None:
                 raise RuntimeError(f"fsmoe_dummy_forward: {name} has not run yet, so its input's size is not known")
-            weight = next(inner.experts.parameters())
             # Each layer hangs on the one before, so that the backward meets them in the order of the other ranks.
-            x = torch.zeros(shape, dtype=weight.dtype, device=weight.device) + total.to(weight)
-            y = inner(x, torch.zeros(shape[:-1].numel(), device=weight.device))
-            total = 0.0 * (y.float().sum() + inner.l_aux.float())
+            total = inner.run_without_tokens(shape, total)
         if routers is not None:
             routers.is_paused = False
         if clock is not None:
@@ -303,22 +304,24 @@ class FSMoEEngine(DeepSpeedEngine):
                 "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
                 "layers; use false, or leave it out"
             )
-        layers = find_layers(model)
+        experts = find_experts(model)
+        stock = find_layers(model, bool(experts))
         stage_size, stage_group = dist.get_world_size(), None
         if isinstance(model, PipelineModule):
             stage_size, stage_group = stage_size // model.num_stages, self.mpu.get_data_parallel_group()
-        check_experts(layers, stage_size, block.gate, block.esp_size)
+        check_experts(stock, stage_size, block.gate, block.esp_size)
         # Before any group is made: DeepSpeed would hang over models that differ.
-        facts = facts_of_layers(layers) | facts_of_config(alike(block)) | facts_of_versions(("torch", "deepspeed"))
-        facts |= facts_of_tensor_parallel(layers, self.mpu)
-        facts |= facts_of_experts(layers) if block.esp_size > 1 else {}
+        facts = facts_of_layers({**stock, **experts}) | facts_of_config(alike(block))
+        facts |= facts_of_versions(("torch", "deepspeed", *(("transformers",) if experts else ())))
+        facts |= facts_of_tensor_parallel(stock, self.mpu)
+        facts |= facts_of_experts(stock) if block.esp_size > 1 else {}
         check_agreement(facts | {"version of ds_fsmoe": VERSION}, stage_group, "model, config or versions")
         check_mpu(self.mpu)
-        check_tensor_parallel(layers, dist.get_world_size(), sizes_of_mpu(self.mpu)[0], block.esp_size)
+        check_tensor_parallel(stock, dist.get_world_size(), sizes_of_mpu(self.mpu)[0], block.esp_size)
         parts = choose_parts(block, get_accelerator().device_name())
         device = torch.device(get_accelerator().current_device_name())
         expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
-        sentences = check_nodes(block, layers, expert_before_data, *sizes_of_mpu(self.mpu))
+        sentences = check_nodes(block, stock, expert_before_data, *sizes_of_mpu(self.mpu))
         sentences += [*launcher_warnings(), *untested(self.config, device.type)]
         sentences += speed_warnings(self.config, block, device.type)
         words = words_of(self.config[BLOCK])
@@ -327,15 +330,38 @@ class FSMoEEngine(DeepSpeedEngine):
         for sentence in sentences:
             log_on_rank_0(words.as_written(sentence), logging.WARNING)
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
-        for index, (name, layer) in enumerate(layers.items()):
-            replaced = convert(layer, parts, block.gate, running, f"L{index:02d}", name)
+        ep_size = ep_size_of(block, experts) if experts else 1
+        layers: dict[str, StockMoE | HuggingFaceLayer] = {}
+        present = {name or type(model).__name__: module for name, module in model.named_modules()}
+        names = [name for name in present if name in stock or name in experts]
+        for index, name in enumerate(names):
+            label = f"L{index:02d}"
+            if name in stock:
+                layers[name] = stock[name]
+                replaced = convert(stock[name], parts, block.gate, running, label, name)
+            else:
+                layers[name], replaced = convert_experts(experts[name], parts, running, label, name, ep_size)
             # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
+        self._hf_layers = [each for each in layers.values() if isinstance(each, HuggingFaceLayer)]
+        log_table(self._hf_layers, model, len(stock))
         if isinstance(model, PipelineModule):
-            make_groups_on_every_stage(model, layers, running, self.zero_optimization_stage())
+            make_groups_on_every_stage(model, stock, running, self.zero_optimization_stage())
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)
         return sources
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        if self._hf_layers:
+            # DeepSpeed counts its own two classes of layers.
+            self.has_moe_layers = True
+            self.num_experts.extend(each.num_experts for each in self._hf_layers)
+
+    def _validate_zero3_moe_compatibility(self) -> None:
+        """Check what DeepSpeed asks of experts at stage 3; it knows those of AutoEP only."""
+        if not self._hf_layers or len(self._hf_layers) < len(self.fsmoe.layers):
+            super()._validate_zero3_moe_compatibility()
 
 
 class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):

@@ -33,6 +33,7 @@ from ds_fsmoe.checks.preflight import (
     check_sequence_parallel,
     check_tensor_parallel,
 )
+from ds_fsmoe.components.expert_compute.contract import follows_contract
 from ds_fsmoe.config import accelerate
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, read_block
@@ -40,6 +41,7 @@ from ds_fsmoe.config.words import words_of
 from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.convert_experts import check_experts_modules, check_hugging_face, find_experts
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, check_unused, find_layers, restore
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.engine.run_record import watch_ours, watch_stock
@@ -194,10 +196,11 @@ def _with_given(ds_config: Mapping[str, Any], model: nn.Module) -> dict[str, Any
     without MoE layers too: those get no block."""
     assert _given is not None
     others = {key: value for key, value in ds_config.items() if key != BLOCK}
-    if getattr(model, "num_stages", 1) == 1 and not any(isinstance(each, StockMoE) for each in model.modules()):
+    has_layers = any(isinstance(each, StockMoE) or follows_contract(each) for each in model.modules())
+    if getattr(model, "num_stages", 1) == 1 and not has_layers:
         log_on_rank_0(
-            f"{type(model).__name__} has no deepspeed.moe.layer.MoE, so the fsmoe block given from outside is not for "
-            "it: stock DeepSpeed trains it",
+            f"{type(model).__name__} has no MoE layers of DeepSpeed's or transformers' kind, so the fsmoe block given "
+            "from outside is not for it: stock DeepSpeed trains it",
             logging.WARNING,
         )
         return others
@@ -257,7 +260,10 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
         )
     if isinstance(model, DualPipeVModule):
         raise LayerError("a DualPipeVModule is not supported in this version: use a PipelineModule")
-    layers = find_layers(model)
+    experts = find_experts(model)
+    layers = find_layers(model, bool(experts))
+    check_experts_modules(model, experts, layers)
+    check_hugging_face(block, ds_config, experts, layers, isinstance(model, PipelineModule), mpu)
     check_layers(layers, block.gate)
     check_unused(layers)
     # Under a launcher that sets no WORLD_SIZE the engine checks again, as soon as the ranks have found each other.
@@ -353,5 +359,5 @@ def warn_if_unused() -> None:
     if _given is not None and not _given.is_used and os.environ.get("RANK", "0") == "0":
         logger.warning(
             "the fsmoe block given from outside has done nothing: deepspeed.initialize was not called with a config "
-            "and a model that has deepspeed.moe.layer.MoE"
+            "and a model that has MoE layers"
         )

@@ -63,6 +63,8 @@ def by_trial(experts: ExpertSet, x: torch.Tensor) -> Finding:
         experts: the experts of this rank, in the mode in which they are to run.
         x: [..., M], whose width, dtype and device the rows have.
     """
+    if getattr(experts, "is_row_wise", False):
+        return Finding()
     found = [
         _tried(index, expert, x, experts.keep_expert_dim)
         for index, expert in enumerate(experts.experts)

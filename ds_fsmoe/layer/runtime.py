@@ -149,6 +149,11 @@ class LayerRuntime:
         rank = dist.get_rank() if world_size_now() > 1 else 0
         return self._layout(ep_size, self.block.esp_size).group_of("esp", rank).index(rank)
 
+    def ep_rank(self, ep_size: int) -> int:
+        """Return which of the ranks that share the experts this one is. No group is made for it."""
+        rank = dist.get_rank() if world_size_now() > 1 else 0
+        return self._layout(ep_size, self.block.esp_size).group_of("ep", rank).index(rank)
+
     def experts_by_rule(self, ep_size: int) -> list[int]:
         """Return, for each rank of this rank's block, the EP rank whose experts a script gives it, by DeepSpeed's rule.
         The rule ignores shards: in its layout the ranks of a block are several groups of ``ep_size``."""

@@ -195,6 +195,25 @@ class FSMoELayer(StockMOELayer):
         of_layer = state.label, state.path, self.training, x, group, self.route, state.pipeline, experts, local
         return LayerCall(*of_layer, in_rows)
 
+    def why_called(self) -> str | None:
+        """Return why the experts module has to be called itself; ``None`` if it need not be."""
+        return why_called(self.experts)
+
+    def run_without_tokens(self, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+        """Take part in a forward of the other ranks, with tokens that are masked out.
+
+        Args:
+            shape: the shape of the tokens, [..., M].
+            like: a tensor that the result is to hang on.
+
+        Returns:
+            A scalar, 0.
+        """
+        weight = next(self.experts.parameters())
+        x = torch.zeros(shape, dtype=weight.dtype, device=weight.device) + like.to(weight)
+        y = self(x, torch.zeros(shape[:-1].numel(), device=weight.device))
+        return 0.0 * (y.float().sum() + self.l_aux.float())
+
     def local_experts(self) -> ExpertSet | None:
         """Return the experts of this rank; ``None`` where nothing is known of the module that holds them."""
         if not is_like_stocks(self.experts):

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.layer.expert_checks import Finding, agreed, by_class, by_trial, worst_of
-from ds_fsmoe.layer.expert_container import why_called
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0, logger
 from ds_fsmoe.observing.step_timer import most_of
@@ -109,7 +108,7 @@ class Uncut:
 
     def _look_for_hooks(self, layer: FSMoELayer) -> None:
         """Look for hooks that were put on a cut layer after it was checked."""
-        if layer.pipeline is None or not layer.pipeline.is_cut or (reason := why_called(layer.experts)) is None:
+        if layer.pipeline is None or not layer.pipeline.is_cut or (reason := layer.why_called()) is None:
             return
         if layer.fsmoe.capacity_group is None:  # nobody has to be asked
             self._reasons[layer.label] = reason
@@ -162,7 +161,7 @@ class Uncut:
 
 
 def _by_modules(layer: FSMoELayer) -> Finding:
-    if reason := why_called(layer.experts):
+    if reason := layer.why_called():
         return Finding("called", reason)
     experts = layer.local_experts()
     return Finding() if experts is None else by_class(experts)

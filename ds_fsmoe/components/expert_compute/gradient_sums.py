@@ -34,9 +34,15 @@ class GradientSums:
         """Whether anybody will ask for its gradient."""
         return id(parameter) in self._wanted
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a gradient, which may be somebody else's memory."""
-        self._sum_of(parameter).add(gradient)
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor, is_own: bool = False) -> None:
+        """Add a gradient.
+
+        Args:
+            parameter: the parameter.
+            gradient: its gradient.
+            is_own: whether nobody else has this memory, so that it may be added to in place.
+        """
+        self._sum_of(parameter).add(gradient, is_own)
 
     def add_each(self, parameters: Sequence[nn.Parameter], gradient_kX: torch.Tensor, is_own: bool = False) -> None:
         """:meth:`add` for k parameters at once.

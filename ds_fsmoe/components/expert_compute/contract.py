@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract by which transformers' models keep a layer's experts: one module, one tensor of each kind of weight.
+
+Such a module is called as ``experts(hidden_states, top_k_index, top_k_weights)`` and says by flags how its weights lie
+(``transformers.integrations.use_experts_implementation``). Nothing of transformers is imported here.
+
+Letters: E experts, M width of a token, H width of an expert, F = 2 * H where experts are gated, else H.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+_OWN_NAMES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+
+
+class ContractError(ValueError):
+    """A module says that it follows the contract, and does not as far as it can be seen."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a module of experts says of its weights."""
+
+    has_gate: bool
+    """Whether the first product gives gate and value, ``gate_up_proj``, or the value alone, ``up_proj``."""
+    has_bias: bool
+    is_transposed: bool
+    """Whether a weight is [E, in, out] instead of [E, out, in]."""
+    is_concatenated: bool
+    """Whether gate and value lie one behind the other, or one beside the other."""
+    has_post_expert_norm: bool
+
+    @property
+    def up(self) -> str:
+        """The name of the first weight, [E, F, M], or [E, M, F] where it is transposed."""
+        return "gate_up_proj" if self.has_gate else "up_proj"
+
+    @property
+    def down(self) -> str:
+        """The name of the second weight, [E, M, H], or [E, H, M] where it is transposed."""
+        return "down_proj"
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of all tensors whose first dimension is the experts."""
+        names = self.up, self.down
+        return (*names, *(f"{each}_bias" for each in names)) if self.has_bias else names
+
+
+def follows_contract(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a layer by the contract."""
+    return hasattr(type(module), "_apply_gate") and all(hasattr(module, each.name) for each in fields(Contract))
+
+
+def contract_of(module: nn.Module) -> Contract:
+    """Return what a module says of its weights, checked against the weights themselves.
+
+    Raises:
+        ContractError: they do not fit.
+    """
+    found = Contract(**{each.name: bool(getattr(module, each.name)) for each in fields(Contract)})
+    shapes = {name: shape_of(getattr(module, name, None)) for name in found.weights}
+    missing = [name for name, shape in shapes.items() if shape is None]
+    if missing:
+        raise ContractError(f"has no {' and no '.join(missing)}")
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    if unknown := sorted(own - set(found.weights)):
+        kind = "more weights than known" if set(unknown) <= set(_OWN_NAMES) else "weights that are not known"
+        raise ContractError(f"has {kind}: {', '.join(unknown)}")
+    sizes = _sizes(found, shapes[found.up])
+    if sizes is None or shapes != _expected(found, *sizes):
+        said = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items() if shape is not None)
+        raise ContractError(f"has weights of shapes that do not fit its flags: {said}")
+    if (num_experts := getattr(module, "num_experts", sizes[0])) != sizes[0]:
+        raise ContractError(f"says that it has {num_experts} experts, and has weights of {sizes[0]}")
+    if not found.has_gate and not callable(getattr(module, "act_fn", None)):
+        raise ContractError("has no act_fn")
+    if found.has_post_expert_norm and not callable(getattr(module, "post_expert_norm", None)):
+        raise ContractError("has no post_expert_norm")
+    return found
+
+
+def shape_of(weight: Any) -> tuple[int, ...] | None:
+    """Return the whole shape of a weight, which ZeRO 3 may have taken apart; ``None`` for what is no weight."""
+    shape = getattr(weight, "ds_shape", getattr(weight, "shape", None))
+    return None if shape is None else tuple(shape)
+
+
+def _sizes(contract: Contract, up: tuple[int, ...] | None) -> tuple[int, int, int] | None:
+    """Return (E, M, H)."""
+    if up is None or len(up) != 3:
+        return None
+    width, hidden = (up[1], up[2]) if contract.is_transposed else (up[2], up[1])
+    if contract.has_gate:
+        if hidden % 2:
+            return None
+        hidden //= 2
+    return up[0], width, hidden
+
+
+def _expected(contract: Contract, num_experts: int, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    outs = (2 * hidden if contract.has_gate else hidden), width
+    ins = width, hidden
+    found: dict[str, tuple[int, ...]] = {}
+    for name, size_in, size_out in zip((contract.up, contract.down), ins, outs, strict=True):
+        found[name] = (num_experts, *((size_in, size_out) if contract.is_transposed else (size_out, size_in)))
+        if contract.has_bias:
+            found[f"{name}_bias"] = (num_experts, size_out)
+    return {name: found[name] for name in contract.weights}

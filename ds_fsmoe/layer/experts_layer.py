@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implements the layer in Hugging Face models: the module of the experts runs our way, and all around it stays theirs.
+
+The model's own router decides and calls ``experts(hidden_states, top_k_index, top_k_weights)``. The module keeps its
+parameters' names, its own class as a base, and the experts of this rank; see ``engine/convert_experts.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.components.expert_compute.contract import Contract
+from ds_fsmoe.components.expert_compute.stacked_experts import OwnForward, StackedExperts
+from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.distributed.groups import stock_names
+from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.state import LayerState
+from ds_fsmoe.observing.instruments import LayerCall
+
+Route = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], Routing]
+
+
+class GivenRouter(nn.Module):
+    """Stands for a router that is the model's own, where a layer is asked for its gate."""
+
+    drop_tokens = False
+    needs_capacity = False
+    k: int | None = None
+    """The number of choices per token, as the last call had it."""
+
+    def describe(self) -> str:
+        """Describe it, for the log."""
+        return "the model's own router"
+
+
+@dataclass(eq=False, repr=False)
+class ExpertsState(LayerState):
+    """Holds what a module of experts has of ours."""
+
+    contract: Contract | None = None
+    own_forward: OwnForward | None = None
+    """The module's own forward, where it computes something else than the contract says."""
+    total_experts: int = 0
+    """The number of experts of all ranks, E."""
+    ep_size: int = 1
+    gate: GivenRouter = field(default_factory=GivenRouter)
+
+    @property
+    def group_name(self) -> str:
+        """DeepSpeed's name of the ranks that share the experts."""
+        return stock_names(self.ep_size, 1).expert_group_name
+
+
+class FSMoEExperts(nn.Module):
+    """Goes before the class of a module of experts, and replaces its forward. Made by conversion, never constructed."""
+
+    fsmoe: ExpertsState
+    num_experts: int
+
+    @property
+    def label(self) -> str:
+        """The label of the layer, in traces."""
+        return self.fsmoe.label
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline that runs the layer; changed by its state alone."""
+        return self.fsmoe.pipeline
+
+    @property
+    def gate(self) -> GivenRouter:
+        """What stands for the model's router."""
+        return self.fsmoe.gate
+
+    @property
+    def experts(self) -> nn.Module:
+        """The module with the experts' parameters: this one."""
+        return self
+
+    @property
+    def ep_size(self) -> int:
+        """The ranks over which the experts are spread."""
+        return self.fsmoe.ep_size
+
+    @property
+    def ep_group_name(self) -> str:
+        """DeepSpeed's name of these ranks."""
+        return self.fsmoe.group_name
+
+    @property
+    def num_local_experts(self) -> int:
+        """The number of experts of this rank."""
+        return self.fsmoe.total_experts // self.fsmoe.ep_size
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return for each token the sum of its experts' results, times their weights.
+
+        Args:
+            hidden_states: [S, M].
+            top_k_index: [S, k] integers: experts of all ranks, or their number for none.
+            top_k_weights: [S, k].
+
+        Raises:
+            RoutingError: an index is out of range, on any rank; raised on every rank that shares the experts.
+        """
+        state = self.fsmoe
+        state.gate.k = top_k_index.shape[-1]
+        shape = hidden_states.shape
+        x_SM = hidden_states.reshape(-1, shape[-1])
+        index_SK, weights_SK = (each.reshape(len(x_SM), -1) for each in (top_k_index, top_k_weights))
+        state.last_shape = x_SM.shape
+        if state.pipeline is None:
+            state.run_alone(None)
+        for check in state.checks:
+            check(self, x_SM)
+
+        def route(x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
+            return routing_of_choices(index_SK, weights_SK, state.total_experts)
+
+        local = self.local_experts()
+        group = state.capacity_group
+        of_layer = state.label, state.path, self.training, x_SM, group, route, state.pipeline, local, local
+        call = LayerCall(*of_layer, in_rows=True)
+        for show in state.instruments:
+            show(call)
+        result = token_path(
+            x_SM,
+            None,
+            gate=call.gate,
+            order=state.order,
+            pipeline=call.pipeline,
+            experts=call.experts,
+            group=group,
+            callbacks=state.parts.callbacks,
+            name=state.path,
+            in_rows=True,
+        )
+        return result.output.view(shape).to(hidden_states.dtype)
+
+    def local_experts(self) -> StackedExperts:
+        """Return the experts of this rank."""
+        state = self.fsmoe
+        if state.known_experts is None:
+            experts = StackedExperts(self, state.contract, state.own_forward, state.path)
+            state.known_experts = list(experts.parameters), experts
+        return state.known_experts[1]
+
+    def route_unheard(
+        self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
+    ) -> Routing:
+        """Return a decision about made-up tokens, with a row for each choice."""
+        num_choices = self.fsmoe.gate.k or 1
+        rows_KS = torch.arange(num_choices * len(x_SM), device=x_SM.device).view(num_choices, len(x_SM))
+        counts_E = rows_KS.new_full((1,), rows_KS.numel())
+        weights_KS = x_SM.new_ones(rows_KS.shape)
+        return Routing(rows_KS, weights_KS, x_SM.new_zeros(()), counts_E, rows_KS.numel(), 1)
+
+    def run_without_tokens(self, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+        """Take part in a forward of the other ranks, with tokens that choose nothing.
+
+        Args:
+            shape: the shape of the tokens, [S, M].
+            like: a tensor that the result is to hang on.
+
+        Returns:
+            A scalar, 0.
+        """
+        weight = next(self.parameters())
+        x_SM = torch.zeros(shape, dtype=weight.dtype, device=weight.device) + like.to(weight)
+        index_SK = torch.full((len(x_SM), 1), self.fsmoe.total_experts, device=weight.device)
+        return 0.0 * self(x_SM, index_SK, torch.zeros_like(index_SK, dtype=weight.dtype)).float().sum()
+
+    def why_called(self) -> str | None:
+        """Return why the layer must not be cut: ``None``, since hooks on the module see its own call."""
+        return None
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Make the process groups. DeepSpeed comes here layer by layer on every rank."""
+        if self.fsmoe.running is not None:
+            self.fsmoe.connect(self.fsmoe.ep_size)
+
+
+@dataclass(frozen=True)
+class HuggingFaceLayer:
+    """Shows a module of experts as others see a ``deepspeed.moe.layer.MoE``."""
+
+    deepspeed_moe: FSMoEExperts
+
+    enable_expert_tensor_parallelism = False
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of all ranks."""
+        return self.deepspeed_moe.fsmoe.total_experts
+
+    @property
+    def num_local_experts(self) -> int:
+        """The number of experts of this rank."""
+        return self.deepspeed_moe.num_local_experts
+
+    @property
+    def ep_size(self) -> int:
+        """The ranks over which the experts are spread."""
+        return self.deepspeed_moe.ep_size
+
+    @property
+    def expert_group_name(self) -> str:
+        """DeepSpeed's name of these ranks."""
+        return self.deepspeed_moe.ep_group_name
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of the experts."""
+        return self.deepspeed_moe.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of the experts by name."""
+        return self.deepspeed_moe.named_parameters()
+
+
+def routing_of_choices(index_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int) -> Routing:
+    """Return a router's choices as a decision of ours.
+
+    Args:
+        index_SK: [S, K] integers: experts, or E for none.
+        weights_SK: [S, K] float.
+        num_experts: E.
+    """
+    index_KS = index_SK.t().long()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=index_KS.device)
+    counts_E = counts.scatter_add_(0, index_KS.reshape(-1).clamp(0, num_experts), torch.ones_like(index_KS).reshape(-1))
+    # With one slot per expert the slots are the experts; rows need no more.
+    return Routing(index_KS, weights_SK.t(), weights_SK.new_zeros(()), counts_E[:num_experts], 1, num_experts)
