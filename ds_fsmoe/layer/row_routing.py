@@ -71,7 +71,8 @@ def number_rows(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trusted: bool
         first_S, step_S = _tables(cuts, num_experts, num_tokens, slots_KS).unbind()
         queue_KS = expert_KS * step_S + first_S
     queue_KS = torch.where(is_row_KS, queue_KS, num_queues)
-    most = max(1, num_tokens)
+    # A router may name an expert twice for a token, such as one that looks its tokens up in a table.
+    most = max(1, num_choices * num_tokens)
     found = ops.take_slots(queue_KS, num_queues, most, None, "token")
     counts_V = found.counts_E
     ends_V = counts_V.cumsum(0)
