@@ -16,6 +16,7 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
+from ds_fsmoe.layer.experts_layer import GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
@@ -33,7 +34,7 @@ class FSMoEState:
     def __init__(
         self,
         block: FSMoEBlock,
-        layers: dict[str, StockMoE],
+        layers: dict[str, StockMoE | HuggingFaceLayer],
         parts: Parts,
         running: LayerRuntime,
         stage_group: dist.ProcessGroup | None = None,
@@ -256,5 +257,5 @@ def _describe_degrees(state: FSMoEState) -> str:
 
 def _describe_gate(gate: Any) -> str:
     if not isinstance(gate, FSMoEGate):
-        return gate.describe() if isinstance(gate, GateBase) else type(gate).__name__
+        return gate.describe() if isinstance(gate, (GateBase, GivenRouter)) else type(gate).__name__
     return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"

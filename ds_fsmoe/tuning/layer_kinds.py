@@ -142,7 +142,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
         kind,
         pipeline.collectives,
         call.experts,
-        len(call.experts.experts),
+        call.experts.num_experts,
         max(1, sum(each.numel() for each in call.experts.parameters if each.dim() > 1)),
         splits,
         pipeline.recompute,

@@ -215,6 +215,11 @@ class ExpertSet:
         return type(self), (self.experts, self.keep_expert_dim, self.path, self.together)
 
     @property
+    def num_experts(self) -> int:
+        """The number of experts of this rank."""
+        return len(self.experts)
+
+    @property
     def splits(self) -> bool:
         """Whether a call made now would split (:attr:`ExpertCall.splits`)."""
         return all(form is not None for form in self.written_now())
