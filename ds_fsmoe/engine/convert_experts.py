@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.checks.preflight import check_zero_stage
-from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract, shape_of
+from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract
 from ds_fsmoe.components.expert_compute.stacked_experts import OwnForward, StackedExperts
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.distributed.partitioned import gathered, is_shared_out, numel_of, shape_of
 from ds_fsmoe.distributed.topology import find_topology
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
@@ -256,7 +255,7 @@ def convert_experts(
     )
     replaced = _cut(module, contract, num_experts // ep_size, running.ep_rank(ep_size), state.group_name)
     state.own_forward = _own_forward_if_other(module, contract)
-    if any(hasattr(each, "ds_id") for each in replaced.values()):
+    if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)
     module.__class__ = _ours(own_class)
@@ -282,10 +281,9 @@ def _cut(
     mine = slice(ep_rank * num_local, (ep_rank + 1) * num_local)
     for name in contract.weights:
         whole = getattr(module, name)
-        is_shared_out = hasattr(whole, "ds_id")  # by zero.Init, over all ranks
-        with GatheredParameters([whole]) if is_shared_out else nullcontext():
+        with gathered([whole]):  # zero.Init may have shared it out over all ranks
             part = nn.Parameter(whole.data[mine].clone(), requires_grad=whole.requires_grad)
-        if not is_shared_out:
+        if not is_shared_out(whole):
             vars(part).update(vars(whole))
         part.allreduce, part.group_name = False, group_name
         part.ds_zero_placement_family, part.ds_zero_partition_group_name = PLACEMENT, group_name
@@ -302,7 +300,7 @@ def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
     Args:
         replaced: new parameter -> the one it replaces, of one module.
     """
-    of_zero = {new: old for new, old in replaced.items() if hasattr(old, "ds_id")}
+    of_zero = {new: old for new, old in replaced.items() if is_shared_out(old)}
     for new in of_zero:
         new.ds_zero_partition_process_group = stock_groups._get_expert_data_parallel_group(new.group_name)
     if of_zero:
@@ -356,8 +354,8 @@ def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -
     for layer in layers:
         inner = layer.deepspeed_moe
         own = type(inner).__mro__[2].__name__
-        num_local = sum(shape_numel(each) for each in inner.parameters())
-        size_bytes = sum(shape_numel(each) * each.element_size() for each in inner.parameters())
+        num_local = sum(numel_of(each) for each in inner.parameters())
+        size_bytes = sum(numel_of(each) * each.element_size() for each in inner.parameters())
         way = "written out" if inner.fsmoe.own_forward is None else "by autograd"
         kinds[own, layer.num_experts, layer.num_local_experts, num_local, size_bytes, way] += 1
     rows = [("experts", "layers", "experts each", "of them here", "parameters here", "MiB here", "backward")]
@@ -371,14 +369,6 @@ def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     head = f"ds_fsmoe takes over the experts of {family}, over ep_size = {ep_size} rank(s){left}; all else is theirs"
     return "\n".join([head, *(f"  {line}" for line in lines)])
-
-
-def shape_numel(parameter: nn.Parameter) -> int:
-    """Return the number of elements of a parameter, which ZeRO 3 may have taken apart."""
-    number = 1
-    for each in shape_of(parameter) or ():
-        number *= each
-    return number
 
 
 def log_table(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
 from ds_fsmoe.measuring.cache import MeasurementCache
 from ds_fsmoe.measuring.cluster_profile import profile_cluster
@@ -171,7 +172,8 @@ def _layers(
     for kind in largest:
         block = BlockPlan(_HOST_DEGREE, running.links)
         schedule = PhasePlan(block, kind.pipeline.forward.groups, backward=False).schedule
-        measured = profile(measuring, kind.subject, running.lanes, schedule)
+        with gathered(kind.subject.experts.parameters):
+            measured = profile(measuring, kind.subject, running.lanes, schedule)
         others = time_gate_and_order(measuring, kind) | time_gradients(measuring, kind, reduction)
         for name, way in kind.ways.items():
             of_links = {each: links.timings[way.subject.link_name(each)] for each in way.subject.links}
@@ -185,7 +187,8 @@ def _layers(
     heaviest = max(largest, key=lambda kind: kind.subject.measured_capacity * kind.subject.sizes.width)
     # One with a part on each link, if there is one.
     way = max(heaviest.ways.values(), key=lambda each: len(each.subject.links))
-    return profiles, links, slowdowns_of(measuring, way.subject, running.lanes, heaviest.lane_of)
+    with gathered(way.subject.experts.parameters):
+        return profiles, links, slowdowns_of(measuring, way.subject, running.lanes, heaviest.lane_of)
 
 
 def _dtype(kinds: Sequence[LayerKind], group: dist.ProcessGroup | None) -> torch.dtype:

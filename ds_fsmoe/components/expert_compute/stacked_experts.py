@@ -23,11 +23,12 @@ from torch.func import functional_call
 
 from ds_fsmoe.components.expert_compute import grouped_products as products
 from ds_fsmoe.components.expert_compute.call_context import AutocastState
-from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
+from ds_fsmoe.components.expert_compute.contract import Contract
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
 from ds_fsmoe.components.expert_compute.row_call import CallRows, PhaseRows
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+from ds_fsmoe.distributed.partitioned import shape_of
 
 OwnForward = Callable[..., torch.Tensor]
 """``(hidden_states, top_k_index, top_k_weights) -> hidden_states`` of the module of the experts."""
