@@ -108,8 +108,8 @@ _OF_PYDANTIC = re.compile(r"int$|constrained-int$|literal\['auto'\]$")
 # What other projects, or DeepSpeed's layer, call things that are not here under that name.
 _OF_THE_MODEL = "it is an argument of MoE(...), where the model is built"
 _ELSEWHERE = {
-    "ep_size": f"{_OF_THE_MODEL}; how many ranks share one expert is {BLOCK}.expert_tensor_parallel_size",
-    "expert_model_parallel_size": "it is ep_size, an argument of MoE(...), where the model is built",
+    "expert_model_parallel_size": "it is ep_size, an argument of MoE(...), where the model is built, or "
+    f"{BLOCK}.ep_size for the experts of a Hugging Face model",
     "num_experts": _OF_THE_MODEL,
     "hidden_size": _OF_THE_MODEL,
     "use_residual": _OF_THE_MODEL,

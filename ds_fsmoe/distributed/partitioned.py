@@ -1,25 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows parameters that ZeRO 3 has shared out over ranks: their whole shape, and how to have them whole for a while."""
+"""Knows parameters that ZeRO 3 has shared out over ranks, and how to have them whole for a while."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
-
-
-def shape_of(weight: Any) -> tuple[int, ...] | None:
-    """Return the whole shape of a parameter; ``None`` for what is no tensor."""
-    shape = getattr(weight, "ds_shape", getattr(weight, "shape", None))
-    return None if shape is None else tuple(shape)
-
-
-def numel_of(weight: torch.Tensor) -> int:
-    """Return the number of elements of a whole parameter."""
-    return math.prod(shape_of(weight) or (0,))
 
 
 def is_shared_out(parameter: torch.Tensor) -> bool:

@@ -15,12 +15,20 @@ from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.checks.preflight import check_zero_stage
-from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract
-from ds_fsmoe.components.expert_compute.stacked_experts import OwnForward, StackedExperts
+from ds_fsmoe.components.expert_compute.contract import (
+    Contract,
+    ContractError,
+    contract_of,
+    follows_contract,
+    numel_of,
+    shape_of,
+)
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
+from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import sizes_of_mpu
-from ds_fsmoe.distributed.partitioned import gathered, is_shared_out, numel_of, shape_of
+from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import find_topology
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.contract import Contract
-from ds_fsmoe.components.expert_compute.stacked_experts import OwnForward, StackedExperts
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
+from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.layer.moe_layer import token_path

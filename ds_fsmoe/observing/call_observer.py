@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import FSMoEGroups
-from ds_fsmoe.distributed.partitioned import numel_of, shape_of
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.lanes import Observer, Together
 from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
@@ -121,7 +120,7 @@ class CallObserver:
 
 def sizes_of(at: CalledWith, experts: Experts | WholeExperts) -> CallShape:
     """Return the sizes of what a call moves and multiplies."""
-    matrices = [numel_of(each) for each in experts.parameters if len(shape_of(each)) > 1]
+    matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
     products = len(matrices), sum(matrices)
     return CallShape(at.num_experts, at.capacity, at.width, at.dtype.itemsize, *products, num_tokens=at.num_tokens)
 

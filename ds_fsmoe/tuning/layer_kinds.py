@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from ds_fsmoe import registry
 from ds_fsmoe.checks.first_forwards import FirstCall
 from ds_fsmoe.distributed.agreement import check_agreement
-from ds_fsmoe.distributed.partitioned import numel_of, shape_of
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
@@ -131,7 +131,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
     assert pipeline is not None
     splits = all(form is not None for form in call.forms)
     modules = [type(each).__name__ for each in getattr(call.experts, "experts", ())]
-    shapes = ["x".join(map(str, shape_of(each))) for each in call.experts.parameters]
+    shapes = ["x".join(map(str, each)) for each in call.experts.shapes]
     places = _places(pipeline)
     kind = (
         f"experts {'/'.join(modules)} of {' '.join(shapes)}, written out {splits}, width {call.sizes.width}, "
@@ -144,7 +144,7 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
         pipeline.collectives,
         call.experts,
         call.experts.num_experts,
-        max(1, sum(numel_of(each) for each in call.experts.parameters if len(shape_of(each)) > 1)),
+        max(1, sum(math.prod(each) for each in call.experts.shapes if len(each) > 1)),
         splits,
         pipeline.recompute,
         call.sizes,

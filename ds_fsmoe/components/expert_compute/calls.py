@@ -215,6 +215,11 @@ class ExpertSet:
         return type(self), (self.experts, self.keep_expert_dim, self.path, self.together)
 
     @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the parameters."""
+        return [tuple(each.shape) for each in self.parameters]
+
+    @property
     def num_experts(self) -> int:
         """The number of experts of this rank."""
         return len(self.experts)

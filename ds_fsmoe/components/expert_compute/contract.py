@@ -9,11 +9,12 @@ Letters: E experts, M width of a token, H width of an expert, F = 2 * H where ex
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import nn
-
-from ds_fsmoe.distributed.partitioned import shape_of
 
 _OWN_NAMES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 
@@ -83,6 +84,17 @@ def contract_of(module: nn.Module) -> Contract:
     if found.has_post_expert_norm and not callable(getattr(module, "post_expert_norm", None)):
         raise ContractError("has no post_expert_norm")
     return found
+
+
+def shape_of(weight: Any) -> tuple[int, ...] | None:
+    """Return the whole shape of a parameter, which ZeRO 3 may have shared out; ``None`` for what is no tensor."""
+    shape = getattr(weight, "ds_shape", getattr(weight, "shape", None))
+    return None if shape is None else tuple(shape)
+
+
+def numel_of(weight: torch.Tensor) -> int:
+    """Return the number of elements of a whole parameter."""
+    return math.prod(shape_of(weight) or (0,))
 
 
 def _sizes(contract: Contract, up: tuple[int, ...] | None) -> tuple[int, int, int] | None:

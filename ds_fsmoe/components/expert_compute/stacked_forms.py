@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ways to compute experts whose weights one module has as one tensor of each kind: written out, or called.
+
+Letters: R rows, expert by expert; M width, H width of an expert, F = 2 * H where experts are gated, else H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from ds_fsmoe.components.expert_compute import grouped_products as products
+from ds_fsmoe.components.expert_compute.contract import Contract
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
+
+OwnForward = Callable[..., torch.Tensor]
+"""``(hidden_states, top_k_index, top_k_weights) -> hidden_states`` of the module of the experts."""
+
+
+@dataclass
+class _Pending:
+    """What the weights' gradients of a chunk still need."""
+
+    x_RM: torch.Tensor | None
+    dup_RF: torch.Tensor
+    h_RH: torch.Tensor
+    dy_RM: torch.Tensor
+    groups: Groups
+
+
+class Written:
+    """The products written out. Kept are the rows and what the first product makes of them; the rest is made again.
+
+    Args:
+        module, contract: see :class:`~ds_fsmoe.components.expert_compute.stacked_experts.StackedExperts`.
+        sums: where weight gradients go.
+        saved: where to keep what the backward needs.
+        needs_backward: whether to keep anything.
+        recompute: keep the rows alone.
+        dtype: the type that autocast asks for; ``None``: that of the weights.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        contract: Contract,
+        sums: GradientSums,
+        saved: SavedRows,
+        needs_backward: bool,
+        recompute: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._module, self._contract, self._sums, self._saved = module, contract, sums, saved
+        self._needs_backward, self._recompute, self._dtype = needs_backward, recompute, dtype
+        self._row_dtype: torch.dtype | None = None
+        self._pending: dict[int, _Pending] = {}
+
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[R, M] to the same."""
+        self._row_dtype = x_RM.dtype
+        x_RM = self._cast(x_RM)
+        up_RF = self._up(x_RM, groups)
+        if self._needs_backward:
+            keeps_rows = self._recompute or self._wants(self._contract.up)
+            kept = x_RM if keeps_rows else None, None if self._recompute else up_RF
+            self._saved.put(chunk, tuple(None if each is None else each.unsqueeze(0) for each in kept))
+        y_RM = self._down(self._act(up_RF), groups)
+        return self._module.post_expert_norm(y_RM) if self._contract.has_post_expert_norm else y_RM
+
+    def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[R, M] to the same; leaves the weights."""
+        x_1RM, up_1RF = self._saved.take(chunk)
+        x_RM = None if x_1RM is None else x_1RM[0]
+        up_RF = self._up(x_RM, groups) if up_1RF is None else up_1RF[0]
+        dy_RM = dy_RM.to(up_RF.dtype)
+        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            leaf_RF = up_RF.detach().requires_grad_()
+            of_leaf_RH = self._act(leaf_RF)
+        h_RH = of_leaf_RH.detach()
+        if self._contract.has_post_expert_norm:
+            dy_RM = self._before_norm(h_RH, dy_RM, groups)
+        transposed = self._contract.is_transposed
+        dh_RH = products.rows_gradient(dy_RM, self._weight(self._contract.down), transposed, groups)
+        (dup_RF,) = torch.autograd.grad(of_leaf_RH, leaf_RF, dh_RH.to(h_RH.dtype))
+        self._pending[chunk] = _Pending(x_RM, dup_RF, h_RH, dy_RM, groups)
+        dx_RM = products.rows_gradient(dup_RF, self._weight(self._contract.up), transposed, groups)
+        return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
+
+    def backward_dw(self, chunk: int) -> None:
+        """Add to the weights' gradients what :meth:`backward_dx` of the same chunk left."""
+        left, transposed = self._pending.pop(chunk), self._contract.is_transposed
+        of_weights = ((self._contract.up, left.x_RM, left.dup_RF), (self._contract.down, left.h_RH, left.dy_RM))
+        for name, x_RI, dy_RO in of_weights:
+            if x_RI is not None and self._wants(name):
+                self._add(name, products.weight_gradient(x_RI, dy_RO, transposed, left.groups))
+            if self._contract.has_bias and self._wants(f"{name}_bias"):
+                self._add(f"{name}_bias", products.bias_gradient(dy_RO, left.groups))
+
+    def _up(self, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        return self._linear(self._contract.up, x_RM, groups)
+
+    def _down(self, h_RH: torch.Tensor, groups: Groups) -> torch.Tensor:
+        return self._linear(self._contract.down, h_RH, groups)
+
+    def _linear(self, name: str, x_RI: torch.Tensor, groups: Groups) -> torch.Tensor:
+        weight_k = self._weight(name)
+        y_RO = products.product(x_RI.to(weight_k.dtype), weight_k, self._contract.is_transposed, groups)
+        if self._contract.has_bias:
+            y_RO.add_(groups.rows_of_each(self._weight(f"{name}_bias")))
+        return y_RO
+
+    def _act(self, up_RF: torch.Tensor) -> torch.Tensor:
+        return self._module._apply_gate(up_RF) if self._contract.has_gate else self._module.act_fn(up_RF)
+
+    def _before_norm(self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """Return the gradient ahead of the norm, and add to the gradients of the norm's own weights."""
+        norm = self._module.post_expert_norm
+        own = [each for each in norm.parameters() if self._sums.wants(each)]
+        leaf_RM = self._down(h_RH, groups).requires_grad_()
+        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            normed_RM = norm(leaf_RM)
+        before_RM, *of_own = torch.autograd.grad(normed_RM, [leaf_RM, *own], dy_RM.to(normed_RM.dtype))
+        for parameter, gradient in zip(own, of_own, strict=True):
+            self._sums.add(parameter, gradient)
+        return before_RM
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return self._cast(getattr(self._module, name))
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
+
+    def _wants(self, name: str) -> bool:
+        return self._sums.wants(getattr(self._module, name))
+
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        parameter = getattr(self._module, name)
+        self._sums.add(parameter, gradient.to(parameter.dtype), is_own=True)
+
+
+class Called:
+    """The module's own forward, differentiated by autograd.
+
+    Args:
+        module, own_forward: see :class:`~ds_fsmoe.components.expert_compute.stacked_experts.StackedExperts`.
+        sums: where weight gradients go.
+        saved: where to keep the rows.
+        needs_backward: whether to keep anything.
+        keeps_graph: whether to keep graphs, or the rows alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        own_forward: OwnForward,
+        sums: GradientSums,
+        saved: SavedRows,
+        needs_backward: bool,
+        keeps_graph: bool,
+    ) -> None:
+        self._module, self._own_forward, self._sums, self._saved = module, own_forward, sums, saved
+        self._needs_backward, self._keeps_graph = needs_backward, keeps_graph
+        self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = {}
+
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[R, M] to the same."""
+        if self._needs_backward:
+            self._saved.put(chunk, (x_RM.unsqueeze(0),))
+        if self._keeps_graph:
+            self._graphs[chunk] = self._recorded(x_RM, groups)
+            return self._graphs[chunk][1].detach()
+        return self._own(x_RM, groups, {})
+
+    def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[R, M] to the same; adds to the weights' gradients, as a graph is walked once."""
+        (x_1RM,) = self._saved.take(chunk)
+        leaf_RM, y_RM, aliases = self._graphs.pop(chunk, None) or self._recorded(x_1RM[0], groups)
+        named = dict(self._module.named_parameters())
+        inputs = leaf_RM, *aliases.values()
+        dx_RM, *gradients = torch.autograd.grad(y_RM, inputs, dy_RM.to(y_RM.dtype), allow_unused=True)
+        for name, gradient in zip(aliases, gradients, strict=True):
+            self._sums.add(named[name], torch.zeros_like(aliases[name]) if gradient is None else gradient)
+        return torch.zeros_like(leaf_RM) if dx_RM is None else dx_RM
+
+    def backward_dw(self, chunk: int) -> None:
+        """Nothing is left to do."""
+
+    def _recorded(
+        self, x_RM: torch.Tensor, groups: Groups
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        # Hooks on a parameter are for the gradient that the layer returns: the graph leads to aliases.
+        wanted = {name: each for name, each in self._module.named_parameters() if self._sums.wants(each)}
+        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+            aliases = {name: each.detach().requires_grad_() for name, each in wanted.items()}
+            leaf_RM = x_RM.detach().requires_grad_()
+            return leaf_RM, self._own(leaf_RM.view_as(leaf_RM), groups, aliases), aliases
+
+    def _own(self, x_RM: torch.Tensor, groups: Groups, aliases: dict[str, torch.Tensor]) -> torch.Tensor:
+        of_row_R = groups.rows_of_each(torch.arange(len(groups.sizes), device=x_RM.device))
+        arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
+        if not aliases:
+            return self._own_forward(*arguments)
+        return functional_call(_ForwardOf(self._module, self._own_forward), _prefixed(aliases), arguments)
+
+
+class _ForwardOf(nn.Module):
+    """A module whose forward is another function on the module inside it."""
+
+    def __init__(self, inner: nn.Module, forward: OwnForward) -> None:
+        super().__init__()
+        self.inner = inner
+        self._own_forward = forward
+
+    def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+        return self._own_forward(*arguments)
+
+
+def _prefixed(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"inner.{name}": each for name, each in named.items()}
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
