@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's models train as they do on one process with their own eager experts, at every stage of ZeRO."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from tests.hf_families import NUM_EXPERTS, WIDTH, batch, families, model_of, why_not
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+
+SIX = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe", "gpt_oss")
+TOLERANCE = 1e-5
+# Sums of numbers that cancel: the family itself differs by more between one batch and its halves.
+CANCELLING = {"hy_v4": 1e-3, "deepseek_v4": 1e-4, "qwen3_5_moe": 1e-4, "qwen3_next": 1e-4, "bailing_hybrid": 1e-4}
+
+
+def ds_config(stage: int, lr: float = 0.5, **block: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # Or tiny parameters stay whole.
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": lr}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "fsmoe": {"enabled": True} | block,
+    }
+
+
+def engine_of(model: nn.Module, config: dict[str, Any], parameters: Any = None) -> Any:
+    import ds_fsmoe
+
+    return ds_fsmoe.initialize(model=model, model_parameters=parameters or list(model.parameters()), config=config)[0]
+
+
+def own_part(whole: torch.Tensor, part_shape: torch.Size, ep_rank: int) -> torch.Tensor:
+    """Of a tensor of all experts, what this rank has; all of any other."""
+    if whole.shape == part_shape:
+        return whole
+    num_local = part_shape[0]
+    return whole[ep_rank * num_local : (ep_rank + 1) * num_local]
+
+
+def furthest(found: torch.Tensor | None, wanted: torch.Tensor) -> float:
+    if found is None:
+        return float(wanted.abs().max() > 0)
+    scale = wanted.abs().max().item()
+    return (found.float() - wanted).abs().max().item() / (scale if scale > 1e-9 else 1.0)
+
+
+def gradients(rank: int, world_size: int, names: list[str], stage: int, degrees: dict[str, int]) -> list[str]:
+    """What differs from one process, of losses and gradients of some families."""
+    from deepspeed.utils import groups as stock_groups
+    from deepspeed.utils import safe_get_full_grad
+
+    said = []
+    for family in names:
+        reference = model_of(family)
+        engine = engine_of(copy.deepcopy(reference), ds_config(stage, num_chunks=degrees))
+        x = batch(3, world_size)
+        losses = [reference(input_ids=each[None], labels=each[None]).loss for each in x]
+        torch.stack(losses).mean().backward()
+        loss = engine(input_ids=x[rank : rank + 1], labels=x[rank : rank + 1]).loss
+        engine.backward(loss)
+        if not abs(loss.item() - losses[rank].item()) <= TOLERANCE * losses[rank].item():
+            said.append(f"{family}: loss {loss.item()} for {losses[rank].item()}")
+        ep_rank = stock_groups._get_expert_parallel_rank(f"ep_size_{world_size}")
+        wanted = {name: each.grad for name, each in reference.named_parameters()}
+        tolerance = CANCELLING.get(family, TOLERANCE)
+        for name, parameter in engine.module.named_parameters():
+            if wanted[name] is None:
+                continue
+            found = safe_get_full_grad(parameter)
+            part = wanted[name] if found is None else own_part(wanted[name], found.shape, ep_rank)
+            if not furthest(found, part) <= tolerance:
+                said.append(f"{family}: gradient of {name} is off by {furthest(found, part):.1e}")
+        layers = engine.fsmoe.layers
+        if not layers or any(each.deepspeed_moe.fsmoe.own_forward is not None for each in layers.values()):
+            said.append(f"{family}: {len(layers)} layers, not all written out")
+        engine.destroy()
+    return said
+
+
+@sampled(("stage", "forward", "backward"), [(0, 1, 1), (2, 3, 2), (3, 2, 3)], kept=[1])
+def test_six_families_have_the_losses_and_gradients_of_eager_experts(
+    stage: int, forward: int, backward: int, tmp_path: Path
+) -> None:
+    degrees = {"forward": forward, "backward": backward}
+    found = run_on_ranks(gradients, 2, tmp_path, list(SIX), stage, degrees)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+@pytest.mark.slow
+def test_every_family_that_can_be_tiny_has_the_losses_and_gradients_of_eager_experts(tmp_path: Path) -> None:
+    tried = [each for each in families() if not why_not(each)]
+    assert len(tried) >= 39
+    found = run_on_ranks(gradients, 2, tmp_path, tried, 2, {"forward": 2, "backward": 3}, limit_s=600)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def five_steps(rank: int, world_size: int, families: list[str], stage: int, ep_size: int) -> list[str]:
+    """What of the weights differs from one process after five steps of SGD."""
+    from deepspeed.utils import groups as stock_groups
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    said = []
+    for family in families:
+        reference = model_of(family)
+        engine = engine_of(copy.deepcopy(reference), ds_config(stage, lr=0.1, ep_size=ep_size, num_chunks=2))
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step in range(5):
+            x = batch(step, world_size)
+            losses = [reference(input_ids=each[None], labels=each[None]).loss for each in x]
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            engine.backward(engine(input_ids=x[rank : rank + 1], labels=x[rank : rank + 1]).loss)
+            engine.step()
+        ep_rank = stock_groups._get_expert_parallel_rank(f"ep_size_{ep_size}")
+        wanted = dict(reference.named_parameters())
+        for name, parameter in engine.module.named_parameters():
+            found = safe_get_full_fp32_param(parameter) if stage else parameter.detach()
+            found = parameter.detach() if found is None else found
+            part = own_part(wanted[name].detach(), found.shape, ep_rank)
+            if not furthest(found, part) <= TOLERANCE:
+                said.append(f"{family}: {name} is off by {furthest(found, part):.1e}")
+        engine.destroy()
+    return said
+
+
+@sampled("stage", [0, 1, 2, 3], kept=[3])
+def test_weights_after_five_steps_are_those_of_one_process_with_replicas_of_experts(stage: int, tmp_path: Path) -> None:
+    found = run_on_ranks(five_steps, 4, tmp_path, ["olmoe", "gpt_oss"], stage, 2)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def from_zero_init(rank: int, world_size: int) -> list[str]:
+    """Trainer's way at stage 3: parameters are shared out while the model is built."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from tests.hf_families import config_of
+
+    said = []
+    reference = model_of("mixtral")
+    config = ds_config(3, ep_size=2, num_chunks=2)
+    asked = HfDeepSpeedConfig(config)
+    model = AutoModelForCausalLM.from_config(config_of("mixtral"))
+    model.set_experts_implementation("eager")
+    del asked  # transformers asked whether it lived
+    if not all(hasattr(each, "ds_id") for each in model.parameters()):
+        said.append("nothing was shared out")
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if rank == 0:
+            for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                ours.data.copy_(theirs.data)
+    import ds_fsmoe
+
+    engine = ds_fsmoe.initialize(model=model, config=config)[0]
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for step in range(3):
+        x = batch(step, world_size)
+        optimizer.zero_grad()
+        wanted = torch.stack([reference(input_ids=each[None], labels=each[None]).loss for each in x])
+        wanted.mean().backward()
+        optimizer.step()
+        loss = engine(input_ids=x[rank : rank + 1], labels=x[rank : rank + 1]).loss
+        engine.backward(loss)
+        engine.step()
+        if not abs(loss.item() - wanted[rank].item()) <= 1e-5 * wanted[rank].item():
+            said.append(f"step {step}: loss {loss.item()} for {wanted[rank].item()}")
+    engine.destroy()
+    return said
+
+
+def test_experts_that_zero_init_has_shared_out_are_cut_and_shared_out_again(tmp_path: Path) -> None:
+    assert run_on_ranks(from_zero_init, 4, tmp_path) == [[]] * 4
+
+
+def uneven(rank: int, world_size: int, checkpointing: str) -> list[str]:
+    """Sequences of other lengths on each rank, padding, checkpointing, evaluation between steps."""
+    said = []
+    reference = model_of("qwen3_moe")
+    engine = engine_of(copy.deepcopy(reference), ds_config(2, num_chunks={"forward": 3, "backward": 2}))
+    if checkpointing:
+        options = {"use_reentrant": checkpointing == "reentrant"}
+        engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if checkpointing == "reentrant":
+            engine.module.enable_input_require_grads()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for step in range(3):
+        xs = [batch(10 * step + each, 1, (5, 13)[each]) for each in range(world_size)]
+        losses = [reference(input_ids=x, labels=x).loss for x in xs]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        loss = engine(input_ids=xs[rank], labels=xs[rank]).loss
+        engine.backward(loss)
+        engine.step()
+        if not abs(loss.item() - losses[rank].item()) <= 1e-5 * losses[rank].item():
+            said.append(f"step {step}: loss {loss.item()} for {losses[rank].item()}")
+        engine.eval()
+        with torch.no_grad():
+            x = batch(99, 1, 7 + 4 * rank)
+            wanted, found = reference.eval()(input_ids=x).logits, engine(input_ids=x).logits
+        if furthest(found, wanted) > 1e-4:
+            said.append(f"step {step}: logits are off by {furthest(found, wanted):.1e}")
+        reference.train()
+        engine.train()
+    engine.destroy()
+    return said
+
+
+@sampled("checkpointing", ["", "reentrant", "saved"], kept=[1])
+def test_sequences_may_have_other_lengths_on_each_rank(checkpointing: str, tmp_path: Path) -> None:
+    assert run_on_ranks(uneven, 2, tmp_path, checkpointing) == [[], []]
+
+
+def both_kinds(rank: int, world_size: int) -> list[str]:
+    """A model with stock's layers and Hugging Face's experts."""
+    from deepspeed.moe.layer import MoE
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.theirs = model_of("olmoe")
+            expert = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+            self.stocks = MoE(WIDTH, expert, num_experts=4, ep_size=2, k=1, drop_tokens=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.theirs(input_ids=x, labels=x, output_hidden_states=True)
+            y, _, _ = self.stocks(found.hidden_states[-1])
+            return found.loss + y.square().mean()
+
+    torch.manual_seed(0)
+    engine = engine_of(Both(), ds_config(1, ep_size=2))
+    losses = []
+    for _ in range(3):
+        loss = engine(batch(rank, 1))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    labels = [type(each).__name__ for each in engine.fsmoe.layers.values()]
+    engine.destroy()
+    said = [] if losses == sorted(losses, reverse=True) else [f"losses {losses}"]
+    return said + ([] if labels == ["HuggingFaceLayer", "HuggingFaceLayer", "MoE"] else [f"layers {labels}"])
+
+
+def test_both_kinds_of_layers_train_in_one_model(tmp_path: Path) -> None:
+    assert run_on_ranks(both_kinds, 2, tmp_path) == [[], []]
+
+
+# ---- what is refused, before any group is made
+
+
+def tied(model: nn.Module) -> None:
+    first, second = (each.mlp.experts for each in model.model.layers)
+    second.down_proj = first.down_proj
+
+
+def quantised(model: nn.Module) -> None:
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def misshapen(model: nn.Module) -> None:
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj[:, :, :-1].clone())
+
+
+def more_weights(model: nn.Module) -> None:
+    model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(NUM_EXPERTS))
+
+
+def of_transformers_4(model: nn.Module) -> None:
+    block = model.model.layers[0].mlp
+    block.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (tied, "model.layers.1.mlp.experts.down_proj is the same parameter as model.layers.0.mlp.experts.down_proj"),
+        (quantised, "model.layers.0.mlp.experts.down_proj is float8_e4m3fn: quantised experts cannot be trained"),
+        (misshapen, "model.layers.0.mlp.experts, a OlmoeExperts, follows the contract.*do not fit its flags"),
+        (more_weights, "model.layers.0.mlp.experts, a OlmoeExperts,.*has weights that are not known: scale"),
+        (of_transformers_4, r"cannot take over \(model.layers.0.mlp.experts, a ModuleList of 4 Linear\)"),
+    ],
+)
+def test_experts_that_cannot_be_taken_over_are_named(change: Callable[[nn.Module], None], sentence: str) -> None:
+    from ds_fsmoe.layer.parts import LayerError
+
+    model = model_of("olmoe")
+    change(model)
+    with pytest.raises(LayerError, match=sentence):
+        engine_of(model, ds_config(1))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("block", "others", "sentence"),
+    [
+        ({"gate": "topk"}, {}, 'fsmoe.gate = "topk": not with experts of a Hugging Face model'),
+        ({"dispatch": "slots"}, {}, 'fsmoe.dispatch = "slots": not with experts of a Hugging Face model'),
+        ({"expert_tensor_parallel_size": 2}, {}, "fsmoe.expert_tensor_parallel_size = 2: not with experts"),
+        ({}, {"expert_parallel": {"enabled": True}}, "take one of the two off, expert_parallel or fsmoe"),
+    ],
+)
+def test_what_does_not_go_with_hugging_faces_experts_is_refused(
+    block: dict[str, Any], others: dict[str, Any], sentence: str
+) -> None:
+    from ds_fsmoe.config.reading import ConfigError
+
+    with pytest.raises(ConfigError, match=sentence):
+        engine_of(model_of("olmoe"), ds_config(1, **block) | others)
+    assert not dist.is_initialized()
+
+
+def test_wrapped_models_are_refused() -> None:
+    from ds_fsmoe.layer.parts import LayerError
+
+    with pytest.raises(LayerError, match="the model is a DataParallel: give initialize"):
+        engine_of(nn.DataParallel(model_of("olmoe")), ds_config(1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "experts", "ranks", "per_node", "expected"),
+    [
+        ("auto", [8], 4, 2, 2),
+        ("auto", [8], 4, 4, 4),
+        ("auto", [6, 9], 6, 6, 3),
+        ("auto", [7], 4, 4, 1),
+        (4, [8], 8, 2, 4),
+        (1, [8], 8, 8, 1),
+    ],
+)
+def test_auto_spreads_experts_over_as_many_ranks_of_a_node_as_divide_them(
+    asked: Any, experts: list[int], ranks: int, per_node: int, expected: int
+) -> None:
+    from ds_fsmoe.config.blocks import FSMoEBlock
+    from ds_fsmoe.engine.convert_experts import chosen_ep_size
+
+    assert chosen_ep_size(FSMoEBlock(ep_size=asked), experts, ranks, per_node) == expected
+
+
+def test_an_ep_size_that_does_not_divide_names_the_choices() -> None:
+    from ds_fsmoe.config.blocks import FSMoEBlock
+    from ds_fsmoe.config.reading import ConfigError
+    from ds_fsmoe.engine.convert_experts import chosen_ep_size
+
+    with pytest.raises(
+        ConfigError, match="must divide the 6 ranks and the 8 experts of the layers; the choices are 1, 2"
+    ):
+        chosen_ep_size(FSMoEBlock(ep_size=3), [8], 6, 6)
