@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import importlib
 import os
 import re
 from pathlib import Path
@@ -28,6 +30,7 @@ SIZES: dict[str, Any] = {
     "n_routed_experts": NUM_EXPERTS,
     "moe_num_experts": NUM_EXPERTS,
     "num_experts_per_tok": NUM_CHOICES,
+    "top_k_experts": NUM_CHOICES,
     "moe_topk": NUM_CHOICES,
     "moe_k": NUM_CHOICES,
     "max_position_embeddings": 64,
@@ -71,32 +74,66 @@ def families() -> list[str]:
     return sorted({each.parent.name for each in files if "@use_experts_implementation" in each.read_text("utf-8")})
 
 
+OWN: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "layer_types": ["mamba", "attention"],
+    },
+    "jamba": {"expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {
+        "layers_block_type": ["moe", "attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+    },
+    "glm5_next": {"index_kpool": 4},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": NUM_CHOICES, "num_experts": NUM_EXPERTS},
+}
+"""What some families must have besides, or otherwise."""
+
+
 def config_of(family: str) -> Any:
-    """A tiny configuration of a family."""
+    """A tiny configuration of a family, of its text model where it has others."""
     from transformers import CONFIG_MAPPING
 
-    kind = next((each for each in CONFIG_MAPPING if each.replace("-", "_") == family), None)
-    if kind is None:
+    names = [each for each in CONFIG_MAPPING if each.replace("-", "_") in (family, f"{family}_text")]
+    if not names:
         raise ValueError(f"{family} has no configuration of its own name")
-    return _tiny(CONFIG_MAPPING[kind])
+    name = max(names, key=len)
+    return _tiny(CONFIG_MAPPING[name], OWN.get(name, {}))
 
 
-def _tiny(config_class: Any) -> Any:
+def _tiny(config_class: Any, own: dict[str, Any] | None = None) -> Any:
     base = config_class()
     sizes = dict(SIZES)
-    if hasattr(base, "kv_lora_rank"):
+    if _has(base, "kv_lora_rank"):
         sizes |= LATENT_ATTENTION
         # The width that position takes of a head, where that is what the word means.
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    given = {name: value for name, value in sizes.items() if hasattr(base, name)}
-    if getattr(base, "layer_types", None):
+    given = {name: value for name, value in sizes.items() if _has(base, name)}
+    fields = getattr(config_class, "__dataclass_fields__", {"layer_types": None})
+    if "layer_types" in fields and getattr(base, "layer_types", None):
         given["layer_types"] = _two_of(list(base.layer_types))
     for name in ("mlp_layer_types", "layers_block_type", "ffn_types"):
-        if getattr(base, name, None):
+        if name in fields and getattr(base, name, None):
             given[name] = _with_moe(list(getattr(base, name)))
     given |= {name: _tiny(kind) for name, kind in getattr(base, "sub_configs", {}).items() if _is_text(name)}
-    return config_class(**given)
+    return config_class(**given | (own or {}))
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        getattr(config, name)
+    except AttributeError:
+        return False
+    except Exception:  # it differs from layer to layer, and may be set for all
+        return True
+    return True
 
 
 def _is_text(name: str) -> bool:
@@ -115,26 +152,48 @@ def _with_moe(types: list[str]) -> list[str]:
 
 
 def model_of(family: str, seed: int = 0) -> nn.Module:
-    """A tiny causal language model of a family, in float32, with weights that are not small.
+    """A tiny model of a family, in float32, with weights that are not small: for language, or else of text alone.
 
     Raises:
         Exception: whatever transformers has against so tiny a model.
     """
-    from transformers import AutoModelForCausalLM
-
     config = config_of(family)
+    model_class = _class_of(family, config)
     with torch.device("meta"):
-        size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{family} has {size} parameters at its smallest")
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = model_class(config).float()
     with torch.no_grad():
         for each in model.parameters():
             if each.dim() > 1:
                 nn.init.normal_(each, std=0.1)
     model.set_experts_implementation("eager")
     return model
+
+
+def _class_of(family: str, config: Any) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    wanted = type(config).__name__.removesuffix("Config") + "Model"
+    if not hasattr(module, wanted):
+        raise ValueError(f"{family} has no model of text alone")
+    return getattr(module, wanted)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The loss of a language model, or something of a model of text alone."""
+    name = type(getattr(model, "module", model)).__name__
+    if name.endswith("ForCausalLM"):
+        return model(input_ids=x, labels=x).loss
+    y = model(input_ids=x).last_hidden_state
+    # The squares after a norm would always add up to the same.
+    return (y * torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(0))).tanh().mean()
 
 
 def batch(seed: int, num_sequences: int, length: int = 16) -> torch.Tensor:
@@ -150,7 +209,7 @@ def why_not(family: str) -> str:
     try:
         model = model_of(family)
         x = batch(0, 1)
-        model(input_ids=x, labels=x).loss.backward()
+        loss_of(model, x).backward()
     except Exception as error:
         return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:160]
     return "" if any(map(follows_contract, model.modules())) else "no layer of it has experts"
