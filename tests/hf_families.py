@@ -213,3 +213,41 @@ def why_not(family: str) -> str:
     except Exception as error:
         return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:160]
     return "" if any(map(follows_contract, model.modules())) else "no layer of it has experts"
+
+
+BEGIN, END = "<!-- families: made by tests/hf_families.py -->", "<!-- end of families -->"
+
+
+def table() -> str:
+    """The families as the documentation shows them: what they are made of, and those that are not tried."""
+    from ds_fsmoe.components.expert_compute.contract import contract_of, follows_contract
+
+    rows = ["| family | experts | weights | tried |", "|---|---|---|---|"]
+    for family in families():
+        reason = why_not(family)
+        if reason:
+            rows.append(f"| {family} | | | no: its tiny configuration cannot be made or run |")
+            continue
+        module = next(each for each in model_of(family).modules() if follows_contract(each))
+        found = contract_of(module)
+        words = ["gated" if found.has_gate else "plain"]
+        words += ["interleaved"] if found.has_gate and not found.is_concatenated else []
+        words += ["transposed"] if found.is_transposed else []
+        words += ["with bias"] if found.has_bias else []
+        words += ["normed behind"] if found.has_post_expert_norm else []
+        own = type(module)
+        words += ["a gate of its own"] if own._apply_gate.__module__ == own.__module__ else []
+        rows.append(f"| {family} | `{own.__name__}` | {', '.join(words)} | yes |")
+    return "\n".join(rows)
+
+
+def shown_in(page: str) -> str:
+    """The table as a page has it."""
+    return page.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+if __name__ == "__main__":
+    file = Path(__file__).resolve().parents[1] / "docs" / "huggingface.md"
+    page = file.read_text("utf-8")
+    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
+    file.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}", "utf-8")

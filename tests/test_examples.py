@@ -69,3 +69,16 @@ def test_an_untouched_script_trains_with_either(with_ours: bool, start: Start, t
         (step, "FSMoELayer" if with_ours else "MOELayer") for step in ("1", "30")
     ]
     assert float(found[1][1]) < float(found[0][1])
+
+
+@START
+def test_a_hugging_face_model_has_the_losses_of_stock_deepspeed(start: Start, tmp_path: Path) -> None:
+    script, losses = str(EXAMPLES / "hf_finetune.py"), {}
+    for name, arguments in {"ours": ["--stage", "3", "--chunks", "2"], "stock": ["--stage", "2", "--stock"]}.items():
+        (tmp_path / name).mkdir()
+        printed = start(tmp_path / name, script, *arguments, "--steps", "20")
+        losses[name] = [float(each) for each in re.findall(r"step +\d+: loss ([\d.]+)", printed)]
+        assert ("takes over the experts of olmoe, over ep_size = 2" in printed) == (name == "ours")
+    assert len(losses["ours"]) == 3
+    assert losses["ours"] == pytest.approx(losses["stock"], rel=1e-4)
+    assert losses["ours"][-1] < 0.7 * losses["ours"][0]

@@ -15,7 +15,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.hf_families import NUM_EXPERTS, WIDTH, batch, families, loss_of, model_of, why_not
+from tests.hf_families import NUM_EXPERTS, WIDTH, batch, families, loss_of, model_of, shown_in, table, why_not
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 
@@ -109,6 +109,12 @@ def test_every_family_that_can_be_tiny_has_the_losses_and_gradients_of_eager_exp
     assert len(tried) >= 45
     found = run_on_ranks(gradients, 2, tmp_path, tried, 2, {"forward": 2, "backward": 3}, limit_s=600)
     assert [each for of_rank in found for each in of_rank] == []
+
+
+@pytest.mark.slow
+def test_the_documentation_has_the_families_that_are_tried() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text("utf-8")
+    assert shown_in(page) == table()
 
 
 def five_steps(rank: int, world_size: int, families: list[str], stage: int, ep_size: int) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checks.preflight import check_zero_stage
 from ds_fsmoe.components.expert_compute.contract import (
     Contract,
@@ -383,3 +384,21 @@ def log_table(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) 
     """Log what was taken over, if anything was, on the first rank."""
     if layers:
         log_on_rank_0(table_of(layers, model, stock))
+
+
+def refuse_files(layers: Sequence[HuggingFaceLayer], what: str) -> None:
+    """Refuse files that would hold the experts of some ranks alone.
+
+    Args:
+        layers: the layers taken over.
+        what: what is asked for, for the message.
+
+    Raises:
+        CheckpointError: experts are spread over ranks.
+    """
+    if layers and layers[0].ep_size > 1:
+        raise CheckpointError(
+            f"{what} is not supported in this version with experts of a Hugging Face model over ep_size = "
+            f"{layers[0].ep_size} ranks: DeepSpeed would write those of the first rank alone. Each rank has its own "
+            "experts in engine.module.state_dict() (at ZeRO 3 within deepspeed.zero.GatheredParameters)"
+        )

@@ -33,7 +33,7 @@ from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine.convert_experts import convert_experts, ep_size_of, find_experts, log_table
+from ds_fsmoe.engine.convert_experts import convert_experts, ep_size_of, find_experts, log_table, refuse_files
 from ds_fsmoe.engine.convert_layers import (
     check_mpu,
     convert,
@@ -191,6 +191,7 @@ class FSMoEEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: saving failed; raised on every rank. ``latest`` still names the last good tag.
         """
+        refuse_files(self._hf_layers, "saving a checkpoint")
         tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
         save, checkpoints = super().save_checkpoint, Checkpoints(self)
         if not save_dir or self.checkpoint_engine.is_decoupled():
@@ -201,6 +202,11 @@ class FSMoEEngine(DeepSpeedEngine):
             return save(save_dir, name, client_state or {}, False, *more, **others)
 
         return checkpoints.save(save_dir, tag, write, save_latest, client_state)
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the weights as DeepSpeed does; not with experts of a Hugging Face model over several ranks."""
+        refuse_files(self._hf_layers, "saving 16-bit weights")
+        return super().save_16bit_model(*args, **kwargs)
 
     def _checkpoint_tag_validation(self, tag: str) -> None:
         """Validate the tag where DeepSpeed saves by itself; otherwise ranks agreed on it before any writing."""
@@ -213,6 +219,7 @@ class FSMoEEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: a file is wrong; raised on every rank, with the file and the reason.
         """
+        refuse_files(self._hf_layers, "loading a checkpoint")
         if self.load_universal_checkpoint():
             raise CheckpointError(
                 f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "
@@ -260,8 +267,14 @@ class FSMoEEngine(DeepSpeedEngine):
             Zero, to be given to :meth:`backward` as the others give their losses.
 
         Raises:
-            RuntimeError: no forward was run before, so the size of a batch is not known.
+            RuntimeError: no forward was run before, so the size of a batch is not known; or ZeRO 3, where all other
+                layers communicate as well.
         """
+        if self.zero_optimization_partition_weights():
+            raise RuntimeError(
+                "fsmoe_dummy_forward: at ZeRO 3 every layer gathers its weights from all ranks, so a rank without a "
+                "batch cannot run the MoE layers alone: give every rank equally many batches"
+            )
         clock = self._clock_of_forward()
         if clock is not None:
             clock.begin_forward()
