@@ -33,7 +33,7 @@ from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine.convert_experts import convert_experts, ep_size_of, find_experts, log_table, refuse_files
+from ds_fsmoe.engine.convert_experts import convert_experts, ep_size_of, log_table
 from ds_fsmoe.engine.convert_layers import (
     check_mpu,
     convert,
@@ -41,6 +41,7 @@ from ds_fsmoe.engine.convert_layers import (
     find_layers,
     make_groups_on_every_stage,
 )
+from ds_fsmoe.engine.experts_checks import find_experts, refuse_files
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm

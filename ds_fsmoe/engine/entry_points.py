@@ -41,9 +41,9 @@ from ds_fsmoe.config.words import words_of
 from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine.convert_experts import check_experts_modules, check_hugging_face, find_experts
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, check_unused, find_layers, restore
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
+from ds_fsmoe.engine.experts_checks import check_experts_modules, check_hugging_face, find_experts
 from ds_fsmoe.engine.run_record import watch_ours, watch_stock
 from ds_fsmoe.layer.expert_container import check_containers
 from ds_fsmoe.layer.parts import LayerError

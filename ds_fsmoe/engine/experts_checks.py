@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the experts of Hugging Face models, and refuses those that could not be taken over rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checks.preflight import check_zero_stage
+from ds_fsmoe.components.expert_compute.contract import ContractError, contract_of, follows_contract, shape_of
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
+from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
+from ds_fsmoe.layer.parts import LayerError
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return name -> every module of experts that follows transformers' contract, in module order."""
+    return {name: module for name, module in model.named_modules() if follows_contract(module)}
+
+
+def find_left_out(model: nn.Module, taken: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return name -> class of the modules that look like experts of an MoE block and are not taken over: stacked
+    weights under the name ``experts``, or a list of alike modules under it.
+
+    Args:
+        model: the model.
+        taken: the modules of experts and the stock layers that are taken over, by name.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] != "experts" or any(name == own or name.startswith(f"{own}.") for own in taken):
+            continue
+        children = [type(each) for each in module.children()]
+        is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(children) > 1 and len(set(children)) == 1
+        is_stacked = any(len(shape_of(each) or ()) == 3 for each in module.parameters(recurse=False))
+        if is_list or is_stacked:
+            found[name] = (
+                f"{type(module).__name__} of {len(children)} {children[0].__name__}"
+                if is_list
+                else (type(module).__name__)
+            )
+    return found
+
+
+def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], stock: Mapping[str, nn.Module]) -> None:
+    """Refuse modules of experts that could not be taken over rightly. Nothing is computed and no group is needed.
+
+    Args:
+        model: the model.
+        experts: the modules that follow the contract, by name.
+        stock: the stock layers, by name.
+
+    Raises:
+        LayerError: names the modules and what to do.
+    """
+    left_out = find_left_out(model, {**experts, **stock})
+    if left_out:
+        named = "; ".join(f"{name}, a {kind}" for name, kind in list(left_out.items())[:4])
+        more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
+        raise LayerError(
+            f"{type(model).__name__} has experts that ds_fsmoe cannot take over ({named}{more}): every rank would "
+            "train all of them by itself. ds_fsmoe takes over deepspeed.moe.layer.MoE, and the experts modules of "
+            "transformers 5 (one module with stacked weights, decorated with use_experts_implementation); build the "
+            f"model with one of these, or set {BLOCK}.enabled to false"
+        )
+    if experts and (wrapper := wrapped_by(model)) is not None:
+        raise LayerError(f"{wrapper}: give initialize() the model itself, DeepSpeed shares it out")
+    owners: dict[int, str] = {}
+    for name, module in experts.items():
+        if isinstance(module, FSMoEExperts):
+            raise LayerError(f"{name} was given to initialize() before; build a new model for every call")
+        for parameter_name, parameter in module.named_parameters():
+            path = f"{name}.{parameter_name}"
+            if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+                raise LayerError(
+                    f"{path} is {str(parameter.dtype).removeprefix('torch.')}: quantised experts cannot be trained "
+                    "here; load the model without a quantization_config"
+                )
+            if id(parameter) in owners:
+                raise LayerError(
+                    f"{path} is the same parameter as {owners[id(parameter)]}: tied experts cannot be spread over "
+                    "ranks; give each layer its own"
+                )
+            owners[id(parameter)] = path
+        try:
+            contract_of(module)
+        except ContractError as error:
+            raise LayerError(
+                f"{name}, a {type(module).__name__}, follows the contract of transformers' experts by name, but {error}"
+            ) from error
+
+
+def check_hugging_face(
+    block: FSMoEBlock,
+    ds_config: Mapping[str, Any],
+    experts: Mapping[str, nn.Module],
+    stock: Mapping[str, nn.Module],
+    has_stages: bool,
+    mpu: Any,
+) -> None:
+    """Refuse what does not go with the experts of a Hugging Face model, or with their absence.
+
+    Args:
+        block: the block.
+        ds_config: the whole DeepSpeed config.
+        experts: the modules of experts, by name.
+        stock: the stock layers, by name.
+        has_stages: whether the model is a ``PipelineModule``.
+        mpu: the script's ``mpu``, if there is one.
+
+    Raises:
+        ConfigError, LayerError: say what to change.
+    """
+    check_zero_stage(ds_config, stock)
+    if not experts:
+        if block.ep_size != "auto":
+            raise ConfigError(
+                f"{BLOCK}.ep_size = {shown(block.ep_size)}: is for the experts of Hugging Face models, and this model "
+                "has none: deepspeed.moe.layer.MoE(..., ep_size=...) has it"
+            )
+        return
+    first = next(iter(experts))
+    if has_stages:
+        raise LayerError(f"{first}: experts of Hugging Face models are not supported in a PipelineModule")
+    if sizes_of_mpu(mpu)[0] > 1:
+        raise LayerError(f"mpu: tensor-parallel ranks are not supported with experts of Hugging Face models ({first})")
+    for name, value, wanted in (
+        ("expert_tensor_parallel_size", block.esp_size, 1),
+        ("dispatch", block.dispatch, "rows"),
+        ("gate", block.gate, None),
+    ):
+        if value not in (wanted, "auto"):
+            shown_value = shown(value.type) if name == "gate" else shown(value)
+            raise ConfigError(
+                f"{BLOCK}.{name} = {shown_value}: not with experts of a Hugging Face model ({first}), {_WHY[name]}; "
+                "leave it out"
+            )
+
+
+_WHY = {
+    "expert_tensor_parallel_size": "which are not cut themselves",
+    "dispatch": "which are always sent rows",
+    "gate": "whose router is the model's own",
+}
+
+
+def wrapped_by(model: nn.Module) -> str | None:
+    """Return the wrapper that shares out or copies a model's parameters already, if there is one."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__name__ in ("FullyShardedDataParallel", "DistributedDataParallel", "DataParallel", "FSDPModule"):
+            return f"{name or 'the model'} is a {kind.__name__}"
+        if any(base.__name__ == "FSDPModule" for base in kind.__mro__):
+            return f"{name or 'the model'} was given to fully_shard"
+    return None
+
+
+def refuse_files(layers: Sequence[HuggingFaceLayer], what: str) -> None:
+    """Refuse files that would hold the experts of some ranks alone.
+
+    Args:
+        layers: the layers taken over.
+        what: what is asked for, for the message.
+
+    Raises:
+        CheckpointError: experts are spread over ranks.
+    """
+    if layers and layers[0].ep_size > 1:
+        raise CheckpointError(
+            f"{what} is not supported in this version with experts of a Hugging Face model over ep_size = "
+            f"{layers[0].ep_size} ranks: DeepSpeed would write those of the first rank alone. Each rank has its own "
+            "experts in engine.module.state_dict() (at ZeRO 3 within deepspeed.zero.GatheredParameters)"
+        )
