@@ -31,7 +31,10 @@ def refused(model: nn.Module, blocks: dict[str, Any] = ENABLED, **arguments: Any
 
 def test_a_model_without_moe_layers_is_told_which_class_was_looked_for() -> None:
     message = refused(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
-    assert message.startswith("fsmoe.enabled = true, but Sequential has no deepspeed.moe.layer.MoE among its 3 modules")
+    assert message.startswith(
+        "fsmoe.enabled = true, but Sequential has no deepspeed.moe.layer.MoE and no experts module of transformers 5 "
+        "among its 3 modules"
+    )
 
 
 def test_ep_size_has_to_divide_the_world(monkeypatch) -> None:

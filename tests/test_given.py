@@ -137,7 +137,7 @@ def give(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     assert "has done nothing" in listening.lines.pop()
     look("no MoE layer", torch.nn.Linear(7, 7), config=own)
     entry_points.warn_if_unused()
-    said = "Linear has no deepspeed.moe.layer.MoE, so the fsmoe block given from outside is not for it"
+    said = "Linear has no MoE layers of DeepSpeed's or transformers' kind, so the fsmoe block given from outside is not"
     assert [said in listening.lines[0], "has done nothing" in listening.lines[1]] == [True, True]
     look("no block", config=plain)
     look("a block of its own", config=own)

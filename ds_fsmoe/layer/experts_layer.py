@@ -21,6 +21,7 @@ from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.layer.moe_layer import token_path
+from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.observing.instruments import LayerCall
 
@@ -110,6 +111,7 @@ class FSMoEExperts(nn.Module):
             top_k_weights: [S, k].
 
         Raises:
+            LayerError: weights of another shape.
             RoutingError: an index is out of range, on any rank; raised on every rank that shares the experts.
         """
         state = self.fsmoe
@@ -117,6 +119,12 @@ class FSMoEExperts(nn.Module):
         shape = hidden_states.shape
         x_SM = hidden_states.reshape(-1, shape[-1])
         index_SK, weights_SK = (each.reshape(len(x_SM), -1) for each in (top_k_index, top_k_weights))
+        if weights_SK.shape != index_SK.shape:
+            # Some families of the first releases mean a weight for each expert, and some the first k of those.
+            raise LayerError(
+                f"{state.path}: the router gave weights {list(weights_SK.shape)} for choices {list(index_SK.shape)}: "
+                "must be one for each choice; a later transformers has this right"
+            )
         state.last_shape = x_SM.shape
         if state.pipeline is None:
             state.run_alone(None)

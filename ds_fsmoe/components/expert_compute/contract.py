@@ -10,7 +10,7 @@ Letters: E experts, M width of a token, H width of an expert, F = 2 * H where ex
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -27,14 +27,15 @@ class ContractError(ValueError):
 class Contract:
     """What a module of experts says of its weights."""
 
-    has_gate: bool
-    """Whether the first product gives gate and value, ``gate_up_proj``, or the value alone, ``up_proj``."""
     has_bias: bool
     is_transposed: bool
     """Whether a weight is [E, in, out] instead of [E, out, in]."""
-    is_concatenated: bool
+    # What earlier releases of transformers 5 did not say yet, as it was then.
+    has_gate: bool = True
+    """Whether the first product gives gate and value, ``gate_up_proj``, or the value alone, ``up_proj``."""
+    is_concatenated: bool = True
     """Whether gate and value lie one behind the other, or one beside the other."""
-    has_post_expert_norm: bool
+    has_post_expert_norm: bool = False
 
     @property
     def up(self) -> str:
@@ -55,7 +56,8 @@ class Contract:
 
 def follows_contract(module: nn.Module) -> bool:
     """Return whether a module is the experts of a layer by the contract."""
-    return hasattr(type(module), "_apply_gate") and all(hasattr(module, each.name) for each in fields(Contract))
+    said = (each.name for each in fields(Contract) if each.default is MISSING)
+    return hasattr(type(module), "_apply_gate") and all(hasattr(module, each) for each in said)
 
 
 def contract_of(module: nn.Module) -> Contract:
@@ -64,7 +66,8 @@ def contract_of(module: nn.Module) -> Contract:
     Raises:
         ContractError: they do not fit.
     """
-    found = Contract(**{each.name: bool(getattr(module, each.name)) for each in fields(Contract)})
+    said = {each.name: getattr(module, each.name, each.default) for each in fields(Contract)}
+    found = Contract(**{name: bool(value) for name, value in said.items()})
     shapes = {name: shape_of(getattr(module, name, None)) for name in found.weights}
     missing = [name for name, shape in shapes.items() if shape is None]
     if missing:
