@@ -285,4 +285,4 @@ def _as_rows(x_NecM: torch.Tensor) -> torch.Tensor:
 
 def _as_slots(y_RM: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     ranks, num_experts, slots, _ = shape
-    return y_RM.view(num_experts, ranks, slots, -1).transpose(0, 1)
+    return y_RM.view(num_experts, ranks, slots, y_RM.shape[-1]).transpose(0, 1)

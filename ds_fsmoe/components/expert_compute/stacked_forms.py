@@ -184,7 +184,10 @@ class Called:
         leaf_RM, y_RM, aliases = self._graphs.pop(chunk, None) or self._recorded(x_1RM[0], groups)
         named = dict(self._module.named_parameters())
         inputs = leaf_RM, *aliases.values()
-        dx_RM, *gradients = torch.autograd.grad(y_RM, inputs, dy_RM.to(y_RM.dtype), allow_unused=True)
+        found: tuple[torch.Tensor | None, ...] = (None,) * len(inputs)
+        if y_RM.requires_grad:  # without a row nothing may have been computed
+            found = torch.autograd.grad(y_RM, inputs, dy_RM.to(y_RM.dtype), allow_unused=True)
+        dx_RM, *gradients = found
         for name, gradient in zip(aliases, gradients, strict=True):
             self._sums.add(named[name], torch.zeros_like(aliases[name]) if gradient is None else gradient)
         return torch.zeros_like(leaf_RM) if dx_RM is None else dx_RM

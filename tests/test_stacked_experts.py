@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts whose weights are one tensor of each kind compute, chunk by chunk, what their own forward computes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
+
+NUM_EXPERTS = 3
+
+
+class Experts(nn.Module):
+    """What transformers' contract says, written as a loop over experts."""
+
+    def __init__(self, contract: Contract, width: int, hidden: int) -> None:
+        super().__init__()
+        self.num_experts = NUM_EXPERTS
+        for name in ("has_bias", "is_transposed", "has_gate", "is_concatenated", "has_post_expert_norm"):
+            setattr(self, name, getattr(contract, name))
+        outs = {contract.up: (width, 2 * hidden if contract.has_gate else hidden), "down_proj": (hidden, width)}
+        for name, (size_in, size_out) in outs.items():
+            shape = (size_in, size_out) if contract.is_transposed else (size_out, size_in)
+            setattr(self, name, nn.Parameter(torch.randn(NUM_EXPERTS, *shape) * 0.3))
+            if contract.has_bias:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.randn(NUM_EXPERTS, size_out)))
+        self.act_fn = nn.SiLU()
+        if contract.has_post_expert_norm:
+            self.post_expert_norm = nn.RMSNorm(width)
+
+    def _apply_gate(self, up: torch.Tensor) -> torch.Tensor:
+        gate, value = up.chunk(2, dim=-1) if self.is_concatenated else (up[..., ::2], up[..., 1::2])
+        return self.act_fn(gate) * value
+
+    def forward(self, x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
+        y_SM = torch.zeros_like(x_SM)
+        for token, choice in itertools.product(range(len(x_SM)), range(index_SK.shape[1])):
+            y_SM[token] = y_SM[token] + weights_SK[token, choice] * self.of(int(index_SK[token, choice]), x_SM[token])
+        return y_SM
+
+    def of(self, expert: int, x_M: torch.Tensor) -> torch.Tensor:
+        h = self._linear("gate_up_proj" if self.has_gate else "up_proj", expert, x_M)
+        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+        y_M = self._linear("down_proj", expert, h)
+        return self.post_expert_norm(y_M) if self.has_post_expert_norm else y_M
+
+    def _linear(self, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        weight = getattr(self, name)[expert]
+        bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
+        return F.linear(x, weight.t() if self.is_transposed else weight, bias)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    of_experts: list[int]
+
+
+@dataclass(frozen=True)
+class Phase:
+    chunks: list[Chunk]
+    ends: torch.Tensor
+
+    @staticmethod
+    def of(sizes: list[list[int]]) -> Phase:
+        ends = torch.tensor(sizes, dtype=torch.int32).cumsum(1).to(torch.int32)
+        return Phase([Chunk(each) for each in sizes], ends)
+
+
+@dataclass(frozen=True)
+class Rows:
+    forward: Phase
+    backward: Phase
+    expert_order: torch.Tensor | None
+
+
+FORWARD, BACKWARD = [[2, 0, 3], [0, 0, 0], [1, 4, 0]], [[3, 1, 2], [0, 3, 1]]
+
+
+def numbers_of(sizes: list[list[int]]) -> list[int]:
+    """Of each row, chunk by chunk and expert by expert, its number: expert by expert over all chunks."""
+    totals = [sum(each) for each in zip(*sizes, strict=True)]
+    starts = [sum(totals[:expert]) for expert in range(len(totals))]
+    found = []
+    for of_experts in sizes:
+        for expert, size in enumerate(of_experts):
+            found += range(starts[expert], starts[expert] + size)
+            starts[expert] += size
+    return found
+
+
+def by_hand(module: Experts, x_RM: torch.Tensor, of_row: list[int]) -> torch.Tensor:
+    return torch.stack([module.of(expert, row) for expert, row in zip(of_row, x_RM, strict=True)])
+
+
+FLAGS = [
+    Contract(
+        has_bias=bias, is_transposed=transposed, has_gate=gate, is_concatenated=concatenated, has_post_expert_norm=norm
+    )
+    for bias, transposed, gate, concatenated, norm in itertools.product([False, True], repeat=5)
+    if gate or concatenated
+]
+
+
+@pytest.mark.parametrize("other_cuts", [False, True], ids=["same cuts", "other cuts"])
+@pytest.mark.parametrize("way", ["written", "recomputed", "late", "called"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "".join(str(int(each)) for each in vars(flags).values()))
+def test_chunks_have_the_numbers_of_single_rows(flags: Contract, way: str, other_cuts: bool) -> None:
+    torch.manual_seed(0)
+    module = Experts(flags, 8, 12).double()
+    assert follows_contract(module)
+    experts = StackedExperts(module, contract_of(module), module.forward if way == "called" else None)
+    totals = [sum(each) for each in zip(*FORWARD, strict=True)]
+    of_row = [expert for expert, total in enumerate(totals) for _ in range(total)]
+    x_RM = torch.randn(len(of_row), 8, dtype=torch.float64, requires_grad=True)
+    dy_RM = torch.randn_like(x_RM)
+    y_RM = by_hand(module, x_RM, of_row)
+    wanted = torch.autograd.grad(y_RM, [x_RM, *module.parameters()], dy_RM)
+
+    sent, returned = numbers_of(FORWARD), numbers_of(BACKWARD if other_cuts else FORWARD)
+    order = torch.tensor([sent.index(each) for each in returned]) if other_cuts else None
+    forward = Phase.of(FORWARD)
+    rows = Rows(forward, Phase.of(BACKWARD) if other_cuts else forward, order)
+    call = experts.call_rows(True, rows, x_RM.detach(), recompute=way == "recomputed")
+    found_y, found_dx = torch.empty_like(x_RM), torch.empty_like(x_RM)
+    for chunk, numbers in enumerate(split(sent, FORWARD)):
+        found_y[numbers] = call.forward(chunk, x_RM.detach()[numbers])
+    call.restore(call.release())
+    for chunk, numbers in enumerate(split(returned, BACKWARD if other_cuts else FORWARD)):
+        if way == "late":
+            found_dx[numbers] = call.backward_dx(chunk, dy_RM[numbers])
+        else:
+            found_dx[numbers] = call.backward(chunk, dy_RM[numbers])
+    for chunk in range(len(rows.backward.chunks)) if way == "late" else ():
+        call.backward_dw(chunk)
+    torch.testing.assert_close(found_y, y_RM.detach(), rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip((found_dx, *call.gradients()), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def split(numbers: list[int], sizes: list[list[int]]) -> list[list[int]]:
+    bounds = [0, *itertools.accumulate(sum(each) for each in sizes)]
+    return [numbers[first:last] for first, last in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flags", FLAGS[::5], ids=str)
+def test_grouped_products_are_used_and_have_the_numbers_of_a_loop(
+    flags: Contract, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, uses = {}, 0
+    grouped_mm = F.grouped_mm
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal uses
+        uses += 1
+        return grouped_mm(*args, **options)
+
+    monkeypatch.setattr(F, "grouped_mm", counted)
+    from ds_fsmoe.components.expert_compute import grouped_products
+
+    for is_grouped in (True, False):
+        if not is_grouped:
+            monkeypatch.setattr(grouped_products, "takes_grouped", lambda *_: False)
+        torch.manual_seed(0)
+        module = Experts(flags, 16, 24).to(dtype)
+        x_NecM = torch.randn(2, NUM_EXPERTS, 5, 16).to(dtype)
+        call, before = StackedExperts(module, contract_of(module)).call(True), uses
+        y_NecM = call.forward(0, 5, x_NecM)
+        dx_NecM = call.backward(0, 5, torch.ones_like(y_NecM))
+        results[is_grouped] = [y_NecM, dx_NecM, *call.gradients()]
+        assert (uses > before) == is_grouped
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for one, other in zip(*results.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_a_rank_without_rows_has_gradients_of_zeros_for_all_weights() -> None:
+    """ZeRO 3 counts the gradients that come."""
+    module = Experts(FLAGS[-1], 8, 12)
+    call = StackedExperts(module, contract_of(module)).call(True)
+    empty = torch.empty(2, NUM_EXPERTS, 0, 8)
+    call.backward(0, 0, call.forward(0, 0, empty))
+    gradients = call.gradients()
+    assert all(each is not None and not each.any() for each in gradients)
+    assert [each.shape for each in gradients] == [each.shape for each in module.parameters()]
+
+
+def test_frozen_weights_get_no_gradient_and_keep_no_rows() -> None:
+    module = Experts(FLAGS[0], 8, 12)
+    getattr(module, contract_of(module).up).requires_grad_(False)
+    experts = StackedExperts(module, contract_of(module))
+    call = experts.call(True)
+    call.backward(0, 4, call.forward(0, 4, torch.randn(1, NUM_EXPERTS, 4, 8)))
+    assert [each is None for each in call.gradients()] == [True, False]
+    assert experts.kept_of_a_row(recompute=False)[0] == 0
+
+
+def test_autocast_computes_in_its_type_and_gives_gradients_in_the_weights_own() -> None:
+    torch.manual_seed(0)
+    module = Experts(Contract(has_bias=False, is_transposed=False), 16, 24)
+    x_NecM = torch.randn(1, NUM_EXPERTS, 4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        call = StackedExperts(module, contract_of(module)).call(True)
+        y_NecM = call.forward(0, 4, x_NecM)
+    dx_NecM = call.backward(0, 4, torch.ones_like(y_NecM))
+    assert y_NecM.dtype == torch.bfloat16
+    assert dx_NecM.dtype == torch.float32
+    assert {each.dtype for each in call.gradients()} == {torch.float32}
+    own = torch.stack([module.of(expert, x_NecM[0, expert]) for expert in range(NUM_EXPERTS)])
+    torch.testing.assert_close(y_NecM[0].float(), own.detach(), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda module: delattr(module, "down_proj"), "has no down_proj"),
+        (lambda module: setattr(module, "num_experts", 7), "says that it has 7 experts, and has weights of 3"),
+        (lambda module: setattr(module, "is_transposed", True), "shapes that do not fit its flags"),
+        (lambda module: setattr(module, "has_post_expert_norm", True), "has no post_expert_norm"),
+        (lambda module: setattr(module, "up_proj", nn.Parameter(torch.ones(3, 2, 2))), "more weights than known"),
+    ],
+)
+def test_a_module_that_breaks_its_word_is_told_apart(change: Any, sentence: str) -> None:
+    module = Experts(Contract(has_bias=False, is_transposed=False), 8, 12)
+    contract_of(module)
+    change(module)
+    with pytest.raises(ContractError, match=sentence):
+        contract_of(module)
