@@ -373,3 +373,63 @@ def test_an_ep_size_that_does_not_divide_names_the_choices() -> None:
         ConfigError, match="must divide the 6 ranks and the 8 experts of the layers; the choices are 1, 2"
     ):
         chosen_ep_size(FSMoEBlock(ep_size=3), [8], 6, 6)
+
+
+class Twice(nn.Module):
+    """Experts that follow the contract by their flags, and give twice what it says."""
+
+    has_bias, is_transposed, num_experts = False, False, NUM_EXPERTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(NUM_EXPERTS, 48, WIDTH) * 0.1)
+        self.down_proj = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 24) * 0.1)
+
+    def _apply_gate(self, up: torch.Tensor) -> torch.Tensor:
+        gate, value = up.chunk(2, dim=-1)
+        return gate.sigmoid() * value
+
+    def forward(self, x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
+        y_SM = torch.zeros_like(x_SM)
+        for expert in range(self.num_experts):
+            tokens, choices = torch.where(index_SK == expert)
+            h = self._apply_gate(x_SM[tokens] @ self.gate_up_proj[expert].t())
+            y = 2 * h @ self.down_proj[expert].t() * weights_SK[tokens, choices, None]
+            y_SM = y_SM.index_add(0, tokens, y)
+        return y_SM
+
+
+class OfTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
+        self.experts = Twice()
+
+    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
+        weights_SK, index_SK = self.router(x_SM).softmax(-1).topk(2)
+        return self.experts(x_SM, index_SK, weights_SK).square().mean()
+
+
+def called(rank: int, world_size: int, stage: int) -> list[str]:
+    from deepspeed.utils import safe_get_full_grad
+
+    reference = OfTwice()
+    engine = engine_of(copy.deepcopy(reference), ds_config(stage, num_chunks={"forward": 2, "backward": 3}))
+    xs = torch.randn(world_size, 7, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.stack([reference(each) for each in xs]).mean().backward()
+    engine.backward(engine(xs[rank]))
+    said = []
+    for name, parameter in engine.module.named_parameters():
+        found = safe_get_full_grad(parameter)
+        wanted = own_part(dict(reference.named_parameters())[name].grad, found.shape, rank)
+        if not furthest(found, wanted) <= TOLERANCE:
+            said.append(f"{name} is off by {furthest(found, wanted):.1e}")
+    ways = [each.deepspeed_moe.fsmoe.own_forward is None for each in engine.fsmoe.layers.values()]
+    engine.destroy()
+    return said + ([] if ways == [False] else ["it was not called itself"])
+
+
+@sampled("stage", [1, 3], kept=[1])
+def test_experts_that_compute_something_else_are_called_themselves(stage: int, tmp_path: Path) -> None:
+    assert run_on_ranks(called, 2, tmp_path, stage) == [[], []]
