@@ -309,7 +309,7 @@ class ExpertSet:
                     planned[first:last], sums, needs_backward=needs_backward, recompute=recompute, saved=saved
                 )
             if grouped is not None:
-                runs.append(RowRun(first, last, grouped))
+                runs.append(RowRun(first, last, grouped, is_single=False))
                 continue
             for index in range(first, last):
                 if planned[index] is not None:
@@ -317,7 +317,7 @@ class ExpertSet:
                 else:
                     keeps_graph = needs_backward and is_same and not recompute
                     call = self._graph_call(index, sums, keeps_graph=keeps_graph, **alone)
-                runs.append(RowRun(index, index + 1, call))
+                runs.append(RowRun(index, index + 1, call, is_single=True))
         return RowCall(runs, sums, AutocastState.now(self._device_types()), needs_backward, rows)
 
     def _runs(self, planned: Sequence[PlannedExpert | None]) -> list[tuple[int, int]]:

@@ -6,8 +6,9 @@ Letters: k experts, R rows, I features in, O features out. A weight is [k, O, I]
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ _COLUMNS = 8
 """As many columns as a grouped product takes in every type."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Groups:
     """Where the rows of each expert lie."""
 
@@ -28,6 +29,8 @@ class Groups:
     """Of each of k experts, on the host."""
     ends_k: torch.Tensor
     """[k] int32, on the device: where the rows of each end."""
+    is_grouped: bool
+    """Whether torch's grouped product takes the rows and weights, see :func:`takes_grouped`."""
 
     @property
     def num_rows(self) -> int:
@@ -45,25 +48,28 @@ class Groups:
         return [(k, end - size, end) for k, (size, end) in enumerate(zip(self.sizes, ends, strict=True)) if size]
 
 
-def takes_grouped(widths: Sequence[int], *tensors: torch.Tensor) -> bool:
-    """Whether torch has a grouped product for matrices of these types and widths that does not wait for the device."""
-    dtype, device = tensors[0].dtype, tensors[0].device
-    if dtype not in _GROUPED_TYPES or any(each.dtype != dtype for each in tensors):
+def takes_grouped(widths: Iterable[int], dtypes: Collection[torch.dtype], device: torch.device) -> bool:
+    """Whether torch has a grouped product for matrices of these widths and types that does not wait for the device."""
+    dtype = next(iter(dtypes))
+    if dtype not in _GROUPED_TYPES or any(each != dtype for each in dtypes):
         return False
     if any(each * dtype.itemsize % _STRIDE_BYTES for each in widths):
         return False
-    if device.type == "cuda":
-        # Elsewhere torch loops over the groups, and asks the device for their sizes, which here the host knows.
-        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
-    return True
+    # Elsewhere on CUDA torch loops over the groups, and asks the device for their sizes, which here the host knows.
+    return device.type != "cuda" or (dtype == torch.bfloat16 and _capability(device) >= (9, 0))
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def product(x_RI: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: Groups) -> torch.Tensor:
     """Return the rows times their expert's weight, [R, O]."""
     weight_kIO = weight_k if is_transposed else weight_k.transpose(1, 2)
-    if len(x_RI) and takes_grouped(weight_k.shape[1:], x_RI, weight_k):
-        return F.grouped_mm(x_RI.contiguous(), weight_kIO, offs=groups.ends_k)
-    y_RO = x_RI.new_empty(len(x_RI), weight_kIO.shape[2])
+    if groups.is_grouped and x_RI.shape[0]:
+        return F.grouped_mm(x_RI, weight_kIO, offs=groups.ends_k)
+    y_RO = x_RI.new_empty(x_RI.shape[0], weight_kIO.shape[2])
     for expert, start, stop in groups.runs():
         torch.mm(x_RI[start:stop], weight_kIO[expert], out=y_RO[start:stop])
     return y_RO
@@ -71,17 +77,16 @@ def product(x_RI: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, gro
 
 def rows_gradient(dy_RO: torch.Tensor, weight_k: torch.Tensor, is_transposed: bool, groups: Groups) -> torch.Tensor:
     """Return the gradient of the rows, [R, I], from that of the results."""
-    return product(dy_RO, weight_k, not is_transposed, groups)
+    return product(dy_RO.contiguous(), weight_k, not is_transposed, groups)
 
 
 def weight_gradient(x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool, groups: Groups) -> torch.Tensor:
     """Return the gradient of the weight, in its shape; zeros for an expert without rows."""
+    dy_RO = dy_RO.contiguous()
     left, right = (x_RI, dy_RO) if is_transposed else (dy_RO, x_RI)
-    left, right = left.contiguous(), right.contiguous()
-    widths = left.shape[1], right.shape[1]
-    if len(left) and takes_grouped(widths, left, right):
+    if groups.is_grouped and left.shape[0]:
         return F.grouped_mm(left.t(), right, offs=groups.ends_k)
-    found_k = left.new_zeros(len(groups.sizes), *widths)
+    found_k = left.new_zeros(len(groups.sizes), left.shape[1], right.shape[1])
     for expert, start, stop in groups.runs():
         torch.mm(left[start:stop].t(), right[start:stop], out=found_k[expert])
     return found_k
@@ -89,7 +94,7 @@ def weight_gradient(x_RI: torch.Tensor, dy_RO: torch.Tensor, is_transposed: bool
 
 def bias_gradient(dy_RO: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return the gradient of a bias, [k, O]."""
-    if len(dy_RO) and takes_grouped(dy_RO.shape[1:], dy_RO):  # a product adds up in float32
+    if groups.is_grouped and dy_RO.shape[0]:  # a product adds up in float32
         return F.grouped_mm(dy_RO.new_ones(len(dy_RO), _COLUMNS).t(), dy_RO.contiguous(), offs=groups.ends_k)[:, 0]
     found_kO = dy_RO.new_zeros(len(groups.sizes), dy_RO.shape[1])
     for expert, start, stop in groups.runs():

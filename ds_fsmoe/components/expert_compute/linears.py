@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.grouped_products import Groups
 from ds_fsmoe.components.expert_compute.stacked import stacked
 
 
@@ -109,16 +111,13 @@ class GroupedLinear:
     weight_kOI: torch.Tensor
     bias_kO: torch.Tensor | None
     """Of those that add it."""
-    ends_k: torch.Tensor
-    """[k] int32: where the rows of each end."""
+    groups: Groups
+    """Where the rows of each lie."""
 
     def __call__(self, x_RI: torch.Tensor) -> torch.Tensor:
         """To [R, O]."""
-        y_RO = F.grouped_mm(x_RI, self.weight_kOI.transpose(1, 2), offs=self.ends_k)
-        if self.bias_kO is None:
-            return y_RO
-        sizes_k = self.ends_k.diff(prepend=self.ends_k.new_zeros(1))
-        return y_RO.add_(torch.repeat_interleave(self.bias_kO, sizes_k, dim=0, output_size=len(x_RI)))
+        y_RO = grouped_products.product(x_RI, self.weight_kOI, False, self.groups)
+        return y_RO if self.bias_kO is None else y_RO.add_(self.groups.rows_of_each(self.bias_kO))
 
 
 def apply_linear(linear: nn.Linear | LinearWeights | StackedLinear | GroupedLinear, x: torch.Tensor) -> torch.Tensor:
@@ -133,7 +132,7 @@ def rows_gradient(
 ) -> torch.Tensor:
     """The gradient of the results [R, O] to that of the rows [R, I]; [k, R, O] to [k, R, I] for a stacked one."""
     if type(linear) is GroupedLinear:
-        return F.grouped_mm(dy_RO.contiguous(), linear.weight_kOI, offs=linear.ends_k)
+        return grouped_products.rows_gradient(dy_RO, linear.weight_kOI, False, linear.groups)
     return torch.bmm(dy_RO, linear.weight_kOI) if type(linear) is StackedLinear else dy_RO @ linear.weight
 
 
@@ -171,16 +170,12 @@ def add_stacked_gradients(
         sums.add_each([linear.bias for linear in linears], gradient_kO)
 
 
-# As many columns as torch's grouped product takes in every type.
-_COLUMNS = 8
-
-
 def add_grouped_gradients(
     sums: GradientSums,
     linears: Sequence[nn.Linear | LinearWeights],
     dy_RO: torch.Tensor,
     x_RI: torch.Tensor | None,
-    ends_k: torch.Tensor,
+    groups: Groups,
 ) -> None:
     """:func:`add_gradients` for layers of one shape in k experts, whose rows lie expert by expert.
 
@@ -189,15 +184,14 @@ def add_grouped_gradients(
         linears: k plain linear layers, all of which want the same.
         dy_RO: [R, O], the gradient of their results.
         x_RI: [R, I], their rows; may be ``None`` where the weights want no gradient.
-        ends_k: [k] int32, where the rows of each end.
+        groups: where the rows of each lie.
     """
-    dy_RO = dy_RO.contiguous()
     if x_RI is not None and sums.wants(linears[0].weight):
-        gradient_kOI = F.grouped_mm(dy_RO.t(), x_RI, offs=ends_k)
+        gradient_kOI = grouped_products.weight_gradient(x_RI, dy_RO, False, groups)
         sums.add_each([linear.weight for linear in linears], gradient_kOI, is_own=True)
     if sums.wants(linears[0].bias):
         if not _adds_bias(linears[0]):
             gradient_kO = dy_RO.new_zeros(len(linears), dy_RO.shape[1])
-        else:  # sums over the rows of each, as a product: it adds up in float32
-            gradient_kO = F.grouped_mm(dy_RO.new_ones(len(dy_RO), _COLUMNS).t(), dy_RO, offs=ends_k)[:, 0]
+        else:
+            gradient_kO = grouped_products.bias_gradient(dy_RO, groups)
         sums.add_each([linear.bias for linear in linears], gradient_kO)

@@ -20,8 +20,9 @@ import torch
 from ds_fsmoe.components.expert_compute.autograd_call import GraphCall
 from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.grouped_products import Groups
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
-from ds_fsmoe.components.expert_compute.row_grouped import GroupedRowsCall
+from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 
 
 class ChunkRows(Protocol):
@@ -59,13 +60,36 @@ class CallRows(Protocol):
         """[rows] int64: of each row in the backward's chunks its number among those of the forward."""
 
 
+class GroupsCall(Protocol):
+    """A call of several experts at once, whose rows lie expert by expert."""
+
+    is_grouped: bool
+    """Whether torch's grouped product takes their rows and weights."""
+
+    @property
+    def stores(self) -> Sequence[SavedRows]:
+        """Of what is kept for the backward."""
+
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor: ...
+
+    def backward(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor: ...
+
+    def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor: ...
+
+    def backward_dw(self, chunk: int) -> None: ...
+
+    def forget(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class RowRun:
     """Experts first to last (exclusive) of a rank, one alone or neighbours together."""
 
     first: int
     last: int
-    call: ManualCall | GraphCall | GroupedRowsCall
+    call: ManualCall | GraphCall | GroupsCall
+    is_single: bool
+    """Whether it is the call of one expert, which is told the places of its rows among all that it has in a call."""
 
 
 class RowCall:
@@ -89,7 +113,9 @@ class RowCall:
         self._autocast = autocast
         self._needs_backward = needs_backward
         self._rows = rows
-        self._ranges = {id(each): _ranges(each) for each in (rows.forward, rows.backward)}
+        self._ranges: dict[int, list[list[tuple[int, int]]]] = {}
+        if any(run.is_single for run in self._runs):
+            self._ranges = {id(each): _ranges(each) for each in (rows.forward, rows.backward)}
         self._returned: set[int] = set()
         self._without_dw: set[int] = set()
 
@@ -121,19 +147,18 @@ class RowCall:
         if chunk not in self._without_dw:
             raise RuntimeError(f"backward_dw of chunk {chunk} without a backward_dx of it before")
         self._without_dw.remove(chunk)
-        ranges = self._ranges[id(self._rows.backward)][chunk]
         with self._autocast.restored():
             for run in self._runs:
-                if isinstance(run.call, GroupedRowsCall):
-                    run.call.backward_dw(chunk)
+                if run.is_single:
+                    run.call.backward_dw(*self._ranges[id(self._rows.backward)][chunk][run.first])
                 else:
-                    run.call.backward_dw(*ranges[run.first])
+                    run.call.backward_dw(chunk)
 
     def release(self) -> list[torch.Tensor | None]:
         """Give away the tensors that are kept for the backward, so that autograd can keep them."""
         released: list[torch.Tensor | None] = []
         for run in self._runs:
-            if isinstance(run.call, GroupedRowsCall):
+            if not run.is_single:
                 run.call.forget()
             for store in run.call.stores:
                 released += store.release()
@@ -175,7 +200,7 @@ class RowCall:
 
     def _through(self, way: str, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor) -> torch.Tensor:
         sizes = phase.chunks[chunk].of_experts
-        if len(tensor_RM) != sum(sizes):
+        if tensor_RM.shape[0] != sum(sizes):
             raise ValueError(f"chunk {chunk} has {len(tensor_RM)} rows: must have {sum(sizes)}")
         with self._autocast.restored():
             if len(self._runs) == 1:
@@ -189,13 +214,12 @@ class RowCall:
 
     def _of_run(self, run: RowRun, way: str, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor) -> torch.Tensor:
         do: Callable[..., torch.Tensor] = getattr(run.call, way)
-        tensor_1RM = tensor_RM.unsqueeze(0)
-        if not isinstance(run.call, GroupedRowsCall):
-            return do(*self._ranges[id(phase)][chunk][run.first], tensor_1RM)[0]
-        ends = phase.ends[chunk, run.first : run.last]
+        if run.is_single:
+            return do(*self._ranges[id(phase)][chunk][run.first], tensor_RM.unsqueeze(0))[0]
+        sizes, ends = phase.chunks[chunk].of_experts, phase.ends[chunk, run.first : run.last]
         if run.first:
             ends = ends - phase.ends[chunk, run.first - 1]
-        return do(chunk, tensor_1RM, ends)[0]
+        return do(chunk, tensor_RM, Groups(sizes[run.first : run.last], ends, run.call.is_grouped))
 
 
 def _ranges(phase: PhaseRows) -> list[list[tuple[int, int]]]:

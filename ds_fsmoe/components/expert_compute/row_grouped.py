@@ -13,32 +13,22 @@ from collections.abc import Sequence
 import torch
 
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.grouped_products import Groups, takes_grouped
 from ds_fsmoe.components.expert_compute.linears import GroupedLinear, StackedLinear, add_grouped_gradients
 from ds_fsmoe.components.expert_compute.manual_call import Pending, back_to_rows, check_versions, versions_of
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STRIDE_BYTES = 16
-"""What torch's grouped product asks of the strides of its matrices."""
-
 
 def can_be_grouped(planned: PlannedExpert, x_RM: torch.Tensor) -> bool:
     """Whether torch has a grouped product for these rows and weights that does not wait for the device."""
-    dtype = x_RM.dtype
-    if dtype not in _TYPES or any(each.dtype != dtype for each in planned.weights):
-        return False
-    if any(size * dtype.itemsize % _STRIDE_BYTES for each in planned.weights for size in each.shape):
-        return False
-    if x_RM.device.type == "cuda":
-        # Elsewhere torch loops over the groups, and asks the device for their sizes.
-        return dtype == torch.bfloat16 and torch.cuda.get_device_capability(x_RM.device) >= (9, 0)
-    return True
+    widths = (size for each in planned.weights for size in each.shape)
+    return takes_grouped(widths, [x_RM.dtype, *(each.dtype for each in planned.weights)], x_RM.device)
 
 
 class GroupedRowsCall:
-    """Computes what calls of its experts would compute, on [1, R, M] with the rows expert by expert.
+    """Computes what calls of its experts would compute, on [R, M] with the rows expert by expert.
 
     Args:
         experts: k that have one structure, in their order.
@@ -49,6 +39,7 @@ class GroupedRowsCall:
     """
 
     splits = True
+    is_grouped = True
 
     def __init__(
         self,
@@ -68,7 +59,7 @@ class GroupedRowsCall:
         self._down = [each.form.down for each in experts]
         self._weights = [each.weight for each in itertools.chain(*self._up, self._down)]
         self._versions = versions_of(self._weights) if needs_backward else []
-        self._pending: dict[int, tuple[Pending, torch.Tensor]] = {}
+        self._pending: dict[int, tuple[Pending, Groups]] = {}
         self._stacks: list[StackedLinear] | None = None
 
     @property
@@ -86,50 +77,51 @@ class GroupedRowsCall:
         """Hold the weights' memory no longer, which somebody may want to move."""
         self._stacks = None
 
-    def forward(self, chunk: int, x_1RM: torch.Tensor, ends_k: torch.Tensor) -> torch.Tensor:
-        """[1, R, M] to the same shape.
+    def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[R, M] to the same shape.
 
         Args:
             chunk: of the forward.
-            x_1RM: the rows.
-            ends_k: [k] int32, where the rows of each expert end.
+            x_RM: the rows.
+            groups: where the rows of each expert lie.
         """
-        form = self._form(ends_k)
-        kept = form.kept(x_1RM[0])
+        form = self._form(groups)
+        kept = form.kept(x_RM)
         if self._needs_backward:
-            x_kept = x_1RM if self._first.wants_up or self._recompute else None
-            self._saved.put(chunk, (x_kept, *(() if self._recompute else (each.unsqueeze(0) for each in kept))))
-        return form.down(form.hidden(kept)).unsqueeze(0)
+            keeps_rows = self._first.wants_up or self._recompute
+            hidden = () if self._recompute else (each.unsqueeze(0) for each in kept)
+            self._saved.put(chunk, (x_RM.unsqueeze(0) if keeps_rows else None, *hidden))
+        return form.down(form.hidden(kept))
 
-    def backward(self, chunk: int, dy_1RM: torch.Tensor, ends_k: torch.Tensor) -> torch.Tensor:
+    def backward(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        dx_1RM = self.backward_dx(chunk, dy_1RM, ends_k)
+        dx_RM = self.backward_dx(chunk, dy_RM, groups)
         self.backward_dw(chunk)
-        return dx_1RM
+        return dx_RM
 
-    def backward_dx(self, chunk: int, dy_1RM: torch.Tensor, ends_k: torch.Tensor) -> torch.Tensor:
-        """:meth:`backward` without weights; keeps ``dy_1RM`` and what else :meth:`backward_dw` needs."""
+    def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """:meth:`backward` without weights; keeps ``dy_RM`` and what else :meth:`backward_dw` needs."""
         check_versions(self._weights, self._versions)
-        form = self._form(ends_k)
+        form = self._form(groups)
         x_1RM, *read = self._saved.take(chunk)
         kept = tuple(each.unsqueeze(0) for each in form.kept(x_1RM[0])) if self._recompute else tuple(read)
         del read
-        dx_RM, pending = back_to_rows(form, kept, dy_1RM)
+        dx_RM, pending = back_to_rows(form, kept, dy_RM.unsqueeze(0))
         if self._first.wants_any:
             pending.x = x_1RM[0] if self._first.wants_up else None
-            self._pending[chunk] = pending, ends_k
-        return dx_RM.unsqueeze(0)
+            self._pending[chunk] = pending, groups
+        return dx_RM
 
     def backward_dw(self, chunk: int) -> None:
         """Add to the weights' gradients what :meth:`backward_dx` of the same chunk left."""
-        pending, ends_k = self._pending.pop(chunk, (None, None))
+        pending, groups = self._pending.pop(chunk, (None, None))
         if pending is None:  # no weight wants a gradient
             return
         h_RH = pending.hidden_rows(self._first.form) if self._sums.wants(self._first.form.down.weight) else None
-        add_grouped_gradients(self._sums, self._down, pending.dy_RM, h_RH, ends_k)
+        add_grouped_gradients(self._sums, self._down, pending.dy_RM, h_RH, groups)
         pending.h_NcH = h_RH = None
         for up, delta_RH in zip(self._up, pending.deltas_RH, strict=True):
-            add_grouped_gradients(self._sums, up, delta_RH, pending.x, ends_k)
+            add_grouped_gradients(self._sums, up, delta_RH, pending.x, groups)
 
     def _stacked(self) -> list[StackedLinear] | None:
         """The weights of each layer as one tensor, without a copy; ``None`` where that cannot be."""
@@ -138,12 +130,12 @@ class GroupedRowsCall:
             self._stacks = None if any(each is None for each in found) else found
         return self._stacks
 
-    def _form(self, ends_k: torch.Tensor) -> ManualExpert:
-        """The experts as one, for rows that end there."""
+    def _form(self, groups: Groups) -> ManualExpert:
+        """The experts as one, for rows that lie there."""
         stacks = self._stacked()
         if stacks is None:
             raise RuntimeError("the weights of the experts were moved apart between the forward and its backward")
         form = copy.copy(self._first.form)
-        *up, form.down = (GroupedLinear(each.weight_kOI, each.bias_kO, ends_k) for each in stacks)
+        *up, form.down = (GroupedLinear(each.weight_kOI, each.bias_kO, groups) for each in stacks)
         form.up = tuple(up)
         return form

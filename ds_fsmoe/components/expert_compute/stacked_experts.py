@@ -12,7 +12,6 @@ that rows came from, e experts on this rank, c slots.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,7 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.grouped_products import Groups
-from ds_fsmoe.components.expert_compute.row_call import CallRows, PhaseRows
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 from ds_fsmoe.components.expert_compute.stacked_forms import Called, OwnForward, Written
 
@@ -67,7 +65,7 @@ class StackedExperts:
 
     @property
     def splits(self) -> bool:
-        """Whether a call leaves the weights' gradients to ``backward_dw``."""
+        """Return whether a call leaves the weights' gradients to ``backward_dw``."""
         return self._own_forward is None
 
     def written_now(self) -> tuple[Any, ...]:
@@ -84,22 +82,20 @@ class StackedExperts:
 
     def call_rows(
         self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
-    ) -> StackedCall:
+    ) -> RowCall:
         """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call_rows`."""
         bounds = (0, *itertools.accumulate(sum(each.of_experts) for each in rows.backward.chunks))
         saved = SavedRows(rows.expert_order, bounds)
-        device_types = dict.fromkeys(("cpu", x_RM.device.type))
         sums = GradientSums(self.parameters)
-        autocast = AutocastState.now(device_types)
-        same_cuts = rows.forward is rows.backward
         form: Written | Called
         if self._own_forward is None:
             dtype = torch.get_autocast_dtype(x_RM.device.type) if torch.is_autocast_enabled(x_RM.device.type) else None
             form = Written(self._module, self._contract, sums, saved, needs_backward, recompute, dtype)
         else:
-            keeps_graph = needs_backward and same_cuts and not recompute
+            keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
             form = Called(self._module, self._own_forward, sums, saved, needs_backward, keeps_graph)
-        return StackedCall(form, saved, rows, sums, autocast, needs_backward, self.parameters)
+        autocast = AutocastState.now(dict.fromkeys(("cpu", x_RM.device.type)))
+        return RowCall([RowRun(0, self.num_experts, form, is_single=False)], sums, autocast, needs_backward, rows)
 
     def on_few_rows(self, x_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Return the results of rows that lie expert by expert, with nothing kept; ``sizes`` says how many of each."""
@@ -111,107 +107,6 @@ class StackedExperts:
         """One call on slots, all of one cut: to be measured, since such a layer always sends rows."""
         del same_cuts
         return SlotsCall(self, needs_backward, recompute)
-
-
-class StackedCall:
-    """One forward call; see :class:`~ds_fsmoe.components.expert_compute.row_call.RowCall`."""
-
-    def __init__(
-        self,
-        form: Written | Called,
-        saved: SavedRows,
-        rows: CallRows,
-        sums: GradientSums,
-        autocast: AutocastState,
-        needs_backward: bool,
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
-        self._form = form
-        self._saved = saved
-        self._rows = rows
-        self._sums = sums
-        self._autocast = autocast
-        self._needs_backward = needs_backward
-        self._parameters = parameters
-        self._returned: set[int] = set()
-        self._without_dw: set[int] = set()
-
-    @property
-    def splits(self) -> bool:
-        """Whether :meth:`backward_dx` leaves the weights' gradients to :meth:`backward_dw`."""
-        return isinstance(self._form, Written)
-
-    @torch.no_grad()
-    def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
-        """[R, M] to the same shape, new memory."""
-        groups = self._groups(self._rows.forward, chunk, x_RM)
-        with self._autocast.restored():
-            return self._form.forward(chunk, x_RM.detach(), groups)
-
-    @torch.no_grad()
-    def backward(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor:
-        """The gradient of the results to that of the rows; adds to the weights' gradients."""
-        dx_RM = self.backward_dx(chunk, dy_RM)
-        self.backward_dw(chunk)
-        return dx_RM
-
-    @torch.no_grad()
-    def backward_dx(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor:
-        """As :meth:`backward`, with the weights' gradients left to :meth:`backward_dw` of the same chunk."""
-        if not self._needs_backward:
-            raise RuntimeError("this call has kept nothing for a backward: it was made with needs_backward=False")
-        if chunk in self._returned:
-            raise ValueError(f"chunk {chunk} came back twice")
-        self._returned.add(chunk)
-        self._without_dw.add(chunk)
-        groups = self._groups(self._rows.backward, chunk, dy_RM)
-        with self._autocast.restored():
-            return self._form.backward_dx(chunk, dy_RM, groups)
-
-    @torch.no_grad()
-    def backward_dw(self, chunk: int) -> None:
-        """Add to the weights' gradients what :meth:`backward_dx` of this chunk has left.
-
-        Raises:
-            RuntimeError: it has left nothing.
-        """
-        if chunk not in self._without_dw:
-            raise RuntimeError(f"backward_dw of chunk {chunk} without a backward_dx of it before")
-        self._without_dw.remove(chunk)
-        with self._autocast.restored():
-            self._form.backward_dw(chunk)
-
-    def release(self) -> list[torch.Tensor | None]:
-        """Give away the tensors that are kept for the backward, so that autograd can keep them."""
-        return self._saved.release()
-
-    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Take back what :meth:`release` gave, ahead of the backward."""
-        self._saved.restore(iter(tensors))
-
-    def rows(self) -> list[torch.Tensor]:
-        """Of what has been restored, the rows that came to the experts; the rest they have made themselves."""
-        return self._saved.first_of_each()
-
-    def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of each parameter that requires one, zeros where no row came to any expert, and start over.
-
-        Raises:
-            RuntimeError: not every chunk has come back.
-        """
-        missing = set(range(len(self._rows.backward.chunks))) - self._returned
-        if missing or self._without_dw:
-            raise RuntimeError(
-                f"gradients are incomplete: chunks {sorted(missing | self._without_dw)} have not come back"
-            )
-        self._returned = set()
-        return self._sums.take()
-
-    def _groups(self, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor) -> Groups:
-        sizes = phase.chunks[chunk].of_experts
-        if len(tensor_RM) != sum(sizes):
-            raise ValueError(f"chunk {chunk} has {len(tensor_RM)} rows: must have {sum(sizes)}")
-        return Groups(sizes, phase.ends[chunk])
 
 
 @dataclass(frozen=True)
@@ -237,7 +132,7 @@ class SlotsCall:
 
     def __init__(self, experts: StackedExperts, needs_backward: bool, recompute: bool) -> None:
         self._experts, self._needs_backward, self._recompute = experts, needs_backward, recompute
-        self._call: StackedCall | None = None
+        self._call: RowCall | None = None
 
     @property
     def splits(self) -> bool:
@@ -266,14 +161,14 @@ class SlotsCall:
         self._made().backward_dw(0)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """See :meth:`StackedCall.gradients`."""
+        """See :meth:`RowCall.gradients`."""
         return self._made().gradients()
 
     def release(self) -> list[torch.Tensor | None]:
-        """See :meth:`StackedCall.release`."""
+        """See :meth:`RowCall.release`."""
         return self._made().release()
 
-    def _made(self) -> StackedCall:
+    def _made(self) -> RowCall:
         if self._call is None:
             raise RuntimeError("nothing has come through the forward yet")
         return self._call

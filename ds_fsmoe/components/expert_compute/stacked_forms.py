@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from ds_fsmoe.components.expert_compute import grouped_products as products
-from ds_fsmoe.components.expert_compute.contract import Contract
+from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
@@ -59,8 +59,21 @@ class Written:
     ) -> None:
         self._module, self._contract, self._sums, self._saved = module, contract, sums, saved
         self._needs_backward, self._recompute, self._dtype = needs_backward, recompute, dtype
+        weights = [getattr(module, each) for each in (contract.up, contract.down)]
+        widths = (size for each in weights for size in shape_of(each)[1:])
+        # What autocast asks for, rows are cast to, as they are to the type of the weights.
+        dtypes = [each.dtype for each in weights] if dtype is None else [dtype]
+        self.is_grouped = products.takes_grouped(widths, dtypes, weights[0].device)
         self._row_dtype: torch.dtype | None = None
         self._pending: dict[int, _Pending] = {}
+
+    @property
+    def stores(self) -> tuple[SavedRows, ...]:
+        """Of what is kept for the backward."""
+        return (self._saved,)
+
+    def forget(self) -> None:
+        """Hold nothing of the weights; they are looked up each time."""
 
     def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[R, M] to the same."""
@@ -74,6 +87,12 @@ class Written:
         y_RM = self._down(self._act(up_RF), groups)
         return self._module.post_expert_norm(y_RM) if self._contract.has_post_expert_norm else y_RM
 
+    def backward(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """As :meth:`forward`; adds to the weights' gradients."""
+        dx_RM = self.backward_dx(chunk, dy_RM, groups)
+        self.backward_dw(chunk)
+        return dx_RM
+
     def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[R, M] to the same; leaves the weights."""
         x_1RM, up_1RF = self._saved.take(chunk)
@@ -83,12 +102,12 @@ class Written:
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
             leaf_RF = up_RF.detach().requires_grad_()
             of_leaf_RH = self._act(leaf_RF)
-        h_RH = of_leaf_RH.detach()
+        h_RH = of_leaf_RH.detach().to(up_RF.dtype)
         if self._contract.has_post_expert_norm:
             dy_RM = self._before_norm(h_RH, dy_RM, groups)
         transposed = self._contract.is_transposed
         dh_RH = products.rows_gradient(dy_RM, self._weight(self._contract.down), transposed, groups)
-        (dup_RF,) = torch.autograd.grad(of_leaf_RH, leaf_RF, dh_RH.to(h_RH.dtype))
+        (dup_RF,) = torch.autograd.grad(of_leaf_RH, leaf_RF, dh_RH.to(of_leaf_RH.dtype))
         self._pending[chunk] = _Pending(x_RM, dup_RF, h_RH, dy_RM, groups)
         dx_RM = products.rows_gradient(dup_RF, self._weight(self._contract.up), transposed, groups)
         return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
@@ -156,6 +175,8 @@ class Called:
         keeps_graph: whether to keep graphs, or the rows alone.
     """
 
+    is_grouped = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -169,6 +190,14 @@ class Called:
         self._needs_backward, self._keeps_graph = needs_backward, keeps_graph
         self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = {}
 
+    @property
+    def stores(self) -> tuple[SavedRows, ...]:
+        """Of what is kept for the backward."""
+        return (self._saved,)
+
+    def forget(self) -> None:
+        """Hold nothing of the weights; they are looked up each time."""
+
     def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[R, M] to the same."""
         if self._needs_backward:
@@ -177,6 +206,12 @@ class Called:
             self._graphs[chunk] = self._recorded(x_RM, groups)
             return self._graphs[chunk][1].detach()
         return self._own(x_RM, groups, {})
+
+    def backward(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """As :meth:`forward`; adds to the weights' gradients."""
+        dx_RM = self.backward_dx(chunk, dy_RM, groups)
+        self.backward_dw(chunk)
+        return dx_RM
 
     def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[R, M] to the same; adds to the weights' gradients, as a graph is walked once."""
