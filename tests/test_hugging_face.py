@@ -399,22 +399,31 @@ class Twice(nn.Module):
         return y_SM
 
 
-class OfTwice(nn.Module):
+class TwiceOnOneRank(Twice):
+    """As far as the first rank can see, they give what the contract says: its experts give nothing."""
+
     def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.down_proj[: NUM_EXPERTS // 2] = 0
+
+
+class OfTwice(nn.Module):
+    def __init__(self, experts: type[nn.Module] = Twice) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.router = nn.Linear(WIDTH, NUM_EXPERTS)
-        self.experts = Twice()
+        self.experts = experts()
 
     def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
         weights_SK, index_SK = self.router(x_SM).softmax(-1).topk(2)
         return self.experts(x_SM, index_SK, weights_SK).square().mean()
 
 
-def called(rank: int, world_size: int, stage: int) -> list[str]:
+def called(rank: int, world_size: int, stage: int, experts: type[nn.Module] = Twice) -> list[str]:
     from deepspeed.utils import safe_get_full_grad
 
-    reference = OfTwice()
+    reference = OfTwice(experts)
     engine = engine_of(copy.deepcopy(reference), ds_config(stage, num_chunks={"forward": 2, "backward": 3}))
     xs = torch.randn(world_size, 7, WIDTH, generator=torch.Generator().manual_seed(1))
     torch.stack([reference(each) for each in xs]).mean().backward()
@@ -433,6 +442,10 @@ def called(rank: int, world_size: int, stage: int) -> list[str]:
 @sampled("stage", [1, 3], kept=[1])
 def test_experts_that_compute_something_else_are_called_themselves(stage: int, tmp_path: Path) -> None:
     assert run_on_ranks(called, 2, tmp_path, stage) == [[], []]
+
+
+def test_experts_are_called_on_all_ranks_where_one_has_to(tmp_path: Path) -> None:
+    assert run_on_ranks(called, 2, tmp_path, 1, TwiceOnOneRank) == [[], []]
 
 
 def beside_their_own(rank: int, world_size: int, names: list[str], folder: str) -> list[str]:

@@ -234,3 +234,13 @@ def test_a_module_that_breaks_its_word_is_told_apart(change: Any, sentence: str)
     change(module)
     with pytest.raises(ContractError, match=sentence):
         contract_of(module)
+
+
+def test_a_weight_that_changes_before_its_backward_is_refused() -> None:
+    module = Experts(FLAGS[0], 8, 12)
+    call = StackedExperts(module, contract_of(module)).call(True)
+    y_NecM = call.forward(0, 4, torch.randn(1, NUM_EXPERTS, 4, 8))
+    with torch.no_grad():
+        module.down_proj.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
+        call.backward(0, 4, torch.ones_like(y_NecM))

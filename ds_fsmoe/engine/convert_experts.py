@@ -24,8 +24,9 @@ from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
+from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
-from ds_fsmoe.distributed.topology import find_topology
+from ds_fsmoe.distributed.topology import find_topology, world_size_now
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.parts import Parts
@@ -171,7 +172,7 @@ def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
 
 def _own_forward_if_other(module: nn.Module, contract: Contract) -> OwnForward | None:
     """Return the module's own forward if it computes something else than the contract says, tried on a few rows."""
-    own = _eager_forward(module)
+    own = _eager_forward(module, type(module))
     weight = getattr(module, contract.down)
     if weight.is_meta or not weight.numel():
         return None
@@ -181,25 +182,40 @@ def _own_forward_if_other(module: nn.Module, contract: Contract) -> OwnForward |
     x_RM = torch.randn(min(_FEW_ROWS, num_local), width, generator=generator).to(weight)
     of_row_R = torch.arange(len(x_RM), device=weight.device)
     arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
-    was_training = module.training
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            theirs = own(*arguments)
-            ours = StackedExperts(module, contract).on_few_rows(x_RM, [1] * len(x_RM) + [0] * (num_local - len(x_RM)))
-    finally:
-        module.train(was_training)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        theirs = own(*arguments)
+        ours = StackedExperts(module, contract).on_few_rows(x_RM, [1] * len(x_RM) + [0] * (num_local - len(x_RM)))
+    if not theirs.isfinite().all():  # memory without weights: these come later
+        return None
     scale = theirs.abs().max().clamp(min=1e-6)
     is_same = theirs.shape == ours.shape and bool(((theirs - ours).abs().max() / scale) <= _tolerance(weight.dtype))
     return None if is_same else own
+
+
+def agree_on_forms(layers: Sequence[HuggingFaceLayer]) -> None:
+    """Let all ranks compute the experts of a layer alike: where any rank has to call the module itself, all do, since
+    its schedule has other tasks. Collective over all ranks of the job."""
+    if not layers or world_size_now() == 1:
+        return
+    of_ranks = on_every_rank([each.deepspeed_moe.fsmoe.own_forward is not None for each in layers])
+    for layer, *is_called in zip(layers, *of_ranks, strict=True):
+        if any(is_called):
+            module = layer.deepspeed_moe
+            module.fsmoe.own_forward = _eager_forward(module, own_class_of(module))
+
+
+def own_class_of(module: FSMoEExperts) -> type[nn.Module]:
+    """Return the class that a converted module had before."""
+    return type(module).__mro__[2]
 
 
 def _tolerance(dtype: torch.dtype) -> float:
     return max(_TOLERANCE, 4 * torch.finfo(dtype).eps)
 
 
-def _eager_forward(module: nn.Module) -> OwnForward:
+def _eager_forward(module: nn.Module, own_class: type[nn.Module]) -> OwnForward:
     """Return the forward that the family wrote, beneath transformers' choice among implementations."""
-    forward = type(module).forward
+    forward = own_class.forward
     return getattr(forward, "__wrapped__", forward).__get__(module)
 
 
@@ -215,7 +231,7 @@ def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -
     kinds: dict[tuple[Any, ...], int] = defaultdict(int)
     for layer in layers:
         inner = layer.deepspeed_moe
-        own = type(inner).__mro__[2].__name__
+        own = own_class_of(inner).__name__
         num_local = sum(numel_of(each) for each in inner.parameters())
         size_bytes = sum(numel_of(each) * each.element_size() for each in inner.parameters())
         way = "written out" if inner.fsmoe.own_forward is None else "by autograd"

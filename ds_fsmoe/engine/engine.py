@@ -33,7 +33,7 @@ from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine.convert_experts import convert_experts, ep_size_of, log_table
+from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table
 from ds_fsmoe.engine.convert_layers import (
     check_mpu,
     convert,
@@ -359,6 +359,7 @@ class FSMoEEngine(DeepSpeedEngine):
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
         self._hf_layers = [each for each in layers.values() if isinstance(each, HuggingFaceLayer)]
+        agree_on_forms(self._hf_layers)
         log_table(self._hf_layers, model, len(stock))
         if isinstance(model, PipelineModule):
             make_groups_on_every_stage(model, stock, running, self.zero_optimization_stage())

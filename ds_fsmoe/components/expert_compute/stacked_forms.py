@@ -18,6 +18,7 @@ from ds_fsmoe.components.expert_compute import grouped_products as products
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.manual_call import check_versions, versions_of
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 
 OwnForward = Callable[..., torch.Tensor]
@@ -64,6 +65,9 @@ class Written:
         # What autocast asks for, rows are cast to, as they are to the type of the weights.
         dtypes = [each.dtype for each in weights] if dtype is None else [dtype]
         self.is_grouped = products.takes_grouped(widths, dtypes, weights[0].device)
+        # What ZeRO 3 shares out is put back into other memory in between.
+        self._weights = [each for each in module.parameters() if not hasattr(each, "ds_id")] if needs_backward else []
+        self._versions = versions_of(self._weights)
         self._row_dtype: torch.dtype | None = None
         self._pending: dict[int, _Pending] = {}
 
@@ -95,6 +99,7 @@ class Written:
 
     def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         """[R, M] to the same; leaves the weights."""
+        check_versions(self._weights, self._versions)
         x_1RM, up_1RF = self._saved.take(chunk)
         x_RM = None if x_1RM is None else x_1RM[0]
         up_RF = self._up(x_RM, groups) if up_1RF is None else up_1RF[0]
