@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.samples import sampled
 SIX = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe", "gpt_oss")
 TOLERANCE = 1e-5
 # Sums of numbers that cancel: the family itself differs by more between one batch and its halves.
-CANCELLING = {"hy_v4": 1e-3, "deepseek_v4": 1e-4, "qwen3_5_moe": 1e-4, "qwen3_next": 1e-4, "bailing_hybrid": 1e-4}
+CANCELLING = {"hy_v4": 1e-3}
 
 
 def ds_config(stage: int, lr: float = 0.5, **block: Any) -> dict[str, Any]:
@@ -269,110 +268,6 @@ def both_kinds(rank: int, world_size: int) -> list[str]:
 
 def test_both_kinds_of_layers_train_in_one_model(tmp_path: Path) -> None:
     assert run_on_ranks(both_kinds, 2, tmp_path) == [[], []]
-
-
-# ---- what is refused, before any group is made
-
-
-def tied(model: nn.Module) -> None:
-    first, second = (each.mlp.experts for each in model.model.layers)
-    second.down_proj = first.down_proj
-
-
-def quantised(model: nn.Module) -> None:
-    experts = model.model.layers[0].mlp.experts
-    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-
-
-def misshapen(model: nn.Module) -> None:
-    experts = model.model.layers[0].mlp.experts
-    experts.down_proj = nn.Parameter(experts.down_proj[:, :, :-1].clone())
-
-
-def more_weights(model: nn.Module) -> None:
-    model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(NUM_EXPERTS))
-
-
-def of_transformers_4(model: nn.Module) -> None:
-    block = model.model.layers[0].mlp
-    block.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (tied, "model.layers.1.mlp.experts.down_proj is the same parameter as model.layers.0.mlp.experts.down_proj"),
-        (quantised, "model.layers.0.mlp.experts.down_proj is float8_e4m3fn: quantised experts cannot be trained"),
-        (misshapen, "model.layers.0.mlp.experts, a OlmoeExperts, follows the contract.*do not fit its flags"),
-        (more_weights, "model.layers.0.mlp.experts, a OlmoeExperts,.*has weights that are not known: scale"),
-        (of_transformers_4, r"cannot take over \(model.layers.0.mlp.experts, a ModuleList of 4 Linear\)"),
-    ],
-)
-def test_experts_that_cannot_be_taken_over_are_named(change: Callable[[nn.Module], None], sentence: str) -> None:
-    from ds_fsmoe.layer.parts import LayerError
-
-    model = model_of("olmoe")
-    change(model)
-    with pytest.raises(LayerError, match=sentence):
-        engine_of(model, ds_config(1))
-    assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("block", "others", "sentence"),
-    [
-        ({"gate": "topk"}, {}, 'fsmoe.gate = "topk": not with experts of a Hugging Face model'),
-        ({"dispatch": "slots"}, {}, 'fsmoe.dispatch = "slots": not with experts of a Hugging Face model'),
-        ({"expert_tensor_parallel_size": 2}, {}, "fsmoe.expert_tensor_parallel_size = 2: not with experts"),
-        ({}, {"expert_parallel": {"enabled": True}}, "take one of the two off, expert_parallel or fsmoe"),
-    ],
-)
-def test_what_does_not_go_with_hugging_faces_experts_is_refused(
-    block: dict[str, Any], others: dict[str, Any], sentence: str
-) -> None:
-    from ds_fsmoe.config.reading import ConfigError
-
-    with pytest.raises(ConfigError, match=sentence):
-        engine_of(model_of("olmoe"), ds_config(1, **block) | others)
-    assert not dist.is_initialized()
-
-
-def test_wrapped_models_are_refused() -> None:
-    from ds_fsmoe.layer.parts import LayerError
-
-    with pytest.raises(LayerError, match="the model is a DataParallel: give initialize"):
-        engine_of(nn.DataParallel(model_of("olmoe")), ds_config(1))
-
-
-@pytest.mark.parametrize(
-    ("asked", "experts", "ranks", "per_node", "expected"),
-    [
-        ("auto", [8], 4, 2, 2),
-        ("auto", [8], 4, 4, 4),
-        ("auto", [6, 9], 6, 6, 3),
-        ("auto", [7], 4, 4, 1),
-        (4, [8], 8, 2, 4),
-        (1, [8], 8, 8, 1),
-    ],
-)
-def test_auto_spreads_experts_over_as_many_ranks_of_a_node_as_divide_them(
-    asked: Any, experts: list[int], ranks: int, per_node: int, expected: int
-) -> None:
-    from ds_fsmoe.config.blocks import FSMoEBlock
-    from ds_fsmoe.engine.convert_experts import chosen_ep_size
-
-    assert chosen_ep_size(FSMoEBlock(ep_size=asked), experts, ranks, per_node) == expected
-
-
-def test_an_ep_size_that_does_not_divide_names_the_choices() -> None:
-    from ds_fsmoe.config.blocks import FSMoEBlock
-    from ds_fsmoe.config.reading import ConfigError
-    from ds_fsmoe.engine.convert_experts import chosen_ep_size
-
-    with pytest.raises(
-        ConfigError, match="must divide the 6 ranks and the 8 experts of the layers; the choices are 1, 2"
-    ):
-        chosen_ep_size(FSMoEBlock(ep_size=3), [8], 6, 6)
 
 
 class Twice(nn.Module):

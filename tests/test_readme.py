@@ -97,6 +97,7 @@ MEASURE_FOR_MINUTES = tuple(
         "unchunked",
         "ops",
         "experts",
+        "hf",
         "planner",
         "metrics",
     )
