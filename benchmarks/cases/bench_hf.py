@@ -34,7 +34,7 @@ SETTLED_AFTER = 40
 
 @dataclass(frozen=True)
 class Model:
-    """B sequences of L tokens of width M on every rank; E experts over all ranks, of hidden width H; a token takes k."""
+    """B sequences of L tokens of width M on every rank; E experts of hidden width H over all ranks; a token takes k."""
 
     B: int
     L: int
