@@ -116,3 +116,22 @@ def test_an_ep_size_that_does_not_divide_names_the_choices() -> None:
         ConfigError, match="must divide the 6 ranks and the 8 experts of the layers; the choices are 1, 2"
     ):
         chosen_ep_size(FSMoEBlock(ep_size=3), [8], 6, 6)
+
+
+def test_an_ep_size_that_does_not_fit_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_fsmoe.config.reading import ConfigError
+
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ConfigError, match=r"fsmoe\.ep_size = 3: must divide the 6 ranks and the 4"):
+        engine_of(model_of("olmoe"), ds_config(1, ep_size=3))
+    assert not dist.is_initialized()
+
+
+def test_an_ep_size_for_stock_layers_alone_is_refused_with_where_it_belongs() -> None:
+    from deepspeed.moe.layer import MoE
+
+    from ds_fsmoe.config.reading import ConfigError
+
+    model = nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4))
+    with pytest.raises(ConfigError, match=r"fsmoe.ep_size = 2: .* deepspeed.moe.layer.MoE\(..., ep_size=...\) has it"):
+        engine_of(model, ds_config(1, ep_size=2))

@@ -133,7 +133,7 @@ def test_only_numpy_and_scipy_are_needed_to_plan(metadata: Message) -> None:
     found = [requirements.Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     assert {requirement.name for requirement in found if requirement.marker is None} == {"numpy", "scipy"}
     extras = {str(requirement.marker) for requirement in found if requirement.marker is not None}
-    assert extras == {f'extra == "{name}"' for name in ("train", "plot", "mpi", "dev", "dev-planning")}
+    assert extras == {f'extra == "{name}"' for name in ("train", "hf", "plot", "mpi", "dev", "dev-planning")}
 
 
 def test_versions_are_those_of_the_one_table(metadata: Message) -> None:

@@ -41,6 +41,7 @@ from ds_fsmoe.config.words import words_of
 from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.convert_experts import chosen_ep_size, num_experts_of
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, check_unused, find_layers, restore
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.engine.experts_checks import check_experts_modules, check_hugging_face, find_experts
@@ -271,6 +272,8 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     if isinstance(model, PipelineModule):
         world_size //= model.num_stages
         mpu = model.mpu()
+    if experts and world_size and block.ep_size != "auto":
+        chosen_ep_size(block, [num_experts_of(each) for each in experts.values()], world_size, world_size)
     check_experts(layers, world_size or None, block.gate, block.esp_size)
     check_tensor_parallel(layers, world_size or None, sizes_of_mpu(mpu)[0], block.esp_size)
     check_gate_hooks(layers, block.gate)
