@@ -20,6 +20,7 @@ from ds_fsmoe.components.expert_compute.contract import (
     numel_of,
     shape_of,
 )
+from ds_fsmoe.components.expert_compute.expert_parts import ExpertPart, describe_as
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.config.blocks import FSMoEBlock
@@ -116,7 +117,8 @@ def convert_experts(
         ep_size=ep_size,
         gate=gate,
     )
-    replaced = _cut(module, contract, num_experts // ep_size, running.ep_rank(ep_size), state.group_name)
+    part = ExpertPart("stacked", num_experts, ep_size, running.ep_rank(ep_size))
+    replaced = _cut(module, contract, part, state.group_name)
     state.own_forward = _own_forward_if_other(module, contract)
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
@@ -136,25 +138,35 @@ def _ours(own_class: type[nn.Module]) -> type[nn.Module]:
     return _classes[own_class]
 
 
-def _cut(
-    module: nn.Module, contract: Contract, num_local: int, ep_rank: int, group_name: str
-) -> dict[nn.Parameter, nn.Parameter]:
-    """Put this rank's experts in the place of all of them, one weight at a time; tag them for DeepSpeed."""
+def _cut(module: nn.Module, contract: Contract, part: ExpertPart, group_name: str) -> dict[nn.Parameter, nn.Parameter]:
+    """Put this rank's experts in the place of all of them, one weight at a time."""
     replaced = {}
-    mine = slice(ep_rank * num_local, (ep_rank + 1) * num_local)
     for name in contract.weights:
         whole = getattr(module, name)
-        with gathered([whole]):  # zero.Init may have shared it out over all ranks
-            part = nn.Parameter(whole.data[mine].clone(), requires_grad=whole.requires_grad)
-        if not is_shared_out(whole):
-            vars(part).update(vars(whole))
-        part.allreduce, part.group_name = False, group_name
-        part.ds_zero_placement_family, part.ds_zero_partition_group_name = PLACEMENT, group_name
-        setattr(module, name, part)
-        replaced[part] = whole
+        mine = cut_parameter(whole, part, group_name)
+        setattr(module, name, mine)
+        replaced[mine] = whole
     if hasattr(module, "num_experts"):
-        module.num_experts = num_local
+        module.num_experts = part.num_local
     return replaced
+
+
+def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.Parameter:
+    """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts.
+
+    Args:
+        whole: the parameter, which zero.Init may have shared out over all ranks.
+        part: which part this rank has.
+        group_name: DeepSpeed's name of the ranks that share the experts.
+    """
+    with gathered([whole]):
+        mine = nn.Parameter(part.cut(whole.data).clone(), requires_grad=whole.requires_grad)
+    if not is_shared_out(whole):
+        vars(mine).update(vars(whole))
+    mine.allreduce, mine.group_name = False, group_name
+    mine.ds_zero_placement_family, mine.ds_zero_partition_group_name = PLACEMENT, group_name
+    describe_as(mine, part)
+    return mine
 
 
 def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
