@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_fsmoe.components.expert_compute.expert_parts import ExpertPart, describe_as, part_of
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as, part_of
 
 EXPERTS, WIDTH, RANK = 6, 5, 2
 WHOLES = {

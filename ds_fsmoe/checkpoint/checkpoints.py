@@ -15,11 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_fsmoe.checkpoint.expert_files import parts_of
 from ds_fsmoe.checkpoint.loading import Reading
 from ds_fsmoe.checkpoint.optimizer_states import index_of, optimizer_name, refresh_masters, settings_missing
 from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_rank_state
 from ds_fsmoe.checkpoint.ranks import Ranks
-from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file, warn_of_what_is_lost
+from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file, stock_layers, warn_of_what_is_lost
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import tags
 from ds_fsmoe.checkpoint_files.manifest import Manifest
@@ -125,9 +126,10 @@ class Checkpoints:
             asked = asked | {"load_optimizer_states": False}
         elif recut:
             ranks.together(f"reading {place}", lambda: self._check_one_stage(place, differences))
+        relaid = self._is_relaid(manifest, differences)
         sharper = moved and manifest is not None and manifest.sizes.dtype != sizes.dtype == "float32"
         own = None if asked.get("load_module_only", False) else self._read_state(place, manifest)
-        with reading.in_use(recut, sharper, asked.get("load_module_strict", True)):
+        with reading.in_use(recut, sharper, asked.get("load_module_strict", True), relaid):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
         if not with_optimizer or moved:
             ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
@@ -242,15 +244,28 @@ class Checkpoints:
         """Return whether the experts' files would differ, had this job saved them."""
         was = {each.path: Numbering(each.num_experts, each.ep, manifest.sizes.esp) for each in manifest.layers}
         esp = sizes_of(self._engine).esp
-        layers = self._engine.fsmoe.layers.items()
+        layers = stock_layers(self._engine).items()
         now = {name: Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, esp) for name, layer in layers}
         return any(was.get(name) != each and max(was[name].esp, esp) > 1 for name, each in now.items() if name in was)
 
+    def _is_relaid(self, manifest: Manifest | None, differences: Sequence[str]) -> bool:
+        """Return whether the files of weights would differ, had this job saved them."""
+        if manifest is None:
+            return bool(parts_of(self._engine))
+        stages = manifest.sizes.zero_stage, self._engine.zero_optimization_stage()
+        return bool(differences) and (bool(parts_of(self._engine)) or manifests.STAGE_3 in stages)
+
     def _check_layers(self, place: Path, manifest: Manifest) -> None:
-        now = {name: layer.num_experts for name, layer in self._engine.fsmoe.layers.items()}
+        now = {name: layer.num_experts for name, layer in stock_layers(self._engine).items()}
         saved = {each.path: each.num_experts for each in manifest.layers}
         if saved != now and self._engine.fsmoe.running.pp_size == 1:
             raise CheckpointError(f"{place} has MoE layers (path: experts) {saved}, and the model has {now}")
+        parts = parts_of(self._engine)
+        for name, each in manifest.parts.items():
+            if name in parts and parts[name].num_experts != each.num_experts:
+                raise CheckpointError(
+                    f"{place} has {each.num_experts} experts in {name}, and the model has {parts[name].num_experts}"
+                )
 
     def _check_move(self, place: Path, differences: Sequence[str], reading: Reading) -> None:
         try:
@@ -272,8 +287,11 @@ class Checkpoints:
     def _differences(self, manifest: Manifest) -> list[str]:
         """Return how the layout differs from the saved one, in words."""
         differences = manifest.sizes.differences(sizes_of(self._engine))
+        parts = parts_of(self._engine)
         ep = {each.path: each.ep for each in manifest.layers}
-        ep_now = {name: layer.deepspeed_moe.ep_size for name, layer in self._engine.fsmoe.layers.items()}
+        ep |= {name: each.ep for name, each in manifest.parts.items() if name in parts}
+        ep_now = {name: layer.deepspeed_moe.ep_size for name, layer in stock_layers(self._engine).items()}
+        ep_now |= {name: each.ep for name, each in parts.items() if name in manifest.parts}
         if ep != ep_now and self._engine.fsmoe.running.pp_size == 1:
             differences.append(f"ep_size {sorted(set(ep.values()))} -> {sorted(set(ep_now.values()))}")
         return differences

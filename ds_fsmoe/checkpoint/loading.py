@@ -15,8 +15,12 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe.checkpoint import optimizer_states
+from ds_fsmoe.checkpoint.expert_files import ep_rank_of_job, live_parts, with_parts
 from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimizer_name
 from ds_fsmoe.checkpoint.ranks import replaced
+from ds_fsmoe.checkpoint.relaid import Relaid
+from ds_fsmoe.checkpoint.saving import stock_layers
+from ds_fsmoe.checkpoint_files.expert_parts import parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
 from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, cut_out, expert_file, expert_name
 from ds_fsmoe.checkpoint_files.pieces import MASTER
@@ -56,20 +60,27 @@ class Reading:
         return self._whole
 
     @contextmanager
-    def in_use(self, recut: bool, sharper: bool, strict: bool) -> Iterator[None]:
+    def in_use(self, recut: bool, sharper: bool, strict: bool, relaid: bool = False) -> Iterator[None]:
         """Make DeepSpeed load through this reader within the block.
 
         Args:
             recut: whether experts are cut into another number of shards than they were.
             strict: whether every saved parameter of an expert has to exist here.
             sharper: whether this job's weights have more digits than the saved ones; the optimizer's copies have them.
+            relaid: whether weights lie otherwise in the files than this job's would: experts spread over other ranks,
+                or ZeRO 3 on one side.
         """
         files = self._engine.checkpoint_engine
         if type(files) is not TorchCheckpointEngine:
             yield
             return
 
+        own = Relaid(self._engine, self.whole, self._sharp if sharper else self.whole.weights) if relaid else None
+        frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
+
         def load(path: str, map_location: Any = None) -> Any:
+            if own is not None and (made := own.file(Path(path))) is not None:
+                return made
             expert = expert_file(Path(path).name) if recut or sharper else None
             if expert is not None:
                 return self._expert(*expert, sharper, strict)
@@ -77,10 +88,26 @@ class Reading:
             found = read_file(Path(path), self._trusted, map_location or "cpu")
             if sharper and Path(path).name == DENSE_FILE:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
+            if Path(path).name == DENSE_FILE:
+                found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
         with replaced(files, "load", load):
-            yield
+            if own is None:
+                yield
+                return
+            with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: [str(own.main_file)]):
+                yield
+
+    def _own_parts(self, map_location: Any) -> dict[str, torch.Tensor]:
+        """Return this rank's experts, where they are spread over ranks as they were."""
+        ep_rank = ep_rank_of_job(self._engine)
+        if ep_rank is None or self._manifest is None:
+            return {}
+        path = self._place / parts_file(ep_rank)
+        self._check_named(path)
+        found = read_file(path, self._trusted, map_location or "cpu", in_place=True)
+        return {whole_name(name): each for name, each in found.items()}
 
     def _check_named(self, path: Path) -> None:
         """Refuse a file that the manifest does not name, as it was not checked against a checksum."""
@@ -130,7 +157,7 @@ class Reading:
 
     def _expert(self, layer: int, number: int, sharper: bool, strict: bool) -> dict[str, torch.Tensor]:
         """Return what the file of an expert would hold, had this job saved it."""
-        path = list(self._engine.fsmoe.layers)[layer]
+        path = list(stock_layers(self._engine))[layer]
         inner = self._engine.fsmoe.layers[path].deepspeed_moe
         parameters = list(inner.experts.deepspeed_experts[0].state_dict())
         unexpected = sorted(self.whole.parameters_of(path) - set(parameters))
@@ -141,6 +168,8 @@ class Reading:
         return {name: self._cut(name, read) for name in names}
 
     def _cut(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        if whole_name(name) in (parts := live_parts(self._engine)):
+            return parts[whole_name(name)][1].cut(read(whole_name(name)))
         expert = expert_name(name)
         if expert is None:
             return read(name)

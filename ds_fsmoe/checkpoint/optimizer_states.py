@@ -8,7 +8,6 @@ a checkpoint of another layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,67 +15,29 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
+from ds_fsmoe.checkpoint import shared_out
+from ds_fsmoe.checkpoint.live_group import LiveGroup
+from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_of, whole_name
 from ds_fsmoe.checkpoint_files.numbering import EXPERTS, ExpertName, expert_name
-from ds_fsmoe.checkpoint_files.pieces import MASTER, Group, Index, Keys, Piece
+from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Keys, Piece
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 Read = Callable[[str, str], torch.Tensor]
 """Takes this job's name for a parameter, and a state -> all elements of it, in this job's layout."""
 
 
-@dataclass
-class LiveGroup:
-    """The parameters that are in the same tensors of an optimizer.
-
-    Attributes:
-        names: the names of all parameters in the group, on any rank.
-        pieces: the pieces of them that are on this rank.
-        master: the tensor that is optimized; ``None``: the parameter itself.
-        state: the optimizer's state for it.
-        options: the optimizer's settings.
-        keys: the keys of the master in the file.
-        state_keys: the keys of the states in the file.
-    """
-
-    names: tuple[str, ...]
-    pieces: tuple[Piece, ...]
-    tensor: torch.Tensor
-    master: torch.Tensor | None
-    state: dict[str, Any]
-    options: dict[str, Any]
-    keys: Keys
-    state_keys: Keys
-
-    def per_element(self) -> dict[str, torch.Tensor]:
-        """Return the states that have a number for each element."""
-        size = self.tensor.numel()
-        found = {name: each for name, each in self.state.items() if torch.is_tensor(each) and each.numel() == size}
-        return {name: each for name, each in found.items() if each.dim() > 0}
-
-    def scalars(self) -> dict[str, float]:
-        """Return the states that are one number."""
-        found = {name: each for name, each in self.state.items() if name not in self.per_element()}
-        return {
-            name: float(each)
-            for name, each in found.items()
-            if isinstance(each, (int, float)) or (torch.is_tensor(each) and each.numel() == 1)
-        }
-
-    def others(self) -> list[str]:
-        """Return the names of all other states, which cannot be interpreted."""
-        known = {*self.per_element(), *self.scalars()}
-        return [name for name, each in self.state.items() if name not in known and each is not None]
-
-
 def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
-    """Map every parameter of this rank -> its name, with the expert's number over all ranks."""
+    """Map every parameter of this rank -> its name, with the expert's number over all ranks or that of a part."""
     found = {}
     for name, parameter in engine.module.named_parameters():
-        expert = expert_name(name)
+        expert, part = expert_name(name), part_of(parameter)
+        if part is not None:
+            name = part_name(name, part.ep_rank)
         if expert is not None:
             layer = engine.fsmoe.layers[expert.layer]
             first = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
@@ -91,6 +52,8 @@ def live_groups(engine: Any) -> list[LiveGroup] | None:
     base = outer if isinstance(outer, torch.optim.Optimizer) else getattr(outer, "optimizer", None)
     if base is None:
         return None
+    if isinstance(outer, DeepSpeedZeroOptimizer_Stage3):
+        return shared_out.live_groups(outer, base, names)
     found, at = [], 0
     for number, options in enumerate(base.param_groups):
         for place, tensor in enumerate(options["params"]):
@@ -149,12 +112,13 @@ def _end_to_end(parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter,
         at += each.numel()
 
 
-def index_of(engine: Any, file: str) -> Index | None:
+def index_of(engine: Any, file: str, frozen_file: str | None = None) -> Index | None:
     """Return where this rank's states will be in the checkpoint.
 
     Args:
         engine: our engine.
         file: the file that DeepSpeed writes them to.
+        frozen_file: the file that has this rank's pieces of the parameters that are not optimized, at ZeRO 3.
 
     Returns:
         ``None`` if the optimizer has states that cannot be moved to another layout.
@@ -173,6 +137,8 @@ def index_of(engine: Any, file: str) -> Index | None:
         )
         for each in groups
     )
+    if frozen_file is not None:
+        described += tuple(shared_out.frozen_groups(engine, names_in_files(engine), frozen_file))
     return Index(optimizer_name(engine), described, _numbers(_scaler(engine.optimizer)))
 
 
@@ -191,9 +157,10 @@ def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
     groups = live_groups(engine)
     if groups is None:
         raise CheckpointError(f"{place}: the states of {type(engine.optimizer).__name__} cannot be laid out otherwise")
-    source = {piece.name: group for group in index.groups for piece in group.pieces}
+    source = {piece.name: group for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
+    in_source = _in_source(source)
     for group in groups:
-        of = next((source[name] for name in map(_in_source(source), group.names) if name is not None), None)
+        of = next((source[name] for name in map(in_source, group.names) if name is not None), None)
         if of is None:
             raise CheckpointError(f"{place} has no states of the optimizer for {', '.join(group.names[:3])}")
         _fill_options(group.options, of.options)
@@ -218,20 +185,17 @@ def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
 
 
 def _in_source(source: Mapping[str, Group]) -> Callable[[str], str | None]:
-    """Return a function that finds a name of the same layer and parameter: numbers of experts differ by layout."""
-    by_kind: dict[tuple[str, str], str] = {}
+    """Return a function that finds a name of the same parameter: numbers of experts and ranks differ by layout."""
+    by_kind: dict[str, str] = {}
     for name in source:
-        expert = expert_name(name)
-        if expert is not None:
-            by_kind.setdefault((expert.layer, expert.parameter), name)
+        by_kind.setdefault(_kind(name), name)
+    return lambda name: by_kind.get(_kind(name))
 
-    def found(name: str) -> str | None:
-        expert = expert_name(name)
-        if expert is not None:
-            return by_kind.get((expert.layer, expert.parameter))
-        return name if name in source else None
 
-    return found
+def _kind(name: str) -> str:
+    """Return what the names of a parameter of any expert, or of any rank's part, have in common."""
+    expert = expert_name(name)
+    return whole_name(name) if expert is None else f"{expert.layer}{EXPERTS}*.{expert.parameter}"
 
 
 def refresh_masters(engine: Any) -> None:
@@ -243,12 +207,8 @@ def refresh_masters(engine: Any) -> None:
 def missing_and_unexpected(engine: Any, index: Index) -> tuple[list[str], list[str]]:
     """Return which optimized parameters a checkpoint's states lack, and which of its parameters this job lacks."""
 
-    def kinds(names: Iterable[str]) -> set[str]:
-        experts = ((name, expert_name(name)) for name in names)
-        return {name if each is None else f"{each.layer}{EXPERTS}*.{each.parameter}" for name, each in experts}
-
-    here = kinds(name for group in live_groups(engine) or () for name in group.names)
-    there = kinds(piece.name for group in index.groups for piece in group.pieces)
+    here = {_kind(name) for group in live_groups(engine) or () for name in group.names}
+    there = {_kind(piece.name) for group in index.groups for piece in group.pieces if WEIGHTS not in group.items}
     return sorted(here - there), sorted(there - here)
 
 

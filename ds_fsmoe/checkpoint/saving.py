@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as stock_groups
 
+from ds_fsmoe.checkpoint.expert_files import parts_of, without_parts
 from ds_fsmoe.checkpoint.optimizer_states import index_of
 from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
+from ds_fsmoe.checkpoint.shared_out import FROZEN
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
 from ds_fsmoe.checkpoint_files.manifest import LayerSizes, Manifest, Sizes
@@ -26,9 +28,11 @@ from ds_fsmoe.checkpoint_files.plain_files import to_disk
 from ds_fsmoe.checkpoint_files.publishing import Publication
 from ds_fsmoe.checkpoint_files.random_states import random_states
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.whole import DENSE_FILE
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
+from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.telemetry.progress import shown
 
@@ -60,6 +64,12 @@ def states_file(engine: Any, place: Path) -> str:
     return Path(engine._get_optimizer_ckpt_name(str(place.parent), place.name, expert_rank)).name
 
 
+def stock_layers(engine: Any) -> dict[str, Any]:
+    """Return path -> every layer of ``deepspeed.moe.layer.MoE`` of an engine, in order: their experts have files."""
+    layers = engine.fsmoe.layers.items()
+    return {path: each for path, each in layers if not isinstance(each, HuggingFaceLayer)}
+
+
 class Saving:
     """One save. Every method is collective.
 
@@ -77,6 +87,8 @@ class Saving:
         self._name = tags.unfinished_name(tag, self._token)
         self._place = folder / self._name
         self._written: list[Path] = []
+        self._frozen_file: str | None = None
+        """The file with this rank's pieces of what is not optimized, at ZeRO 3."""
 
     def save(self, write: Callable[[str], Any], save_latest: bool) -> Any:
         """Write a tag, publish it, and make ``latest`` name it.
@@ -123,9 +135,15 @@ class Saving:
             )
 
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Note the files that this rank writes, as it has to sync them: another host may not have them in memory."""
+        """Note the files that this rank writes, as it has to sync them: another host may not have them in memory.
+        What is of one rank alone does not go into the file of all."""
+        parts = set(parts_of(self._engine))
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
+            if Path(path).name == DENSE_FILE and parts:
+                state_dict = without_parts(state_dict, parts)
+            elif isinstance(state_dict, dict) and state_dict.get(FROZEN):
+                self._frozen_file = Path(path).name
             result = save(state_dict, path, *args, **options)
             self._written.append(Path(path))
             return result
@@ -144,7 +162,9 @@ class Saving:
         sizes = self._ranks.together(f"describing {place}", lambda: sizes_of(engine))
         if sizes.mp > 1 or sizes.pp > 1 or engine.optimizer is None:
             return
-        own = self._ranks.together(f"describing {place}", lambda: index_of(engine, states_file(engine, place)))
+        own = self._ranks.together(
+            f"describing {place}", lambda: index_of(engine, states_file(engine, place), self._frozen_file)
+        )
         of_ranks = on_every_rank(own)
         indices = [each for each in of_ranks if each is not None]
         if len(indices) == len(of_ranks):
@@ -183,10 +203,10 @@ class Saving:
                 layer.deepspeed_moe.ep_size,
                 cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0]),
             )
-            for name, layer in self._engine.fsmoe.layers.items()
+            for name, layer in stock_layers(self._engine).items()
         )
         versions = facts_of_versions(("torch", "deepspeed"))
-        return Manifest(sizes_of(self._engine), layers, versions, dict(sorted(files.items())))
+        return Manifest(sizes_of(self._engine), layers, versions, dict(sorted(files.items())), parts_of(self._engine))
 
 
 def warn_of_what_is_lost(engine: Any, place: Path, client_state: Any) -> None:

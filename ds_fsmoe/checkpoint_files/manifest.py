@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.checkpoint_files.described import read_described
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, parts_file
 from ds_fsmoe.checkpoint_files.numbering import CUTS, Cut, expert_file
 from ds_fsmoe.checkpoint_files.owners import OWNER
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
@@ -24,7 +25,9 @@ NAME = "fsmoe.json"
 OURS = "fsmoe_"
 """The prefix of the names of our other files."""
 FORMAT = 1
-_WEIGHTS = re.compile(r"mp_rank_\d+_model_states\.pt")
+_WEIGHTS = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+STAGE_3 = 3
+"""The ZeRO stage whose files hold the weights by ranks."""
 _PIECE_BYTES = 1 << 22
 _FROM_0 = ("zero_stage", "size_bytes")
 """The numbers that may be 0."""
@@ -59,6 +62,19 @@ class LayerSizes:
 
 
 @dataclass(frozen=True)
+class PartSizes:
+    """How one parameter of a Hugging Face model's experts was spread over ranks."""
+
+    layout: Layout
+    num_experts: int
+    ep: int
+
+    def of_rank(self, ep_rank: int) -> ExpertPart:
+        """Return the description of a rank's part."""
+        return ExpertPart(self.layout, self.num_experts, self.ep, ep_rank)
+
+
+@dataclass(frozen=True)
 class FileSum:
     """The size and the checksum of one file."""
 
@@ -75,6 +91,8 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, FileSum]
     """Maps a name in the folder -> what the file has to be."""
+    parts: Mapping[str, PartSizes] = field(default_factory=dict)
+    """Maps the name of a parameter that is spread over ranks -> how; those of Hugging Face models' experts."""
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder that is not published yet."""
@@ -94,7 +112,8 @@ def read_manifest(folder: Path) -> Manifest | None:
 def _manifest(found: Mapping[str, Any]) -> Manifest:
     layers = tuple(LayerSizes(**each) for each in found["layers"])
     files = {str(name): FileSum(**each) for name, each in found["files"].items()}
-    manifest = Manifest(Sizes(**found["sizes"]), layers, dict(found["versions"]), files)
+    parts = {str(name): PartSizes(**each) for name, each in found.get("parts", {}).items()}
+    manifest = Manifest(Sizes(**found["sizes"]), layers, dict(found["versions"]), files, parts)
     _check_types(manifest)
     return manifest
 
@@ -104,6 +123,7 @@ def _check_types(manifest: Manifest) -> None:
     groups += [(each, ("path",)) for each in manifest.layers] + [
         (each, ("sha256",)) for each in manifest.files.values()
     ]
+    groups += [(each, ("layout",)) for each in manifest.parts.values()]
     for each, texts in groups:
         for name, value in asdict(each).items():
             if name == "cuts":
@@ -116,6 +136,8 @@ def _check_types(manifest: Manifest) -> None:
     for each in manifest.layers:
         if each.num_experts % each.ep:
             raise ValueError(f"{each.num_experts} experts on {each.ep} ranks of {each.path}")
+    for each in manifest.parts.values():
+        each.of_rank(0)  # refuses a layout that is not known, and experts that do not divide
     for name in manifest.files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"a file outside the folder: {name!r}")
@@ -181,6 +203,11 @@ def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
     found = [f"{folder / NAME} does not name {each}, which lies beside it" for each in unnamed]
     if not any(_WEIGHTS.fullmatch(each) for each in manifest.files):
         found.append(f"{folder / NAME} names no file of weights (mp_rank_00_model_states.pt)")
+    ep = max((each.ep for each in manifest.parts.values()), default=0)
+    wanted_parts = [parts_file(each) for each in range(ep)] if manifest.sizes.zero_stage < STAGE_3 else []
+    for each in wanted_parts:
+        if each not in manifest.files:
+            found.append(f"{folder / NAME} does not name {each}, the experts of a rank")
     # In a pipeline of stages each numbers its own layers.
     for at, layer in enumerate(manifest.layers if manifest.sizes.pp == 1 else ()):
         wanted = layer.num_experts * manifest.sizes.esp

@@ -19,6 +19,8 @@ NAME = "fsmoe_pieces.json"
 FORMAT = 1
 MASTER = "fp32"
 """The item that is the parameter itself, in the precision in which it is optimized."""
+WEIGHTS = "weights"
+"""The item that is a parameter which is not optimized, where a rank's file has a piece of it."""
 
 Keys = tuple[str | int, ...]
 

@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
-from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, read_manifest
+from ds_fsmoe.checkpoint_files.expert_parts import ep_rank_of, part_name, parts_file, whole_name
+from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
 from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, expert_file, expert_name, join
-from ds_fsmoe.checkpoint_files.pieces import MASTER, Group, Index, Piece, read_index
+from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Piece, read_index
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 DENSE_FILE = "mp_rank_00_model_states.pt"
+SHARED_OUT_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+"""The first rank's file of a checkpoint of ZeRO 3, whose weights are in pieces in the files of all ranks."""
 _OF_STAGES = re.compile(r"layer_\d+-model_.*_states\.pt")
 _OPEN_FILES = 64
 
@@ -41,6 +44,9 @@ class Whole:
         place: that folder.
         numbering: maps the path of each MoE layer -> how its files number experts.
         index: where the optimizer's states are; ``None`` where that was not written down.
+        parts: the parameters that were spread over ranks, as experts of Hugging Face models are.
+        is_shared_out: whether ZeRO 3 has saved it, with the weights in pieces.
+        main_file: the file with what is not of single ranks.
 
     Raises:
         CheckpointError: it is not a checkpoint, or has tensor parallelism or pipeline stages.
@@ -53,7 +59,9 @@ class Whole:
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
         there = sorted(each.name for each in self.files())
         names = [each for each in there if each.endswith("_model_states.pt")]
-        if DENSE_FILE not in names:
+        self.is_shared_out = DENSE_FILE not in names and SHARED_OUT_FILE in names
+        self.main_file = SHARED_OUT_FILE if self.is_shared_out else DENSE_FILE
+        if self.main_file not in names:
             raise CheckpointError(f"{place} is no checkpoint of DeepSpeed's: it has no {DENSE_FILE}")
         if any("mp_rank_00" not in each for each in names) or any(map(_OF_STAGES.match, there)):
             raise CheckpointError(
@@ -66,6 +74,7 @@ class Whole:
         }
         self.index: Index | None = read_index(place)
         self.numbering = self._numberings()
+        self.parts: Mapping[str, PartSizes] = {} if self.manifest is None else self.manifest.parts
         self._pieces: dict[str, list[tuple[Group, Piece]]] = {}
         for group in self.index.groups if self.index is not None else ():
             for piece in group.pieces:
@@ -76,8 +85,9 @@ class Whole:
 
     @property
     def dense(self) -> dict[str, Any]:
-        """The data that DeepSpeed stores beside the non-expert weights, and these weights as ``"module"``."""
-        return self._file(DENSE_FILE)
+        """The data that DeepSpeed stores beside the non-expert weights, and these weights as ``"module"``: at ZeRO 3
+        buffers alone have their values there."""
+        return self._file(self.main_file)
 
     def files(self) -> Iterator[Path]:
         """Return the checkpoint's files, except those that describe it; other files in its folder are not known here.
@@ -99,6 +109,9 @@ class Whole:
     def names(self) -> Iterator[str]:
         """The names of all parameters and buffers."""
         yield from self.dense["module"]
+        if not self.is_shared_out:
+            there = self._file(parts_file(0)) if self.parts else ()
+            yield from (name for name in self.parts if part_name(name, 0) in there)
         for layer, at in self._layer_at.items():
             numbering = self.numbering[layer]
             for expert in range(numbering.num_experts):
@@ -117,7 +130,7 @@ class Whole:
         Raises:
             CheckpointError: there is no such parameter.
         """
-        return self._joined(name, self._weights_of)
+        return self._joined(name, self._piecewise_weights_of if self.is_shared_out else self._weights_of)
 
     def state(self, name: str, item: str) -> torch.Tensor:
         """Return an optimizer state in the parameter's shape; ``"fp32"`` is the parameter in the optimizer's precision.
@@ -140,6 +153,8 @@ class Whole:
 
     def _joined(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         shards = [read(each) for each in self._saved_names(name)]
+        if name in self.parts:
+            return self.parts[name].of_rank(0).join(shards)
         if len(shards) == 1:
             return shards[0]
         expert = expert_name(name)
@@ -153,6 +168,8 @@ class Whole:
 
     def _saved_names(self, name: str) -> list[str]:
         """Return the names that the files have for a parameter: one for each shard."""
+        if name in self.parts:
+            return [part_name(name, each) for each in range(self.parts[name].ep)]
         expert = expert_name(name)
         if expert is None:
             return [name]
@@ -165,16 +182,39 @@ class Whole:
         ]
 
     def _weights_of(self, saved: str) -> torch.Tensor:
-        expert = expert_name(saved)
-        file = DENSE_FILE if expert is None else layer_file(self._layer_at[expert.layer], expert.number)
+        expert, ep_rank = expert_name(saved), ep_rank_of(saved) if whole_name(saved) in self.parts else None
+        if expert is not None:
+            file = layer_file(self._layer_at[expert.layer], expert.number)
+        else:
+            file = self.main_file if ep_rank is None else parts_file(ep_rank)
         holds = self._file(file)
         try:
-            return (holds["module"] if expert is None else holds)[saved]
+            return (holds["module"] if file == self.main_file else holds)[saved]
         except KeyError:
             raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
 
+    def _piecewise_weights_of(self, saved: str) -> torch.Tensor:
+        """Return weights that ZeRO 3 has saved in pieces, in the data type of the job."""
+        if saved in self.dense["buffer_names"]:
+            return self._weights_of(saved)
+        found = self._optimized(saved)
+        if any(MASTER in group.items for group, _ in self._pieces.get(found, ())):
+            dtype = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
+            return self._state_of(found, MASTER).to(dtype)
+        return self._state_of(found, WEIGHTS)
+
+    def _shape_of(self, saved: str) -> torch.Size:
+        if not self.is_shared_out:
+            return self._weights_of(saved).shape
+        name = whole_name(saved) if whole_name(saved) in self.parts else saved
+        for shapes in (*(self.dense["param_shapes"] or ()), self.dense["frozen_param_shapes"] or {}):
+            if name in shapes:
+                return torch.Size(shapes[name])
+        raise CheckpointError(f"{self.place} has no {name!r}")
+
     def _state_of(self, saved: str, item: str) -> torch.Tensor:
-        like = self._weights_of(saved)
+        shape = self._shape_of(saved)
+        numel = shape.numel()
         flat: torch.Tensor | None = None
         filled = 0
         for group, piece in self._pieces.get(saved, ()):
@@ -183,12 +223,12 @@ class Whole:
             found: Any = self._file(group.file)
             for key in group.items[item]:
                 found = found[key]
-            flat = torch.empty(like.numel(), dtype=found.dtype) if flat is None else flat
+            flat = torch.empty(numel, dtype=found.dtype) if flat is None else flat
             flat[piece.first : piece.first + piece.size] = found.reshape(-1)[piece.at : piece.at + piece.size]
             filled += piece.size
-        if flat is None or filled != like.numel():
-            raise CheckpointError(f"{self.place} has {filled} of the {like.numel()} elements of {item} of {saved}")
-        return flat.view(like.shape)
+        if flat is None or filled != numel:
+            raise CheckpointError(f"{self.place} has {filled} of the {numel} elements of {item} of {saved}")
+        return flat.view(shape)
 
     def _numberings(self) -> Mapping[str, Numbering]:
         counts = {layer: sum(1 for number, _ in self._experts if number == at) for layer, at in self._layer_at.items()}

@@ -14,13 +14,13 @@ import torch
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as
 from ds_fsmoe.components.expert_compute.contract import (
     Contract,
     contract_of,
     numel_of,
     shape_of,
 )
-from ds_fsmoe.components.expert_compute.expert_parts import ExpertPart, describe_as
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.config.blocks import FSMoEBlock

@@ -8,21 +8,17 @@ the optimizer is not.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
-from ds_fsmoe.checkpoint.checkpoints import Checkpoints
-from ds_fsmoe.checkpoint_files.numbering import Numbering, expert_name
-from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checks.expert_results import ExpertResults
 from ds_fsmoe.checks.launchers import launcher_warnings
 from ds_fsmoe.checks.preflight import check_experts, check_nodes, check_tensor_parallel, untested
@@ -41,7 +37,8 @@ from ds_fsmoe.engine.convert_layers import (
     find_layers,
     make_groups_on_every_stage,
 )
-from ds_fsmoe.engine.experts_checks import find_experts, refuse_files
+from ds_fsmoe.engine.experts_checks import find_experts
+from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
@@ -56,23 +53,12 @@ from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.tuning.step_comparison import StepComparison
 from ds_fsmoe.versions import VERSION
 
-_LOAD_OPTIONS = (
-    "load_module_strict",
-    "load_optimizer_states",
-    "load_lr_scheduler_states",
-    "load_module_only",
-    "custom_load_fn",
-)
-"""The options of DeepSpeed's ``load_checkpoint``, in its order."""
 
-
-class FSMoEEngine(DeepSpeedEngine):
+class FSMoEEngine(SavingEngine):
     """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
 
     fsmoe: FSMoEState
     _hf_layers: list[HuggingFaceLayer]
-    has_partial_gradients = False
-    """Whether gradients have been summed that no step has used yet."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,65 +163,6 @@ class FSMoEEngine(DeepSpeedEngine):
     def _tell_of_step(self, found: StepComparison | None = None) -> None:
         if self.fsmoe.telemetry is not None:
             self.fsmoe.telemetry.step_is_over(self.global_steps, self.global_samples, found)
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: Any = None,
-        client_state: Any = None,
-        save_latest: bool = True,
-        *more: Any,
-        **others: Any,
-    ) -> Any:
-        """Save DeepSpeed's checkpoint, whole or not at all, with checksums, random generators and plans beside it.
-
-        Raises:
-            CheckpointError: saving failed; raised on every rank. ``latest`` still names the last good tag.
-        """
-        refuse_files(self._hf_layers, "saving a checkpoint")
-        tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
-        save, checkpoints = super().save_checkpoint, Checkpoints(self)
-        if not save_dir or self.checkpoint_engine.is_decoupled():
-            checkpoints.check_tag(save_dir, tag, save_latest)
-            return save(save_dir, tag, client_state or {}, save_latest, *more, **others)
-
-        def write(name: str) -> Any:
-            return save(save_dir, name, client_state or {}, False, *more, **others)
-
-        return checkpoints.save(save_dir, tag, write, save_latest, client_state)
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the weights as DeepSpeed does; not with experts of a Hugging Face model over several ranks."""
-        refuse_files(self._hf_layers, "saving 16-bit weights")
-        return super().save_16bit_model(*args, **kwargs)
-
-    def _checkpoint_tag_validation(self, tag: str) -> None:
-        """Validate the tag where DeepSpeed saves by itself; otherwise ranks agreed on it before any writing."""
-        if self.checkpoint_engine.is_decoupled():
-            super()._checkpoint_tag_validation(tag)
-
-    def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
-        """Load DeepSpeed's checkpoint from checked files; random generators and plans go on as they were.
-
-        Raises:
-            CheckpointError: a file is wrong; raised on every rank, with the file and the reason.
-        """
-        refuse_files(self._hf_layers, "loading a checkpoint")
-        if self.load_universal_checkpoint():
-            raise CheckpointError(
-                f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "
-                "reading of that form runs what files ask for; checkpoints move to another layout without it"
-            )
-        asked = dict(zip(_LOAD_OPTIONS, others, strict=False)) | options
-        tag = None if tag is None else str(tag)
-        return Checkpoints(self).load(Path(load_dir), tag, super().load_checkpoint, asked)
-
-    def _get_non_moe_state_dict(self, full_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return what no expert's file holds. DeepSpeed leaves out whatever has "expert" in its name, even in a layer's
-        path, and would then write it nowhere."""
-        for name in [each for each in full_state_dict if expert_name(each) is not None]:
-            full_state_dict.pop(name)
-        return full_state_dict
 
     def clip_fp32_gradients(self) -> None:
         """Clip by the true norm of all gradients; DeepSpeed's differs where experts are spread over ranks."""

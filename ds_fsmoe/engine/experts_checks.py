@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checks.preflight import check_zero_stage
 from ds_fsmoe.components.expert_compute.contract import ContractError, contract_of, follows_contract, shape_of
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import sizes_of_mpu
-from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.parts import LayerError
 
 
@@ -158,21 +157,3 @@ def wrapped_by(model: nn.Module) -> str | None:
         if any(base.__name__ == "FSDPModule" for base in kind.__mro__):
             return f"{name or 'the model'} was given to fully_shard"
     return None
-
-
-def refuse_files(layers: Sequence[HuggingFaceLayer], what: str) -> None:
-    """Refuse files that would hold the experts of some ranks alone.
-
-    Args:
-        layers: the layers taken over.
-        what: what is asked for, for the message.
-
-    Raises:
-        CheckpointError: experts are spread over ranks.
-    """
-    if layers and layers[0].ep_size > 1:
-        raise CheckpointError(
-            f"{what} is not supported in this version with experts of a Hugging Face model over ep_size = "
-            f"{layers[0].ep_size} ranks: DeepSpeed would write those of the first rank alone. Each rank has its own "
-            "experts in engine.module.state_dict() (at ZeRO 3 within deepspeed.zero.GatheredParameters)"
-        )

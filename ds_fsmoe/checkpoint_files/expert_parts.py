@@ -6,6 +6,7 @@ Letters: E experts of all ranks, e = E / ep those of one rank, r the rank of an 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,8 @@ base weights (k = 1) and the A of an adapter (k = r). ``"innermost"``: [out, r *
 second dimension, as in the B of an adapter."""
 LAYOUTS: tuple[Layout, ...] = ("stacked", "innermost")
 _ATTRIBUTE = "fsmoe_part"
+_SIGN = "@"
+_NAME = re.compile(rf"^(?P<name>.+){_SIGN}(?P<ep_rank>[0-9]{{1,9}})$")
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,25 @@ def parts_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ExpertPart]
     for name, parameter in module.named_parameters():
         if (part := part_of(parameter)) is not None:
             yield name, parameter, part
+
+
+def part_name(name: str, ep_rank: int) -> str:
+    """Return the name under which a checkpoint has one rank's part of a parameter."""
+    return f"{name}{_SIGN}{ep_rank}"
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the whole parameter, of a part's name; another name is returned as it is."""
+    found = _NAME.match(name)
+    return name if found is None else found["name"]
+
+
+def ep_rank_of(name: str) -> int | None:
+    """Return which rank's part a name means; ``None`` for the name of something that has no parts."""
+    found = _NAME.match(name)
+    return None if found is None else int(found["ep_rank"])
+
+
+def parts_file(ep_rank: int) -> str:
+    """Return the name of the file with one rank's parts of all parameters of experts."""
+    return f"experts_of_ep_rank_{ep_rank:05d}_mp_rank_00_model_states.pt"

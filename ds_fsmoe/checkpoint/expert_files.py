@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes and reads the experts of Hugging Face models, which are spread over ranks: one file for each EP rank.
+
+At ZeRO 3 there are no such files, since the pieces of all parameters are in the files of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import groups as stock_groups
+
+from ds_fsmoe.checkpoint.shared_out import FROZEN
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_name, parts_file, parts_in
+from ds_fsmoe.checkpoint_files.manifest import PartSizes
+
+_FROZEN_SHAPES = "frozen_param_shapes"
+
+
+def parts_of(engine: Any) -> dict[str, PartSizes]:
+    """Return name -> how it is spread over ranks, of every parameter of a Hugging Face model's experts."""
+    return {name: PartSizes(part.layout, part.num_experts, part.ep_size) for name, _, part in parts_in(engine.module)}
+
+
+def live_parts(engine: Any) -> dict[str, tuple[torch.nn.Parameter, ExpertPart]]:
+    """Return name -> this rank's parameter, and which part of the whole it is."""
+    return {name: (parameter, part) for name, parameter, part in parts_in(engine.module)}
+
+
+def ep_rank_of_job(engine: Any) -> int | None:
+    """Return this rank's place among those that share the experts; ``None`` for a model without such experts."""
+    return next((part.ep_rank for _, _, part in parts_in(engine.module)), None)
+
+
+def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
+    """Write this rank's experts, on one rank of those that have the same.
+
+    Args:
+        engine: our engine.
+        place: the folder of the tag.
+        exclude_frozen: whether to leave out what is not trained.
+    """
+    ep_rank, parts = ep_rank_of_job(engine), live_parts(engine)
+    if ep_rank is None or engine.zero_optimization_partition_weights():
+        return
+    group_name = next(iter(parts.values()))[0].group_name
+    if not engine.checkpoint_engine.is_data_parallel_writer(stock_groups._get_expert_data_parallel_rank(group_name)):
+        return
+    state = {
+        part_name(name, part.ep_rank): parameter.detach().clone()
+        for name, (parameter, part) in parts.items()
+        if parameter.requires_grad or not exclude_frozen
+    }
+    engine.checkpoint_engine.save(state, str(place / parts_file(ep_rank)))
+
+
+def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return what DeepSpeed writes for all ranks, without what is of one rank alone.
+
+    Args:
+        state: what would be in the file of weights of a stage below 3.
+        names: the parameters that are spread over ranks.
+    """
+    kept = {
+        each: {name: value for name, value in state[each].items() if name not in names}
+        for each in ("module", FROZEN, _FROZEN_SHAPES)
+        if isinstance(state.get(each), dict)
+    }
+    return state | kept
+
+
+def with_parts(state: dict[str, Any], parts: Mapping[str, torch.Tensor], frozen: set[str]) -> dict[str, Any]:
+    """Return what DeepSpeed expects in the file of weights of a stage below 3, with this rank's experts.
+
+    Args:
+        state: what the file holds.
+        parts: name -> this rank's part.
+        frozen: the names of what is not trained.
+    """
+    found = state | {"module": state["module"] | dict(parts)}
+    if state.get(FROZEN) is not None:
+        found[FROZEN] = state[FROZEN] | {name: each for name, each in parts.items() if name in frozen}
+    return found

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the whole weights of a model together on the first rank, from experts and pieces that are spread over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups as stock_groups
+
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
+from ds_fsmoe.distributed.partitioned import gathered
+
+
+def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+    """Return the state dict that the model would have in one process, on the CPU; collective over all ranks.
+
+    One parameter at a time is put together, and only the first rank keeps it.
+
+    Args:
+        engine: the engine that ``initialize`` has returned.
+        exclude_frozen_parameters: whether to leave out what is not trained.
+
+    Returns:
+        ``None`` on all ranks but the first.
+    """
+    is_first = dist.get_rank() == 0
+    result: dict[str, torch.Tensor] = {}
+    known: dict[int, torch.Tensor] = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        if not torch.is_tensor(value) or (exclude_frozen_parameters and is_parameter and not value.requires_grad):
+            continue
+        if id(value) not in known:
+            with gathered([value]):
+                whole = _whole(value, part_of(value))
+                # In memory of its own: what ZeRO 3 has gathered is given back, and training goes on with the rest.
+                known[id(value)] = whole.detach().to("cpu", copy=True) if is_first and whole is not None else value
+        if is_first:
+            result[name] = known[id(value)]
+    return result if is_first else None
+
+
+def _whole(value: torch.Tensor, part: ExpertPart | None) -> torch.Tensor | None:
+    """Return a whole parameter of which ranks have parts, on the first rank; ``None`` on others that have parts."""
+    if part is None or part.ep_size == 1:
+        return value
+    group = stock_groups._get_expert_parallel_group(value.group_name)
+    if 0 not in dist.get_process_group_ranks(group):
+        return None
+    own = value.detach().contiguous()
+    parts = [torch.empty_like(own) for _ in range(part.ep_size)] if dist.get_rank() == 0 else None
+    dist.gather(own, parts, dst=0, group=group)
+    return None if parts is None else part.join(parts)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implements the part of the engine that saves and loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_fsmoe.checkpoint.checkpoints import Checkpoints
+from ds_fsmoe.checkpoint.expert_files import parts_of, write_parts
+from ds_fsmoe.checkpoint.ranks import replaced
+from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
+from ds_fsmoe.checkpoint_files.numbering import expert_name
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+
+_LOAD_OPTIONS = (
+    "load_module_strict",
+    "load_optimizer_states",
+    "load_lr_scheduler_states",
+    "load_module_only",
+    "custom_load_fn",
+)
+"""The options of DeepSpeed's ``load_checkpoint``, in its order."""
+
+
+class SavingEngine(DeepSpeedEngine):
+    """DeepSpeed's engine, which saves whole checkpoints or none, and experts of Hugging Face models too."""
+
+    has_partial_gradients = False
+    """Whether gradients have been summed that no step has used yet."""
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts of a Hugging Face model are spread over ranks."""
+        return bool(parts_of(self))
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        *more: Any,
+        **others: Any,
+    ) -> Any:
+        """Save DeepSpeed's checkpoint, whole or not at all, with checksums, random generators and plans beside it.
+
+        Raises:
+            CheckpointError: saving failed; raised on every rank. ``latest`` still names the last good tag.
+        """
+        if self.spreads_experts and self.checkpoint_engine.is_decoupled():
+            raise CheckpointError(
+                f"checkpoint_engine {type(self.checkpoint_engine).__name__}: writes files while training goes on, "
+                "which is not supported with experts of a Hugging Face model; leave it out of the config"
+            )
+        tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
+        save, checkpoints = super().save_checkpoint, Checkpoints(self)
+        if not save_dir or self.checkpoint_engine.is_decoupled():
+            checkpoints.check_tag(save_dir, tag, save_latest)
+            return save(save_dir, tag, client_state or {}, save_latest, *more, **others)
+
+        def write(name: str) -> Any:
+            return save(save_dir, name, client_state or {}, False, *more, **others)
+
+        return checkpoints.save(save_dir, tag, write, save_latest, client_state)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> Any:
+        """Save the weights in one file as DeepSpeed does; experts that are spread over ranks are put together."""
+        save = super().save_16bit_model
+        if not self.spreads_experts or self.zero_optimization_partition_weights():
+            return save(save_dir, save_filename, exclude_frozen_parameters)
+        whole = whole_state_dict(self, exclude_frozen_parameters)
+        with replaced(self, "module_state_dict", lambda **options: whole):
+            return save(save_dir, save_filename, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """Return all weights of ZeRO 3 on the first rank; experts are put together from those that share them."""
+        if not self.spreads_experts:
+            return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        optimizer = self.optimizer
+        if self._optimizer_has_ckpt_event_prologue():
+            optimizer.checkpoint_event_prologue()
+        whole = whole_state_dict(self, exclude_frozen_parameters)
+        if self._optimizer_has_ckpt_event_epilogue():
+            optimizer.checkpoint_event_epilogue()
+        return whole
+
+    def _save_moe_checkpoint(
+        self, save_dir: str, tag: str, client_state: Any = None, exclude_frozen_parameters: bool = False
+    ) -> None:
+        """Save the experts of Hugging Face models beside those that DeepSpeed knows."""
+        super()._save_moe_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
+        write_parts(self, Path(save_dir) / tag, exclude_frozen_parameters)
+
+    def _checkpoint_tag_validation(self, tag: str) -> None:
+        """Validate the tag where DeepSpeed saves by itself; otherwise ranks agreed on it before any writing."""
+        if self.checkpoint_engine.is_decoupled():
+            super()._checkpoint_tag_validation(tag)
+
+    def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
+        """Load DeepSpeed's checkpoint from checked files; random generators and plans go on as they were.
+
+        Raises:
+            CheckpointError: a file is wrong; raised on every rank, with the file and the reason.
+        """
+        if self.load_universal_checkpoint():
+            raise CheckpointError(
+                f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "
+                "reading of that form runs what files ask for; checkpoints move to another layout without it"
+            )
+        asked = dict(zip(_LOAD_OPTIONS, others, strict=False)) | options
+        tag = None if tag is None else str(tag)
+        return Checkpoints(self).load(Path(load_dir), tag, super().load_checkpoint, asked)
+
+    def _get_non_moe_state_dict(self, full_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return what no expert's file holds. DeepSpeed leaves out whatever has "expert" in its name, even in a layer's
+        path, and would then write it nowhere."""
+        for name in [each for each in full_state_dict if expert_name(each) is not None]:
+            full_state_dict.pop(name)
+        return full_state_dict
