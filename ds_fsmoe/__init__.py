@@ -18,6 +18,7 @@ from ds_fsmoe.distributed.launch_order import ask_as_rank as _ask_as_rank
 from ds_fsmoe.versions import VERSION as __version__
 
 if TYPE_CHECKING:
+    from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
     from ds_fsmoe.components.alltoall import AllToAllBase
     from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
     from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
@@ -102,6 +103,7 @@ _MODULE_OF_NAME = {
     "register_order": "registry",
     "uninstall": "engine.entry_points",
     "update_gates": "components.gate",
+    "whole_state_dict": "checkpoint.whole_weights",
 }
 
 # Written out, because type checkers read it.
@@ -153,6 +155,7 @@ __all__ = [
     "register_order",
     "uninstall",
     "update_gates",
+    "whole_state_dict",
 ]
 
 

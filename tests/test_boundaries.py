@@ -50,7 +50,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("torch", "ds_fsmoe.components", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
         *("ds_fsmoe.log", "ds_fsmoe.observing", "ds_fsmoe.planning"),
     ),
-    "checkpoint_files": ("torch", "numpy", "safetensors", "ds_fsmoe.files", "ds_fsmoe.versions"),
+    "checkpoint_files": ("torch", "numpy", "safetensors", "transformers", "ds_fsmoe.files", "ds_fsmoe.versions"),
     "layer": (
         *("torch", "numpy", "ds_fsmoe.checkpoint_files", "ds_fsmoe.checks", "ds_fsmoe.components", "ds_fsmoe.config"),
         *("ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files", "ds_fsmoe.log", "ds_fsmoe.observing"),

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
 
+from ds_fsmoe.checkpoint_files.whole import Whole
+from ds_fsmoe.cli import main
 from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
 from tests.test_hugging_face import ds_config, engine_of
@@ -99,6 +102,39 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     folder = tmp_path_factory.mktemp("saved")
     of_ranks = run_on_ranks(save_each, 2, folder, TWO, str(folder))
     return folder, of_ranks[0]
+
+
+def folder_of(layout: Layout, root: Path) -> dict[str, torch.Tensor]:
+    return torch.load(root / f"{layout.name}-16bit" / "pytorch_model.bin", weights_only=True)
+
+
+@pytest.mark.parametrize("layout", TWO, ids=lambda each: each.name)
+def test_one_file_of_weights_has_those_of_the_checkpoint_under_the_models_own_names(
+    saved: tuple[Path, dict], layout: Layout
+) -> None:
+    weights = folder_of(layout, saved[0])
+    whole = Whole(saved[0] / layout.name / "global_step2")
+    assert list(weights) == list(model_of(layout.family).state_dict())
+    assert set(whole.names()) == set(weights)
+    assert [name for name, each in weights.items() if not torch.equal(whole.weights(name), each)] == []
+
+
+@pytest.mark.parametrize("layout", TWO, ids=lambda each: each.name)
+def test_convert_writes_what_save_pretrained_of_the_whole_model_writes(
+    saved: tuple[Path, dict], layout: Layout, tmp_path: Path
+) -> None:
+    model = model_of(layout.family).to(getattr(torch, layout.dtype))
+    model.load_state_dict(folder_of(layout, saved[0]))
+    model.save_pretrained(tmp_path / "theirs")
+    assert main(["convert", str(saved[0] / layout.name), str(tmp_path / "ours"), "--to", "huggingface"]) == 0
+    theirs, ours = (load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "ours"))
+    assert {name: (each.dtype, each.shape) for name, each in ours.items()} == {
+        name: (each.dtype, each.shape) for name, each in theirs.items()
+    }
+    assert [name for name, each in theirs.items() if not torch.equal(ours[name], each)] == []
+    loaded, said = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not said["missing_keys"]
+    assert [name for name, each in model.state_dict().items() if not torch.equal(loaded.state_dict()[name], each)] == []
 
 
 def test_a_run_that_is_resumed_goes_on_to_the_bit(saved: tuple[Path, dict], tmp_path: Path) -> None:

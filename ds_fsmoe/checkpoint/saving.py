@@ -22,6 +22,7 @@ from ds_fsmoe.checkpoint.ranks import Ranks, replaced
 from ds_fsmoe.checkpoint.shared_out import FROZEN
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
+from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
 from ds_fsmoe.checkpoint_files.manifest import LayerSizes, Manifest, Sizes
 from ds_fsmoe.checkpoint_files.pieces import merged
 from ds_fsmoe.checkpoint_files.plain_files import to_disk
@@ -111,6 +112,7 @@ class Saving:
             files = self._engine.checkpoint_engine
             with ranks.at_barriers(), replaced(files, "save", self._noting_writes(files.save)):
                 result = ranks.together(f"writing {self._place}", lambda: write(self._name))
+            ranks.on_leaders(f"writing {self._place / CONFIG}", self._write_config)
             own = self._place / state_file(dist.get_rank())
             ranks.together(f"writing {own}", lambda: self._write_state(own))
             self._write_index()
@@ -149,6 +151,13 @@ class Saving:
             return result
 
         return noted
+
+    def _write_config(self) -> None:
+        """Write the config of a Hugging Face model, by which its weights can be written under published names."""
+        text = config_text(self._engine.module) if parts_of(self._engine) else None
+        if text is not None:
+            (self._place / CONFIG).write_text(text, "utf-8")
+            self._written.append(self._place / CONFIG)
 
     def _write_state(self, own: Path) -> None:
         state = self._engine.fsmoe

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from ds_fsmoe.checkpoint_files import tags
+from ds_fsmoe.checkpoint_files.huggingface import is_of_huggingface, write_pretrained
 from ds_fsmoe.checkpoint_files.manifest import (
     NAME,
     LayerSizes,
@@ -108,6 +109,17 @@ def export_tensors(
         CheckpointError: two parameters would have one name.
         FileExistsError: the folder is there and not empty.
     """
+    if form == "huggingface" and is_of_huggingface(whole):
+        if renames:
+            raise CheckpointError("--rename: the names are those of the model's own save_pretrained; leave it out")
+        wanted = None if dtype is None else DTYPES[dtype]
+
+        def read(name: str) -> torch.Tensor:
+            found = whole.weights(name)
+            return _reader(whole, name, wanted)() if wanted is not None and found.is_floating_point() else found
+
+        yield from _into(target, lambda folder: write_pretrained(whole, folder, read, limit_bytes), whole)
+        return
     sources: dict[str, Source] = {}
     for name in whole.names():
         if form == "fp32" and dtype is None and whole.index is None and whole.weights(name).dtype in _LOW:
@@ -135,8 +147,8 @@ def _reader(whole: Whole, name: str, dtype: torch.dtype) -> Callable[[], torch.T
 
 
 def export_stock(whole: Whole, target: Path) -> Told:
-    """Write files that stock DeepSpeed loads. Shards of experts are joined; then the optimizer's states, which are cut
-    as the shards are, are left out.
+    """Write files that stock DeepSpeed loads. Shards and parts of experts are joined; then the optimizer's states,
+    which are cut as these are, are left out.
 
     Args:
         whole: the checkpoint.
@@ -149,6 +161,12 @@ def export_stock(whole: Whole, target: Path) -> Told:
     def write(folder: Path) -> Told:
         place = folder / whole.place.name
         place.mkdir()
+        if whole.parts or whole.is_shared_out:
+            dense = {name: whole.weights(name) for name in whole.names() if expert_name(name) is None}
+            torch.save(_dense_state(dense, []), place / DENSE_FILE)
+            yield DENSE_FILE, sum(each.numel() * each.itemsize for each in dense.values())
+            (folder / tags.LATEST).write_text(place.name)
+            return
         cut = any(each.esp > 1 for each in whole.numbering.values())
         for file in sorted(each for each in whole.files() if each.parent == whole.place):
             if not cut or file.name == DENSE_FILE:

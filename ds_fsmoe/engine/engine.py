@@ -41,6 +41,7 @@ from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
+from ds_fsmoe.engine.whole_models import save_whole_models
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, obstacle_to, wanted_mode
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
@@ -288,6 +289,8 @@ class FSMoEEngine(SavingEngine):
         self._hf_layers = [each for each in layers.values() if isinstance(each, HuggingFaceLayer)]
         agree_on_forms(self._hf_layers)
         log_table(self._hf_layers, model, len(stock))
+        if ep_size > 1:
+            save_whole_models(model)
         if isinstance(model, PipelineModule):
             make_groups_on_every_stage(model, stock, running, self.zero_optimization_stage())
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)

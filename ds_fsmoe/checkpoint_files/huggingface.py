@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the weights of a checkpoint of a Hugging Face model as its ``save_pretrained`` would, without its ranks.
+
+A checkpoint has the model's own config beside its files. transformers makes an empty model of it, which knows the names
+that published checkpoints of the family have: some keep each expert's matrices apart.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_fsmoe.checkpoint_files.plain_files import problem_of
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.tensor_files import Source, write_tensors
+from ds_fsmoe.checkpoint_files.whole import Whole
+
+CONFIG = "config.json"
+_LAYER = re.compile(r"^(?P<layer>.*?\.[0-9]+)\.")
+_ADAPTERS = "base_model.model."
+
+Convert = Callable[[str], torch.Tensor]
+
+
+def config_text(model: torch.nn.Module) -> str | None:
+    """Return the config of the Hugging Face model in a model, as its ``save_pretrained`` would write it; ``None`` where
+    there is no such model."""
+    for module in model.modules():
+        if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
+            dtype = str(module.dtype).removeprefix("torch.")
+            found = module.config.to_dict() | {"architectures": [type(module).__name__], "dtype": dtype}
+            return json.dumps(found, indent=2, sort_keys=True, default=str) + "\n"
+    return None
+
+
+def is_of_huggingface(whole: Whole) -> bool:
+    """Return whether a checkpoint has the config of its model beside it."""
+    return (whole.place / CONFIG).is_file()
+
+
+def write_pretrained(whole: Whole, folder: Path, read: Convert, limit_bytes: int) -> Iterator[tuple[str, int]]:
+    """Write weights and config as ``save_pretrained`` would, one file in memory at a time.
+
+    Args:
+        whole: the checkpoint.
+        folder: an existing folder.
+        read: returns the weights of a name of the model, in the data type that is to be written.
+        limit_bytes: the largest size of a file.
+
+    Yields:
+        Each file once it is written, and its number of bytes.
+
+    Raises:
+        CheckpointError: the model has adapters, or transformers does not know it.
+    """
+    names = list(whole.names())
+    if any(each.startswith(_ADAPTERS) for each in names):
+        raise CheckpointError(
+            f"{whole.place} has the adapters of a PEFT model: save them with save_pretrained, or merge them first"
+        )
+    model = _empty_model(whole.place / CONFIG)
+    left_out = {*(getattr(model, "all_tied_weights_keys", None) or {}), *(model._keys_to_ignore_on_save or ())}
+    sources: dict[str, Source] = {}
+    for _, group in groupby((each for each in _in_order(names) if each not in left_out), _layer_of):
+        sources |= _converted(model, list(group), read)
+    yield from write_tensors(sources, folder, limit_bytes)
+    model.config.save_pretrained(folder)
+    yield CONFIG, (folder / CONFIG).stat().st_size
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _in_order(names: list[str]) -> list[str]:
+    """Return names with those of a layer one after the other."""
+    by_layer: dict[str, list[str]] = {}
+    for each in names:
+        by_layer.setdefault(_layer_of(each), []).append(each)
+    return [each for group in by_layer.values() for each in group]
+
+
+def _layer_of(name: str) -> str:
+    found = _LAYER.match(name)
+    return name if found is None else found["layer"]
+
+
+def _converted(model: Any, names: list[str], read: Convert) -> dict[str, Source]:
+    """Return what the tensors of one layer become under published names, not read yet."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kept: dict[str, torch.Tensor] = {}
+
+    def of_layer(name: str) -> torch.Tensor:
+        if not kept:
+            kept.update(revert_weight_conversion(model, {each: read(each) for each in names}))
+        return kept.pop(name)
+
+    shapes = revert_weight_conversion(model, {each: read(each).to("meta") for each in names})
+    return {
+        name: Source(each.shape, each.numel() * each.itemsize, lambda name=name: of_layer(name))
+        for name, each in shapes.items()
+    }
+
+
+def _empty_model(path: Path) -> Any:
+    """Return the model of a config, without memory for its weights."""
+    if (problem := problem_of(path, path.parent)) is not None:
+        raise CheckpointError(problem)
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(f"{path}: a Hugging Face model needs transformers: {error}") from error
+    try:
+        said = json.loads(path.read_text("utf-8"))
+        config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
+        kind = getattr(transformers, config.architectures[0])
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            raise TypeError(f"architectures = {config.architectures}: not the name of a model")
+        with torch.device("meta"):
+            return kind(config)
+    except Exception as error:  # a config of another version, or of code that is not transformers' own
+        raise CheckpointError(f"{path}: transformers {transformers.__version__} cannot build it: {error}") from error
