@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
 
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.cli import main
 from tests.hf_families import batch, model_of
@@ -29,6 +30,8 @@ class Layout(NamedTuple):
     stage: int
     dtype: str = "float32"
     family: str = "olmoe"
+    frozen: str = ""
+    """What is not trained: parameters with this in their names."""
 
     @property
     def name(self) -> str:
@@ -41,6 +44,8 @@ def make(layout: Layout, scale: float = 1.0) -> Any:
     with torch.no_grad():
         for each in model.parameters():
             each.mul_(scale)
+    for name, each in model.named_parameters():
+        each.requires_grad_(not layout.frozen or layout.frozen not in name)
     config = ds_config(layout.stage, ep_size=layout.ep)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
@@ -78,6 +83,53 @@ def save_each(rank: int, world_size: int, layouts: list[Layout], folder: str) ->
     return found
 
 
+def save_stock(rank: int, world_size: int, folder: str) -> None:
+    """Save with DeepSpeed alone, with nothing of ours, after two steps."""
+    import deepspeed
+
+    for stage in (0, 2, 3):
+        model = model_of("olmoe")
+        model.model.layers[0].mlp.experts.requires_grad_(False)
+        config = {key: each for key, each in ds_config(stage).items() if key != "fsmoe"}
+        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        train(engine, 0, 2)
+        engine.save_checkpoint(f"{folder}/stock{stage}", client_state={"seen": 17})
+        with deepspeed.zero.GatheredParameters(list(model.parameters()) if stage == 3 else []):
+            if rank == 0:
+                torch.save(model.state_dict(), f"{folder}/stock{stage}.pt")
+        engine.destroy()
+
+
+def load_stock(rank: int, world_size: int, folder: str) -> list[str]:
+    """What differs, in whole weights, after a warm start from what stock DeepSpeed has saved."""
+    import ds_fsmoe
+
+    said = []
+    for source, target in ((0, 0), (0, 3), (2, 2), (3, 3), (3, 1)):
+        layout = Layout(4, 2, target)
+        engine = make(layout, scale=1.5)
+        with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
+            engine.load_checkpoint(f"{folder}/stock{source}")
+        _, client_state = engine.load_checkpoint(f"{folder}/stock{source}", load_optimizer_states=False)
+        if (client_state["seen"], engine.global_steps) != (17, 2):
+            said.append(f"{source} to {target}: {client_state['seen']}, {engine.global_steps}")
+        weights = ds_fsmoe.whole_state_dict(engine)
+        if rank == 0:
+            wanted = torch.load(f"{folder}/stock{source}.pt", weights_only=True)
+            said += [f"{source} to {target}: {each}" for each in wanted if not torch.equal(wanted[each], weights[each])]
+        engine.destroy()
+    return said
+
+
+def test_weights_of_stock_deepspeed_are_a_warm_start_at_every_stage(tmp_path: Path) -> None:
+    folders = tmp_path / "first", tmp_path / "second"
+    for each in folders:
+        each.mkdir()
+    run_on_ranks(save_stock, 2, folders[0], str(tmp_path))
+    found = run_on_ranks(load_stock, 4, folders[1], str(tmp_path))
+    assert [each for of_rank in found for each in of_rank] == []
+
+
 def load_each(
     rank: int, world_size: int, pairs: list[tuple[Layout, Layout]], folder: str
 ) -> dict[tuple[str, str], list[float]]:
@@ -93,8 +145,15 @@ def load_each(
     return found
 
 
-TWO = [Layout(2, 2, 0), Layout(2, 2, 2), Layout(2, 2, 3), Layout(2, 1, 3), Layout(2, 2, 3, "bfloat16")]
-FOUR = [Layout(4, 2, 0), Layout(4, 4, 1), Layout(4, 2, 3), Layout(4, 4, 2, "bfloat16")]
+PARTLY = {"family": "gpt_oss", "frozen": "layers.0."}
+TWO = [
+    *(Layout(2, 2, 0), Layout(2, 2, 2), Layout(2, 2, 3), Layout(2, 1, 3), Layout(2, 2, 3, "bfloat16")),
+    *(Layout(2, 2, 2, **PARTLY), Layout(2, 2, 3, **PARTLY)),
+]
+FOUR = [
+    *(Layout(4, 2, 0), Layout(4, 4, 1), Layout(4, 2, 3), Layout(4, 4, 2, "bfloat16")),
+    *(Layout(4, 2, 2, **PARTLY), Layout(4, 2, 3, **PARTLY)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +205,7 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(saved: tuple[Path, dict], tmp_
 def test_a_run_goes_on_in_another_layout(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, losses = saved
     pairs = [(TWO[0], FOUR[1]), (TWO[1], FOUR[2]), (TWO[2], FOUR[0]), (TWO[3], FOUR[2]), (TWO[4], FOUR[3])]
+    pairs += [(TWO[5], FOUR[5]), (TWO[6], FOUR[4]), (TWO[5], FOUR[4]), (TWO[6], FOUR[5])]
     found = run_on_ranks(load_each, 4, tmp_path, pairs, str(folder))[0]
     for (source, target), then in found.items():
         rtol = 1e-2 if "bfloat16" in target else 1e-5

@@ -109,6 +109,11 @@ class Checkpoints:
         place = folder / tag
         reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest))
         index = ranks.together(f"reading {place}", lambda: read_index(place))
+        if manifest is None and with_optimizer and parts_of(self._engine):
+            raise CheckpointError(
+                f"{place} was saved by stock DeepSpeed, whose states of the optimizer are not spread as these experts "
+                "are: load it with load_optimizer_states=False, which takes the weights"
+            )
         sizes = sizes_of(self._engine)
         # Stock's, and whatever else has no manifest, has whole experts.
         differences = [f"esp_size 1 -> {sizes.esp}"] if manifest is None and sizes.esp > 1 else []

@@ -17,6 +17,7 @@ from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, expert_fi
 from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Piece, read_index
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
+from ds_fsmoe.checkpoint_files.stock_pieces import stock_index
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
 DENSE_FILE = "mp_rank_00_model_states.pt"
@@ -73,6 +74,11 @@ class Whole:
             next(iter(self._names_in(layer_file(*each)))).layer: each[0] for each in dict(self._experts).items()
         }
         self.index: Index | None = read_index(place)
+        if self.index is None and self.is_shared_out:
+            try:
+                self.index = stock_index(there, self.dense, self._file)
+            except CheckpointError as error:
+                raise CheckpointError(f"{place} cannot be put together: {error}") from error
         self.numbering = self._numberings()
         self.parts: Mapping[str, PartSizes] = {} if self.manifest is None else self.manifest.parts
         self._pieces: dict[str, list[tuple[Group, Piece]]] = {}
