@@ -38,6 +38,7 @@ from ds_fsmoe.engine.convert_layers import (
     make_groups_on_every_stage,
 )
 from ds_fsmoe.engine.experts_checks import find_experts
+from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names
 from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
@@ -302,6 +303,11 @@ class FSMoEEngine(SavingEngine):
             # DeepSpeed counts its own two classes of layers.
             self.has_moe_layers = True
             self.num_experts.extend(each.num_experts for each in self._hf_layers)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if self._hf_layers:
+            client_optimizer, model_parameters = with_expert_groups(client_optimizer), with_names(model_parameters)
+        super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _validate_zero3_moe_compatibility(self) -> None:
         """Check what DeepSpeed asks of experts at stage 3; it knows those of AutoEP only."""

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits the groups of a script's own optimizer into those of experts and of all else, which DeepSpeed reduces apart.
+
+Scripts for Hugging Face models know nothing of experts: Trainer makes two groups, with and without weight decay. The
+group of experts that comes off one has its options, and follows it: schedulers, and scripts, go on to change the
+options of the groups that they know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_fsmoe.checkpoint_files.expert_parts import part_of
+
+_OWN = ("params", "name", "moe")
+"""What a group of experts does not take over from the one that it came off."""
+
+
+def with_expert_groups(client: Any) -> Any:
+    """Return a script's optimizer, or what makes it, with groups of experts; in place.
+
+    Args:
+        client: an optimizer, a function that makes one of parameters, or ``None``.
+    """
+    if isinstance(client, torch.optim.Optimizer):
+        _split(client)
+        return client
+    if client is None:
+        return None
+
+    def make(parameters: Any) -> Any:
+        made = client(parameters)
+        if isinstance(made, torch.optim.Optimizer):
+            _split(made)
+        return made
+
+    return make
+
+
+def with_names(parameters: Any) -> Any:
+    """Return groups of parameters for DeepSpeed's own optimizer, which tells them by names, each with one."""
+    groups = list(parameters or ())
+    if not groups or not isinstance(groups[0], dict) or any("moe" in each for each in groups):
+        return parameters
+    return [{"name": f"group {number}"} | each for number, each in enumerate(groups)]
+
+
+def _split(optimizer: torch.optim.Optimizer) -> None:
+    """Take the experts out of groups that have others too; a group of experts alone is marked."""
+    came_off: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for group in list(optimizer.param_groups):
+        if group.get("moe"):
+            continue
+        experts = [each for each in group["params"] if part_of(each) is not None]
+        if not experts:
+            continue
+        marks = {"moe": True, "name": experts[0].group_name}
+        if len(experts) == len(group["params"]):
+            group.update(marks)
+            continue
+        chosen = set(map(id, experts))
+        group["params"] = [each for each in group["params"] if id(each) not in chosen]
+        own = group | marks | {"params": experts}
+        optimizer.param_groups.append(own)
+        came_off.append((group, own))
+    if came_off:
+        optimizer.register_step_pre_hook(_following(came_off))
+
+
+def _following(came_off: list[tuple[dict[str, Any], dict[str, Any]]]) -> Callable[..., None]:
+    def follow(*_: Any) -> None:
+        for group, own in came_off:
+            own.update({name: value for name, value in group.items() if name not in _OWN})
+
+    return follow
