@@ -38,6 +38,7 @@ from ds_fsmoe.engine.convert_layers import (
     make_groups_on_every_stage,
 )
 from ds_fsmoe.engine.experts_checks import find_experts
+from ds_fsmoe.engine.generation import generate_together
 from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names
 from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
@@ -292,6 +293,7 @@ class FSMoEEngine(SavingEngine):
         log_table(self._hf_layers, model, len(stock))
         if ep_size > 1:
             save_whole_models(model)
+            generate_together(model)
         if isinstance(model, PipelineModule):
             make_groups_on_every_stage(model, stock, running, self.zero_optimization_stage())
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets ``model.generate`` run on ranks that share experts: one that has written its sequences goes on until all have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+
+def generate_together(model: nn.Module) -> None:
+    """Let every rank take part in all forwards of a generation, as transformers does by itself at ZeRO 3 only.
+
+    Args:
+        model: a model whose experts are spread over ranks.
+    """
+    for module in model.modules():
+        if any(base.__name__ == "GenerationMixin" for base in type(module).__mro__):
+            module.generate = _together(module.generate)
+            return
+
+
+def _together(generate: Any) -> Any:
+    @functools.wraps(generate)
+    def together(*args: Any, **options: Any) -> Any:
+        # Also where a trainer says that it is not needed, as it knows of no other reason than ZeRO 3.
+        return generate(*args, **options | {"synced_gpus": True})
+
+    return together
