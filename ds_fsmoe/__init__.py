@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.config.reading import ConfigError
     from ds_fsmoe.engine.convert_layers import MoE
     from ds_fsmoe.engine.entry_points import initialize, install, uninstall
+    from ds_fsmoe.engine.transformers_seams import own_experts
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
     from ds_fsmoe.layer.parts import LayerError
     from ds_fsmoe.layer.stock_layer import FSMoELayer
@@ -97,6 +98,7 @@ _MODULE_OF_NAME = {
     "initialize": "engine.entry_points",
     "install": "engine.entry_points",
     "load_ops": "ops",
+    "own_experts": "engine.transformers_seams",
     "register_alltoall": "registry",
     "register_expert": "registry",
     "register_gate": "registry",
@@ -149,6 +151,7 @@ __all__ = [
     "initialize",
     "install",
     "load_ops",
+    "own_experts",
     "register_alltoall",
     "register_expert",
     "register_gate",

@@ -10,14 +10,11 @@ that has to leave our block out.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.config.reading import BLOCK
 
 _MODULE, _CLASS, _METHOD = "accelerate.utils.dataclasses", "DeepSpeedPlugin", "fill_match"
@@ -26,16 +23,12 @@ _MODULE, _CLASS, _METHOD = "accelerate.utils.dataclasses", "DeepSpeedPlugin", "f
 
 def leave_block_alone() -> None:
     """Keep Accelerate from looking into our block from now on, whether it is imported already or later."""
-    if _MODULE in sys.modules:
-        _wrap(sys.modules[_MODULE])
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
+    _finder.begin()
 
 
 def look_at_block_again() -> None:
     """Undo :func:`leave_block_alone`."""
-    if _finder in sys.meta_path:
-        sys.meta_path.remove(_finder)
+    _finder.end()
     plugin = getattr(sys.modules.get(_MODULE), _CLASS, None)
     theirs = getattr(getattr(plugin, _METHOD, None), "__wrapped__", None)
     if theirs is not None:
@@ -58,32 +51,4 @@ def _wrap(module: ModuleType) -> None:
     setattr(plugin, _METHOD, fill_match)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and has the one module wrapped as soon as it has run."""
-
-    def __init__(self) -> None:
-        self._is_asking = False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _MODULE or self._is_asking:
-            return None
-        self._is_asking = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._is_asking = False
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def run_and_wrap(module: ModuleType) -> None:
-            run(module)
-            _wrap(module)
-
-        spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign]
-        return spec
-
-
-_finder = _Finder()
+_finder = Finder(_MODULE, _wrap)

@@ -30,7 +30,8 @@ from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import find_topology, world_size_now
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
-from ds_fsmoe.layer.parts import Parts
+from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
+from ds_fsmoe.layer.parts import LayerError, Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
 
@@ -82,8 +83,9 @@ def ep_size_of(block: FSMoEBlock, experts: Mapping[str, nn.Module]) -> int:
 
 
 def num_experts_of(module: nn.Module) -> int:
-    """Return the number of experts of a module that has all of them."""
-    return (shape_of(module.down_proj) or (0,))[0]
+    """Return the number of experts of all ranks, of a module that has all of them or was loaded with a part."""
+    part = loaded_part(module)
+    return (shape_of(module.down_proj) or (0,))[0] if part is None else part.num_experts
 
 
 def convert_experts(
@@ -118,8 +120,13 @@ def convert_experts(
         gate=gate,
     )
     part = ExpertPart("stacked", num_experts, ep_size, running.ep_rank(ep_size))
-    replaced = _cut(module, contract, part, state.group_name)
-    state.own_forward = _own_forward_if_other(module, contract)
+    if loaded_part(module) is None:
+        replaced = _cut(module, contract, part, state.group_name)
+    else:
+        replaced = {}
+        _take_loaded(module, contract, part, state.group_name, path)
+    with gathered(module.parameters()):
+        state.own_forward = _own_forward_if_other(module, contract)
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)
@@ -163,10 +170,32 @@ def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.
         mine = nn.Parameter(part.cut(whole.data).clone(), requires_grad=whole.requires_grad)
     if not is_shared_out(whole):
         vars(mine).update(vars(whole))
+    tag_as_experts(mine, part, group_name)
+    return mine
+
+
+def tag_as_experts(mine: nn.Parameter, part: ExpertPart, group_name: str) -> None:
+    """Tag a parameter for DeepSpeed as one of experts, and for us as a part."""
     mine.allreduce, mine.group_name = False, group_name
     mine.ds_zero_placement_family, mine.ds_zero_partition_group_name = PLACEMENT, group_name
     describe_as(mine, part)
-    return mine
+
+
+def _take_loaded(module: nn.Module, contract: Contract, part: ExpertPart, group_name: str, path: str) -> None:
+    """Take a module that was loaded with this rank's experts only.
+
+    Raises:
+        LayerError: it was loaded with others, or has no weights.
+    """
+    loaded = loaded_part(module)
+    if loaded != part:
+        raise LayerError(
+            f"{path} was loaded with {loaded}, and here has to be {part}: give own_experts() and initialize() the same "
+            "config"
+        )
+    for name in contract.weights:
+        tag_as_experts(getattr(module, name), part, group_name)
+    unmark(module)
 
 
 def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -176,10 +205,20 @@ def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
         replaced: new parameter -> the one it replaces, of one module.
     """
     of_zero = {new: old for new, old in replaced.items() if is_shared_out(old)}
-    for new in of_zero:
-        new.ds_zero_partition_process_group = stock_groups._get_expert_data_parallel_group(new.group_name)
     if of_zero:
-        next(iter(of_zero.values())).convert_to_zero_parameters(param_list=list(of_zero))
+        share_out_over_replicas(list(of_zero), next(iter(of_zero.values())))
+
+
+def share_out_over_replicas(parameters: Sequence[nn.Parameter], of_zero: nn.Parameter) -> None:
+    """Share parameters of experts out over the ranks that hold the same experts. Collective over these.
+
+    Args:
+        parameters: tagged as those of experts.
+        of_zero: any parameter that zero.Init has shared out.
+    """
+    for each in parameters:
+        each.ds_zero_partition_process_group = stock_groups._get_expert_data_parallel_group(each.group_name)
+    of_zero.convert_to_zero_parameters(param_list=list(parameters))
 
 
 def _own_forward_if_other(module: nn.Module, contract: Contract) -> OwnForward | None:

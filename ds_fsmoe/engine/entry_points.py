@@ -40,7 +40,7 @@ from ds_fsmoe.config.reading import BLOCK, ConfigError, read_block
 from ds_fsmoe.config.words import words_of
 from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
-from ds_fsmoe.engine import compat
+from ds_fsmoe.engine import compat, transformers_seams
 from ds_fsmoe.engine.convert_experts import chosen_ep_size, num_experts_of
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, check_unused, find_layers, restore
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
@@ -324,6 +324,7 @@ def install(block: Mapping[str, Any] | None = None) -> None:
         _refuse_to_be_gone_past(_beneath)
     launch_order.ask()
     accelerate.leave_block_alone()
+    transformers_seams.follow(lambda: None if _given is None else _given.block)
     if block is not None:
         _given = Given(dict(block))
 
@@ -351,6 +352,7 @@ def uninstall() -> None:
     """Undo :func:`install`, with the block given to it; what others have put over ours since then goes as well."""
     global _given, _replaced
     accelerate.look_at_block_again()
+    transformers_seams.unfollow()
     if _replaced is not None:
         deepspeed.initialize = _replaced
     del _beneath[1:]

@@ -124,6 +124,12 @@ def check_hugging_face(
             )
         return
     first = next(iter(experts))
+    for name, module in experts.items():
+        if any(each.is_meta for each in module.parameters(recurse=False)):
+            raise LayerError(
+                f"{name} is on the meta device and has no weights: make the model with from_pretrained or from_config "
+                "within ds_fsmoe.own_experts(config), where no rank holds all experts"
+            )
     if has_stages:
         raise LayerError(f"{first}: experts of Hugging Face models are not supported in a PipelineModule")
     if sizes_of_mpu(mpu)[0] > 1:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_OWN_NAMES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+OWN_NAMES = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+"""All names that the contract has for weights."""
 
 
 class ContractError(ValueError):
@@ -74,7 +75,7 @@ def contract_of(module: nn.Module) -> Contract:
         raise ContractError(f"has no {' and no '.join(missing)}")
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if unknown := sorted(own - set(found.weights)):
-        kind = "more weights than known" if set(unknown) <= set(_OWN_NAMES) else "weights that are not known"
+        kind = "more weights than known" if set(unknown) <= set(OWN_NAMES) else "weights that are not known"
         raise ContractError(f"has {kind}: {', '.join(unknown)}")
     sizes = _sizes(found, shapes[found.up])
     if sizes is None or shapes != _expected(found, *sizes):

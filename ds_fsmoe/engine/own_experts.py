@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds Hugging Face models with this rank's experts only, from when they are made: no rank holds all experts.
+
+What is done to ``transformers`` for it is in ``transformers_seams.py``; here is when and how experts are cut.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partition_parameters
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ds_fsmoe.components.expert_compute.contract import OWN_NAMES, contract_of, shape_of
+from ds_fsmoe.components.expert_compute.expert_parts import ExpertPart, describe_as
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import BLOCK, read_block
+from ds_fsmoe.distributed.groups import make_groups, stock_names
+from ds_fsmoe.distributed.partitioned import is_shared_out
+from ds_fsmoe.distributed.topology import layout, world_size_now
+from ds_fsmoe.engine.convert_experts import ep_size_of, num_experts_of, share_out_over_replicas, tag_as_experts
+from ds_fsmoe.engine.experts_checks import check_experts_modules, find_experts
+from ds_fsmoe.layer.own_experts_marks import mark_loaded
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.log import log_on_rank_0
+
+_DEVICE = "fsmoe_device"
+"""The attribute of a parameter on the meta device with the device that it is to have."""
+_SEEDS_APART = 1_000_003
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Holds what a config says about experts before there is an engine."""
+
+    block: FSMoEBlock
+    expert_before_data: bool
+
+    @staticmethod
+    def by(ds_config: Mapping[str, Any]) -> Wanted | None:
+        """Return what a DeepSpeed config wants, ``None`` where its block is not there or not enabled.
+
+        Raises:
+            ConfigError: the block is wrong.
+        """
+        block = read_block(ds_config)
+        if block is None or not block.enabled:
+            return None
+        return Wanted(block, not ds_config.get("use_data_before_expert_parallelism", False))
+
+
+class Build:
+    """Makes one model with this rank's experts only: :meth:`building` around its construction, then :meth:`cut`,
+    the weights, and :meth:`finish`. Collective over all ranks of the job.
+
+    Args:
+        wanted: what the config says.
+        is_zero3: whether ``zero.Init`` shares out what is constructed.
+    """
+
+    def __init__(self, wanted: Wanted, is_zero3: bool) -> None:
+        self.wanted, self.is_zero3 = wanted, is_zero3
+        self.parts: dict[str, ExpertPart] = {}
+        """Name of a module of experts -> this rank's part."""
+        self.is_cut = False
+        self.undrawn: set[str] = set()
+        """Names of parameters of experts that no file has."""
+        self._building = ExitStack()
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Keep weights of experts off memory while modules are constructed, until :meth:`cut`."""
+        handle = register_module_parameter_registration_hook(_keep_off_memory)
+        self._building.callback(handle.remove)
+        if self.is_zero3:
+            self._building.enter_context(_zero_init_leaves_experts())
+        try:
+            yield
+        finally:
+            self._building.close()
+
+    def cut(self, model: nn.Module) -> None:
+        """Give each module of experts its part of them, without weights. Collective.
+
+        Raises:
+            ConfigError: ``ep_size`` does not fit; see :func:`chosen_ep_size`.
+            LayerError: experts cannot be cut; see :func:`check_experts_modules`.
+        """
+        self._building.close()
+        self.is_cut = True
+        experts = find_experts(model)
+        if not experts:
+            return
+        check_experts_modules(model, experts, {})
+        ep_size = ep_size_of(self.wanted.block, experts)
+        ranks = layout(world_size_now(), ep_size, 1, self.wanted.expert_before_data).group_of("ep", dist.get_rank())
+        for name, module in experts.items():
+            self.parts[name] = part = ExpertPart(
+                "stacked", num_experts_of(module), ep_size, ranks.index(dist.get_rank())
+            )
+            for each in contract_of(module).weights:
+                whole = getattr(module, each)
+                shape = part.part_shape(shape_of(whole) or ())
+                weight = torch.empty(shape, dtype=whole.dtype, device="meta")
+                mine = nn.Parameter(weight, requires_grad=whole.requires_grad)
+                vars(mine).update(vars(whole))
+                setattr(module, each, mine)
+            if hasattr(module, "num_experts"):
+                module.num_experts = part.num_local
+
+    def names(self, model: nn.Module) -> dict[str, ExpertPart]:
+        """Return name -> part of every parameter of experts."""
+        return {
+            f"{name}.{each}": part
+            for name, part in self.parts.items()
+            for each in contract_of(model.get_submodule(name)).weights
+        }
+
+    def draw(self, model: nn.Module, undrawn: set[str]) -> None:
+        """Initialise parameters as the model's own class does it, ranks with different experts differently.
+
+        Args:
+            model: a ``PreTrainedModel``.
+            undrawn: names of parameters of experts.
+        """
+        owners = [(name, each) for name, each in model.named_modules() if hasattr(each, "_init_weights")]
+        start = int(torch.randint(0, 2**40, ()))
+        for index, (name, part) in enumerate(self.parts.items()):
+            module = model.get_submodule(name)
+            mine = [each for each in contract_of(module).weights if f"{name}.{each}" in undrawn]
+            if not mine:
+                continue
+            for each in mine:
+                parameter = getattr(module, each)
+                if parameter.is_meta:
+                    device = getattr(parameter, _DEVICE, torch.device("cpu"))
+                    weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    parameter = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                    setattr(module, each, parameter)
+                parameter._is_hf_initialized = False
+            device = getattr(module, mine[0]).device
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                torch.manual_seed(start + _SEEDS_APART * (index * part.ep_size + part.ep_rank))
+                _owner_of(name, owners)._init_weights(module)
+            for each in mine:
+                getattr(module, each)._is_hf_initialized = True
+
+    def share_out(self, model: nn.Module) -> None:
+        """Share this rank's experts out over the ranks that have the same, as ZeRO 3 does. Collective."""
+        if not self.parts:
+            return
+        block, ep_size = self.wanted.block, next(iter(self.parts.values())).ep_size
+        asked = block.topology.ranks_per_node
+        make_groups(
+            ep_size,
+            expert_before_data=self.wanted.expert_before_data,
+            ranks_per_node=None if asked == "auto" else asked,
+            mp_size=1,
+            pp_size=1,
+            max_ctas=None if block.max_ctas == "auto" else block.max_ctas,
+        )
+        of_zero = next((each for each in model.parameters() if is_shared_out(each)), None)
+        if of_zero is None:
+            raise LayerError(f"{type(model).__name__}: zero.Init has shared out no parameter")
+        for name, part in self.parts.items():
+            module = model.get_submodule(name)
+            weights = [getattr(module, each) for each in contract_of(module).weights]
+            for each in weights:
+                tag_as_experts(each, part, stock_names(ep_size, 1).expert_group_name)
+            share_out_over_replicas(weights, of_zero)
+
+    def finish(self, model: nn.Module) -> None:
+        """Mark what was cut: it runs under an engine only."""
+        ranks_of_experts = {part.ep_size for part in self.parts.values()}
+        for name, part in self.parts.items():
+            module = model.get_submodule(name)
+            for each in contract_of(module).weights:
+                describe_as(getattr(module, each), part)
+            if part.ep_size > 1:
+                mark_loaded(module, part)
+        if ranks_of_experts and max(ranks_of_experts) > 1:
+            log_on_rank_0(
+                f"{type(model).__name__} has this rank's experts only, of ep_size = {max(ranks_of_experts)} rank(s)"
+            )
+
+
+def _owner_of(name: str, owners: list[tuple[str, nn.Module]]) -> Any:
+    """Return the innermost of the modules that a module is in; ``owners`` come in module order."""
+    return [each for prefix, each in owners if not prefix or name == prefix or name.startswith(f"{prefix}.")][-1]
+
+
+def _keep_off_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """Put a new parameter of experts on the meta device. The flags of the contract come after the parameters."""
+    if parameter is None or parameter.is_meta or name not in OWN_NAMES or not hasattr(type(module), "_apply_gate"):
+        return None
+    away = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    setattr(away, _DEVICE, parameter.device)
+    return away
+
+
+@contextmanager
+def _zero_init_leaves_experts() -> Iterator[None]:
+    """Let ``zero.Init`` leave parameters without memory as they are; it would share them out over all ranks."""
+    theirs = partition_parameters.Init._post_init_method
+
+    def around(self: Any, module: nn.Module) -> None:
+        away = {name: each for name, each in module._parameters.items() if hasattr(each, _DEVICE)}
+        module._parameters.update(dict.fromkeys(away))
+        try:
+            theirs(self, module)
+        finally:
+            module._parameters.update(away)
+
+    partition_parameters.Init._post_init_method = around
+    try:
+        yield
+    finally:
+        partition_parameters.Init._post_init_method = theirs
+
+
+def find_ranks() -> int:
+    """Return the number of ranks of the job, which find each other if they have not yet. Collective."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        deepspeed.init_distributed()
+    return world_size_now()
+
+
+def block_of(ds_config: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a config with the block given from outside, if one was."""
+    return dict(ds_config) if given is None else dict(ds_config) | {BLOCK: given}
