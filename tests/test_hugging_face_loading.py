@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -84,6 +82,10 @@ def loaded(rank: int, world_size: int, folders: list[str], stage: int, ep_size: 
 
 @sampled(("stage", "by"), [(0, "context"), (1, "install"), (2, "install"), (3, "context"), (3, "install")], kept=[0, 4])
 def test_a_model_from_files_has_the_weights_of_the_whole_one(stage: int, by: str, tmp_path: Path) -> None:
-    folders = [saved(each, tmp_path / f"{each}{is_stacked}", is_stacked) for each in ("mixtral", "qwen3_moe", "gpt_oss") for is_stacked in (False, True)]
+    folders = [
+        saved(each, tmp_path / f"{each}{is_stacked}", is_stacked)
+        for each in ("mixtral", "qwen3_moe", "gpt_oss")
+        for is_stacked in (False, True)
+    ]
     found = run_on_ranks(loaded, 2, tmp_path / "ranks", folders, stage, 2, by)
     assert [each for of_rank in found for each in of_rank] == []

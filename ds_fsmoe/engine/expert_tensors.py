@@ -36,10 +36,7 @@ class OwnRange:
         self._source, self._part = source, part
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        mine = self._source[self._part.experts.start : self._part.experts.stop]
-        # A tensor's range would keep all of it alive.
-        mine = mine.clone() if isinstance(self._source, torch.Tensor) else mine
-        return mine[index]
+        return self._source[self._part.experts.start : self._part.experts.stop][index]
 
     def get_shape(self) -> list[int]:
         """Return the shape of the range."""

@@ -32,7 +32,7 @@ from ds_fsmoe.layer.own_experts_marks import mark_loaded
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
 
-_DEVICE = "fsmoe_device"
+DEVICE = "fsmoe_device"
 """The attribute of a parameter on the meta device with the device that it is to have."""
 _SEEDS_APART = 1_000_003
 
@@ -141,7 +141,7 @@ class Build:
             for each in mine:
                 parameter = getattr(module, each)
                 if parameter.is_meta:
-                    device = getattr(parameter, _DEVICE, torch.device("cpu"))
+                    device = getattr(parameter, DEVICE, torch.device("cpu"))
                     weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     parameter = nn.Parameter(weight, requires_grad=parameter.requires_grad)
                     setattr(module, each, parameter)
@@ -183,7 +183,11 @@ class Build:
         for name, part in self.parts.items():
             module = model.get_submodule(name)
             for each in contract_of(module).weights:
-                describe_as(getattr(module, each), part)
+                parameter = getattr(module, each)
+                describe_as(parameter, part)
+                # A range of a stacked tensor keeps all of it alive, or mapped from its file.
+                if part.ep_size > 1 and parameter.untyped_storage().nbytes() > parameter.nbytes > 0:
+                    parameter.data = parameter.data.clone()
             if part.ep_size > 1:
                 mark_loaded(module, part)
         if ranks_of_experts and max(ranks_of_experts) > 1:
@@ -202,7 +206,7 @@ def _keep_off_memory(module: nn.Module, name: str, parameter: nn.Parameter | Non
     if parameter is None or parameter.is_meta or name not in OWN_NAMES or not hasattr(type(module), "_apply_gate"):
         return None
     away = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    setattr(away, _DEVICE, parameter.device)
+    setattr(away, DEVICE, parameter.device)
     return away
 
 
@@ -212,7 +216,7 @@ def _zero_init_leaves_experts() -> Iterator[None]:
     theirs = partition_parameters.Init._post_init_method
 
     def around(self: Any, module: nn.Module) -> None:
-        away = {name: each for name, each in module._parameters.items() if hasattr(each, _DEVICE)}
+        away = {name: each for name, each in module._parameters.items() if hasattr(each, DEVICE)}
         module._parameters.update(dict.fromkeys(away))
         try:
             theirs(self, module)

@@ -2,8 +2,9 @@
 """Holds what is done to ``transformers`` so that models are built with this rank's experts only, and every name of it
 that is used.
 
-``from_pretrained`` and ``from_config`` run as they are. Between the construction of a model and the reading of its files
-experts are cut, and of tensors with experts only this rank's are handed on; renaming, merging and casting stay theirs.
+``from_pretrained`` and ``from_config`` run as they are. Between the construction of a model and the reading of its
+files experts are cut, and of tensors with experts only this rank's are handed on; renaming, merging and casting stay
+theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.engine import compat
 from ds_fsmoe.engine.expert_tensors import read_own
-from ds_fsmoe.engine.own_experts import Build, Wanted, block_of, find_ranks
+from ds_fsmoe.engine.own_experts import DEVICE, Build, Wanted, block_of, find_ranks
 from ds_fsmoe.layer.own_experts_marks import loaded_in
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
@@ -196,11 +197,10 @@ def _patch(modeling: ModuleType) -> None:
             return from_config(cls, *args, **kwargs)
         with _built(build):
             model = from_config(cls, *args, **kwargs)
-            is_on_meta = {
-                name for name, each in model.named_parameters() if each.is_meta and not hasattr(each, "fsmoe_device")
-            }
+            # Where the script itself is on the meta device, weights come later.
+            drawn = {name for name, each in model.named_parameters() if hasattr(each, DEVICE)}
             build.cut(model)
-        build.draw(model, set(build.names(model)) - is_on_meta)
+        build.draw(model, drawn & set(build.names(model)))
         if build.is_zero3:
             build.share_out(model)
         build.finish(model)
