@@ -40,12 +40,16 @@ class LiveMemory(TorchDispatchMode):
         """An observer of lanes that has their threads counted too."""
         return _Everywhere(self)
 
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """What a storage counts, in bytes."""
+        return storage.nbytes()
+
     def _note(self, leaves: Any, is_made: bool) -> None:
         for leaf in tree_leaves(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
             storage = leaf.untyped_storage()
-            key, size = storage._cdata, storage.nbytes() if is_made else 0
+            key, size = storage._cdata, self.size_of(storage) if is_made else 0
             with self._lock:
                 if key in self._sizes:
                     continue

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +13,88 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.hf_families import batch, loss_of, model_of
+from tests.hf_families import batch, config_of, loss_of, model_of
+from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_hugging_face import ds_config, engine_of, own_part
 
+FORMS = ("one by one", "stacked")
 
-def saved(family: str, folder: Path, is_stacked: bool = False) -> str:
-    """Write a tiny model in several shards, as transformers does it, or with stacked experts."""
-    model = model_of(family)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, max_shard_size="40KB", save_original_format=not is_stacked)
+
+def saved(family: str, folder: Path, form: str, model: nn.Module | None = None) -> str:
+    """Write a model in several shards: as transformers does it, or as it is in memory."""
+    model = model_of(family) if model is None else model
+    folder = folder / f"{family} {form}"
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder, max_shard_size="40KB", save_original_format=form == FORMS[0])
+    assert len(list(folder.glob("*.safetensors"))) > 1
     return str(folder)
 
 
-def whole_of(folder: str) -> nn.Module:
+def from_files(folder: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def wrong_weights(engine: Any, whole: nn.Module, ep_size: int, ep_rank: int) -> list[str]:
-    """Names of the parameters of an engine that are not those of the whole model."""
+def values_of(parameter: nn.Parameter) -> torch.Tensor:
     import deepspeed
 
-    wanted, said = dict(whole.named_parameters()), []
-    for name, parameter in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            value = parameter.detach().clone().float()
-        part = own_part(wanted[name].detach(), value.shape, ep_rank)
-        if value.shape != part.shape or not torch.equal(value, part):
-            said.append(f"{name}: {list(value.shape)}, wanted {list(part.shape)}")
-    return said
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def wrong_weights(model: nn.Module, whole: nn.Module, ep_rank: int) -> list[str]:
+    """Names of the parameters of a model that are not those of the whole one, of experts this rank's."""
+    wanted = {name: each.detach() for name, each in whole.named_parameters()}
+    found = {name: values_of(each) for name, each in model.named_parameters()}
+    parts = {name: own_part(wanted[name], each.shape, ep_rank) for name, each in found.items()}
+    if {name for name in wanted if parts[name].shape != wanted[name].shape} != {
+        name for name in wanted if ".experts." in name and name.endswith(("_proj", "_bias"))
+    }:
+        return ["not the experts are cut, or not them alone"]
+    return [name for name, each in found.items() if not torch.equal(each, parts[name])]
+
+
+class Loading:
+    """``with Loading(by, config):`` makes a block known in one of the ways that there are."""
+
+    def __init__(self, by: str, config: dict[str, Any]) -> None:
+        self.by, self.config = by, config
+
+    def __enter__(self) -> None:
+        from transformers.integrations import HfDeepSpeedConfig
+
+        import ds_fsmoe
+
+        self.is_known = ds_fsmoe.own_experts(self.config) if "context" in self.by else None
+        if self.is_known is None:
+            block = self.config["fsmoe"]
+            ds_fsmoe.install(block if "outside" in self.by else None)
+        else:
+            self.is_known.__enter__()
+        if "Trainer" in self.by:
+            others = {name: each for name, each in self.config.items() if name != "fsmoe" or "outside" not in self.by}
+            self.kept = HfDeepSpeedConfig(others)
+
+    def __exit__(self, *error: Any) -> None:
+        import ds_fsmoe
+
+        ds_fsmoe.uninstall() if self.is_known is None else self.is_known.__exit__(*error)
 
 
 def loaded(rank: int, world_size: int, folders: list[str], stage: int, ep_size: int, by: str) -> list[str]:
-    """What is wrong with models loaded by ``from_pretrained``, up to a step."""
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations import HfDeepSpeedConfig
-
-    import ds_fsmoe
-
+    """What is wrong with models from files: their weights, before and in an engine, and their loss."""
     said = []
+    config = ds_config(stage, ep_size=ep_size)
     for folder in folders:
-        whole = whole_of(folder)
-        config = ds_config(stage, ep_size=ep_size)
-        if by == "context":
-            with ds_fsmoe.own_experts(config):
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        else:
-            ds_fsmoe.install()
-            kept = HfDeepSpeedConfig(config)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        whole = from_files(folder)
+        with Loading(by, config):
+            model = from_files(folder)
+        said += [f"{folder}: {each}" for each in wrong_weights(model, whole, rank % ep_size)]
         engine = engine_of(model, config)
-        said += [f"{folder}: {each}" for each in wrong_weights(engine, whole, ep_size, rank % ep_size)]
+        said += [f"{folder}: in an engine {each}" for each in wrong_weights(engine.module, whole, rank % ep_size)]
         x = batch(3, world_size)[rank : rank + 1]
         whole.set_experts_implementation("eager")
         found, wanted = loss_of(engine, x), loss_of(whole, x)
@@ -74,18 +103,134 @@ def loaded(rank: int, world_size: int, folders: list[str], stage: int, ep_size: 
         engine.backward(found)
         engine.step()
         engine.destroy()
-        if by != "context":
-            del kept
-            ds_fsmoe.uninstall()
     return said
 
 
-@sampled(("stage", "by"), [(0, "context"), (1, "install"), (2, "install"), (3, "context"), (3, "install")], kept=[0, 4])
-def test_a_model_from_files_has_the_weights_of_the_whole_one(stage: int, by: str, tmp_path: Path) -> None:
-    folders = [
-        saved(each, tmp_path / f"{each}{is_stacked}", is_stacked)
-        for each in ("mixtral", "qwen3_moe", "gpt_oss")
-        for is_stacked in (False, True)
-    ]
-    found = run_on_ranks(loaded, 2, tmp_path / "ranks", folders, stage, 2, by)
+WAYS = [
+    (0, 2, "context"),
+    (0, 2, "install, Trainer"),
+    (1, 2, "install from outside"),
+    (2, 2, "install, Trainer"),
+    (3, 2, "context"),
+    (3, 2, "context, Trainer"),
+    (3, 2, "install from outside, Trainer"),
+    (3, 1, "install, Trainer"),
+]
+
+
+@sampled(("stage", "world_size", "by"), WAYS[:-1], kept=[0, 6])
+def test_a_model_from_files_has_the_weights_of_the_whole_one(
+    stage: int, world_size: int, by: str, tmp_path: Path
+) -> None:
+    folders = [saved("mixtral", tmp_path, FORMS[0]), saved("qwen3_moe", tmp_path, FORMS[1])]
+    folders += [saved("gpt_oss", tmp_path, FORMS[1])]  # its experts have biases
+    found = run_on_ranks(loaded, world_size, tmp_path / "ranks", folders, stage, 2, by)
     assert [each for of_rank in found for each in of_rank] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_replicas_of_two_parts_have_the_weights_of_the_whole_model(stage: int, tmp_path: Path) -> None:
+    folders = [saved("mixtral", tmp_path, each) for each in FORMS]
+    found = run_on_ranks(loaded, 4, tmp_path / "ranks", folders, stage, 2, "context, Trainer")
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_family_with_a_causal_model_has_the_weights_of_the_whole_one(stage: int, tmp_path: Path) -> None:
+    from tests.hf_families import families, why_not
+
+    names = [each for each in families() if not why_not(each) and type(model_of(each)).__name__.endswith("CausalLM")]
+    assert len(names) > 30
+    folders = [saved(each, tmp_path, form) for each in names for form in FORMS]
+    found = run_on_ranks(loaded, 2, tmp_path / "ranks", folders, stage, 2, "context, Trainer", limit_s=900)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+class InMemory(LiveMemory):
+    """Counts storages but those that are mapped from files: these the system may drop at any time."""
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        if not storage.nbytes():
+            return 0
+        with open("/proc/self/maps") as file:
+            mapped = [line.split()[0].split("-") for line in file if line.rstrip().endswith(".safetensors")]
+        at = storage.data_ptr()
+        return 0 if any(int(first, 16) <= at < int(end, 16) for first, end in mapped) else storage.nbytes()
+
+
+class CountedReads:
+    """Stands for ``safetensors.safe_open``: counts the bytes of what is read of experts."""
+
+    num_bytes = 0
+
+    def __init__(self, file: str, **options: Any) -> None:
+        from safetensors import safe_open
+
+        self._opened = safe_open(file, **options)
+
+    def __enter__(self) -> CountedReads:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return self._opened.keys()
+
+    def get_slice(self, name: str) -> Any:
+        return _Slice(self._opened.get_slice(name)) if ".experts." in name else self._opened.get_slice(name)
+
+
+class _Slice:
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.get_shape, self.get_dtype = source.get_shape, source.get_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found = self._source[index]
+        CountedReads.num_bytes += found.nbytes
+        return found
+
+
+def measured(rank: int, world_size: int, folders: list[str], stage: int, by: str) -> list[dict[str, int]]:
+    """Of models from files: the peak of tensors in memory and what is read of experts, in bytes."""
+    from transformers import modeling_utils
+
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # or other threads make tensors too
+    said = []
+    for folder in folders:
+        CountedReads.num_bytes = 0
+        theirs, modeling_utils.safe_open = modeling_utils.safe_open, CountedReads
+        with Loading(by, ds_config(stage, ep_size=world_size)), InMemory() as memory:
+            model = from_files(folder)
+        modeling_utils.safe_open = theirs
+        said.append({"peak": memory.peak, "live": memory.live, "read": CountedReads.num_bytes})
+        del model
+    return said
+
+
+@sampled(("stage", "by"), [(0, "context"), (1, "context"), (2, "context"), (3, "context, Trainer")], kept=[0, 3])
+def test_no_rank_holds_more_than_its_experts_the_dense_part_and_one_tensor(stage: int, by: str, tmp_path: Path) -> None:
+    model = big_model()
+    sizes = {name: each.nbytes for name, each in model.named_parameters()}
+    experts = {name: size for name, size in sizes.items() if ".experts." in name}
+    dense = sum(sizes.values()) - sum(experts.values())
+    assert sum(experts.values()) > 6 * max(sizes.values())
+    assert sum(experts.values()) > 4 * dense
+    folders = [saved("qwen3_moe", tmp_path, each, model) for each in FORMS]
+    for of_rank in run_on_ranks(measured, 2, tmp_path / "ranks", folders, stage, by):
+        for form, found in zip(FORMS, of_rank, strict=True):
+            print(stage, form, found, sum(experts.values()), dense, max(sizes.values()))
+            assert found["read"] == sum(experts.values()) // 2, form
+            assert found["peak"] <= sum(experts.values()) // 2 + dense + max(sizes.values()), form
+
+
+def big_model() -> nn.Module:
+    """A model most of which is experts, in six layers."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of("qwen3_moe")
+    config.num_hidden_layers, config.num_experts, config.moe_intermediate_size = 6, 8, 64
+    return AutoModelForCausalLM.from_config(config)

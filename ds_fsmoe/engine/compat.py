@@ -90,6 +90,7 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.fp16.loss_scaler:LossScaler": None,
     "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": None,
     "deepspeed.runtime.zero.config:ZeroStageEnum": None,
+    "deepspeed.runtime.zero.partition_parameters:Init._post_init_method": ("self", "module"),
     "deepspeed.utils.tensor_fragment:fragment_address": ("numel", "start"),
     "deepspeed.utils.groups:_get_expert_parallel_rank": ("group_name",),
     "deepspeed.utils.groups:_get_max_expert_size_name": (),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.expert_compute.expert_parts import ExpertPart
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.engine.own_experts import Build
 from ds_fsmoe.layer.parts import LayerError
 

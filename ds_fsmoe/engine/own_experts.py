@@ -19,8 +19,8 @@ from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as
 from ds_fsmoe.components.expert_compute.contract import OWN_NAMES, contract_of, shape_of
-from ds_fsmoe.components.expert_compute.expert_parts import ExpertPart, describe_as
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, read_block
 from ds_fsmoe.distributed.groups import make_groups, stock_names

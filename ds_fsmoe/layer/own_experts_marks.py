@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_fsmoe.components.expert_compute.expert_parts import ExpertPart
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.layer.parts import LayerError
 
 _PART, _HANDLE = "fsmoe_loaded_part", "fsmoe_loaded_handle"
