@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -234,6 +235,8 @@ def find_ranks() -> int:
     """Return the number of ranks of the job, which find each other if they have not yet. Collective."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         deepspeed.init_distributed()
+    if "LOCAL_RANK" in os.environ:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))  # where ranks exchange the names of their hosts
     return world_size_now()
 
 

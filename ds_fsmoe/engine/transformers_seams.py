@@ -79,11 +79,11 @@ def own_experts(config: Any = None) -> Iterator[None]:
     one is alive, as Trainer's arguments keep it.
 
     Args:
-        config: the DeepSpeed config, as a dict or the path of a JSON file; without a block that is enabled models are
-            built whole. ``None``: what ``install`` or ``HfDeepSpeedConfig`` have.
+        config: the DeepSpeed config, as a dict or the path of a JSON file. With ``"enabled": false`` in its block
+            models are built whole. ``None``: that of ``HfDeepSpeedConfig``. A block given to ``install`` replaces its.
 
     Raises:
-        ConfigError: the block is wrong, or there is none to be found.
+        ConfigError: the block is wrong, or there is none.
         IncompatibleError: the installed transformers cannot be used for it.
     """
     modeling = importlib.import_module(_MODULE)
@@ -94,14 +94,13 @@ def own_experts(config: Any = None) -> Iterator[None]:
             "model without it"
         )
     _patch(modeling)
-    if config is not None:
-        wanted = Wanted.by(block_of(compat.load_ds_config(config), _given() if _given is not None else None))
-    else:
-        wanted = _found(modeling)
-        if wanted is None:
-            raise ConfigError(
-                f"own_experts(): no enabled {BLOCK} block is known yet; give it the DeepSpeed config of initialize()"
-            )
+    ds_config = modeling.deepspeed_config() or {} if config is None else compat.load_ds_config(config)
+    is_off = BLOCK in ds_config and Wanted.by(ds_config) is None
+    wanted = None if is_off else Wanted.by(block_of(ds_config, _block_from_outside()))
+    if wanted is None and not is_off:
+        raise ConfigError(
+            f"own_experts(): no {BLOCK} block is known yet; give it the DeepSpeed config that initialize() gets"
+        )
     _asked.append(wanted)
     try:
         yield
@@ -138,17 +137,20 @@ def _patch_if_possible(modeling: ModuleType) -> None:
 _finder = Finder(_MODULE, _patch_if_possible)
 
 
-def _found(modeling: ModuleType) -> Wanted | None:
-    """Return what the block given from outside, or that of a living ``HfDeepSpeedConfig``, wants."""
-    block = None if _given is None else _given()
-    return Wanted.by(block_of(modeling.deepspeed_config() or {}, block))
+def _block_from_outside() -> Mapping[str, Any] | None:
+    return None if _given is None else _given()
 
 
 def _begin(modeling: ModuleType) -> Build | None:
     """Return what builds the next model, ``None`` where it is built whole."""
     if _build is not None:
         return None  # a model within a model
-    wanted = _asked[-1] if _asked else None if _given is None else _found(modeling)
+    if _asked:
+        wanted = _asked[-1]
+    elif _given is not None:
+        wanted = Wanted.by(block_of(modeling.deepspeed_config() or {}, _block_from_outside()))
+    else:
+        wanted = None
     if wanted is None or find_ranks() == 1:
         return None
     return Build(wanted, modeling.is_deepspeed_zero3_enabled())
