@@ -132,8 +132,10 @@ class Build:
             model: a ``PreTrainedModel``.
             undrawn: names of parameters of experts.
         """
+        if not undrawn:
+            return
         owners = [(name, each) for name, each in model.named_modules() if hasattr(each, "_init_weights")]
-        start = int(torch.randint(0, 2**40, ()))
+        start = int(torch.randint(0, 2**40, (), device="cpu"))
         for index, (name, part) in enumerate(self.parts.items()):
             module = model.get_submodule(name)
             mine = [each for each in contract_of(module).weights if f"{name}.{each}" in undrawn]
