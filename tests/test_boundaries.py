@@ -113,7 +113,7 @@ DEEPSPEED: dict[str, str] = {
     "distributed/groups.py": "makes process groups where DeepSpeed looks for them",
     "distributed/partitioned.py": "gathers parameters that ZeRO 3 has shared out",
     "engine/own_experts.py": "keeps zero.Init from sharing out experts that have no weights yet",
-    "engine/convert_experts.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
+    "engine/cut_parameters.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
 }
 # (file, imported module) -> why the rule of its room does not hold there.
 EXCEPTIONS: dict[tuple[str, str], str] = {

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 
 def is_shared_out(parameter: torch.Tensor) -> bool:
@@ -22,3 +23,16 @@ def gathered(parameters: Iterable[torch.Tensor]) -> AbstractContextManager:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     return GatheredParameters(shared)
+
+
+def gather_with(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Let ZeRO 3 gather parameters for the calls of a module that is not theirs, forward and backward.
+
+    Args:
+        module: the module.
+        parameters: those of modules that nobody calls.
+    """
+    from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+
+    for each in parameters:
+        register_external_parameter(module, each)

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.utils import groups as stock_groups
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.components.expert_compute.contract import (
     Contract,
     contract_of,
@@ -28,6 +27,8 @@ from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import find_topology, world_size_now
+from ds_fsmoe.engine.convert_adapters import adapters_of, convert_wrappers
+from ds_fsmoe.engine.cut_parameters import cut_parameter, share_out, tag_as_experts
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
@@ -35,8 +36,6 @@ from ds_fsmoe.layer.parts import LayerError, Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
 
-PLACEMENT = "autoep_expert"
-"""The family of parameters that DeepSpeed's ZeRO 3 shards over the ranks that hold the same experts."""
 _FEW_ROWS = 3
 _TOLERANCE = 1e-3
 
@@ -89,7 +88,13 @@ def num_experts_of(module: nn.Module) -> int:
 
 
 def convert_experts(
-    module: nn.Module, parts: Parts, running: LayerRuntime, label: str, path: str, ep_size: int
+    module: nn.Module,
+    parts: Parts,
+    running: LayerRuntime,
+    label: str,
+    path: str,
+    ep_size: int,
+    wrappers: Mapping[str, nn.Module] | None = None,
 ) -> tuple[HuggingFaceLayer, dict[nn.Parameter, nn.Parameter]]:
     """Make a module of experts ours, in place, with this rank's experts only.
 
@@ -100,6 +105,7 @@ def convert_experts(
         label: the label of the layer, in traces.
         path: the path of the layer in its model.
         ep_size: the ranks over which experts are spread.
+        wrappers: path -> PEFT's wrappers of its parameters, the outermost first; checked as well.
 
     Returns:
         The layer, and new parameter -> the one it replaces.
@@ -127,11 +133,12 @@ def convert_experts(
         _take_loaded(module, contract, part, state.group_name, path)
     with gathered(module.parameters()):
         state.own_forward = _own_forward_if_other(module, contract)
+    module.__class__ = _ours(own_class)
+    module.fsmoe = state
+    replaced |= convert_wrappers(wrappers or {}, module, part.ep_rank)
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)
-    module.__class__ = _ours(own_class)
-    module.fsmoe = state
     return HuggingFaceLayer(module), replaced
 
 
@@ -158,29 +165,6 @@ def _cut(module: nn.Module, contract: Contract, part: ExpertPart, group_name: st
     return replaced
 
 
-def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.Parameter:
-    """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts.
-
-    Args:
-        whole: the parameter, which zero.Init may have shared out over all ranks.
-        part: which part this rank has.
-        group_name: DeepSpeed's name of the ranks that share the experts.
-    """
-    with gathered([whole]):
-        mine = nn.Parameter(part.cut(whole.data).clone(), requires_grad=whole.requires_grad)
-    if not is_shared_out(whole):
-        vars(mine).update(vars(whole))
-    tag_as_experts(mine, part, group_name)
-    return mine
-
-
-def tag_as_experts(mine: nn.Parameter, part: ExpertPart, group_name: str) -> None:
-    """Tag a parameter for DeepSpeed as one of experts, and for us as a part."""
-    mine.allreduce, mine.group_name = False, group_name
-    mine.ds_zero_placement_family, mine.ds_zero_partition_group_name = PLACEMENT, group_name
-    describe_as(mine, part)
-
-
 def _take_loaded(module: nn.Module, contract: Contract, part: ExpertPart, group_name: str, path: str) -> None:
     """Take a module that was loaded with this rank's experts only.
 
@@ -196,29 +180,6 @@ def _take_loaded(module: nn.Module, contract: Contract, part: ExpertPart, group_
     for name in contract.weights:
         tag_as_experts(getattr(module, name), part, group_name)
     unmark(module)
-
-
-def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Share out the parts of what zero.Init had shared out over all ranks, over those that hold the same experts.
-
-    Args:
-        replaced: new parameter -> the one it replaces, of one module.
-    """
-    of_zero = {new: old for new, old in replaced.items() if is_shared_out(old)}
-    if of_zero:
-        share_out_over_replicas(list(of_zero), next(iter(of_zero.values())))
-
-
-def share_out_over_replicas(parameters: Sequence[nn.Parameter], of_zero: nn.Parameter) -> None:
-    """Share parameters of experts out over the ranks that hold the same experts. Collective over these.
-
-    Args:
-        parameters: tagged as those of experts.
-        of_zero: any parameter that zero.Init has shared out.
-    """
-    for each in parameters:
-        each.ds_zero_partition_process_group = stock_groups._get_expert_data_parallel_group(each.group_name)
-    of_zero.convert_to_zero_parameters(param_list=list(parameters))
 
 
 def _own_forward_if_other(module: nn.Module, contract: Contract) -> OwnForward | None:
@@ -283,14 +244,16 @@ def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -
     for layer in layers:
         inner = layer.deepspeed_moe
         own = own_class_of(inner).__name__
-        num_local = sum(numel_of(each) for each in inner.parameters())
-        size_bytes = sum(numel_of(each) * each.element_size() for each in inner.parameters())
+        parameters = [*inner.parameters(), *adapters_of(inner)]
+        num_local = sum(map(numel_of, parameters))
+        num_trained = sum(numel_of(each) for each in parameters if each.requires_grad)
+        size_bytes = sum(numel_of(each) * each.element_size() for each in parameters)
         way = "written out" if inner.fsmoe.own_forward is None else "by autograd"
-        kinds[own, layer.num_experts, layer.num_local_experts, num_local, size_bytes, way] += 1
-    rows = [("experts", "layers", "experts each", "of them here", "parameters here", "MiB here", "backward")]
+        kinds[own, layer.num_experts, layer.num_local_experts, num_local, num_trained, size_bytes, way] += 1
+    rows = [("experts", "layers", "experts each", "of them here", "parameters here", "trained", "MiB here", "backward")]
     rows += [
-        (own, str(count), str(total), str(local), f"{count * numel:,}", f"{count * size / 2**20:,.1f}", way)
-        for (own, total, local, numel, size, way), count in kinds.items()
+        (own, str(n), str(total), str(local), f"{n * numel:,}", f"{n * trained:,}", f"{n * size / 2**20:,.1f}", way)
+        for (own, total, local, numel, trained, size, way), n in kinds.items()
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{each:{width}}" for each, width in zip(row, widths, strict=True)).rstrip() for row in rows]

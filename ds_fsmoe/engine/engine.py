@@ -29,6 +29,7 @@ from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.convert_adapters import gather_adapters, with_wrappers, wrappers_around
 from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table
 from ds_fsmoe.engine.convert_layers import (
     check_mpu,
@@ -37,6 +38,7 @@ from ds_fsmoe.engine.convert_layers import (
     find_layers,
     make_groups_on_every_stage,
 )
+from ds_fsmoe.engine.expert_groups import groups_of_trained
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.generation import generate_together
 from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names
@@ -255,7 +257,7 @@ class FSMoEEngine(SavingEngine):
             stage_size, stage_group = stage_size // model.num_stages, self.mpu.get_data_parallel_group()
         check_experts(stock, stage_size, block.gate, block.esp_size)
         # Before any group is made: DeepSpeed would hang over models that differ.
-        facts = facts_of_layers({**stock, **experts}) | facts_of_config(alike(block))
+        facts = facts_of_layers({**stock, **with_wrappers(model, experts)}) | facts_of_config(alike(block))
         facts |= facts_of_versions(("torch", "deepspeed", *(("transformers",) if experts else ())))
         facts |= facts_of_tensor_parallel(stock, self.mpu)
         facts |= facts_of_experts(stock) if block.esp_size > 1 else {}
@@ -284,7 +286,8 @@ class FSMoEEngine(SavingEngine):
                 layers[name] = stock[name]
                 replaced = convert(stock[name], parts, block.gate, running, label, name)
             else:
-                layers[name], replaced = convert_experts(experts[name], parts, running, label, name, ep_size)
+                found = experts[name], parts, running, label, name, ep_size, wrappers_around(model, name)
+                layers[name], replaced = convert_experts(*found)
             # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
@@ -307,14 +310,18 @@ class FSMoEEngine(SavingEngine):
             self.num_experts.extend(each.num_experts for each in self._hf_layers)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Make DeepSpeed's optimizer, with groups of experts; without experts to train it has none for them."""
         if self._hf_layers:
             client_optimizer, model_parameters = with_expert_groups(client_optimizer), with_names(model_parameters)
-        super()._configure_optimizer(client_optimizer, model_parameters)
+        with groups_of_trained(self, self._hf_layers):
+            super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _validate_zero3_moe_compatibility(self) -> None:
         """Check what DeepSpeed asks of experts at stage 3; it knows those of AutoEP only."""
         if not self._hf_layers or len(self._hf_layers) < len(self.fsmoe.layers):
             super()._validate_zero3_moe_compatibility()
+        gather_adapters(self._hf_layers)
+        self._resolve_zero3_param_placement()
 
 
 class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):

@@ -13,6 +13,7 @@ from ds_fsmoe.components.expert_compute.contract import ContractError, contract_
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.engine.convert_adapters import check_wrappers, wrappers_around
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.parts import LayerError
 
@@ -86,12 +87,14 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
                     "ranks; give each layer its own"
                 )
             owners[id(parameter)] = path
+        wrappers = wrappers_around(model, name)
         try:
-            contract_of(module)
+            contract = contract_of(module)
         except ContractError as error:
             raise LayerError(
                 f"{name}, a {type(module).__name__}, follows the contract of transformers' experts by name, but {error}"
             ) from error
+        check_wrappers(wrappers, contract, (shape_of(module.down_proj) or (0,))[0])
 
 
 def check_hugging_face(

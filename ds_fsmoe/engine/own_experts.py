@@ -27,7 +27,8 @@ from ds_fsmoe.config.reading import BLOCK, read_block
 from ds_fsmoe.distributed.groups import make_groups, stock_names
 from ds_fsmoe.distributed.partitioned import is_shared_out
 from ds_fsmoe.distributed.topology import layout, world_size_now
-from ds_fsmoe.engine.convert_experts import ep_size_of, num_experts_of, share_out_over_replicas, tag_as_experts
+from ds_fsmoe.engine.convert_experts import ep_size_of, num_experts_of
+from ds_fsmoe.engine.cut_parameters import share_out_over_replicas, tag_as_experts
 from ds_fsmoe.engine.experts_checks import check_experts_modules, find_experts
 from ds_fsmoe.layer.own_experts_marks import mark_loaded
 from ds_fsmoe.layer.parts import LayerError

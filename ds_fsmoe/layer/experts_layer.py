@@ -7,7 +7,8 @@ parameters' names, its own class as a base, and the experts of this rank; see ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import Contract
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
@@ -52,6 +54,10 @@ class ExpertsState(LayerState):
     """The number of experts of all ranks, E."""
     ep_size: int = 1
     gate: GivenRouter = field(default_factory=GivenRouter)
+    adapters: tuple[Adapter, ...] = ()
+    """What is added to weights in the call under way, as the modules around this one say."""
+    outermost: tuple[nn.Module, ...] = ()
+    """The module around this one that the model calls, if there is one; in a tuple, since it holds this one."""
 
     @property
     def group_name(self) -> str:
@@ -157,10 +163,26 @@ class FSMoEExperts(nn.Module):
     def local_experts(self) -> StackedExperts:
         """Return the experts of this rank."""
         state = self.fsmoe
+        if state.adapters:
+            return StackedExperts(self, state.contract, state.own_forward, state.path, state.adapters)
         if state.known_experts is None:
             experts = StackedExperts(self, state.contract, state.own_forward, state.path)
             state.known_experts = list(experts.parameters), experts
         return state.known_experts[1]
+
+    @contextmanager
+    def adapted(self, adapters: Sequence[Adapter]) -> Iterator[None]:
+        """Add these to weights in calls meanwhile, and those that were there already.
+
+        Args:
+            adapters: with A and B of this rank's experts.
+        """
+        before = self.fsmoe.adapters
+        self.fsmoe.adapters = (*before, *adapters)
+        try:
+            yield
+        finally:
+            self.fsmoe.adapters = before
 
     def route_unheard(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None
@@ -185,7 +207,8 @@ class FSMoEExperts(nn.Module):
         weight = next(self.parameters())
         x_SM = torch.zeros(shape, dtype=weight.dtype, device=weight.device) + like.to(weight)
         index_SK = torch.full((len(x_SM), 1), self.fsmoe.total_experts, device=weight.device)
-        return 0.0 * self(x_SM, index_SK, torch.zeros_like(index_SK, dtype=weight.dtype)).float().sum()
+        called = self.fsmoe.outermost[0] if self.fsmoe.outermost else self
+        return 0.0 * called(x_SM, index_SK, torch.zeros_like(index_SK, dtype=weight.dtype)).float().sum()
 
     def why_called(self) -> str | None:
         """Return why the layer must not be cut: ``None``, since hooks on the module see its own call."""

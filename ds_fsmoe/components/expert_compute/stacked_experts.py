@@ -12,12 +12,14 @@ that rows came from, e experts on this rank, c slots.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
@@ -36,6 +38,7 @@ class StackedExperts:
         own_forward: the module's own forward, where it computes something else than the contract says; ``None`` where
             the written form is right.
         path: of the layer in the model, for messages.
+        adapters: what is added to its weights.
     """
 
     keep_expert_dim = False
@@ -43,14 +46,21 @@ class StackedExperts:
     """The contract says so: each row is computed by itself."""
 
     def __init__(
-        self, module: nn.Module, contract: Contract, own_forward: OwnForward | None = None, path: str = ""
+        self,
+        module: nn.Module,
+        contract: Contract,
+        own_forward: OwnForward | None = None,
+        path: str = "",
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self.experts = (module,)
         self.path = path
         self._module = module
         self._contract = contract
         self._own_forward = own_forward
-        self.parameters = tuple(dict.fromkeys(module.parameters()))
+        self._adapters = tuple(adapters)
+        of_adapters = (parameter for each in self._adapters for parameter in each.parameters)
+        self.parameters = tuple(dict.fromkeys((*module.parameters(), *of_adapters)))
         """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
 
     @property
@@ -77,7 +87,9 @@ class StackedExperts:
         contract = self._contract
         up = shape_of(getattr(self._module, contract.up)) or (0, 0, 0)
         width, hidden = up[1:] if contract.is_transposed else up[:0:-1]
-        is_kept = recompute or self._own_forward is not None or getattr(self._module, contract.up).requires_grad
+        of_up = [each.parameters for each in self._adapters if each.weight == contract.up]
+        trains = any(each.requires_grad for each in (getattr(self._module, contract.up), *itertools.chain(*of_up)))
+        is_kept = recompute or self._own_forward is not None or trains
         return width if is_kept else 0, 0 if recompute or self._own_forward is not None else hidden
 
     def call_rows(
@@ -90,10 +102,12 @@ class StackedExperts:
         form: Written | Called
         if self._own_forward is None:
             dtype = torch.get_autocast_dtype(x_RM.device.type) if torch.is_autocast_enabled(x_RM.device.type) else None
-            form = Written(self._module, self._contract, sums, saved, needs_backward, recompute, dtype)
+            of_call = sums, saved, needs_backward, recompute, dtype
+            form = Written(self._module, self._contract, *of_call, self._adapters)
         else:
             keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
-            form = Called(self._module, self._own_forward, sums, saved, needs_backward, keeps_graph)
+            of_call = sums, saved, needs_backward, keeps_graph
+            form = Called(self._module, self._own_forward, *of_call, self._adapters, self._contract.is_transposed)
         autocast = AutocastState.now(dict.fromkeys(("cpu", x_RM.device.type)))
         return RowCall([RowRun(0, self.num_experts, form, is_single=False)], sums, autocast, needs_backward, rows)
 

@@ -6,7 +6,7 @@ Letters: R rows, expert by expert; M width, H width of an expert, F = 2 * H wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from ds_fsmoe.components.expert_compute import grouped_products as products
+from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
@@ -46,6 +47,7 @@ class Written:
         needs_backward: whether to keep anything.
         recompute: keep the rows alone.
         dtype: the type that autocast asks for; ``None``: that of the weights.
+        adapters: what is added to weights.
     """
 
     def __init__(
@@ -57,8 +59,12 @@ class Written:
         needs_backward: bool,
         recompute: bool,
         dtype: torch.dtype | None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self._module, self._contract, self._sums, self._saved = module, contract, sums, saved
+        self._adapters: dict[str, list[Adapter]] = {}
+        for each in adapters:
+            self._adapters.setdefault(each.weight, []).append(each)
         self._needs_backward, self._recompute, self._dtype = needs_backward, recompute, dtype
         weights = [getattr(module, each) for each in (contract.up, contract.down)]
         widths = (size for each in weights for size in shape_of(each)[1:])
@@ -66,7 +72,8 @@ class Written:
         dtypes = [each.dtype for each in weights] if dtype is None else [dtype]
         self.is_grouped = products.takes_grouped(widths, dtypes, weights[0].device)
         # What ZeRO 3 shares out is put back into other memory in between.
-        self._weights = [each for each in module.parameters() if not hasattr(each, "ds_id")] if needs_backward else []
+        every = *module.parameters(), *(parameter for each in adapters for parameter in each.parameters)
+        self._weights = [each for each in every if not hasattr(each, "ds_id")] if needs_backward else []
         self._versions = versions_of(self._weights)
         self._row_dtype: torch.dtype | None = None
         self._pending: dict[int, _Pending] = {}
@@ -85,7 +92,9 @@ class Written:
         x_RM = self._cast(x_RM)
         up_RF = self._up(x_RM, groups)
         if self._needs_backward:
-            keeps_rows = self._recompute or self._wants(self._contract.up)
+            adapters = self._adapters.get(self._contract.up, ())
+            trains = self._wants(self._contract.up) or any(each.wants_rows(self._sums) for each in adapters)
+            keeps_rows = self._recompute or trains
             kept = x_RM if keeps_rows else None, None if self._recompute else up_RF
             self._saved.put(chunk, tuple(None if each is None else each.unsqueeze(0) for each in kept))
         y_RM = self._down(self._act(up_RF), groups)
@@ -110,11 +119,10 @@ class Written:
         h_RH = of_leaf_RH.detach().to(up_RF.dtype)
         if self._contract.has_post_expert_norm:
             dy_RM = self._before_norm(h_RH, dy_RM, groups)
-        transposed = self._contract.is_transposed
-        dh_RH = products.rows_gradient(dy_RM, self._weight(self._contract.down), transposed, groups)
+        dh_RH = self._rows_gradient(self._contract.down, dy_RM, groups)
         (dup_RF,) = torch.autograd.grad(of_leaf_RH, leaf_RF, dh_RH.to(of_leaf_RH.dtype))
         self._pending[chunk] = _Pending(x_RM, dup_RF, h_RH, dy_RM, groups)
-        dx_RM = products.rows_gradient(dup_RF, self._weight(self._contract.up), transposed, groups)
+        dx_RM = self._rows_gradient(self._contract.up, dup_RF, groups)
         return dx_RM if self._row_dtype is None else dx_RM.to(self._row_dtype)
 
     def backward_dw(self, chunk: int) -> None:
@@ -124,6 +132,8 @@ class Written:
         for name, x_RI, dy_RO in of_weights:
             if x_RI is not None and self._wants(name):
                 self._add(name, products.weight_gradient(x_RI, dy_RO, transposed, left.groups))
+            for each in self._adapters.get(name, ()) if x_RI is not None else ():
+                each.add_gradients(x_RI, dy_RO, left.groups, self._sums)
             if self._contract.has_bias and self._wants(f"{name}_bias"):
                 self._add(f"{name}_bias", products.bias_gradient(dy_RO, left.groups))
 
@@ -135,10 +145,19 @@ class Written:
 
     def _linear(self, name: str, x_RI: torch.Tensor, groups: Groups) -> torch.Tensor:
         weight_k = self._weight(name)
-        y_RO = products.product(x_RI.to(weight_k.dtype), weight_k, self._contract.is_transposed, groups)
+        x_RI = x_RI.to(weight_k.dtype)
+        y_RO = products.product(x_RI, weight_k, self._contract.is_transposed, groups)
+        for each in self._adapters.get(name, ()):
+            y_RO.add_(each.product(x_RI, groups))
         if self._contract.has_bias:
             y_RO.add_(groups.rows_of_each(self._weight(f"{name}_bias")))
         return y_RO
+
+    def _rows_gradient(self, name: str, dy_RO: torch.Tensor, groups: Groups) -> torch.Tensor:
+        dx_RI = products.rows_gradient(dy_RO, self._weight(name), self._contract.is_transposed, groups)
+        for each in self._adapters.get(name, ()):
+            dx_RI.add_(each.rows_gradient(dy_RO, groups))
+        return dx_RI
 
     def _act(self, up_RF: torch.Tensor) -> torch.Tensor:
         return self._module._apply_gate(up_RF) if self._contract.has_gate else self._module.act_fn(up_RF)
@@ -178,6 +197,8 @@ class Called:
         saved: where to keep the rows.
         needs_backward: whether to keep anything.
         keeps_graph: whether to keep graphs, or the rows alone.
+        adapters: what is added to weights.
+        is_transposed: whether weights are.
     """
 
     is_grouped = False
@@ -190,10 +211,13 @@ class Called:
         saved: SavedRows,
         needs_backward: bool,
         keeps_graph: bool,
+        adapters: Sequence[Adapter] = (),
+        is_transposed: bool = False,
     ) -> None:
         self._module, self._own_forward, self._sums, self._saved = module, own_forward, sums, saved
         self._needs_backward, self._keeps_graph = needs_backward, keeps_graph
-        self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = {}
+        self._adapters, self._is_transposed = adapters, is_transposed
+        self._graphs: dict[int, tuple[torch.Tensor, torch.Tensor, _Aliases]] = {}
 
     @property
     def stores(self) -> tuple[SavedRows, ...]:
@@ -222,35 +246,44 @@ class Called:
         """[R, M] to the same; adds to the weights' gradients, as a graph is walked once."""
         (x_1RM,) = self._saved.take(chunk)
         leaf_RM, y_RM, aliases = self._graphs.pop(chunk, None) or self._recorded(x_1RM[0], groups)
-        named = dict(self._module.named_parameters())
-        inputs = leaf_RM, *aliases.values()
+        inputs = leaf_RM, *(alias for _, alias in aliases.values())
         found: tuple[torch.Tensor | None, ...] = (None,) * len(inputs)
         if y_RM.requires_grad:  # without a row nothing may have been computed
             found = torch.autograd.grad(y_RM, inputs, dy_RM.to(y_RM.dtype), allow_unused=True)
         dx_RM, *gradients = found
-        for name, gradient in zip(aliases, gradients, strict=True):
-            self._sums.add(named[name], torch.zeros_like(aliases[name]) if gradient is None else gradient)
+        for (parameter, alias), gradient in zip(aliases.values(), gradients, strict=True):
+            self._sums.add(parameter, torch.zeros_like(alias) if gradient is None else gradient)
         return torch.zeros_like(leaf_RM) if dx_RM is None else dx_RM
 
     def backward_dw(self, chunk: int) -> None:
         """Nothing is left to do."""
 
-    def _recorded(
-        self, x_RM: torch.Tensor, groups: Groups
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def _recorded(self, x_RM: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, torch.Tensor, _Aliases]:
         # Hooks on a parameter are for the gradient that the layer returns: the graph leads to aliases.
-        wanted = {name: each for name, each in self._module.named_parameters() if self._sums.wants(each)}
+        every = *self._module.parameters(), *(parameter for each in self._adapters for parameter in each.parameters)
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
-            aliases = {name: each.detach().requires_grad_() for name, each in wanted.items()}
+            aliases = {id(each): (each, each.detach().requires_grad_()) for each in every if self._sums.wants(each)}
             leaf_RM = x_RM.detach().requires_grad_()
             return leaf_RM, self._own(leaf_RM.view_as(leaf_RM), groups, aliases), aliases
 
-    def _own(self, x_RM: torch.Tensor, groups: Groups, aliases: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _own(self, x_RM: torch.Tensor, groups: Groups, aliases: _Aliases) -> torch.Tensor:
         of_row_R = groups.rows_of_each(torch.arange(len(groups.sizes), device=x_RM.device))
         arguments = x_RM, of_row_R.unsqueeze(1), x_RM.new_ones(len(x_RM), 1)
-        if not aliases:
+        if not aliases and not self._adapters:
             return self._own_forward(*arguments)
-        return functional_call(_ForwardOf(self._module, self._own_forward), _prefixed(aliases), arguments)
+        named = {name: _alias_of(each, aliases) for name, each in self._module.named_parameters()}
+        for each in self._adapters:
+            weight, of_adapter = named[each.weight], (_alias_of(parameter, aliases) for parameter in each.parameters)
+            named[each.weight] = weight + each.delta(self._is_transposed, *of_adapter).to(weight.dtype)
+        return functional_call(_ForwardOf(self._module, self._own_forward), _prefixed(named), arguments)
+
+
+_Aliases = Mapping[int, tuple[nn.Parameter, torch.Tensor]]
+"""By the id of a parameter: it, and what stands in for it in a graph."""
+
+
+def _alias_of(parameter: nn.Parameter, aliases: _Aliases) -> torch.Tensor:
+    return aliases[id(parameter)][1] if id(parameter) in aliases else parameter.detach()
 
 
 class _ForwardOf(nn.Module):

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts one parameter of experts to this rank's part, tagged so that DeepSpeed knows it for one of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from deepspeed.utils import groups as stock_groups
+from torch import nn
+
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as
+from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
+
+PLACEMENT = "autoep_expert"
+"""The family of parameters that DeepSpeed's ZeRO 3 shards over the ranks that hold the same experts."""
+
+
+def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.Parameter:
+    """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts.
+
+    Args:
+        whole: the parameter, which zero.Init may have shared out over all ranks.
+        part: which part this rank has.
+        group_name: DeepSpeed's name of the ranks that share the experts.
+    """
+    with gathered([whole]):
+        mine = nn.Parameter(part.cut(whole.data).clone(), requires_grad=whole.requires_grad)
+    if not is_shared_out(whole):
+        vars(mine).update(vars(whole))
+    tag_as_experts(mine, part, group_name)
+    return mine
+
+
+def tag_as_experts(mine: nn.Parameter, part: ExpertPart, group_name: str) -> None:
+    """Tag a parameter for DeepSpeed as one of experts, and for us as a part."""
+    mine.allreduce, mine.group_name = False, group_name
+    mine.ds_zero_placement_family, mine.ds_zero_partition_group_name = PLACEMENT, group_name
+    describe_as(mine, part)
+
+
+def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Share out the parts of what zero.Init had shared out over all ranks, over those that hold the same experts.
+
+    Args:
+        replaced: new parameter -> the one it replaces, of one module.
+    """
+    of_zero = {new: old for new, old in replaced.items() if is_shared_out(old)}
+    if of_zero:
+        share_out_over_replicas(list(of_zero), next(iter(of_zero.values())))
+
+
+def share_out_over_replicas(parameters: Sequence[nn.Parameter], of_zero: nn.Parameter) -> None:
+    """Share parameters of experts out over the ranks that hold the same experts. Collective over these.
+
+    Args:
+        parameters: tagged as those of experts.
+        of_zero: any parameter that zero.Init has shared out.
+    """
+    for each in parameters:
+        each.ds_zero_partition_process_group = stock_groups._get_expert_data_parallel_group(each.group_name)
+    of_zero.convert_to_zero_parameters(param_list=list(parameters))
