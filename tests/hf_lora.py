@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of Hugging Face's families with PEFT's adapters, and what differs from one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.hf_families import batch, model_of
+from tests.test_hugging_face import TOLERANCE, engine_of, furthest
+
+ATTENTION = ["q_proj", "v_proj"]
+BOTH = ("up", "down")
+
+
+def lora_config(model: nn.Module, weights: tuple[str, ...] = (), **options: Any) -> Any:
+    """Adapters of attention, and of experts' weights: ``"up"`` and ``"down"`` by the contract."""
+    from peft import LoraConfig
+
+    from ds_fsmoe.components.expert_compute.contract import contract_of, follows_contract
+
+    targets = [
+        f"{name}.{getattr(contract_of(module), weight)}"
+        for name, module in model.named_modules()
+        if follows_contract(module)
+        for weight in weights
+    ]
+    given = {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION} | ({"target_parameters": targets} if targets else {})
+    return LoraConfig(**given | options)
+
+
+def with_lora(model: nn.Module, weights: tuple[str, ...] = (), **options: Any) -> nn.Module:
+    """The model with adapters whose B is not zero, as after some training."""
+    from peft import get_peft_model
+
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, lora_config(model, weights, **options))
+    fill(adapted)
+    return adapted
+
+
+def fill(model: nn.Module) -> None:
+    """Give every B numbers that are not zero, the same on each rank."""
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if "lora_B" in name:
+                each.copy_(torch.randn(each.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
+def lora_of(family: str, weights: tuple[str, ...] = (), **options: Any) -> nn.Module:
+    return with_lora(model_of(family), weights, **options)
+
+
+def engine_with(model: nn.Module, config: dict[str, Any], every: bool = False) -> Any:
+    """An engine that is given what trains, or every parameter."""
+    return engine_of(model, config, list(model.parameters()) if every else trained(model))
+
+
+def losses_of(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The loss of each rank's sequence."""
+    return [model(input_ids=each[None], labels=each[None]).loss for each in x]
+
+
+def step(engine: Any, x: torch.Tensor, rank: int) -> float:
+    loss = engine(input_ids=x[rank : rank + 1], labels=x[rank : rank + 1]).loss
+    engine.backward(loss)
+    return loss.item()
+
+
+def part_for(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Of a whole tensor, what a rank has of it."""
+    from ds_fsmoe.checkpoint_files.expert_parts import part_of
+
+    part = part_of(parameter)
+    return whole if part is None else part.cut(whole)
+
+
+def differing_gradients(engine: Any, reference: nn.Module) -> Iterator[str]:
+    from deepspeed.utils import safe_get_full_grad
+
+    wanted = {name: each.grad for name, each in reference.named_parameters() if each.requires_grad}
+    own = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
+    if wanted.keys() != own.keys():
+        yield f"other parameters train: {sorted(wanted.keys() ^ own.keys())}"
+    for name, parameter in own.items():
+        if wanted[name] is None:
+            continue
+        found = safe_get_full_grad(parameter)
+        if not furthest(found, part_for(parameter, wanted[name])) <= TOLERANCE:
+            yield f"gradient of {name} is off by {furthest(found, part_for(parameter, wanted[name])):.1e}"
+
+
+def differing_weights(engine: Any, reference: nn.Module) -> Iterator[str]:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    wanted = dict(reference.named_parameters())
+    for name, parameter in engine.module.named_parameters():
+        with GatheredParameters([parameter]):
+            found = parameter.detach().clone()
+        part = part_for(parameter, wanted[name].detach())
+        if found.shape != part.shape:
+            yield f"{name} is {list(found.shape)} for {list(part.shape)}"
+        elif not furthest(found, part) <= TOLERANCE:
+            yield f"{name} is off by {furthest(found, part):.1e}"
+
+
+def train(engine: Any, reference: nn.Module, rank: int, world_size: int, steps: int, lr: float) -> Iterator[str]:
+    """Take steps of SGD on both, and say what differs."""
+    optimizer = torch.optim.SGD(trained(reference), lr=lr)
+    for number in range(steps):
+        x = batch(number, world_size)
+        losses = losses_of(reference, x)
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        loss = step(engine, x, rank)
+        engine.step()
+        if not abs(loss - losses[rank].item()) <= TOLERANCE * losses[rank].item():
+            yield f"step {number}: loss {loss} for {losses[rank].item()}"

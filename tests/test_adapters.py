@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts with adapters of low rank compute what PEFT's changed weights would, without making those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ds_fsmoe.components.expert_compute.adapters import Adapter
+from ds_fsmoe.components.expert_compute.contract import Contract, contract_of
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
+from tests.test_stacked_experts import FLAGS, NUM_EXPERTS, Experts
+
+WIDTH, HIDDEN, SLOTS = 8, 12, 4
+
+
+def adapter_of(module: Experts, contract: Contract, name: str, rank: int, scaling: float = 0.5) -> Adapter:
+    sizes = getattr(module, name).shape[1:]
+    size_in, size_out = sizes if contract.is_transposed else sizes[::-1]
+    like = next(module.parameters())
+    a = nn.Parameter(torch.randn(rank * NUM_EXPERTS, size_in).to(like) * 0.3)
+    b = nn.Parameter(torch.randn(size_out, rank * NUM_EXPERTS).to(like) * 0.3)
+    return Adapter(name, a, b, scaling, NUM_EXPERTS)
+
+
+def peft_delta(adapter: Adapter, is_transposed: bool) -> torch.Tensor:
+    """As PEFT's ``ParamWrapper.get_delta_weight`` has it."""
+    a = adapter.a.reshape(NUM_EXPERTS, -1, adapter.a.shape[-1])
+    b = adapter.b.reshape(adapter.b.shape[0], -1, NUM_EXPERTS)
+    return torch.einsum("o r e, e r i -> e i o" if is_transposed else "o r e, e r i -> e o i", b, a) * adapter.scaling
+
+
+def changed(module: Experts, contract: Contract, adapters: list[Adapter]) -> dict[str, torch.Tensor]:
+    found = dict(module.named_parameters())
+    for each in adapters:
+        found[each.weight] = found[each.weight] + peft_delta(each, contract.is_transposed)
+    return found
+
+
+def run(call: Any, x_NecM: torch.Tensor, dy_NecM: torch.Tensor, way: str) -> list[torch.Tensor]:
+    y_NecM = call.forward(0, SLOTS, x_NecM)
+    if way == "late":
+        dx_NecM = call.backward_dx(0, SLOTS, dy_NecM)
+        call.backward_dw(0, SLOTS)
+    else:
+        dx_NecM = call.backward(0, SLOTS, dy_NecM)
+    return [y_NecM, dx_NecM, *call.gradients()]
+
+
+@pytest.mark.parametrize("way", ["written", "recomputed", "late", "called"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "".join(str(int(each)) for each in vars(flags).values()))
+def test_adapters_give_the_numbers_of_the_changed_weights(flags: Contract, way: str) -> None:
+    """Base weights train as well; the first weight has two adapters of other ranks, as if two were active."""
+    torch.manual_seed(0)
+    module = Experts(flags, WIDTH, HIDDEN).double()
+    contract = contract_of(module)
+    asked = ((contract.up, 3, 0.5), (contract.up, 8, -2.0), (contract.down, 1, 1.5))
+    adapters = [adapter_of(module, contract, *each) for each in asked]
+    parameters = [*module.parameters(), *(each for adapter in adapters for each in adapter.parameters)]
+    x_NecM = torch.randn(2, NUM_EXPERTS, SLOTS, WIDTH, dtype=torch.float64, requires_grad=True)
+    dy_NecM = torch.randn_like(x_NecM)
+    weights = changed(module, contract, adapters)
+    rows = x_NecM.transpose(0, 1).reshape(-1, WIDTH)
+    index = torch.arange(NUM_EXPERTS).repeat_interleave(2 * SLOTS).unsqueeze(1)
+    y = functional_call(module, weights, (rows, index, torch.ones(index.shape, dtype=torch.float64)))
+    y_NecM = y.view(NUM_EXPERTS, 2, SLOTS, WIDTH).transpose(0, 1)
+    wanted = [y_NecM, *torch.autograd.grad(y_NecM, [x_NecM, *parameters], dy_NecM)]
+    experts = StackedExperts(module, contract, module.forward if way == "called" else None, adapters=adapters)
+    assert list(experts.parameters) == parameters
+    call = experts.call(True, recompute=way == "recomputed")
+    for ours, theirs in zip(run(call, x_NecM.detach(), dy_NecM, way), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["written", "called"])
+def test_frozen_weights_get_no_gradient_while_their_adapters_do(way: str) -> None:
+    torch.manual_seed(0)
+    module = Experts(Contract(has_bias=True, is_transposed=False), WIDTH, HIDDEN).requires_grad_(False)
+    contract = contract_of(module)
+    adapters = [adapter_of(module, contract, each, 4) for each in (contract.up, contract.down)]
+    adapters[1].a.requires_grad_(False)
+    experts = StackedExperts(module, contract, module.forward if way == "called" else None, adapters=adapters)
+    x_NecM = torch.randn(2, NUM_EXPERTS, SLOTS, WIDTH)
+    found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM), way)
+    assert [each is not None for each in found[2:]] == [False] * 4 + [True, True, False, True]
+    assert experts.kept_of_a_row(recompute=False)[0] == WIDTH
+    assert StackedExperts(module, contract).kept_of_a_row(recompute=False)[0] == 0
+
+
+@pytest.mark.parametrize("rank", [1, 4, 8])
+def test_grouped_products_take_adapters_of_any_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_fsmoe.components.expert_compute import grouped_products
+
+    found = {}
+    for is_grouped in (True, False):
+        torch.manual_seed(0)
+        module = Experts(Contract(has_bias=False, is_transposed=False), 16, 24).to(torch.bfloat16)
+        contract = contract_of(module)
+        adapters = [adapter_of(module, contract, each, rank) for each in (contract.up, contract.down)]
+        with monkeypatch.context() as patched:
+            if is_grouped:
+                patched.setattr(torch, "mm", None)
+            else:
+                patched.setattr(grouped_products, "takes_grouped", lambda *_: False)
+            x_NecM = torch.randn(2, NUM_EXPERTS, SLOTS, 16).bfloat16()
+            call = StackedExperts(module, contract, adapters=adapters).call(True)
+            found[is_grouped] = run(call, x_NecM, torch.ones_like(x_NecM), "written")
+    for one, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+
+
+def test_under_autocast_adapters_compute_in_its_type_and_keep_theirs() -> None:
+    torch.manual_seed(0)
+    module = Experts(Contract(has_bias=False, is_transposed=False), 16, 24)
+    contract = contract_of(module)
+    adapters = [adapter_of(module, contract, each, 4) for each in (contract.up, contract.down)]
+    experts = StackedExperts(module, contract, adapters=adapters)
+    x_NecM = torch.randn(1, NUM_EXPERTS, SLOTS, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(experts.call(True), x_NecM, torch.ones_like(x_NecM), "written")
+    wanted = run(experts.call(True), x_NecM, torch.ones_like(x_NecM), "written")
+    assert found[0].dtype == torch.bfloat16
+    assert {each.dtype for each in found[2:]} == {torch.float32}
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=5e-2, atol=2e-1)
+
+
+def test_adapters_in_float32_go_with_weights_in_half_precision() -> None:
+    """PEFT keeps adapters of half-precision models in float32 unless it is told not to."""
+    torch.manual_seed(0)
+    module = Experts(Contract(has_bias=False, is_transposed=True), 16, 24)
+    contract = contract_of(module)
+    adapter = adapter_of(module, contract, contract.up, 4)
+    module.bfloat16().requires_grad_(False)
+    x_NecM = torch.randn(1, NUM_EXPERTS, SLOTS, 16).bfloat16()
+    found = run(StackedExperts(module, contract, adapters=[adapter]).call(True), x_NecM, x_NecM, "written")
+    assert found[0].dtype == found[1].dtype == torch.bfloat16
+    assert [each.dtype for each in found[-2:]] == [torch.float32] * 2
+
+
+def test_a_rank_without_rows_has_gradients_of_zeros_for_its_adapters() -> None:
+    module = Experts(Contract(has_bias=False, is_transposed=False), WIDTH, HIDDEN).requires_grad_(False)
+    contract = contract_of(module)
+    adapters = [adapter_of(module, contract, each, 2) for each in (contract.up, contract.down)]
+    call = StackedExperts(module, contract, adapters=adapters).call(True)
+    empty = torch.empty(2, NUM_EXPERTS, 0, WIDTH)
+    call.backward(0, 0, call.forward(0, 0, empty))
+    found = call.gradients()[2:]
+    assert [each.shape for each in found] == [each.shape for adapter in adapters for each in adapter.parameters]
+    assert not any(each.any() for each in found)
+
+
+def test_an_adapter_that_changes_before_its_backward_is_refused() -> None:
+    module = Experts(Contract(has_bias=False, is_transposed=False), WIDTH, HIDDEN)
+    adapter = adapter_of(module, contract_of(module), "down_proj", 2)
+    call = StackedExperts(module, contract_of(module), adapters=[adapter]).call(True)
+    y_NecM = call.forward(0, SLOTS, torch.randn(1, NUM_EXPERTS, SLOTS, WIDTH))
+    with torch.no_grad():
+        adapter.b.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
+        call.backward(0, SLOTS, torch.ones_like(y_NecM))
