@@ -9,28 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tests.hf_families import batch, model_of
+from tests.hf_families import batch
 from tests.hf_lora import (
     BOTH,
     differing_gradients,
     differing_weights,
     engine_with,
-    losses_of,
     lora_of,
+    losses_of,
     step,
     train,
-    trained,
-    with_lora,
 )
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import TOLERANCE, ds_config, furthest
+from tests.test_hugging_face import TOLERANCE, ds_config
 
 Case = tuple[str, tuple[str, ...], dict[str, Any]]
 # Attention alone, both weights, one of them; transposed, interleaved and biased weights (gpt_oss), plain ones

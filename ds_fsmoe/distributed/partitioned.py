@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -36,3 +36,22 @@ def gather_with(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
 
     for each in parameters:
         register_external_parameter(module, each)
+
+
+def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> None:
+    """Let ZeRO 3 gather the weights of each module for its own calls, in blocks that contain certain modules.
+
+    DeepSpeed marks the MoE blocks of some families as leaves, whose weights it gathers together, since which of their
+    experts run differs. Of a leaf whose input requires no gradient, as in the first layer of a model with adapters, it
+    takes the gradients before they are there.
+
+    Args:
+        model: the model.
+        inner: modules that always run.
+    """
+    from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
+
+    wanted = set(map(id, inner))
+    for module in model.modules():
+        if z3_leaf_module(module) and any(id(each) in wanted for each in module.modules()):
+            set_z3_leaf_module(module, False)

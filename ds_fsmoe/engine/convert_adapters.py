@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
-from ds_fsmoe.distributed.partitioned import gather_with
+from ds_fsmoe.distributed.partitioned import gather_module_by_module, gather_with
 from ds_fsmoe.engine.cut_parameters import cut_parameter
 from ds_fsmoe.layer.experts_layer import FSMoEExperts, HuggingFaceLayer
 from ds_fsmoe.layer.param_wrapper import FSMoEParamWrapper
@@ -128,14 +128,19 @@ def adapters_of(experts: FSMoEExperts) -> Iterator[nn.Parameter]:
         module = module.base_layer
 
 
-def gather_adapters(layers: Iterable[HuggingFaceLayer]) -> None:
-    """Let ZeRO 3 gather A and B with the experts: they are in modules that nobody calls, for which it has no hooks.
+def gather_as_they_run(model: nn.Module, layers: Iterable[HuggingFaceLayer]) -> None:
+    """Let ZeRO 3 gather what a layer needs for the calls of its experts.
+
+    A and B are in modules that nobody calls, for which it has no hooks: they are gathered with the experts.
 
     Args:
+        model: the model.
         layers: the layers taken over.
     """
-    for layer in layers:
-        gather_with(layer.deepspeed_moe, adapters_of(layer.deepspeed_moe))
+    experts = [each.deepspeed_moe for each in layers]
+    gather_module_by_module(model, experts)
+    for each in experts:
+        gather_with(each, adapters_of(each))
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -29,7 +29,7 @@ from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine.convert_adapters import gather_adapters, with_wrappers, wrappers_around
+from ds_fsmoe.engine.convert_adapters import gather_as_they_run, with_wrappers, wrappers_around
 from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table
 from ds_fsmoe.engine.convert_layers import (
     check_mpu,
@@ -320,7 +320,7 @@ class FSMoEEngine(SavingEngine):
         """Check what DeepSpeed asks of experts at stage 3; it knows those of AutoEP only."""
         if not self._hf_layers or len(self._hf_layers) < len(self.fsmoe.layers):
             super()._validate_zero3_moe_compatibility()
-        gather_adapters(self._hf_layers)
+        gather_as_they_run(self.module, self._hf_layers)
         self._resolve_zero3_param_placement()
 
 
