@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tests.hf_families import batch
+from tests.hf_families import batch, model_of
 from tests.hf_lora import (
     BOTH,
     differing_gradients,
@@ -23,10 +23,11 @@ from tests.hf_lora import (
     losses_of,
     step,
     train,
+    trained,
 )
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import TOLERANCE, ds_config
+from tests.test_hugging_face import TOLERANCE, ds_config, furthest
 
 Case = tuple[str, tuple[str, ...], dict[str, Any]]
 # Attention alone, both weights, one of them; transposed, interleaved and biased weights (gpt_oss), plain ones
@@ -89,3 +90,103 @@ def test_weights_after_five_steps_are_those_of_one_process_with_replicas_of_expe
     cases = [("olmoe", BOTH, {}), ("gpt_oss", ("up",), {}), ("olmoe", (), {})]
     found = run_on_ranks(five_steps, 4, tmp_path, cases, stage, stage in (0, 2))
     assert [each for of_rank in found for each in of_rank] == []
+
+
+def off_by(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -> list[str]:
+    return [] if furthest(found, wanted) <= tolerance else [f"{furthest(found, wanted):.1e} off"]
+
+
+def uneven(rank: int, world_size: int, stage: int, checkpointing: str) -> list[str]:
+    """Sequences of other lengths on each rank, checkpointing, the base model and evaluation between steps."""
+    said = []
+    reference = lora_of("qwen3_moe", BOTH)
+    engine = engine_with(copy.deepcopy(reference), ds_config(stage, num_chunks={"forward": 3, "backward": 2}))
+    if checkpointing:
+        options = {"use_reentrant": checkpointing == "reentrant"}
+        engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        engine.module.enable_input_require_grads()
+    optimizer = torch.optim.SGD(trained(reference), lr=0.5)
+    for number in range(3):
+        xs = [batch(10 * number + each, 1, (5, 13)[each]) for each in range(world_size)]
+        losses = [reference(input_ids=x, labels=x).loss for x in xs]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        loss = engine(input_ids=xs[rank], labels=xs[rank]).loss
+        engine.backward(loss)
+        engine.step()
+        if not abs(loss.item() - losses[rank].item()) <= TOLERANCE * losses[rank].item():
+            said.append(f"step {number}: loss {loss.item()} for {losses[rank].item()}")
+        x = batch(99, 1, 7 + 4 * rank)
+        engine.eval()
+        reference.eval()
+        with torch.no_grad():
+            said += [f"evaluated: {each}" for each in off_by(engine(input_ids=x).logits, reference(input_ids=x).logits)]
+            with engine.module.disable_adapter(), reference.disable_adapter():
+                found, wanted = engine(input_ids=x).logits, reference(input_ids=x).logits
+            said += [f"without adapters: {each}" for each in off_by(found, wanted)]
+        reference.train()
+        engine.train()
+    said += differing_weights(engine, reference)
+    engine.destroy()
+    return said
+
+
+CHECKPOINTED = [(2, ""), (2, "reentrant"), (1, "saved"), (3, "reentrant"), (3, "saved")]
+
+
+@sampled(("stage", "checkpointing"), CHECKPOINTED, kept=[4])
+def test_adapters_go_with_checkpointing_other_lengths_and_evaluation(
+    stage: int, checkpointing: str, tmp_path: Path
+) -> None:
+    assert run_on_ranks(uneven, 2, tmp_path, stage, checkpointing) == [[], []]
+
+
+def several(rank: int, world_size: int, stage: int) -> list[str]:
+    """Two adapters: each, both at once, merged, taken away."""
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    from ds_fsmoe.checkpoint_files.expert_parts import parts_in
+    from tests.hf_lora import fill, lora_config
+
+    said: list[str] = []
+    reference = lora_of("gpt_oss", BOTH)
+    reference.add_adapter("other", lora_config(model_of("gpt_oss"), BOTH, r=2, lora_alpha=1))
+    reference.base_model.set_adapter(["default", "other"])
+    fill(reference)
+    ep_size = 2
+    engine = engine_with(copy.deepcopy(reference), ds_config(stage, lr=0.3, ep_size=ep_size, num_chunks=2))
+    model = engine.module
+    said += train(engine, reference, rank, world_size, 2, 0.3)
+    x = batch(99, 1, 9)
+
+    def compared(what: str) -> None:
+        engine.eval()
+        reference.eval()
+        with torch.no_grad():
+            differs = off_by(engine(input_ids=x).logits, reference(input_ids=x).logits)
+        said.extend(f"{what}: {each}" for each in differs)
+
+    compared("both")
+    for each in (model, reference):
+        each.base_model.set_adapter("other")
+    compared("the other one")
+    before = [each.detach().clone() for _, each, _ in parts_in(model)]
+    for change in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
+        with GatheredParameters(list(model.parameters()), modifier_rank=0):
+            for each in (model, reference):
+                getattr(each, change)()
+        compared(change)
+    wanted = dict(reference.base_model.model.named_parameters())
+    for name, parameter, part in parts_in(model.base_model.model):
+        with GatheredParameters([parameter]):
+            said += [f"{name}: {each}" for each in off_by(parameter.detach(), part.cut(wanted[name].detach()))]
+    if len(list(parts_in(model))) != len(before) - 2 * 2 * 2 * 2:
+        said.append("adapters are left")
+    engine.destroy()
+    return said
+
+
+@sampled(("stage", "ranks"), [(0, 2), (2, 2), (3, 4)], kept=[1])
+def test_several_adapters_are_used_merged_and_taken_away(stage: int, ranks: int, tmp_path: Path) -> None:
+    assert run_on_ranks(several, ranks, tmp_path, stage) == [[]] * ranks
