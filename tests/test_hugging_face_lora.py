@@ -24,6 +24,7 @@ from tests.hf_lora import (
     step,
     train,
     trained,
+    with_lora,
 )
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -34,6 +35,7 @@ Case = tuple[str, tuple[str, ...], dict[str, Any]]
 # (nemotron_h), a scaling of another kind, ranks that no grouped product takes, adapters of the last layer alone.
 CASES: list[Case] = [
     ("olmoe", (), {}),
+    ("olmoe", (), {"layers_to_transform": [1]}),
     ("olmoe", BOTH, {"use_rslora": True}),
     ("gpt_oss", BOTH, {"r": 3}),
     ("gpt_oss", ("down",), {"target_modules": []}),
@@ -47,7 +49,8 @@ def gradients(rank: int, world_size: int, cases: list[Case], stage: int, degrees
     said = []
     for family, weights, options in cases:
         reference = lora_of(family, weights, **options)
-        engine = engine_with(copy.deepcopy(reference), ds_config(stage, num_chunks=degrees))
+        config = ds_config(stage, num_chunks=degrees) | {"gradient_clipping": 1e6}  # or stage 0 has no norm
+        engine = engine_with(copy.deepcopy(reference), config)
         x = batch(3, world_size)
         losses = losses_of(reference, x)
         torch.stack(losses).mean().backward()
@@ -57,6 +60,10 @@ def gradients(rank: int, world_size: int, cases: list[Case], stage: int, degrees
             differs.append(f"loss {loss} for {losses[rank].item()}")
         if any(each.deepspeed_moe.fsmoe.own_forward is not None for each in engine.fsmoe.layers.values()):
             differs.append("not all layers are written out")
+        engine.step()
+        norm = torch.stack([each.grad.norm() for each in trained(reference) if each.grad is not None]).norm().item()
+        if not abs(engine.get_global_grad_norm() - norm) <= 1e-4 * norm:
+            differs.append(f"norm {engine.get_global_grad_norm()} for {norm}")
         said += [f"{family} {weights}: {each}" for each in differs]
         engine.destroy()
     return said
@@ -190,3 +197,53 @@ def several(rank: int, world_size: int, stage: int) -> list[str]:
 @sampled(("stage", "ranks"), [(0, 2), (2, 2), (3, 4)], kept=[1])
 def test_several_adapters_are_used_merged_and_taken_away(stage: int, ranks: int, tmp_path: Path) -> None:
     assert run_on_ranks(several, ranks, tmp_path, stage) == [[]] * ranks
+
+
+def from_zero_init(rank: int, world_size: int) -> list[str]:
+    """Trainer's way at stage 3: the model is shared out while it is built, and then wrapped by PEFT."""
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    from tests.hf_families import config_of
+
+    reference = lora_of("mixtral", BOTH)
+    config = ds_config(3, lr=0.3, ep_size=2, num_chunks=2)
+    asked = HfDeepSpeedConfig(config)
+    model = AutoModelForCausalLM.from_config(config_of("mixtral"))
+    model.set_experts_implementation("eager")
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        for ours, theirs in zip(model.parameters(), model_of("mixtral").parameters(), strict=True):
+            ours.data.copy_(theirs.data)
+    model = with_lora(model, BOTH)
+    del asked  # transformers asked whether it lived
+    engine = engine_with(model, config)
+    said = list(train(engine, reference, rank, world_size, 3, 0.3))
+    said += differing_weights(engine, reference)
+    engine.destroy()
+    return said
+
+
+def test_adapters_of_experts_that_zero_init_has_shared_out_are_cut(tmp_path: Path) -> None:
+    assert run_on_ranks(from_zero_init, 4, tmp_path) == [[]] * 4
+
+
+def without_tokens(rank: int, world_size: int) -> list[str]:
+    """The last rank has no batch, and takes part with its experts and their adapters."""
+    reference = lora_of("olmoe", BOTH)
+    engine = engine_with(copy.deepcopy(reference), ds_config(2, num_chunks=2))
+    engine.eval()
+    with torch.no_grad():  # or the size of a batch is not known
+        x = batch(3, 1)
+        engine(input_ids=x)
+    engine.train()
+    loss = reference(input_ids=x, labels=x).loss
+    (loss / world_size).backward()
+    engine.backward(engine(input_ids=x, labels=x).loss if rank == 0 else engine.fsmoe_dummy_forward())
+    said = list(differing_gradients(engine, reference))
+    engine.destroy()
+    return said
+
+
+def test_a_rank_without_a_batch_takes_part_with_its_adapters(tmp_path: Path) -> None:
+    assert run_on_ranks(without_tokens, 2, tmp_path) == [[], []]
