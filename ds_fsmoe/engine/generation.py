@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets ``model.generate`` run on ranks that share experts: one that has written its sequences goes on until all have."""
+"""Lets ``model.generate`` run on ranks that share experts: one that has ended its sequences goes on until all have."""
 
 from __future__ import annotations
 
