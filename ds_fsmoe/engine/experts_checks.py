@@ -14,6 +14,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine.convert_adapters import check_wrappers, wrappers_around
+from ds_fsmoe.engine.convert_experts import num_experts_of
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.parts import LayerError
 
@@ -94,7 +95,7 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
             raise LayerError(
                 f"{name}, a {type(module).__name__}, follows the contract of transformers' experts by name, but {error}"
             ) from error
-        check_wrappers(wrappers, contract, (shape_of(module.down_proj) or (0,))[0])
+        check_wrappers(wrappers, contract, num_experts_of(module))
 
 
 def check_hugging_face(

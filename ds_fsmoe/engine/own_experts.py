@@ -30,6 +30,7 @@ from ds_fsmoe.distributed.topology import layout, world_size_now
 from ds_fsmoe.engine.convert_experts import ep_size_of, num_experts_of
 from ds_fsmoe.engine.cut_parameters import share_out_over_replicas, tag_as_experts
 from ds_fsmoe.engine.experts_checks import check_experts_modules, find_experts
+from ds_fsmoe.engine.peft_seams import adapt_all_experts
 from ds_fsmoe.layer.own_experts_marks import mark_loaded
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
@@ -194,6 +195,7 @@ class Build:
                     parameter.data = parameter.data.clone()
             if part.ep_size > 1:
                 mark_loaded(module, part)
+                adapt_all_experts()
         if ranks_of_experts and max(ranks_of_experts) > 1:
             log_on_rank_0(
                 f"{type(model).__name__} has this rank's experts only, of ep_size = {max(ranks_of_experts)} rank(s)"
