@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,41 @@ def test_a_config_without_a_block_is_refused_and_one_rank_has_all_experts() -> N
         model = AutoModelForCausalLM.from_config(config_of("mixtral"))
     assert model(input_ids=batch(0, 1)).logits.isfinite().all()
     assert not dist.is_initialized()
+
+
+def trained(rank: int, world_size: int, folder: str, stage: int, is_outside: bool) -> Any:
+    """How many experts a Trainer's model has before it trains, and its losses."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": str(world_size)}
+    from transformers import Trainer, TrainingArguments
+
+    import ds_fsmoe
+
+    config = ds_config(stage, lr=0.1)
+    ds_fsmoe.install(config.pop("fsmoe") if is_outside else None)
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/trained",
+        per_device_train_batch_size=1,
+        max_steps=3,
+        max_grad_norm=0.0,
+        learning_rate=0.1,
+        deepspeed=config,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+    )
+    model = from_files(folder)
+    num_experts = model.model.layers[0].mlp.experts.num_experts
+    data = [{"input_ids": each, "labels": each} for each in batch(0, 8)]
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    return num_experts, [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+@pytest.mark.slow
+def test_a_trainers_script_loads_own_experts_without_a_line_of_its_own(tmp_path: Path) -> None:
+    files = saved("qwen3_moe", tmp_path, FORMS[0])
+    alone = run_on_ranks(trained, 2, tmp_path / "2", files, 2, False)
+    assert run_on_ranks(trained, 2, tmp_path / "3", files, 3, True) == alone
+    assert alone[0] == alone[1]
+    assert (alone[0][0], len(alone[0][1])) == (2, 3)

@@ -75,8 +75,8 @@ def own_experts(config: Any = None) -> Iterator[None]:
     rank reads its own. :func:`ds_fsmoe.initialize`, given the same config, takes such a model as it is; before that it
     neither runs nor is saved. Every rank has to build the model, since ranks agree on where experts are.
 
-    Under :func:`ds_fsmoe.install` this is done without, where a block is given to it or an ``HfDeepSpeedConfig`` with
-    one is alive, as Trainer's arguments keep it.
+    Under :func:`ds_fsmoe.install` this is done for ``from_pretrained`` without asking, where a block is given to it or
+    an ``HfDeepSpeedConfig`` with one is alive, as Trainer's arguments keep it.
 
     Args:
         config: the DeepSpeed config, as a dict or the path of a JSON file. With ``"enabled": false`` in its block
@@ -194,7 +194,8 @@ def _patch(modeling: ModuleType) -> None:
 
     @functools.wraps(from_config)
     def build_from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        build = _begin(modeling)
+        # Only where it is asked for, as ranks draw other weights than one process would.
+        build = _begin(modeling) if _asked else None
         if build is None:
             return from_config(cls, *args, **kwargs)
         with _built(build):
