@@ -247,3 +247,31 @@ def without_tokens(rank: int, world_size: int) -> list[str]:
 
 def test_a_rank_without_a_batch_takes_part_with_its_adapters(tmp_path: Path) -> None:
     assert run_on_ranks(without_tokens, 2, tmp_path) == [[], []]
+
+
+def with_frozen_groups(rank: int, world_size: int) -> list[str]:
+    """Frozen weights of experts in groups of their own, and in a script's own optimizer."""
+    import ds_fsmoe
+
+    losses = {}
+    for weights in (BOTH, ()):
+        for way in ("trained", "groups", "optimizer"):
+            model, config = lora_of("olmoe", weights), ds_config(2, lr=0.1, ep_size=2, num_chunks=2)
+            given: dict[str, Any] = {"model_parameters": trained(model)}
+            if way == "groups":
+                frozen = [each for each in model.parameters() if not each.requires_grad and each.dim() == 3]
+                given = {"model_parameters": [{"params": trained(model)}, {"params": frozen}]}
+            elif way == "optimizer":
+                given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+                del config["optimizer"]
+            engine = ds_fsmoe.initialize(model=model, config=config, **given)[0]
+            for number in range(2):
+                loss = step(engine, batch(number, world_size), rank)
+                engine.step()
+            losses[weights, way] = loss
+            engine.destroy()
+    return [f"{key}: {loss}" for key, loss in losses.items() if abs(loss - losses[key[0], "trained"]) > 1e-6]
+
+
+def test_frozen_experts_make_no_groups_of_their_own(tmp_path: Path) -> None:
+    assert run_on_ranks(with_frozen_groups, 2, tmp_path) == [[], []]

@@ -41,7 +41,7 @@ from ds_fsmoe.engine.convert_layers import (
 from ds_fsmoe.engine.expert_groups import groups_of_trained
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.generation import generate_together
-from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names
+from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, without_frozen_experts
 from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
@@ -313,6 +313,8 @@ class FSMoEEngine(SavingEngine):
         """Make DeepSpeed's optimizer, with groups of experts; without experts to train it has none for them."""
         if self._hf_layers:
             client_optimizer, model_parameters = with_expert_groups(client_optimizer), with_names(model_parameters)
+        if self._hf_layers and self.zero_optimization():
+            model_parameters = without_frozen_experts(model_parameters)
         with groups_of_trained(self, self._hf_layers):
             super()._configure_optimizer(client_optimizer, model_parameters)
 

@@ -48,13 +48,26 @@ def with_names(parameters: Any) -> Any:
     return [{"name": f"group {number}"} | each for number, each in enumerate(groups)]
 
 
+def without_frozen_experts(parameters: Any) -> Any:
+    """Return parameters, or groups of them, for DeepSpeed's own optimizer, which makes groups of experts by their size:
+    below stage 3 ZeRO cannot have one whose parameters are all frozen, as experts beneath adapters are."""
+    if parameters is None or isinstance(parameters, torch.Tensor):
+        return parameters
+    groups = list(parameters)
+    if not groups or not isinstance(groups[0], dict):
+        return [each for each in groups if part_of(each) is None or each.requires_grad]
+    kept = [each | {"params": without_frozen_experts(each["params"])} for each in groups]
+    return [each for each in kept if isinstance(each["params"], torch.Tensor) or each["params"]]
+
+
 def _split(optimizer: torch.optim.Optimizer) -> None:
     """Take the experts out of groups that have others too; a group of experts alone is marked."""
     came_off: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for group in list(optimizer.param_groups):
         if group.get("moe"):
             continue
-        experts = [each for each in group["params"] if part_of(each) is not None]
+        # Below stage 3 ZeRO cannot have a group of frozen ones alone.
+        experts = [each for each in group["params"] if part_of(each) is not None and each.requires_grad]
         if not experts:
             continue
         marks = {"moe": True, "name": experts[0].group_name}
