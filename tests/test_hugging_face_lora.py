@@ -275,3 +275,31 @@ def with_frozen_groups(rank: int, world_size: int) -> list[str]:
 
 def test_frozen_experts_make_no_groups_of_their_own(tmp_path: Path) -> None:
     assert run_on_ranks(with_frozen_groups, 2, tmp_path) == [[], []]
+
+
+def resumed(rank: int, world_size: int, stage: int, folder: str) -> list[str]:
+    """Training goes on from a checkpoint as it went on before, with adapters of experts and without."""
+    said = []
+    for weights in (BOTH, ()):
+        place = str(Path(folder, "-".join(weights) or "attention"))
+        losses = []
+        for is_resumed in (False, True):
+            engine = engine_with(lora_of("olmoe", weights), ds_config(stage, lr=0.3, ep_size=2, num_chunks=2))
+            if is_resumed:
+                engine.load_checkpoint(place)
+            else:
+                step(engine, batch(0, world_size), rank)
+                engine.step()
+                engine.save_checkpoint(place)
+            for number in (1, 2):
+                losses.append(step(engine, batch(number, world_size), rank))
+                engine.step()
+            engine.destroy()
+        if losses[:2] != losses[2:]:
+            said.append(f"{weights}: {losses}")
+    return said
+
+
+@sampled("stage", [0, 2, 3], kept=[1])
+def test_adapters_are_resumed_from_a_checkpoint_to_the_bit(stage: int, tmp_path: Path) -> None:
+    assert run_on_ranks(resumed, 2, tmp_path / "ranks", stage, str(tmp_path / "saved")) == [[], []]
