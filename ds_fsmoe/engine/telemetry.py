@@ -6,10 +6,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.telemetry.events import named, of_routers
 from ds_fsmoe.telemetry.record import Record
+from ds_fsmoe.telemetry.router_outputs import router_outputs
 from ds_fsmoe.telemetry.routers import RouterMetrics
 from ds_fsmoe.tuning.as_data import plans_as_data
 from ds_fsmoe.tuning.step_comparison import StepComparison
@@ -51,11 +54,26 @@ class Telemetry:
         # Of the engine itself: what it does not have it looks for in the user's model.
         self.routers = RouterMetrics(sizes, state.running.device, vars(engine).get("stage_id"))
         state.running.instruments.append(self._watch)
+        self._watch_own_routers()
         self._listen(engine.global_steps)
 
     def _watch(self, call: LayerCall) -> None:
         if call.is_training:
             call.gate = self.routers.after(call.gate, call.label)
+
+    def _watch_own_routers(self) -> None:
+        """Look at the routers that are the model's own where they give their logits; experts see their choices only."""
+        experts = {
+            label: each.deepspeed_moe for label, each in self._layers.items() if isinstance(each, HuggingFaceLayer)
+        }
+        found = router_outputs(self._engine.module, experts) if experts else {}
+        for label, output in found.items():
+            self.routers.watch(output, experts[label], label)
+        if silent := [label for label in experts if label not in found]:
+            log_on_rank_0(
+                f"router_entropy is without {', '.join(silent)}: {type(self._engine.module).__name__} does not declare "
+                "which module gives their router logits (_can_record_outputs); their load is reported"
+            )
 
     def _gates(self) -> dict[str, Any]:
         return {label: each.deepspeed_moe.gate for label, each in self._layers.items()}

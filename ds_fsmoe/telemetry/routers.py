@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.components.gate import in_backward
+from ds_fsmoe.components.router import entropy_of
 from ds_fsmoe.components.routing import RoutingBase
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.telemetry.router_outputs import RouterOutput, probabilities_of
 
 _PLACED, _ASKED, _AUX_LOSS, _CALLS, _ENTROPY, _ENTROPIES = range(6)
 """The counts kept for a layer besides its experts' tokens."""
@@ -129,6 +131,30 @@ class RouterMetrics:
             return routing
 
         return counted
+
+    def watch(self, output: RouterOutput, experts: torch.nn.Module, label: str) -> None:
+        """Count the entropies of a router that is the model's own, in what a module of its returns, from now on and
+        while they are asked about.
+
+        Args:
+            output: where its logits come out.
+            experts: the experts that it decides for.
+            label: the label of their layer.
+        """
+        place = self._places[self._prefix + label]
+        first = place.first + place.num_experts + _ENTROPY
+
+        def count(module: torch.nn.Module, args: Any, returned: Any) -> None:
+            if not self.is_listening or self.is_paused or not experts.training or in_backward():
+                return
+            logits = output.of(returned)
+            if logits is None:
+                return
+            with torch.no_grad():
+                entropy = entropy_of(probabilities_of(logits), None).to(self._counts)
+                self._counts[first : first + 2] += torch.stack([entropy, entropy.new_ones(())])
+
+        output.module.register_forward_hook(count)
 
     @torch.no_grad()
     def _count(self, routing: RoutingBase, place: _Place) -> None:
