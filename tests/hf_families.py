@@ -89,11 +89,44 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 8,
         "n_groups": 1,
     },
-    "glm5_next": {"index_kpool": 4},
+    "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 8},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["sparse", "sparse"]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [24, 16],
+        "mlp_layer_types": ["sparse", "sparse"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
+    "flint": {"mlp_only_layers": []},
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 0],
+        }
+    },
+    "mistral4": {"head_dim": 12},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "hc_lowrank": 8,
+    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": NUM_CHOICES, "num_experts": NUM_EXPERTS},
 }
 """What some families must have besides, or otherwise."""
+TEXT_MODELS = {
+    "diffusion_gemma": "DiffusionGemmaEncoderTextModel",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel",
+}
+"""The models of text alone that have another name than their configuration."""
 
 
 def config_of(family: str) -> Any:
@@ -180,7 +213,7 @@ def _class_of(family: str, config: Any) -> Any:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return found[0] if isinstance(found, tuple) else found
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    wanted = type(config).__name__.removesuffix("Config") + "Model"
+    wanted = TEXT_MODELS.get(family, type(config).__name__.removesuffix("Config") + "Model")
     if not hasattr(module, wanted):
         raise ValueError(f"{family} has no model of text alone")
     return getattr(module, wanted)
@@ -228,7 +261,8 @@ def table() -> str:
         if reason:
             rows.append(f"| {family} | | | no: its tiny configuration cannot be made or run |")
             continue
-        module = next(each for each in model_of(family).modules() if follows_contract(each))
+        model = model_of(family)
+        module = next(each for each in model.modules() if follows_contract(each))
         found = contract_of(module)
         words = ["gated" if found.has_gate else "plain"]
         words += ["interleaved"] if found.has_gate and not found.is_concatenated else []
@@ -237,7 +271,8 @@ def table() -> str:
         words += ["normed behind"] if found.has_post_expert_norm else []
         own = type(module)
         words += ["a gate of its own"] if own._apply_gate.__module__ == own.__module__ else []
-        rows.append(f"| {family} | `{own.__name__}` | {', '.join(words)} | yes |")
+        whole = "yes" if type(model).__name__.endswith("ForCausalLM") else "yes, its text model"
+        rows.append(f"| {family} | `{own.__name__}` | {', '.join(words)} | {whole} |")
     return "\n".join(rows)
 
 
