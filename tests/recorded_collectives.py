@@ -56,6 +56,9 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(Event().record(stream))
 
+    def synchronize(self) -> None:
+        """A host wait, which is not written down."""
+
 
 class Event:
     """What is over when it comes to pass."""
@@ -69,6 +72,9 @@ class Event:
 
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        """A host wait, which is not written down."""
 
 
 class Tape:
@@ -208,10 +214,15 @@ def record(patch: pytest.MonkeyPatch) -> Tape:
 
 def record_deepspeed(patch: pytest.MonkeyPatch, tape: Tape) -> None:
     """DeepSpeed's own streams, too: on a CPU it would have none, and issue what it overlaps in one line."""
+
+    class OfCurrent(Event):
+        def record(self, stream: Stream | None = None) -> Event:
+            return super().record(stream or tape.current)
+
     accelerator = type(get_accelerator())
     for name, value in {
         "Stream": property(lambda _: lambda *_, **__: tape.make_stream(torch.device("cuda", 0))),
-        "Event": property(lambda _: Event),
+        "Event": property(lambda _: OfCurrent),
         "stream": lambda _, stream: tape.on(stream),
         "current_stream": lambda *_: tape.current,
         "default_stream": lambda *_: tape.compute,

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows parameters that ZeRO 3 has shared out over ranks, and how to have them whole for a while."""
+"""Knows parameters that ZeRO 3 has shared out over ranks, how to have them whole for a while, and in what order they
+are gathered.
+
+DeepSpeed gathers the parameters of a module ahead of its forward and backward, and those of the next modules with them.
+Dense parameters travel in one communicator and experts' in another. Which comes first is left to the order of a set of
+parameters, by their addresses: another one on each rank, and NCCL may wait for ever. It is also done in hooks on every
+module, activation functions within experts too, which run while lanes are at work.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+
+_GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 
 
 def is_shared_out(parameter: torch.Tensor) -> bool:
@@ -55,3 +65,31 @@ def gather_module_by_module(model: nn.Module, inner: Collection[nn.Module]) -> N
     for module in model.modules():
         if z3_leaf_module(module) and any(id(each) in wanted for each in module.modules()):
             set_z3_leaf_module(module, False)
+
+
+def fence_gathers(optimizer: Any, experts: Iterable[nn.Module]) -> None:
+    """Let DeepSpeed gather parameters in one order on all ranks, and never because of what lanes do meanwhile.
+
+    Args:
+        optimizer: the engine's at stage 3, or what stands for it where nothing is optimized.
+        experts: the modules whose forwards run on lanes.
+    """
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    coordinator = offload.get_param_coordinator()
+    gather = getattr(coordinator, _GATHER)
+
+    def gather_in_order(params: Iterable[torch.Tensor], forward: bool) -> None:
+        gather(sorted(params, key=_number_of), forward)
+
+    setattr(coordinator, _GATHER, gather_in_order)
+    # How often experts call what has no parameters depends on their rows, where they are called themselves.
+    within = (each for module in experts for each in module.modules() if each is not module)
+    silent = [each for each in within if next(each.parameters(), None) is None]
+    hooks = {id(each) for module in silent for each in (module._forward_pre_hooks, module._forward_hooks)}
+    for handle in (*offload.forward_hooks, *offload.backward_hooks):
+        if id(handle.hooks_dict_ref()) in hooks:
+            handle.remove()
+
+
+def _number_of(parameter: torch.Tensor) -> int:
+    return parameter.ds_id

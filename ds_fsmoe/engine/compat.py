@@ -60,6 +60,9 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
         "apply_scale",
     ),
     "deepspeed.runtime.utils:is_model_parallel_parameter": ("p",),
+    "deepspeed.runtime.zero.partitioned_param_coordinator:"
+    "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params": None,
+    "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.get_param_coordinator": ("self",),
     "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint": (
         "self",
         "load_dir",

@@ -28,6 +28,7 @@ from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
 from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.distributed.partitioned import fence_gathers
 from ds_fsmoe.engine import compat
 from ds_fsmoe.engine.convert_adapters import gather_as_they_run, with_wrappers, wrappers_around
 from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table
@@ -70,6 +71,8 @@ class FSMoEEngine(SavingEngine):
         self.fsmoe.uncut.begin(self.fsmoe.inner_layers)
         check_agreement(self.fsmoe.facts(), self.fsmoe.stage_group, "how MoE layers are run")
         self._take_over_reduction()
+        if self._hf_layers and self.zero_optimization_partition_weights():
+            fence_gathers(self.optimizer, [each.deepspeed_moe for each in self._hf_layers])
         correct_norm(self)
         if self.fsmoe.block.debug.check_results:
             self._watch_results()
