@@ -8,10 +8,12 @@ options of the groups that they know.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ds_fsmoe.checkpoint_files.expert_parts import part_of
 
@@ -63,6 +65,7 @@ def without_frozen_experts(parameters: Any) -> Any:
 def _split(optimizer: torch.optim.Optimizer) -> None:
     """Take the experts out of groups that have others too; a group of experts alone is marked."""
     came_off: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    known = list(optimizer.param_groups)
     for group in list(optimizer.param_groups):
         if group.get("moe"):
             continue
@@ -81,6 +84,37 @@ def _split(optimizer: torch.optim.Optimizer) -> None:
         came_off.append((group, own))
     if came_off:
         optimizer.register_step_pre_hook(_following(came_off))
+        for scheduler in list(_schedulers_of(optimizer)):
+            scheduler.optimizer = _Known(optimizer, known)
+
+
+class _Known:
+    """Shows a scheduler the groups of an optimizer that were there when it was made: it has a rate for each of them.
+
+    Args:
+        optimizer: the optimizer.
+        groups: these groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        self._optimizer = optimizer
+        self.param_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+
+def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
+    """Return the schedulers that were made for an optimizer, which does not know them itself."""
+    if not getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        return
+    gc.collect()
+    for each in gc.get_objects():
+        # By its type: some objects answer isinstance() with whatever they stand for.
+        if issubclass(type(each), LRScheduler) and vars(each).get("optimizer") is optimizer:
+            yield each
 
 
 def _following(came_off: list[tuple[dict[str, Any], dict[str, Any]]]) -> Callable[..., None]:

@@ -38,7 +38,8 @@ def _refusing(model: nn.Module, save: Any) -> Any:
         # Of a model with adapters only these are written.
         is_adapted = hasattr(model, "peft_config")
         parts = [name for name, each, _ in parts_in(model) if each.requires_grad or not is_adapted]
-        if parts and options.get("state_dict") is None:
+        writes = options.get("is_main_process", True)
+        if parts and writes and options.get("state_dict") is None:
             raise CheckpointError(
                 f"save_pretrained: this rank has only its own experts in {parts[0]}. Call "
                 "state_dict = ds_fsmoe.whole_state_dict(engine) on every rank, and on the first one "
