@@ -9,7 +9,6 @@ deepspeed --num_accelerators 2 --module ds_fsmoe.run examples/hf/trainer.py --mo
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -60,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts with Trainer, TRL and Accelerate, in which nothing is ours, train, save and resume as on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+pytest.importorskip("trl")
+
+from tests.ranks import run_on_ranks
+from tests.scripts import ROOT, free_port, launch
+
+SCRIPTS = ROOT / "examples" / "hf"
+EVERYWHERE = ("--logging_steps=1", "--report_to=none", "--learning_rate=1e-2", "--disable_tqdm=true")
+Run = tuple[str, ...]
+
+
+def be_scripts(rank: int, world_size: int, folder: str, runs: list[Run], port: int) -> None:
+    """Run scripts one after the other as ``deepspeed --module ds_fsmoe.run`` would, in a process that is a rank."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    dist.barrier()
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1"}
+    os.chdir(folder)
+    runpy.run_path(str(ROOT / "examples" / "on_cpu" / "sitecustomize.py"))
+    for number, (script, *arguments) in enumerate(runs):
+        os.environ |= {"MASTER_PORT": str(port + number), "ACCELERATE_USE_DEEPSPEED": "true"}
+        sys.argv = ["ds_fsmoe.run", f"--local_rank={rank}", str(SCRIPTS / script), *arguments]
+        runpy.run_module("ds_fsmoe.run", run_name="__main__", alter_sys=True)
+        dist.destroy_process_group()
+        for each in (AcceleratorState, GradientState, PartialState):
+            each._reset_state()
+    # The one that run_on_ranks is about to end.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def on_ranks(folder: Path, world_size: int, runs: list[Run]) -> None:
+    ranks = folder / f"ranks{len(list(folder.glob('ranks*')))}"
+    ranks.mkdir()
+    run_on_ranks(be_scripts, world_size, ranks, str(folder), runs, free_port(), limit_s=280)
+
+
+def be_plain(rank: int, world_size: int, folder: str, runs: list[Run]) -> None:
+    """Run scripts in one process, with nothing of DeepSpeed's or ours."""
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.chdir(folder)
+    for script, *arguments in runs:
+        sys.argv = [script, *arguments]
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def in_one_process(folder: Path, runs: list[Run]) -> None:
+    ranks = folder / f"ranks{len(list(folder.glob('ranks*')))}"
+    ranks.mkdir()
+    run_on_ranks(be_plain, 1, ranks, str(folder), runs, limit_s=280)
+
+
+def history(folder: Path) -> list[dict[str, float]]:
+    return json.loads((folder / "history.json").read_text())
+
+
+def assert_alike(found: Path, wanted: Path, rel: float = 2e-5) -> None:
+    ours, theirs = history(found), history(wanted)
+    assert [list(each) for each in ours] == [list(each) for each in theirs]
+    for of_ours, of_theirs in zip(ours, theirs, strict=True):
+        # The last batch of an evaluation is filled up on ranks.
+        kept = [key for key in of_ours if key != "eval_loss"]
+        assert [of_ours[key] for key in kept] == pytest.approx([of_theirs[key] for key in kept], rel=rel)
+
+
+def trainer(out: str, world: int, *more: str, stage: int | None = 3, steps: int = 4) -> Run:
+    on = ("--use_cpu",) if stage is None else (f"--deepspeed={SCRIPTS}/zero{stage}.json",)
+    batch = f"--per_device_train_batch_size={4 // world}"
+    return ("trainer.py", "--model=base", f"--output_dir={out}", f"--max_steps={steps}", batch, *EVERYWHERE, *on, *more)
+
+
+LORA = ("--lora=experts", "--save_steps=2")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scripts")
+    runs = [
+        ("make_model.py", "base"),
+        trainer("plain", 1, "--max_grad_norm=0.1", "--gradient_accumulation_steps=2", stage=None),
+        trainer("plain-lora", 1, *LORA, stage=None),
+        ("accelerate_loop.py", "--model=base", "--batch=4", "--save=plain-accelerate"),
+    ]
+    in_one_process(folder, runs)
+    return folder
+
+
+def test_lora_on_experts_is_trained_at_stage_3_resumed_elsewhere_merged_and_read_by_transformers(base: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    on_ranks(base, 2, [trainer("lora", 2, *LORA)])
+    assert_alike(base / "lora", base / "plain-lora")
+    # Two steps in, on as many ranks again, with another stage and all experts on each rank.
+    (base / "moved").mkdir()
+    (base / "lora" / "checkpoint-2").rename(base / "moved" / "checkpoint-2")
+    whole = json.loads((SCRIPTS / "zero2.json").read_text())
+    whole["fsmoe"]["ep_size"] = 1
+    (base / "whole.json").write_text(json.dumps(whole))
+    on_ranks(base, 2, [(*trainer("moved", 2, *LORA, stage=2), "--resume=true", "--deepspeed=whole.json")])
+    assert_alike(base / "moved", base / "plain-lora")
+    theirs = load_file(base / "plain-lora" / "adapter_model.safetensors")
+    for name in ("lora", "moved"):
+        ours = load_file(base / name / "adapter_model.safetensors")
+        assert {key: each.shape for key, each in ours.items()} == {key: each.shape for key, each in theirs.items()}
+        for key, each in theirs.items():
+            torch.testing.assert_close(ours[key], each, rtol=1e-3, atol=1e-4)
+    merged = {}
+    for name in ("lora", "plain-lora"):
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "base"), base / name)
+        model.merge_and_unload().save_pretrained(base / f"{name}-merged")
+        merged[name] = AutoModelForCausalLM.from_pretrained(base / f"{name}-merged")
+    x = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        wanted = merged["plain-lora"](input_ids=x).logits
+        torch.testing.assert_close(merged["lora"](input_ids=x).logits, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_trainers_own_optimizer_clips_accumulates_evaluates_saves_and_resumes_as_on_one_process(base: Path) -> None:
+    more = ("--max_grad_norm=0.1", "--gradient_accumulation_steps=2", "--save_steps=2")
+    checkpointing = ("--gradient_checkpointing", '--gradient_checkpointing_kwargs={"use_reentrant": true}')
+    on_ranks(base, 2, [trainer("full", 2, *more, *checkpointing, stage=2), trainer("full3", 2, *more)])
+    for name in ("full", "full3"):
+        assert_alike(base / name, base / "plain")
+        whole = load_file(base / name / "model.safetensors")
+        for key, each in load_file(base / "plain" / "model.safetensors").items():
+            torch.testing.assert_close(whole[key], each, rtol=1e-3, atol=1e-4)
+    (base / "again").mkdir()
+    (base / "full" / "checkpoint-2").rename(base / "again" / "checkpoint-2")
+    on_ranks(base, 2, [trainer("again", 2, *more, *checkpointing, "--resume=true", stage=2)])
+    assert history(base / "again") == history(base / "full")
+    full, again = ((base / name / "model.safetensors").read_bytes() for name in ("full", "again"))
+    assert full == again
+
+
+def test_accelerate_saves_the_weights_that_one_process_trains(base: Path) -> None:
+    run = ("accelerate_loop.py", "--model=base", f"--deepspeed={SCRIPTS}/zero2.json", "--save=accelerate")
+    on_ranks(base, 2, [run])
+    ours, theirs = (load_file(base / each / "model.safetensors") for each in ("accelerate", "plain-accelerate"))
+    assert ours.keys() == theirs.keys()
+    for key, each in theirs.items():
+        torch.testing.assert_close(ours[key], each, rtol=1e-3, atol=1e-4)
+
+
+def sft(out: str, batch: int, *more: str) -> Run:
+    of_trl = ("--max_length=64", "--bf16=false", "--gradient_checkpointing=false")
+    model = ("--model_name_or_path=base", f"--output_dir={out}", "--max_steps=4")
+    return ("sft.py", *model, f"--per_device_train_batch_size={batch}", *EVERYWHERE, *of_trl, *more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("lora", [False, True])
+def test_trl_trains_as_on_one_process(stage: int, lora: bool, base: Path) -> None:
+    of_lora = ("--use_peft", "--lora_r=4", "--lora_target_modules", "q_proj", "v_proj") if lora else ()
+    plain, ours = (f"sft{stage}{lora}{each}" for each in ("plain", ""))
+    in_one_process(base, [sft(plain, 4, "--use_cpu", *of_lora)])
+    on_ranks(base, 2, [sft(ours, 2, f"--deepspeed={SCRIPTS}/zero{stage}.json", *of_lora)])
+    assert_alike(base / ours, base / plain, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("lora", ["attention", "experts"])
+@pytest.mark.parametrize("reentrant", ["true", "false"])
+def test_lora_with_checkpointing_trains_as_on_one_process(stage: int, lora: str, reentrant: str, base: Path) -> None:
+    out = f"lora{stage}{lora}{reentrant}"
+    kind = json.dumps({"use_reentrant": reentrant == "true"})
+    more = (f"--lora={lora}", "--gradient_checkpointing", f"--gradient_checkpointing_kwargs={kind}")
+    in_one_process(base, [trainer(f"{out}-plain", 1, *more, stage=None)])
+    on_ranks(base, 2, [trainer(out, 2, *more, stage=stage)])
+    assert_alike(base / out, base / f"{out}-plain")
+
+
+@pytest.mark.slow
+def test_bf16_is_trained_as_stock_deepspeed_trains_it(base: Path) -> None:
+    off = json.loads((SCRIPTS / "zero2.json").read_text()) | {"fsmoe": {"enabled": False}}
+    (base / "off.json").write_text(json.dumps(off))
+    stock = (*trainer("bf16-stock", 2, "--bf16", stage=2), "--deepspeed=off.json")
+    on_ranks(base, 2, [stock, trainer("bf16", 2, "--bf16", stage=2)])
+    assert_alike(base / "bf16", base / "bf16-stock", rel=2e-2)
+
+
+@pytest.mark.slow
+def test_the_launcher_runs_an_untouched_script(base: Path) -> None:
+    variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu")))}
+    script, *arguments = trainer("launched", 2, "--max_grad_norm=0.1", "--gradient_accumulation_steps=2")
+    launch(base, "--module", "ds_fsmoe.run", str(SCRIPTS / script), *arguments, **variables)
+    assert_alike(base / "launched", base / "plain")
