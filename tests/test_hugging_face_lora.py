@@ -13,12 +13,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tests.hf_families import batch, model_of
+from tests.hf_families import WIDTH, batch, model_of
 from tests.hf_lora import (
     BOTH,
     differing_gradients,
     differing_weights,
     engine_with,
+    fill,
     lora_of,
     losses_of,
     step,
@@ -94,8 +95,7 @@ def five_steps(rank: int, world_size: int, cases: list[Case], stage: int, every:
 
 @sampled("stage", [0, 1, 2, 3], kept=[3])
 def test_weights_after_five_steps_are_those_of_one_process_with_replicas_of_experts(stage: int, tmp_path: Path) -> None:
-    cases = [("olmoe", BOTH, {}), ("gpt_oss", ("up",), {})]
-    found = run_on_ranks(five_steps, 4, tmp_path, cases, stage, stage in (0, 2))
+    found = run_on_ranks(five_steps, 4, tmp_path, [("olmoe", BOTH, {})], stage, stage in (0, 2))
     assert [each for of_rank in found for each in of_rank] == []
 
 
@@ -154,7 +154,7 @@ def several(rank: int, world_size: int, stage: int) -> list[str]:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     from ds_fsmoe.checkpoint_files.expert_parts import parts_in
-    from tests.hf_lora import fill, lora_config
+    from tests.hf_lora import lora_config
 
     said: list[str] = []
     reference = lora_of("gpt_oss", BOTH)
@@ -199,6 +199,15 @@ def test_several_adapters_are_used_merged_and_taken_away(stage: int, ranks: int,
     assert run_on_ranks(several, ranks, tmp_path, stage) == [[]] * ranks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_after_five_steps_are_those_of_one_process_where_experts_are_laid_out_otherwise(
+    stage: int, tmp_path: Path
+) -> None:
+    found = run_on_ranks(five_steps, 4, tmp_path, [("gpt_oss", ("up",), {}), ("nemotron_h", BOTH, {})], stage, False)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
 def from_zero_init(rank: int, world_size: int) -> list[str]:
     """Trainer's way at stage 3: the model is shared out while it is built, and then wrapped by PEFT."""
     import deepspeed
@@ -218,7 +227,7 @@ def from_zero_init(rank: int, world_size: int) -> list[str]:
     model = with_lora(model, BOTH)
     del asked  # transformers asked whether it lived
     engine = engine_with(model, config)
-    said = list(train(engine, reference, rank, world_size, 3, 0.3))
+    said = list(train(engine, reference, rank, world_size, 2, 0.3))
     said += differing_weights(engine, reference)
     engine.destroy()
     return said
@@ -303,3 +312,28 @@ def resumed(rank: int, world_size: int, stage: int, folder: str) -> list[str]:
 @sampled("stage", [0, 2, 3], kept=[1])
 def test_adapters_are_resumed_from_a_checkpoint_to_the_bit(stage: int, tmp_path: Path) -> None:
     assert run_on_ranks(resumed, 2, tmp_path / "ranks", stage, str(tmp_path / "saved")) == [[], []]
+
+
+def called(rank: int, world_size: int, stage: int) -> list[str]:
+    """Experts that compute something else than the contract says, differentiated by autograd."""
+    from peft import LoraConfig, get_peft_model
+
+    from tests.test_hugging_face import OfTwice
+
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    reference = get_peft_model(OfTwice(), LoraConfig(r=4, target_modules=["router"], target_parameters=targets))
+    fill(reference)
+    engine = engine_with(copy.deepcopy(reference), ds_config(stage, num_chunks={"forward": 2, "backward": 3}))
+    xs = torch.randn(world_size, 7, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.stack([reference(each) for each in xs]).mean().backward()
+    engine.backward(engine(xs[rank]))
+    said = list(differing_gradients(engine, reference))
+    ways = [each.deepspeed_moe.fsmoe.own_forward is None for each in engine.fsmoe.layers.values()]
+    engine.destroy()
+    return said + ([] if ways == [False] else ["it was not called itself"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_that_are_called_themselves_have_adapters(stage: int, tmp_path: Path) -> None:
+    assert run_on_ranks(called, 2, tmp_path, stage) == [[], []]
