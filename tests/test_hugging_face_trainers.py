@@ -30,18 +30,15 @@ def be_scripts(rank: int, world_size: int, folder: str, runs: list[Run], port: i
 
     dist.barrier()
     dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     os.chdir(folder)
     runpy.run_path(str(ROOT / "examples" / "on_cpu" / "sitecustomize.py"))
-    for number, (script, *arguments) in enumerate(runs):
-        os.environ |= {"MASTER_PORT": str(port + number), "ACCELERATE_USE_DEEPSPEED": "true"}
+    for script, *arguments in runs:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         sys.argv = ["ds_fsmoe.run", f"--local_rank={rank}", str(SCRIPTS / script), *arguments]
         runpy.run_module("ds_fsmoe.run", run_name="__main__", alter_sys=True)
-        dist.destroy_process_group()
         for each in (AcceleratorState, GradientState, PartialState):
             each._reset_state()
-    # The one that run_on_ranks is about to end.
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def on_ranks(folder: Path, world_size: int, runs: list[Run]) -> None:
