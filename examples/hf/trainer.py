@@ -48,8 +48,10 @@ def main() -> None:
         on_experts = EXPERTS if own.lora == "experts" else None
         lora = LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, target_parameters=on_experts)
         model = get_peft_model(model, lora)
-    data = texts(AutoTokenizer.from_pretrained(own.model), 64)
-    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)))
+    tokenizer = AutoTokenizer.from_pretrained(own.model)
+    data = texts(tokenizer, 64)
+    few = data.select(range(8))
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=few, processing_class=tokenizer)
     trainer.train(resume_from_checkpoint=own.resume)
     trainer.save_model()
     if trainer.is_world_process_zero():
