@@ -66,7 +66,11 @@ def test_experts_that_cannot_be_taken_over_are_named(change: Callable[[nn.Module
     [
         ({"gate": "topk"}, {}, 'fsmoe.gate = "topk": not with experts of a Hugging Face model'),
         ({"dispatch": "slots"}, {}, 'fsmoe.dispatch = "slots": not with experts of a Hugging Face model'),
-        ({"expert_tensor_parallel_size": 2}, {}, "fsmoe.expert_tensor_parallel_size = 2: not with experts"),
+        (
+            {"expert_tensor_parallel_size": 2},
+            {"zero_optimization": {"stage": 3}},
+            "fsmoe.expert_tensor_parallel_size = 2: at ZeRO 3",
+        ),
         ({}, {"expert_parallel": {"enabled": True}}, "take one of the two off, expert_parallel or fsmoe"),
     ],
 )

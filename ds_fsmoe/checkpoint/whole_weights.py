@@ -44,12 +44,12 @@ def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> di
 
 def _whole(value: torch.Tensor, part: ExpertPart | None) -> torch.Tensor | None:
     """Return a whole parameter of which ranks have parts, on the first rank; ``None`` on others that have parts."""
-    if part is None or part.ep_size == 1:
+    if part is None or part.num_parts == 1:
         return value
     group = stock_groups._get_expert_parallel_group(value.group_name)
     if 0 not in dist.get_process_group_ranks(group):
         return None
     own = value.detach().contiguous()
-    parts = [torch.empty_like(own) for _ in range(part.ep_size)] if dist.get_rank() == 0 else None
+    parts = [torch.empty_like(own) for _ in range(part.num_parts)] if dist.get_rank() == 0 else None
     dist.gather(own, parts, dst=0, group=group)
     return None if parts is None else part.join(parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -25,6 +25,51 @@ _NAME = re.compile(rf"^(?P<name>.+){_SIGN}(?P<ep_rank>[0-9]{{1,9}})$")
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Describes which shard of each of its experts a rank has, of a parameter of layout ``"stacked"``."""
+
+    count: int
+    """The ranks that share an expert."""
+    index: int
+    """Which of them this is."""
+    dim: int | None
+    """The dimension that is cut; ``None``: whole in the first shard and zero in the others."""
+    pieces: int = 1
+    """How many equal pieces lie one behind the other in that dimension, each of which is cut: 2 for gate and value."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"index = {self.index}: must be between 0 and count - 1 ({self.count - 1})")
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this shard of a tensor with all of some experts.
+
+        Raises:
+            ValueError: the shards would not be equally large.
+        """
+        if self.dim is None:
+            return torch.zeros_like(whole) if self.index else whole
+        if whole.shape[self.dim] % (self.pieces * self.count):
+            raise ValueError(f"shape {list(whole.shape)}: dimension {self.dim} is not cut into {self.count} shards")
+        each = whole.unflatten(self.dim, (self.pieces, self.count, -1))
+        return each.select(self.dim + 1, self.index).flatten(self.dim, self.dim + 1)
+
+    def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the whole of all shards, in their order."""
+        if self.dim is None:
+            return shards[0]
+        pieces = [each.unflatten(self.dim, (self.pieces, -1)) for each in shards]
+        return torch.stack(pieces, dim=self.dim + 1).flatten(self.dim, self.dim + 2)
+
+    def scaled(self, shape: Sequence[int], up: bool) -> tuple[int, ...]:
+        """Return the whole shape of that of a shard, or the other way round."""
+        sizes = list(shape)
+        if self.dim is not None:
+            sizes[self.dim] = sizes[self.dim] * self.count if up else sizes[self.dim] // self.count
+        return tuple(sizes)
+
+
+@dataclass(frozen=True)
 class ExpertPart:
     """Describes what of a whole parameter is on a rank."""
 
@@ -35,8 +80,12 @@ class ExpertPart:
     """The ranks over which they are spread."""
     ep_rank: int
     """Which of them this is."""
+    shard: Shard | None = None
+    """Which shard of these experts this rank has; ``None``: all of each."""
 
     def __post_init__(self) -> None:
+        if self.shard is not None and self.layout != "stacked":
+            raise ValueError(f"layout = {self.layout!r}: only stacked experts are cut into shards")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout = {self.layout!r}: must be one of {', '.join(LAYOUTS)}")
         if self.ep_size < 1 or self.num_experts % self.ep_size:
@@ -50,6 +99,11 @@ class ExpertPart:
         return self.num_experts // self.ep_size
 
     @property
+    def num_parts(self) -> int:
+        """The number of ranks that have different parts: rank ``i * shards + s`` has shard s of EP rank i's experts."""
+        return self.ep_size * (1 if self.shard is None else self.shard.count)
+
+    @property
     def experts(self) -> range:
         """The experts of this rank."""
         return range(self.ep_rank * self.num_local, (self.ep_rank + 1) * self.num_local)
@@ -61,7 +115,8 @@ class ExpertPart:
             ValueError: the shape does not hold E experts.
         """
         dim = self._dim_of(whole, self.num_experts)
-        return *whole[:dim], whole[dim] // self.ep_size, *whole[dim + 1 :]
+        mine = (*whole[:dim], whole[dim] // self.ep_size, *whole[dim + 1 :])
+        return mine if self.shard is None else self.shard.scaled(mine, up=False)
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a whole parameter from that of a part.
@@ -70,10 +125,11 @@ class ExpertPart:
             ValueError: the shape does not hold this rank's experts.
         """
         dim = self._dim_of(part, self.num_local)
-        return *part[:dim], part[dim] * self.ep_size, *part[dim + 1 :]
+        whole = (*part[:dim], part[dim] * self.ep_size, *part[dim + 1 :])
+        return whole if self.shard is None else self.shard.scaled(whole, up=True)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole parameter; of ``"stacked"`` ones a view.
+        """Return this rank's part of a whole parameter; of ``"stacked"`` ones without shards a view.
 
         Raises:
             ValueError: the tensor does not hold E experts.
@@ -81,7 +137,8 @@ class ExpertPart:
         dim = self._dim_of(whole.shape, self.num_experts)
         if self.layout == "stacked":
             size = whole.shape[dim] // self.ep_size
-            return whole[self.ep_rank * size : (self.ep_rank + 1) * size]
+            mine = whole[self.ep_rank * size : (self.ep_rank + 1) * size]
+            return mine if self.shard is None else self.shard.cut(mine)
         mine = slice(self.experts.start, self.experts.stop)
         return whole.unflatten(dim, (-1, self.num_experts))[..., mine].flatten(dim)
 
@@ -89,23 +146,26 @@ class ExpertPart:
         """Return the whole parameter, in new memory.
 
         Args:
-            parts: those of the ranks, in the order of ``ep_rank``.
+            parts: those of the ranks, in the order of ``ep_rank``, and for each of these shard by shard.
 
         Raises:
             ValueError: too few or too many of them, or one that does not hold its rank's experts.
         """
         parts = list(parts)
-        if len(parts) != self.ep_size:
-            raise ValueError(f"{len(parts)} parts: must be ep_size of them ({self.ep_size})")
+        if len(parts) != self.num_parts:
+            raise ValueError(f"{len(parts)} parts: must be one of each rank ({self.num_parts})")
         for each in parts:
             self._dim_of(each.shape, self.num_local)
+        if self.shard is not None:
+            count = self.shard.count
+            parts = [self.shard.join(parts[at : at + count]) for at in range(0, len(parts), count)]
         if self.layout == "stacked":
             return torch.cat(parts)
         return torch.cat([each.unflatten(1, (-1, self.num_local)) for each in parts], dim=2).flatten(1)
 
     def of_rank(self, ep_rank: int) -> ExpertPart:
         """Return the description of another rank's part of the same parameter."""
-        return ExpertPart(self.layout, self.num_experts, self.ep_size, ep_rank)
+        return replace(self, ep_rank=ep_rank)
 
     def _dim_of(self, shape: Sequence[int], num_experts: int) -> int:
         dim = LAYOUTS.index(self.layout)

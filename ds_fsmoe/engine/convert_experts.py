@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard
 from ds_fsmoe.components.expert_compute.contract import (
     Contract,
     contract_of,
@@ -29,6 +30,7 @@ from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import find_topology, world_size_now
 from ds_fsmoe.engine.convert_adapters import adapters_of, convert_wrappers
 from ds_fsmoe.engine.cut_parameters import cut_parameter, share_out, tag_as_experts
+from ds_fsmoe.engine.experts_shards import contract_of_shard, shards_of
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
@@ -52,17 +54,26 @@ def chosen_ep_size(block: FSMoEBlock, num_experts: list[int], world_size: int, r
     Raises:
         ConfigError: the size asked for does not divide the experts or the ranks; names the choices.
     """
+    esp_size = block.esp_size
+    if world_size % esp_size:
+        sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        raise ConfigError(
+            f"{BLOCK}.expert_tensor_parallel_size = {esp_size}: must divide the {world_size} ranks; the choices are "
+            f"{sizes}"
+        )
     fitting = [
         size
         for size in range(1, world_size + 1)
-        if world_size % size == 0 and not any(each % size for each in num_experts)
+        if world_size % (size * esp_size) == 0 and not any(each % size for each in num_experts)
     ]
     if block.ep_size == "auto":
-        return max(size for size in fitting if size <= ranks_per_node and ranks_per_node % size == 0)
+        inside = (size for size in fitting if ranks_per_node % (size * esp_size) == 0)
+        return max(inside, default=1)
     if block.ep_size not in fitting:
         kinds = ", ".join(map(str, sorted(set(num_experts))))
         raise ConfigError(
-            f"{BLOCK}.ep_size = {shown(block.ep_size)}: must divide the {world_size} ranks and the {kinds} experts of "
+            f"{BLOCK}.ep_size = {shown(block.ep_size)}: must divide the {world_size // esp_size} "
+            f"{'ranks' if esp_size == 1 else 'groups of ranks that share an expert'} and the {kinds} experts of "
             f"the layers; the choices are {', '.join(map(str, fitting))}"
         )
     return block.ep_size
@@ -123,16 +134,20 @@ def convert_experts(
         contract=contract,
         total_experts=num_experts,
         ep_size=ep_size,
+        esp_size=running.block.esp_size,
         gate=gate,
     )
+    index = running.shard_index(ep_size)
+    state.contract = contract_of_shard(contract, index)
     part = ExpertPart("stacked", num_experts, ep_size, running.ep_rank(ep_size))
     if loaded_part(module) is None:
-        replaced = _cut(module, contract, part, state.group_name)
+        replaced = _cut(module, contract, part, shards_of(contract, state.esp_size, index), state.group_name)
     else:
         replaced = {}
         _take_loaded(module, contract, part, state.group_name, path)
-    with gathered(module.parameters()):
-        state.own_forward = _own_forward_if_other(module, contract)
+    if state.esp_size == 1:  # what shards compute has been tried
+        with gathered(module.parameters()):
+            state.own_forward = _own_forward_if_other(module, contract)
     module.__class__ = _ours(own_class)
     module.fsmoe = state
     replaced |= convert_wrappers(wrappers or {}, module, part.ep_rank)
@@ -152,12 +167,14 @@ def _ours(own_class: type[nn.Module]) -> type[nn.Module]:
     return _classes[own_class]
 
 
-def _cut(module: nn.Module, contract: Contract, part: ExpertPart, group_name: str) -> dict[nn.Parameter, nn.Parameter]:
-    """Put this rank's experts in the place of all of them, one weight at a time."""
+def _cut(
+    module: nn.Module, contract: Contract, part: ExpertPart, shards: Mapping[str, Shard | None], group_name: str
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Put this rank's experts, or shards of them, in the place of all of them, one weight at a time."""
     replaced = {}
     for name in contract.weights:
         whole = getattr(module, name)
-        mine = cut_parameter(whole, part, group_name)
+        mine = cut_parameter(whole, replace(part, shard=shards[name]), group_name)
         setattr(module, name, mine)
         replaced[mine] = whole
     if hasattr(module, "num_experts"):

@@ -297,7 +297,7 @@ class FSMoEEngine(SavingEngine):
         self._hf_layers = [each for each in layers.values() if isinstance(each, HuggingFaceLayer)]
         agree_on_forms(self._hf_layers)
         log_table(self._hf_layers, model, len(stock))
-        if ep_size > 1:
+        if ep_size * block.esp_size > 1:
             save_whole_models(model)
             generate_together(model)
         if isinstance(model, PipelineModule):

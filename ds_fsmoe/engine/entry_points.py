@@ -41,10 +41,12 @@ from ds_fsmoe.config.words import words_of
 from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.engine import compat, transformers_seams
+from ds_fsmoe.engine.convert_adapters import wrappers_around
 from ds_fsmoe.engine.convert_experts import chosen_ep_size, num_experts_of
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, check_unused, find_layers, restore
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.engine.experts_checks import check_experts_modules, check_hugging_face, find_experts
+from ds_fsmoe.engine.experts_shards import check_shards_of_experts
 from ds_fsmoe.engine.run_record import watch_ours, watch_stock
 from ds_fsmoe.layer.expert_container import check_containers
 from ds_fsmoe.layer.parts import LayerError
@@ -265,6 +267,8 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     layers = find_layers(model, bool(experts))
     check_experts_modules(model, experts, layers)
     check_hugging_face(block, ds_config, experts, layers, isinstance(model, PipelineModule), mpu)
+    adapted = [name for name in experts if wrappers_around(model, name)]
+    check_shards_of_experts(block, ds_config, experts, adapted)
     check_layers(layers, block.gate)
     check_unused(layers)
     # Under a launcher that sets no WORLD_SIZE the engine checks again, as soon as the ranks have found each other.
@@ -272,7 +276,7 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     if isinstance(model, PipelineModule):
         world_size //= model.num_stages
         mpu = model.mpu()
-    if experts and world_size and block.ep_size != "auto":
+    if experts and world_size and (block.ep_size != "auto" or block.esp_size > 1):
         chosen_ep_size(block, [num_experts_of(each) for each in experts.values()], world_size, world_size)
     check_experts(layers, world_size or None, block.gate, block.esp_size)
     check_tensor_parallel(layers, world_size or None, sizes_of_mpu(mpu)[0], block.esp_size)

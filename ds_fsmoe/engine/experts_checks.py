@@ -139,7 +139,6 @@ def check_hugging_face(
     if sizes_of_mpu(mpu)[0] > 1:
         raise LayerError(f"mpu: tensor-parallel ranks are not supported with experts of Hugging Face models ({first})")
     for name, value, wanted in (
-        ("expert_tensor_parallel_size", block.esp_size, 1),
         ("dispatch", block.dispatch, "rows"),
         ("gate", block.gate, None),
     ):
@@ -152,7 +151,6 @@ def check_hugging_face(
 
 
 _WHY = {
-    "expert_tensor_parallel_size": "which are not cut themselves",
     "dispatch": "which are always sent rows",
     "gate": "whose router is the model's own",
 }

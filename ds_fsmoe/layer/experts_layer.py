@@ -53,6 +53,8 @@ class ExpertsState(LayerState):
     total_experts: int = 0
     """The number of experts of all ranks, E."""
     ep_size: int = 1
+    esp_size: int = 1
+    """The ranks that share an expert."""
     gate: GivenRouter = field(default_factory=GivenRouter)
     adapters: tuple[Adapter, ...] = ()
     """What is added to weights in the call under way, as the modules around this one say."""
@@ -62,7 +64,7 @@ class ExpertsState(LayerState):
     @property
     def group_name(self) -> str:
         """DeepSpeed's name of the ranks that share the experts."""
-        return stock_names(self.ep_size, 1).expert_group_name
+        return stock_names(self.ep_size, self.esp_size).expert_group_name
 
 
 class FSMoEExperts(nn.Module):

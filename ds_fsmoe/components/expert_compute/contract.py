@@ -37,6 +37,8 @@ class Contract:
     is_concatenated: bool = True
     """Whether gate and value lie one behind the other, or one beside the other."""
     has_post_expert_norm: bool = False
+    adds_down_bias: bool = True
+    """Whether the second bias is added here; of the shards of an expert only the first does so."""
 
     @property
     def up(self) -> str:

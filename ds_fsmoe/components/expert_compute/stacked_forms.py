@@ -135,7 +135,8 @@ class Written:
             for each in self._adapters.get(name, ()) if x_RI is not None else ():
                 each.add_gradients(x_RI, dy_RO, left.groups, self._sums)
             if self._contract.has_bias and self._wants(f"{name}_bias"):
-                self._add(f"{name}_bias", products.bias_gradient(dy_RO, left.groups))
+                found = products.bias_gradient(dy_RO, left.groups)
+                self._add(f"{name}_bias", found if self._adds_bias(name) else torch.zeros_like(found))
 
     def _up(self, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
         return self._linear(self._contract.up, x_RM, groups)
@@ -149,7 +150,7 @@ class Written:
         y_RO = products.product(x_RI, weight_k, self._contract.is_transposed, groups)
         for each in self._adapters.get(name, ()):
             y_RO.add_(each.product(x_RI, groups))
-        if self._contract.has_bias:
+        if self._adds_bias(name):
             y_RO.add_(groups.rows_of_each(self._weight(f"{name}_bias")))
         return y_RO
 
@@ -158,6 +159,9 @@ class Written:
         for each in self._adapters.get(name, ()):
             dx_RI.add_(each.rows_gradient(dy_RO, groups))
         return dx_RI
+
+    def _adds_bias(self, name: str) -> bool:
+        return self._contract.has_bias and (name != self._contract.down or self._contract.adds_down_bias)
 
     def _act(self, up_RF: torch.Tensor) -> torch.Tensor:
         return self._module._apply_gate(up_RF) if self._contract.has_gate else self._module.act_fn(up_RF)
