@@ -85,10 +85,15 @@ def _whole(engine: Any, wanted: dict[str, torch.Tensor]) -> list[str]:
     return [f"whole weights of {off} are off"] if off else []
 
 
-@sampled("stage", [0, 1, 2], kept=[1])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_losses_gradients_and_weights_are_those_of_one_process(stage: int, world_size: int, tmp_path: Path) -> None:
-    found = run_on_ranks(steps, world_size, tmp_path, list(BOTH), stage, world_size // 2, 3)
+@sampled(
+    ("stage", "world_size", "ep_size"),
+    [(stage, *sizes) for stage in (0, 1, 2) for sizes in ((2, 1), (4, 2), (4, 1))],
+    kept=[0, 7],
+)
+def test_losses_gradients_and_weights_are_those_of_one_process(
+    stage: int, world_size: int, ep_size: int, tmp_path: Path
+) -> None:
+    found = run_on_ranks(steps, world_size, tmp_path, list(BOTH), stage, ep_size, 3)
     assert [each for of_rank in found for each in of_rank] == []
 
 
