@@ -20,7 +20,7 @@ from tests.hf_families import WIDTH, batch, loss_of, model_of
 from tests.ranks import run_on_ranks
 from tests.recorded_collectives import record, record_deepspeed
 from tests.test_deadlocks_in_steps import check
-from tests.test_hugging_face import OfTwice, Twice, ds_config, engine_of
+from tests.test_hugging_face import OfTwice, Twice, ds_config, engine_of, gradients
 
 AHEAD = {
     "overlap_comm": True,
@@ -155,5 +155,11 @@ def lopsided(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_ranks_may_call_the_activation_of_their_experts_a_different_number_of_times(tmp_path: Path) -> None:
-    assert run_on_ranks(lopsided, 2, tmp_path) == [[], []]
+def called_within(rank: int, world_size: int) -> list[list[str]]:
+    """What is off: with activations called as often as there are experts hit, with a norm that has weights."""
+    cuts = {"forward": 2, "backward": 3}
+    return [lopsided(rank, world_size), gradients(rank, world_size, ["muse_spark"], 3, cuts)]
+
+
+def test_modules_within_experts_may_be_called_a_different_number_of_times_on_each_rank(tmp_path: Path) -> None:
+    assert run_on_ranks(called_within, 2, tmp_path) == [[[], []]] * 2

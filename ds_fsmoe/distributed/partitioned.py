@@ -82,10 +82,9 @@ def fence_gathers(optimizer: Any, experts: Iterable[nn.Module]) -> None:
         gather(sorted(params, key=_number_of), forward)
 
     setattr(coordinator, _GATHER, gather_in_order)
-    # How often experts call what has no parameters depends on their rows, where they are called themselves.
+    # These are called chunk by chunk, or as often as there are rows; what they need is gathered with the experts.
     within = (each for module in experts for each in module.modules() if each is not module)
-    silent = [each for each in within if next(each.parameters(), None) is None]
-    hooks = {id(each) for module in silent for each in (module._forward_pre_hooks, module._forward_hooks)}
+    hooks = {id(each) for module in within for each in (module._forward_pre_hooks, module._forward_hooks)}
     for handle in (*offload.forward_hooks, *offload.backward_hooks):
         if id(handle.hooks_dict_ref()) in hooks:
             handle.remove()

@@ -131,7 +131,8 @@ def adapters_of(experts: FSMoEExperts) -> Iterator[nn.Parameter]:
 def gather_as_they_run(model: nn.Module, layers: Iterable[HuggingFaceLayer]) -> None:
     """Let ZeRO 3 gather what a layer needs for the calls of its experts.
 
-    A and B are in modules that nobody calls, for which it has no hooks: they are gathered with the experts.
+    A and B are in modules that nobody calls, for which it has no hooks: they are gathered with the experts. So is what
+    modules within the experts have, such as a norm behind them, which is called chunk by chunk.
 
     Args:
         model: the model.
@@ -140,7 +141,8 @@ def gather_as_they_run(model: nn.Module, layers: Iterable[HuggingFaceLayer]) -> 
     experts = [each.deepspeed_moe for each in layers]
     gather_module_by_module(model, experts)
     for each in experts:
-        gather_with(each, adapters_of(each))
+        within = [parameter for child in each.children() for parameter in child.parameters()]
+        gather_with(each, [*adapters_of(each), *within])
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
