@@ -32,6 +32,7 @@ class Layout(NamedTuple):
     family: str = "olmoe"
     frozen: str = ""
     """What is not trained: parameters with this in their names."""
+    esp: int = 1
 
     @property
     def name(self) -> str:
@@ -46,7 +47,8 @@ def make(layout: Layout, scale: float = 1.0) -> Any:
             each.mul_(scale)
     for name, each in model.named_parameters():
         each.requires_grad_(not layout.frozen or layout.frozen not in name)
-    config = ds_config(layout.stage, ep_size=layout.ep)
+    cut = {"expert_tensor_parallel_size": layout.esp} if layout.esp > 1 else {}
+    config = ds_config(layout.stage, ep_size=layout.ep, **cut)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if layout.dtype == "bfloat16":
@@ -148,11 +150,12 @@ def load_each(
 PARTLY = {"family": "gpt_oss", "frozen": "layers.0."}
 TWO = [
     *(Layout(2, 2, 0), Layout(2, 2, 2), Layout(2, 2, 3), Layout(2, 1, 3), Layout(2, 2, 3, "bfloat16")),
-    *(Layout(2, 2, 2, **PARTLY), Layout(2, 2, 3, **PARTLY)),
+    *(Layout(2, 2, 2, **PARTLY), Layout(2, 2, 3, **PARTLY), Layout(2, 1, 2, family="gpt_oss", esp=2)),
 ]
 FOUR = [
     *(Layout(4, 2, 0), Layout(4, 4, 1), Layout(4, 2, 3), Layout(4, 4, 2, "bfloat16")),
-    *(Layout(4, 2, 2, **PARTLY), Layout(4, 2, 3, **PARTLY)),
+    *(Layout(4, 2, 2, **PARTLY), Layout(4, 2, 3, **PARTLY), Layout(4, 2, 1, family="gpt_oss", esp=2)),
+    Layout(4, 4, 3, family="gpt_oss"),
 ]
 
 
@@ -206,6 +209,7 @@ def test_a_run_goes_on_in_another_layout(saved: tuple[Path, dict], tmp_path: Pat
     folder, losses = saved
     pairs = [(TWO[0], FOUR[1]), (TWO[1], FOUR[2]), (TWO[2], FOUR[0]), (TWO[3], FOUR[2]), (TWO[4], FOUR[3])]
     pairs += [(TWO[5], FOUR[5]), (TWO[6], FOUR[4]), (TWO[5], FOUR[4]), (TWO[6], FOUR[5])]
+    pairs += [(TWO[7], FOUR[6]), (TWO[7], FOUR[7])]
     found = run_on_ranks(load_each, 4, tmp_path, pairs, str(folder))[0]
     for (source, target), then in found.items():
         rtol = 1e-2 if "bfloat16" in target else 1e-5

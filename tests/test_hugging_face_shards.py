@@ -16,7 +16,6 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard, part_of
-from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.experts_shards import check_shards_of_experts
@@ -71,8 +70,6 @@ def steps(rank: int, world_size: int, names: list[str], stage: int, ep_size: int
             if not furthest(found, own_part(wanted[name].detach(), parameter)) <= TOLERANCE:
                 said.append(f"{family}: {name} is off")
         said += _whole(engine, wanted) if family == "gpt_oss" else []
-        with pytest.raises(CheckpointError, match="not supported with expert_tensor_parallel_size above 1"):
-            engine.save_checkpoint("nowhere")
         engine.destroy()
     return said
 

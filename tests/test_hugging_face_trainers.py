@@ -29,6 +29,7 @@ Run = tuple[str, ...]
 
 def be_scripts(rank: int, world_size: int, folder: str, runs: list[Run], port: int) -> None:
     """Run scripts one after the other as ``deepspeed --module ds_fsmoe.run`` would, in a process that is a rank."""
+    import transformers.training_args
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     dist.barrier()
@@ -36,6 +37,8 @@ def be_scripts(rank: int, world_size: int, folder: str, runs: list[Run], port: i
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
     os.chdir(folder)
     runpy.run_path(str(ROOT / "examples" / "on_cpu" / "sitecustomize.py"))
+    # Trainer asks a GPU whether it knows bf16.
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     for script, *arguments in runs:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         sys.argv = ["ds_fsmoe.run", f"--local_rank={rank}", str(SCRIPTS / script), *arguments]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and reads the experts of Hugging Face models, which are spread over ranks: one file for each EP rank.
+"""Writes and reads the experts of Hugging Face models, which are spread over ranks: one file for each part of them.
 
 At ZeRO 3 there are no such files, since the pieces of all parameters are in the files of all ranks.
 """
@@ -22,7 +22,7 @@ _FROZEN_SHAPES = "frozen_param_shapes"
 
 def parts_of(engine: Any) -> dict[str, PartSizes]:
     """Return name -> how it is spread over ranks, of every parameter of a Hugging Face model's experts."""
-    return {name: PartSizes(part.layout, part.num_experts, part.ep_size) for name, _, part in parts_in(engine.module)}
+    return {name: PartSizes.of(part) for name, _, part in parts_in(engine.module)}
 
 
 def live_parts(engine: Any) -> dict[str, tuple[torch.nn.Parameter, ExpertPart]]:
@@ -30,9 +30,9 @@ def live_parts(engine: Any) -> dict[str, tuple[torch.nn.Parameter, ExpertPart]]:
     return {name: (parameter, part) for name, parameter, part in parts_in(engine.module)}
 
 
-def ep_rank_of_job(engine: Any) -> int | None:
-    """Return this rank's place among those that share the experts; ``None`` for a model without such experts."""
-    return next((part.ep_rank for _, _, part in parts_in(engine.module)), None)
+def number_of_job(engine: Any) -> int | None:
+    """Return which part of all experts this rank has; ``None`` for a model without such experts."""
+    return next((part.number for _, _, part in parts_in(engine.module)), None)
 
 
 def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
@@ -43,18 +43,18 @@ def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
         place: the folder of the tag.
         exclude_frozen: whether to leave out what is not trained.
     """
-    ep_rank, parts = ep_rank_of_job(engine), live_parts(engine)
-    if ep_rank is None or engine.zero_optimization_partition_weights():
+    number, parts = number_of_job(engine), live_parts(engine)
+    if number is None or engine.zero_optimization_partition_weights():
         return
     group_name = next(iter(parts.values()))[0].group_name
     if not engine.checkpoint_engine.is_data_parallel_writer(stock_groups._get_expert_data_parallel_rank(group_name)):
         return
     state = {
-        part_name(name, part.ep_rank): parameter.detach().clone()
+        part_name(name, part.number): parameter.detach().clone()
         for name, (parameter, part) in parts.items()
         if parameter.requires_grad or not exclude_frozen
     }
-    engine.checkpoint_engine.save(state, str(place / parts_file(ep_rank)))
+    engine.checkpoint_engine.save(state, str(place / parts_file(number)))
 
 
 def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:

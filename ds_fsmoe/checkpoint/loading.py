@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe.checkpoint import optimizer_states
-from ds_fsmoe.checkpoint.expert_files import ep_rank_of_job, live_parts, with_parts
+from ds_fsmoe.checkpoint.expert_files import live_parts, number_of_job, with_parts
 from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimizer_name
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.relaid import Relaid
@@ -101,10 +101,10 @@ class Reading:
 
     def _own_parts(self, map_location: Any) -> dict[str, torch.Tensor]:
         """Return this rank's experts, where they are spread over ranks as they were."""
-        ep_rank = ep_rank_of_job(self._engine)
-        if ep_rank is None or self._manifest is None:
+        number = number_of_job(self._engine)
+        if number is None or self._manifest is None:
             return {}
-        path = self._place / parts_file(ep_rank)
+        path = self._place / parts_file(number)
         self._check_named(path)
         found = read_file(path, self._trusted, map_location or "cpu", in_place=True)
         return {whole_name(name): each for name, each in found.items()}

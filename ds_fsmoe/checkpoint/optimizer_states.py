@@ -37,7 +37,7 @@ def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
     for name, parameter in engine.module.named_parameters():
         expert, part = expert_name(name), part_of(parameter)
         if part is not None:
-            name = part_name(name, part.ep_rank)
+            name = part_name(name, part.number)
         if expert is not None:
             layer = engine.fsmoe.layers[expert.layer]
             first = stock_groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts

@@ -21,7 +21,7 @@ second dimension, as in the B of an adapter."""
 LAYOUTS: tuple[Layout, ...] = ("stacked", "innermost")
 _ATTRIBUTE = "fsmoe_part"
 _SIGN = "@"
-_NAME = re.compile(rf"^(?P<name>.+){_SIGN}(?P<ep_rank>[0-9]{{1,9}})$")
+_NAME = re.compile(rf"^(?P<name>.+){_SIGN}(?P<number>[0-9]{{1,9}})$")
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,11 @@ class ExpertPart:
     def num_parts(self) -> int:
         """The number of ranks that have different parts: rank ``i * shards + s`` has shard s of EP rank i's experts."""
         return self.ep_size * (1 if self.shard is None else self.shard.count)
+
+    @property
+    def number(self) -> int:
+        """The number of this part among all, by which checkpoints name it."""
+        return self.ep_rank if self.shard is None else self.ep_rank * self.shard.count + self.shard.index
 
     @property
     def experts(self) -> range:
@@ -191,9 +196,9 @@ def parts_in(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ExpertPart]
             yield name, parameter, part
 
 
-def part_name(name: str, ep_rank: int) -> str:
-    """Return the name under which a checkpoint has one rank's part of a parameter."""
-    return f"{name}{_SIGN}{ep_rank}"
+def part_name(name: str, number: int) -> str:
+    """Return the name under which a checkpoint has one part of a parameter."""
+    return f"{name}{_SIGN}{number}"
 
 
 def whole_name(name: str) -> str:
@@ -202,12 +207,12 @@ def whole_name(name: str) -> str:
     return name if found is None else found["name"]
 
 
-def ep_rank_of(name: str) -> int | None:
-    """Return which rank's part a name means; ``None`` for the name of something that has no parts."""
+def part_number(name: str) -> int | None:
+    """Return which part a name means; ``None`` for the name of something that has no parts."""
     found = _NAME.match(name)
-    return None if found is None else int(found["ep_rank"])
+    return None if found is None else int(found["number"])
 
 
-def parts_file(ep_rank: int) -> str:
-    """Return the name of the file with one rank's parts of all parameters of experts."""
-    return f"experts_of_ep_rank_{ep_rank:05d}_mp_rank_00_model_states.pt"
+def parts_file(number: int) -> str:
+    """Return the name of the file with the parts of one number of all parameters of experts."""
+    return f"experts_{number:05d}_mp_rank_00_model_states.pt"

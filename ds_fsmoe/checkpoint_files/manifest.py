@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.checkpoint_files.described import read_described
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, parts_file
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, Shard, parts_file
 from ds_fsmoe.checkpoint_files.numbering import CUTS, Cut, expert_file
 from ds_fsmoe.checkpoint_files.owners import OWNER
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
@@ -26,6 +26,7 @@ OURS = "fsmoe_"
 """The prefix of the names of our other files."""
 FORMAT = 1
 _WEIGHTS = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+FIRST = "first"
 STAGE_3 = 3
 """The ZeRO stage whose files hold the weights by ranks."""
 _PIECE_BYTES = 1 << 22
@@ -68,10 +69,31 @@ class PartSizes:
     layout: Layout
     num_experts: int
     ep: int
+    shards: int = 1
+    """The ranks that shared an expert."""
+    cut: str = FIRST
+    """The dimension that was cut into shards, as text; "first": whole in the first shard and zero in the others."""
+    pieces: int = 1
+    """See :class:`~ds_fsmoe.checkpoint_files.expert_parts.Shard`."""
 
-    def of_rank(self, ep_rank: int) -> ExpertPart:
-        """Return the description of a rank's part."""
-        return ExpertPart(self.layout, self.num_experts, self.ep, ep_rank)
+    @staticmethod
+    def of(part: ExpertPart) -> PartSizes:
+        """Return what all parts of a parameter have in common."""
+        sizes = part.layout, part.num_experts, part.ep_size
+        if part.shard is None:
+            return PartSizes(*sizes)
+        cut = FIRST if part.shard.dim is None else str(part.shard.dim)
+        return PartSizes(*sizes, part.shard.count, cut, part.shard.pieces)
+
+    def first(self) -> ExpertPart:
+        """Return the description of the first part.
+
+        Raises:
+            ValueError: there is no such part.
+        """
+        dim = None if self.cut == FIRST else int(self.cut)
+        shard = None if self.shards == 1 else Shard(self.shards, 0, dim, self.pieces)
+        return ExpertPart(self.layout, self.num_experts, self.ep, 0, shard)
 
 
 @dataclass(frozen=True)
@@ -123,7 +145,7 @@ def _check_types(manifest: Manifest) -> None:
     groups += [(each, ("path",)) for each in manifest.layers] + [
         (each, ("sha256",)) for each in manifest.files.values()
     ]
-    groups += [(each, ("layout",)) for each in manifest.parts.values()]
+    groups += [(each, ("layout", "cut")) for each in manifest.parts.values()]
     for each, texts in groups:
         for name, value in asdict(each).items():
             if name == "cuts":
@@ -137,7 +159,7 @@ def _check_types(manifest: Manifest) -> None:
         if each.num_experts % each.ep:
             raise ValueError(f"{each.num_experts} experts on {each.ep} ranks of {each.path}")
     for each in manifest.parts.values():
-        each.of_rank(0)  # refuses a layout that is not known, and experts that do not divide
+        each.first()  # refuses a layout that is not known, and experts that do not divide
     for name in manifest.files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"a file outside the folder: {name!r}")
@@ -203,8 +225,8 @@ def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
     found = [f"{folder / NAME} does not name {each}, which lies beside it" for each in unnamed]
     if not any(_WEIGHTS.fullmatch(each) for each in manifest.files):
         found.append(f"{folder / NAME} names no file of weights (mp_rank_00_model_states.pt)")
-    ep = max((each.ep for each in manifest.parts.values()), default=0)
-    wanted_parts = [parts_file(each) for each in range(ep)] if manifest.sizes.zero_stage < STAGE_3 else []
+    count = max((each.first().num_parts for each in manifest.parts.values()), default=0)
+    wanted_parts = [parts_file(each) for each in range(count)] if manifest.sizes.zero_stage < STAGE_3 else []
     for each in wanted_parts:
         if each not in manifest.files:
             found.append(f"{folder / NAME} does not name {each}, the experts of a rank")

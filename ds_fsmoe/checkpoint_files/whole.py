@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_fsmoe.checkpoint_files.expert_parts import ep_rank_of, part_name, parts_file, whole_name
+from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_number, parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
 from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, expert_file, expert_name, join
 from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Piece, read_index
@@ -160,7 +160,7 @@ class Whole:
     def _joined(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         shards = [read(each) for each in self._saved_names(name)]
         if name in self.parts:
-            return self.parts[name].of_rank(0).join(shards)
+            return self.parts[name].first().join(shards)
         if len(shards) == 1:
             return shards[0]
         expert = expert_name(name)
@@ -175,7 +175,7 @@ class Whole:
     def _saved_names(self, name: str) -> list[str]:
         """Return the names that the files have for a parameter: one for each shard."""
         if name in self.parts:
-            return [part_name(name, each) for each in range(self.parts[name].ep)]
+            return [part_name(name, each) for each in range(self.parts[name].first().num_parts)]
         expert = expert_name(name)
         if expert is None:
             return [name]
@@ -188,11 +188,11 @@ class Whole:
         ]
 
     def _weights_of(self, saved: str) -> torch.Tensor:
-        expert, ep_rank = expert_name(saved), ep_rank_of(saved) if whole_name(saved) in self.parts else None
+        expert, number = expert_name(saved), part_number(saved) if whole_name(saved) in self.parts else None
         if expert is not None:
             file = layer_file(self._layer_at[expert.layer], expert.number)
         else:
-            file = self.main_file if ep_rank is None else parts_file(ep_rank)
+            file = self.main_file if number is None else parts_file(number)
         holds = self._file(file)
         try:
             return (holds["module"] if file == self.main_file else holds)[saved]

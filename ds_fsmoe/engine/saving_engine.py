@@ -12,7 +12,6 @@ from ds_fsmoe.checkpoint.checkpoints import Checkpoints
 from ds_fsmoe.checkpoint.expert_files import parts_of, write_parts
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
-from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
@@ -37,18 +36,6 @@ class SavingEngine(DeepSpeedEngine):
         """Whether experts of a Hugging Face model are spread over ranks."""
         return bool(parts_of(self))
 
-    def _check_shards(self) -> None:
-        """Refuse checkpoints of a Hugging Face model whose experts are cut.
-
-        Raises:
-            CheckpointError: says what to do instead; on every rank.
-        """
-        if any(part.shard is not None for _, _, part in parts_in(self.module)):
-            raise CheckpointError(
-                "checkpoints of a Hugging Face model are not supported with expert_tensor_parallel_size above 1: "
-                "save_16bit_model and ds_fsmoe.whole_state_dict give its weights; leave the option out to save all"
-            )
-
     def save_checkpoint(
         self,
         save_dir: str,
@@ -63,7 +50,6 @@ class SavingEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: saving failed; raised on every rank. ``latest`` still names the last good tag.
         """
-        self._check_shards()
         if self.spreads_experts and self.checkpoint_engine.is_decoupled():
             raise CheckpointError(
                 f"checkpoint_engine {type(self.checkpoint_engine).__name__}: writes files while training goes on, "
@@ -121,7 +107,6 @@ class SavingEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: a file is wrong; raised on every rank, with the file and the reason.
         """
-        self._check_shards()
         if self.load_universal_checkpoint():
             raise CheckpointError(
                 f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "

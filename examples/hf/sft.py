@@ -12,12 +12,13 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, set_seed
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 
 def main() -> None:
     args, of_model = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()
+    set_seed(args.seed)
     data = Dataset.from_list([{"text": each[:200]} for each in topics.values()]).select(range(32))
     trainer = SFTTrainer(
         model=of_model.model_name_or_path,
