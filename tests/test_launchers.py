@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ds_fsmoe.checks.launchers import launcher_warnings
+from ds_fsmoe.checks.launchers import accelerate_warnings, launcher_warnings
 from tests.built_ops import build_ops
 from tests.scripts import ROOT, free_port
 from tests.waiting import LIMIT_S
@@ -145,3 +146,14 @@ def test_the_example_of_a_hostfile_is_one_that_deepspeed_reads() -> None:
         name, _, value = line.partition("=")
         assert name.isidentifier()
         assert value
+
+
+def test_a_job_that_accelerate_takes_for_several_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"num_processes": 1}))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    assert accelerate_warnings(1) == []
+    assert "counts 1 process(es), and this job has 2 ranks" in accelerate_warnings(2)[0]
+    monkeypatch.setitem(state.PartialState._shared_state, "num_processes", 2)
+    assert accelerate_warnings(2) == []
+    monkeypatch.delitem(sys.modules, "accelerate.state")
+    assert accelerate_warnings(2) == []

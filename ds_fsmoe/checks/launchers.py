@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 _SHARES_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -19,3 +20,19 @@ def launcher_warnings(environment: Mapping[str, str] = os.environ) -> list[str]:
             f"that are restarted find the addresses of those before them, and wait: set {_SHARES_STORE}=1"
         ]
     return []
+
+
+def accelerate_warnings(world_size: int) -> list[str]:
+    """Return a sentence where Accelerate has counted other processes than the job has; Trainer stands on it.
+
+    Args:
+        world_size: the number of ranks of the job.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    counted = getattr(state, "_shared_state", {}).get("num_processes")
+    if counted in (None, world_size):
+        return []
+    return [
+        f"Accelerate counts {counted} process(es), and this job has {world_size} ranks: it gives every rank the same "
+        "data, as it does with DeepSpeed where there is no accelerator (examples/on_cpu is for trying that)"
+    ]

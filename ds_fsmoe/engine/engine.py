@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checks.expert_results import ExpertResults
-from ds_fsmoe.checks.launchers import launcher_warnings
+from ds_fsmoe.checks.launchers import accelerate_warnings, launcher_warnings
 from ds_fsmoe.checks.preflight import check_experts, check_nodes, check_tensor_parallel, untested
 from ds_fsmoe.checks.speed_warnings import speed_warnings
 from ds_fsmoe.config.blocks import AutotuneBlock
@@ -271,7 +271,8 @@ class FSMoEEngine(SavingEngine):
         device = torch.device(get_accelerator().current_device_name())
         expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
         sentences = check_nodes(block, stock, expert_before_data, *sizes_of_mpu(self.mpu))
-        sentences += [*launcher_warnings(), *untested(self.config, device.type)]
+        sentences += [*launcher_warnings(), *accelerate_warnings(dist.get_world_size())]
+        sentences += untested(self.config, device.type)
         sentences += speed_warnings(self.config, block, device.type)
         words = words_of(self.config[BLOCK])
         for sentence in words.old:
