@@ -5,9 +5,20 @@ Accelerate knows DeepSpeed with accelerators only: on CPUs it takes each process
 on PYTHONPATH the processes that a launcher starts are one job, over gloo. Not for anything else.
 """
 
+import atexit
 import os
+
+
+def leave() -> None:
+    """End the process groups, as scripts with Trainer do not: gloo's threads may abort a process that is ending."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 
 if "LOCAL_RANK" in os.environ:
     from accelerate.state import DistributedType, PartialState
 
     PartialState._prepare_backend = lambda self, *args, **options: ("gloo", DistributedType.MULTI_CPU)
+    atexit.register(leave)
