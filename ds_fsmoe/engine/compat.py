@@ -83,6 +83,21 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
         "tag",
         "expp_rank",
     ),
+    **{
+        f"deepspeed.runtime.engine:DeepSpeedEngine.{name}": ("self", *parameters)
+        for name, parameters in {
+            "_save_moe_checkpoint": ("save_dir", "tag", "client_state", "exclude_frozen_parameters"),
+            "_copy_recovery_script": ("save_path",),
+            "_configure_optimizer": ("client_optimizer", "model_parameters"),
+            "_zero3_consolidated_16bit_state_dict": ("exclude_frozen_parameters",),
+            "_get_all_ckpt_names": ("checkpoints_path", "tag"),
+            "_get_zero_frozen_param_attributes": ("attr_func",),
+            "save_16bit_model": ("save_dir", "save_filename", "exclude_frozen_parameters"),
+        }.items()
+    },
+    "deepspeed.runtime.utils:is_optimized_parameter": ("param",),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": None,
+    "deepspeed.utils.groups:_get_expert_data_parallel_rank": ("group_name",),
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine.load": (
         "self",
         "path",

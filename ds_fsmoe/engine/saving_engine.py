@@ -101,6 +101,11 @@ class SavingEngine(DeepSpeedEngine):
         if self.checkpoint_engine.is_decoupled():
             super()._checkpoint_tag_validation(tag)
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Copy DeepSpeed's ``zero_to_fp32.py`` beside a checkpoint, unless it would put experts together wrongly."""
+        if not self.spreads_experts:
+            super()._copy_recovery_script(save_path)
+
     def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
         """Load DeepSpeed's checkpoint from checked files; random generators and plans go on as they were.
 
