@@ -88,7 +88,7 @@ class Reading:
             found = read_file(Path(path), self._trusted, map_location or "cpu")
             if sharper and Path(path).name == DENSE_FILE:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
-            if Path(path).name == DENSE_FILE:
+            if Path(path).name == DENSE_FILE and live_parts(self._engine):
                 found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 

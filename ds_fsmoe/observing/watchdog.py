@@ -82,6 +82,8 @@ class Watchdog:
     and does not keep them alive. It cannot see a thread that never releases the interpreter's lock.
     """
 
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
     def __init__(
         self,
         lanes: Lanes,
@@ -144,9 +146,12 @@ class Watchdog:
     def close(self) -> None:
         """End the thread, and with the last watchdog of the process restore the hooks; one call is enough."""
         self._closed.set()
+        # When the interpreter is on its way out, modules may be empty already, and such a thread does not run any more,
+        # not even to its end.
+        if self._is_finalizing():
+            return
         exit_hooks.leave(self)
-        # When the interpreter is on its way out, such a thread does not run any more, not even to its end.
-        if self._thread is not threading.current_thread() and not sys.is_finalizing():
+        if self._thread is not threading.current_thread():
             self._thread.join()
 
     # ---- the clock
