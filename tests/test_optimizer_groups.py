@@ -49,3 +49,19 @@ def test_experts_follow_the_rate_of_the_group_they_came_off(make: Any, made_firs
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1]
     assert torch.equal(expert, alone.param_groups[0]["params"][0])
     assert torch.equal(optimizer.param_groups[1]["params"][0], alone.param_groups[1]["params"][0])
+
+
+def test_experts_and_schedulers_keep_their_groups_through_a_load_and_steps_of_one_group(monkeypatch) -> None:
+    optimizer, _ = two_groups(monkeypatch)
+    optimizer.add_param_group({"params": []})
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    optimizer_groups.with_expert_groups(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler.step()
+    everything = optimizer.param_groups
+    for group in everything:
+        optimizer.param_groups = [group]  # as DeepSpeed's stages 1 and 2 do it
+        optimizer.step()
+    optimizer.param_groups = everything
+    assert [(group["lr"], group["weight_decay"]) for group in everything] == [(0.5, 0.1), (0.25, 0), (0.5, 0.1)]
+    assert [len(group["params"]) for group in everything] == [1, 1, 1]

@@ -64,13 +64,17 @@ def without_frozen_experts(parameters: Any) -> Any:
 
 def _split(optimizer: torch.optim.Optimizer) -> None:
     """Take the experts out of groups that have others too; a group of experts alone is marked."""
-    came_off: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    known = list(optimizer.param_groups)
-    for group in list(optimizer.param_groups):
+    groups = optimizer.param_groups
+    known: list[int | dict[str, Any]] = []
+    for group in groups:
+        # DeepSpeed leaves out what is empty; schedulers go on to count it.
+        known.append(sum(isinstance(each, int) for each in known) if group["params"] else group)
+    groups[:] = [each for each in groups if each["params"]]
+    came_off: dict[int, int] = {}
+    for number, group in enumerate(list(groups)):
         if group.get("moe"):
             continue
-        # Below stage 3 ZeRO cannot have a group of frozen ones alone.
-        experts = [each for each in group["params"] if part_of(each) is not None and each.requires_grad]
+        experts = [each for each in group["params"] if part_of(each) is not None]
         if not experts:
             continue
         marks = {"moe": True, "name": experts[0].group_name}
@@ -79,13 +83,44 @@ def _split(optimizer: torch.optim.Optimizer) -> None:
             continue
         chosen = set(map(id, experts))
         group["params"] = [each for each in group["params"] if id(each) not in chosen]
-        own = group | marks | {"params": experts}
-        optimizer.param_groups.append(own)
-        came_off.append((group, own))
+        came_off[len(groups)] = number
+        groups.append(group | marks | {"params": experts})
     if came_off:
-        optimizer.register_step_pre_hook(_following(came_off))
+        all_groups = _Groups(optimizer)
+        optimizer.register_step_pre_hook(_following(all_groups, came_off))
         for scheduler in list(_schedulers_of(optimizer)):
-            scheduler.optimizer = _Known(optimizer, known)
+            scheduler.optimizer = _Known(optimizer, all_groups, known)
+
+
+class _Groups:
+    """Knows all groups of an optimizer: loading makes others, and DeepSpeed takes steps with one group at a time.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.now = list(optimizer.param_groups)
+        optimizer.register_load_state_dict_post_hook(self._look)
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        self.now = list(optimizer.param_groups)
+
+
+def _following(groups: _Groups, came_off: dict[int, int]) -> Callable[..., None]:
+    """Return what lets groups of experts follow those that they came off, before every step.
+
+    Args:
+        groups: all groups.
+        came_off: number of a group of experts -> that of the other.
+    """
+
+    def follow(*_: Any) -> None:
+        for own, other in came_off.items():
+            options = groups.now[other].items()
+            groups.now[own].update({name: value for name, value in options if name not in _OWN})
+
+    return follow
 
 
 class _Known:
@@ -93,12 +128,17 @@ class _Known:
 
     Args:
         optimizer: the optimizer.
-        groups: these groups.
+        groups: all its groups.
+        known: the numbers of those that were there; one that was empty is there itself.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-        self._optimizer = optimizer
-        self.param_groups = groups
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: _Groups, known: list[int | dict[str, Any]]) -> None:
+        self._optimizer, self._groups, self._known = optimizer, groups, known
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, as they are now."""
+        return [self._groups.now[each] if isinstance(each, int) else each for each in self._known]
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":  # while it is copied
@@ -115,11 +155,3 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
         # By its type: some objects answer isinstance() with whatever they stand for.
         if issubclass(type(each), LRScheduler) and vars(each).get("optimizer") is optimizer:
             yield each
-
-
-def _following(came_off: list[tuple[dict[str, Any], dict[str, Any]]]) -> Callable[..., None]:
-    def follow(*_: Any) -> None:
-        for group, own in came_off:
-            own.update({name: value for name, value in group.items() if name not in _OWN})
-
-    return follow

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of Hugging Face models go on with a script's own optimizer, adapters, offloading and parts left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from tests.hf_families import model_of
+from tests.ranks import run_on_ranks
+from tests.test_hugging_face import ds_config, engine_of
+from tests.test_hugging_face_files import train
+
+
+class Job(NamedTuple):
+    stage: int
+    ep: int = 2
+    kind: str = ""
+    """Words of: lora, client, offload, buffers, bf16."""
+
+
+class Load(NamedTuple):
+    job: Job
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+LAX, WEIGHTS = (("load_module_strict", False),), (("load_optimizer_states", False),)
+MODULE = (("load_module_only", True),)
+CASES: dict[str, tuple[Job, dict[str, Any], list[Load]]] = {
+    "client 3": (Job(3, kind="client"), {}, [Load(Job(3, kind="client")), Load(Job(0, 1, "client"))]),
+    "client 1": (Job(1, kind="client"), {}, [Load(Job(1, kind="client")), Load(Job(3, kind="client"))]),
+    "lora client, frozen left out": (
+        Job(2, kind="lora client"),
+        {"exclude_frozen_parameters": True},
+        [Load(Job(2, kind="lora client"), LAX), Load(Job(3, 1, "lora client"), LAX)],
+    ),
+    "lora, frozen left out": (
+        Job(3, kind="lora"),
+        {"exclude_frozen_parameters": True},
+        [Load(Job(3, kind="lora"), LAX), Load(Job(0, kind="lora"), LAX)],
+    ),
+    "lora 3": (Job(3, kind="lora"), {}, [Load(Job(3, kind="lora")), Load(Job(1, 1, "lora"))]),
+    "offload 3": (Job(3, kind="offload"), {}, [Load(Job(3, kind="offload")), Load(Job(2, kind="offload"))]),
+    "offload 2": (Job(2, kind="offload"), {}, [Load(Job(2, kind="offload")), Load(Job(3, kind="offload"))]),
+    "buffers": (Job(2, kind="buffers"), {}, [Load(Job(3, kind="buffers")), Load(Job(2, kind="buffers"))]),
+    "bf16 3": (Job(3, kind="bf16"), {}, [Load(Job(2, kind="bf16")), Load(Job(3, kind="bf16"))]),
+    "weights of 3": (Job(3), {}, [Load(Job(3), WEIGHTS), Load(Job(2), MODULE), Load(Job(3, 1), WEIGHTS)]),
+    "weights of 2": (Job(2), {}, [Load(Job(3), MODULE), Load(Job(3, 1), WEIGHTS), Load(Job(2), WEIGHTS)]),
+}
+SAMPLE = ("client 1", "lora client, frozen left out")
+
+
+def make(job: Job, scale: float = 1.0) -> Any:
+    """An engine whose trained weights are times a scale, with several sub-groups and groups of the optimizer."""
+    import ds_fsmoe
+
+    model: Any = model_of("deepseek_v3" if "buffers" in job.kind else "qwen3_moe")
+    if "lora" in job.kind:
+        from peft import LoraConfig, get_peft_model
+
+        parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
+        torch.manual_seed(0)
+        model = get_peft_model(model, lora)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    with torch.no_grad():
+        for each in trained:
+            each.mul_(scale)
+    config = ds_config(job.stage, ep_size=job.ep)
+    config["bf16"] = {"enabled": "bf16" in job.kind}
+    config["zero_force_ds_cpu_optimizer"] = False
+    if job.stage == 3:
+        config["zero_optimization"]["sub_group_size"] = 3000
+    if "offload" in job.kind:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+    if "client" not in job.kind:
+        return engine_of(model, config, trained)
+    del config["optimizer"]
+    flat = [each for each in trained if each.dim() == 1]
+    groups = [{"params": [each for each in trained if each.dim() > 1]}, {"params": flat, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    return ds_fsmoe.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+
+def save_and_load(rank: int, world_size: int, name: str, folder: str) -> tuple[list[float], list[list[float]]]:
+    """The losses of the two steps after a save; the same after each load of it into an engine that is elsewhere."""
+    job, options, loads = CASES[name]
+    engine = make(job)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder, **options)
+    went_on, found = train(engine, 2, 2), []
+    engine.destroy()
+    for load in loads:
+        engine = make(load.job, scale=1.5)
+        train(engine, 7, 1)
+        engine.load_checkpoint(folder, **dict(load.options))
+        found.append(train(engine, 2, 2))
+        engine.destroy()
+    return went_on, found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in SAMPLE else [pytest.mark.slow]) for each in CASES]
+)
+def test_what_was_saved_goes_on(name: str, tmp_path: Path) -> None:
+    job, _, loads = CASES[name]
+    folder = tmp_path / "saved"
+    went_on, found = run_on_ranks(save_and_load, 2, tmp_path, name, str(folder))[0]
+    for load, losses in zip(loads, found, strict=True):
+        if load.options in (WEIGHTS, MODULE):
+            # The first step begins from the weights that were saved; the second knows of no moments.
+            assert losses[0] == pytest.approx(went_on[0], rel=1e-6), load
+        elif load.job == job:
+            assert losses == went_on, load
+        else:
+            assert losses == pytest.approx(went_on, rel=1e-5), load
