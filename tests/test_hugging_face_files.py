@@ -85,11 +85,11 @@ def save_each(rank: int, world_size: int, layouts: list[Layout], folder: str) ->
     return found
 
 
-def save_stock(rank: int, world_size: int, folder: str) -> None:
+def save_stock(rank: int, world_size: int, folder: str, stages: list[int]) -> None:
     """Save with DeepSpeed alone, with nothing of ours, after two steps."""
     import deepspeed
 
-    for stage in (0, 2, 3):
+    for stage in stages:
         model = model_of("olmoe")
         model.model.layers[0].mlp.experts.requires_grad_(False)
         config = {key: each for key, each in ds_config(stage).items() if key != "fsmoe"}
@@ -102,12 +102,12 @@ def save_stock(rank: int, world_size: int, folder: str) -> None:
         engine.destroy()
 
 
-def load_stock(rank: int, world_size: int, folder: str) -> list[str]:
+def load_stock(rank: int, world_size: int, folder: str, stages: list[tuple[int, int]]) -> list[str]:
     """What differs, in whole weights, after a warm start from what stock DeepSpeed has saved."""
     import ds_fsmoe
 
     said = []
-    for source, target in ((0, 0), (0, 3), (2, 2), (3, 3), (3, 1)):
+    for source, target in stages:
         layout = Layout(4, 2, target)
         engine = make(layout, scale=1.5)
         with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
@@ -123,12 +123,17 @@ def load_stock(rank: int, world_size: int, folder: str) -> list[str]:
     return said
 
 
-def test_weights_of_stock_deepspeed_are_a_warm_start_at_every_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "stages", [[(3, 2)], pytest.param([(0, 0), (0, 3), (2, 2), (3, 3), (3, 1)], marks=pytest.mark.slow)]
+)
+def test_weights_of_stock_deepspeed_are_a_warm_start_at_every_stage(
+    stages: list[tuple[int, int]], tmp_path: Path
+) -> None:
     folders = tmp_path / "first", tmp_path / "second"
     for each in folders:
         each.mkdir()
-    run_on_ranks(save_stock, 2, folders[0], str(tmp_path))
-    found = run_on_ranks(load_stock, 4, folders[1], str(tmp_path))
+    run_on_ranks(save_stock, 2, folders[0], str(tmp_path), sorted({source for source, _ in stages}))
+    found = run_on_ranks(load_stock, 4, folders[1], str(tmp_path), stages)
     assert [each for of_rank in found for each in of_rank] == []
 
 
@@ -205,11 +210,14 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(saved: tuple[Path, dict], tmp_
     assert found == {(each.name, each.name): losses[each.name] for each in TWO}
 
 
-def test_a_run_goes_on_in_another_layout(saved: tuple[Path, dict], tmp_path: Path) -> None:
+PAIRS = [(TWO[0], FOUR[1]), (TWO[1], FOUR[2]), (TWO[2], FOUR[0]), (TWO[3], FOUR[2]), (TWO[4], FOUR[3])]
+PAIRS += [(TWO[5], FOUR[5]), (TWO[6], FOUR[4]), (TWO[5], FOUR[4]), (TWO[6], FOUR[5])]
+PAIRS += [(TWO[7], FOUR[6]), (TWO[7], FOUR[7])]
+
+
+@pytest.mark.parametrize("pairs", [PAIRS[1:7:5] + PAIRS[2:10:7], pytest.param(PAIRS, marks=pytest.mark.slow)])
+def test_a_run_goes_on_in_another_layout(pairs: list, saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, losses = saved
-    pairs = [(TWO[0], FOUR[1]), (TWO[1], FOUR[2]), (TWO[2], FOUR[0]), (TWO[3], FOUR[2]), (TWO[4], FOUR[3])]
-    pairs += [(TWO[5], FOUR[5]), (TWO[6], FOUR[4]), (TWO[5], FOUR[4]), (TWO[6], FOUR[5])]
-    pairs += [(TWO[7], FOUR[6]), (TWO[7], FOUR[7])]
     found = run_on_ranks(load_each, 4, tmp_path, pairs, str(folder))[0]
     for (source, target), then in found.items():
         rtol = 1e-2 if "bfloat16" in target else 1e-5
