@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("peft")
 
+from ds_fsmoe.checkpoint.relaid import Relaid
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from tests.hf_families import model_of
 from tests.ranks import run_on_ranks
 from tests.test_hugging_face import ds_config, engine_of
@@ -121,3 +123,12 @@ def test_what_was_saved_goes_on(name: str, tmp_path: Path) -> None:
             assert losses == went_on, load
         else:
             assert losses == pytest.approx(went_on, rel=1e-5), load
+
+
+def test_a_rank_s_part_of_a_checkpoint_of_another_layout_does_not_keep_the_whole_alive() -> None:
+    relaid = Relaid.__new__(Relaid)
+    relaid._parts = {"experts.down_proj": (torch.nn.Parameter(torch.zeros(2, 3)), ExpertPart("stacked", 4, 2, 1))}
+    relaid._read = lambda name: torch.arange(12.0).view(4, 3)
+    found = relaid._own("experts.down_proj")
+    assert found.tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+    assert found.untyped_storage().nbytes() == found.nbytes

@@ -50,7 +50,7 @@ def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
     if not engine.checkpoint_engine.is_data_parallel_writer(stock_groups._get_expert_data_parallel_rank(group_name)):
         return
     state = {
-        part_name(name, part.number): parameter.detach().clone()
+        part_name(name, part.number): parameter.detach().to("cpu", copy=True)
         for name, (parameter, part) in parts.items()
         if parameter.requires_grad or not exclude_frozen
     }

@@ -68,7 +68,8 @@ class Relaid:
     def _own(self, name: str) -> torch.Tensor:
         """Return a parameter or buffer, or this rank's part of it."""
         found = self._read(name)
-        return self._parts[name][1].cut(found) if name in self._parts else found
+        # In memory of its own: a range of a weight would keep the experts of all ranks alive.
+        return self._parts[name][1].cut(found).clone() if name in self._parts else found
 
     def _frozen(self) -> dict[str, torch.Tensor]:
         """Return this rank's pieces of what is not optimized."""
