@@ -132,3 +132,46 @@ def test_a_rank_s_part_of_a_checkpoint_of_another_layout_does_not_keep_the_whole
     found = relaid._own("experts.down_proj")
     assert found.tolist() == [[6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
     assert found.untyped_storage().nbytes() == found.nbytes
+
+
+def save_as_auto_ep(folder: Path) -> None:
+    """Write what AutoEP of DeepSpeed 0.19.8 writes with transformers 5.21, with which it runs."""
+    weights = model_of("qwen3_moe").state_dict()
+    place = folder / "global_step1"
+    place.mkdir(parents=True)
+    layers = [{"moe_layer_id": each, "module_path": f"model.layers.{each}.mlp"} for each in range(2)]
+    module = {name: each for name, each in weights.items() if ".mlp." not in name}
+    for layer in layers:
+        path, prefix = layer["module_path"], f"{layer['module_path']}.experts"
+        up, down = weights[f"{prefix}.gate_up_proj"], weights[f"{prefix}.down_proj"]
+        layer |= {"expert_key_prefix": prefix, "num_experts": len(up)}
+        for name in ("router", "gate"):
+            module[f"{path}.{name}.gate.weight"] = weights[f"{path}.gate.weight"]
+        for number, (w1, w3) in enumerate(each.chunk(2) for each in up):
+            kinds = {"w1": w1, "w2": down[number], "w3": w3}
+            state = {f"{prefix}.{kind}.{number}": each.clone() for kind, each in kinds.items()}
+            file = f"layer_{layer['moe_layer_id']}_expert_{number}_mp_rank_00_model_states.pt"
+            torch.save(state, place / file)
+    counts = {"global_steps": 1, "global_samples": 2, "skipped_steps": 0, "dp_world_size": 2, "mp_world_size": 1}
+    others = {"optimizer": None, "lr_scheduler": None, "num_experts": [4, 4], "ds_autoep_layers": layers}
+    torch.save({"module": module} | counts | others, place / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text("global_step1")
+
+
+def load_auto_ep(rank: int, world_size: int, folder: str) -> list[str]:
+    import ds_fsmoe
+
+    wanted, said = model_of("qwen3_moe").state_dict(), []
+    for stage in (1, 3):
+        engine = make(Job(stage), scale=1.5)
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+        found = ds_fsmoe.whole_state_dict(engine)
+        if found is not None:
+            said += [f"stage {stage}: {name}" for name, each in wanted.items() if not torch.equal(found[name], each)]
+        engine.destroy()
+    return said
+
+
+def test_weights_of_auto_ep_are_a_warm_start(tmp_path: Path) -> None:
+    save_as_auto_ep(tmp_path / "saved")
+    assert run_on_ranks(load_auto_ep, 2, tmp_path, str(tmp_path / "saved")) == [[], []]

@@ -17,6 +17,7 @@ import torch
 from ds_fsmoe.checkpoint.expert_files import live_parts
 from ds_fsmoe.checkpoint.optimizer_states import live_groups
 from ds_fsmoe.checkpoint.shared_out import FLAT, FROZEN, OPTIMIZER, piece_of
+from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS
 from ds_fsmoe.checkpoint_files.expert_parts import whole_name
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.pieces import MASTER
@@ -53,7 +54,9 @@ class Relaid:
         return None
 
     def _weights(self) -> dict[str, Any]:
-        others = {name: each for name, each in self._whole.dense.items() if name not in ("module", FROZEN)}
+        # Layers of AutoEP, which DeepSpeed would look for here, are ours now.
+        left_out = ("module", FROZEN, LAYERS)
+        others = {name: each for name, each in self._whole.dense.items() if name not in left_out}
         sizes = {"dp_world_size": self._engine.seq_dp_world_size, "mp_world_size": self._engine.mp_world_size}
         # What was saved without MoE layers does not say so.
         others = {"num_experts": list(self._engine.num_experts)} | others | sizes

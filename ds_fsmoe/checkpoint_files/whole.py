@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS, AutoEPNames
 from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_number, parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
 from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, expert_file, expert_name, join
@@ -69,6 +70,10 @@ class Whole:
                 f"{place} was saved with tensor-parallel ranks or pipeline stages, whose layers only the model itself "
                 "can put together"
             )
+        self._auto_ep: AutoEPNames | None = None
+        if self.manifest is None and not self.is_shared_out and self.dense.get(LAYERS):
+            self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self._file(layer_file(layer, number)))
+            names = []  # its files of experts are read by their names
         self._experts = sorted(found for found in map(expert_file, names) if found is not None)
         self._layer_at = {
             next(iter(self._names_in(layer_file(*each)))).layer: each[0] for each in dict(self._experts).items()
@@ -114,7 +119,7 @@ class Whole:
 
     def names(self) -> Iterator[str]:
         """The names of all parameters and buffers."""
-        yield from self.dense["module"]
+        yield from self.dense["module"] if self._auto_ep is None else self._auto_ep
         if not self.is_shared_out:
             there = self._file(parts_file(0)) if self.parts else ()
             yield from (name for name in self.parts if part_name(name, 0) in there)
@@ -195,6 +200,8 @@ class Whole:
             file = self.main_file if number is None else parts_file(number)
         holds = self._file(file)
         try:
+            if self._auto_ep is not None:
+                return self._auto_ep.weights(saved)
             return (holds["module"] if file == self.main_file else holds)[saved]
         except KeyError:
             raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
