@@ -74,7 +74,8 @@ def _split(optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(list(groups)):
         if group.get("moe"):
             continue
-        experts = [each for each in group["params"] if part_of(each) is not None]
+        # Below stage 3 ZeRO cannot have a group of frozen ones alone.
+        experts = [each for each in group["params"] if part_of(each) is not None and each.requires_grad]
         if not experts:
             continue
         marks = {"moe": True, "name": experts[0].group_name}
