@@ -23,7 +23,7 @@ class Job(NamedTuple):
     stage: int
     ep: int = 2
     kind: str = ""
-    """Words of: lora, client, offload, buffers, bf16."""
+    """Words of: lora, client, frozen (all experts), offload, buffers, bf16."""
 
 
 class Load(NamedTuple):
@@ -36,6 +36,11 @@ MODULE = (("load_module_only", True),)
 CASES: dict[str, tuple[Job, dict[str, Any], list[Load]]] = {
     "client 3": (Job(3, kind="client"), {}, [Load(Job(3, kind="client")), Load(Job(0, 1, "client"))]),
     "client 1": (Job(1, kind="client"), {}, [Load(Job(1, kind="client")), Load(Job(3, kind="client"))]),
+    "client, experts frozen": (
+        Job(2, kind="client frozen"),
+        {},
+        [Load(Job(2, kind="client frozen")), Load(Job(3, 1, "client frozen"))],
+    ),
     "lora client, frozen left out": (
         Job(2, kind="lora client"),
         {"exclude_frozen_parameters": True},
@@ -52,9 +57,11 @@ CASES: dict[str, tuple[Job, dict[str, Any], list[Load]]] = {
     "buffers": (Job(2, kind="buffers"), {}, [Load(Job(3, kind="buffers")), Load(Job(2, kind="buffers"))]),
     "bf16 3": (Job(3, kind="bf16"), {}, [Load(Job(2, kind="bf16")), Load(Job(3, kind="bf16"))]),
     "weights of 3": (Job(3), {}, [Load(Job(3), WEIGHTS), Load(Job(2), MODULE), Load(Job(3, 1), WEIGHTS)]),
+    # The same layout, but other groups of the optimizer: ZeRO 3 has the weights in their order.
+    "weights in another order": (Job(3, kind="client"), {}, [Load(Job(3), WEIGHTS), Load(Job(3), MODULE)]),
     "weights of 2": (Job(2), {}, [Load(Job(3), MODULE), Load(Job(3, 1), WEIGHTS), Load(Job(2), WEIGHTS)]),
 }
-SAMPLE = ("client 1", "lora client, frozen left out")
+SAMPLE = ("client 1", "lora client, frozen left out", "client, experts frozen", "weights in another order")
 
 
 def make(job: Job, scale: float = 1.0) -> Any:
@@ -69,7 +76,11 @@ def make(job: Job, scale: float = 1.0) -> Any:
         lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False)
         torch.manual_seed(0)
         model = get_peft_model(model, lora)
-    trained = [each for each in model.parameters() if each.requires_grad]
+    if "frozen" in job.kind:
+        for name, each in model.named_parameters():
+            each.requires_grad_(".experts." not in name)
+    # A script may give its optimizer what it has frozen, too.
+    trained = [each for each in model.parameters() if each.requires_grad or "frozen" in job.kind]
     with torch.no_grad():
         for each in trained:
             each.mul_(scale)

@@ -123,18 +123,22 @@ class Checkpoints:
             _tell_versions(place, manifest)
             if with_optimizer and not differences:
                 ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
-                if not self._lies_alike(place, index):
-                    differences = ["the order of ranks or of parameters"]
+            # At ZeRO 3 weights too are where the optimizer has them.
+            is_laid_out = with_optimizer or self._engine.zero_optimization_partition_weights()
+            if is_laid_out and not differences and not self._lies_alike(place, index):
+                differences = ["the order of ranks or of parameters"]
         moved = bool(differences) and with_optimizer
         if moved:
             ranks.together(f"moving {place}", lambda: self._check_move(place, differences, reading))
             asked = asked | {"load_optimizer_states": False}
         elif recut:
             ranks.together(f"reading {place}", lambda: self._check_one_stage(place, differences))
-        relaid = self._is_relaid(manifest, differences)
+        relaid, strict = self._is_relaid(manifest, differences), asked.get("load_module_strict", True)
+        if self._is_compared(manifest, relaid) and asked.get("custom_load_fn") is None:
+            ranks.together(f"comparing {place}", lambda: reading.check_weights(strict))
         sharper = moved and manifest is not None and manifest.sizes.dtype != sizes.dtype == "float32"
         own = None if asked.get("load_module_only", False) else self._read_state(place, manifest)
-        with reading.in_use(recut, sharper, asked.get("load_module_strict", True), relaid):
+        with reading.in_use(recut, sharper, strict, relaid):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
         if not with_optimizer or moved:
             ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
@@ -259,6 +263,15 @@ class Checkpoints:
             return bool(parts_of(self._engine))
         stages = manifest.sizes.zero_stage, self._engine.zero_optimization_stage()
         return bool(differences) and (bool(parts_of(self._engine)) or manifests.STAGE_3 in stages)
+
+    def _is_compared(self, manifest: Manifest | None, relaid: bool) -> bool:
+        """Return whether to compare parameters with the model's before any is changed: pieces and parts of one model
+        could be put into another without an error."""
+        sizes = sizes_of(self._engine)
+        if sizes.mp > 1 or sizes.pp > 1 or self._engine.use_node_local_storage():
+            return False
+        is_in_pieces = manifest is not None and manifests.STAGE_3 in (manifest.sizes.zero_stage, sizes.zero_stage)
+        return relaid or is_in_pieces or bool(parts_of(self._engine)) or bool(manifest is not None and manifest.parts)
 
     def _check_layers(self, place: Path, manifest: Manifest) -> None:
         now = {name: layer.num_experts for name, layer in stock_layers(self._engine).items()}

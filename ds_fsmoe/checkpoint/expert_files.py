@@ -14,8 +14,9 @@ import torch
 from deepspeed.utils import groups as stock_groups
 
 from ds_fsmoe.checkpoint.shared_out import FROZEN
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_name, parts_file, parts_in
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_name, part_of, parts_file, parts_in
 from ds_fsmoe.checkpoint_files.manifest import PartSizes
+from ds_fsmoe.checkpoint_files.numbering import expert_name
 
 _FROZEN_SHAPES = "frozen_param_shapes"
 
@@ -33,6 +34,16 @@ def live_parts(engine: Any) -> dict[str, tuple[torch.nn.Parameter, ExpertPart]]:
 def number_of_job(engine: Any) -> int | None:
     """Return which part of all experts this rank has; ``None`` for a model without such experts."""
     return next((part.number for _, _, part in parts_in(engine.module)), None)
+
+
+def shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return name -> whole shape of every parameter and buffer that is saved, but those of experts with own files."""
+    found = {}
+    for name, each in model.state_dict(keep_vars=True).items():
+        if torch.is_tensor(each) and expert_name(name) is None:
+            part, shape = part_of(each), tuple(getattr(each, "ds_shape", each.shape))
+            found[name] = shape if part is None else part.whole_shape(shape)
+    return found
 
 
 def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:

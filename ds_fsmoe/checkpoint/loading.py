@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe.checkpoint import optimizer_states
-from ds_fsmoe.checkpoint.expert_files import live_parts, number_of_job, with_parts
+from ds_fsmoe.checkpoint.expert_files import live_parts, number_of_job, shapes_of, with_parts
 from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimizer_name
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.relaid import Relaid
@@ -115,6 +115,28 @@ class Reading:
         is_here = path.is_relative_to(self._place)
         if self._manifest is not None and is_here and path.relative_to(self._place).as_posix() not in named:
             raise CheckpointError(f"{path} is not named in {NAME}: it is not of this checkpoint")
+
+    def check_weights(self, strict: bool) -> None:
+        """Check, before anything is loaded, that the weights are of this model.
+
+        Args:
+            strict: whether parameters may be missing on neither side.
+
+        Raises:
+            CheckpointError: they are of another; the message names parameters and shapes.
+        """
+        here, there = shapes_of(self._engine.module), self.whole.shapes()
+        wrong = [
+            f"{name} has shape {list(there[name])} there and {list(shape)} here"
+            for name, shape in here.items()
+            if name in there and there[name] != shape
+        ]
+        if strict:
+            wrong += [f"{name} is here and not there" for name in here if name not in there]
+            wrong += [f"{name} is there and not here" for name in there if name not in here]
+        if wrong:
+            more = f"; and {len(wrong) - 3} others" if len(wrong) > 3 else ""
+            raise CheckpointError(f"{self._place} was saved of another model: {'; '.join(wrong[:3])}{more}")
 
     def check_states(self) -> None:
         """Check, before anything is loaded, that the optimizer's states can be moved to this layout.

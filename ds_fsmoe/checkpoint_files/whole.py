@@ -130,6 +130,17 @@ class Whole:
                 for each in self._names_in(layer_file(at, number)):
                     yield str(ExpertName(layer, expert, each.parameter))
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every parameter and buffer, whole, but those that experts' own files have."""
+        found = {}
+        for name in self.names():
+            if expert_name(name) is None and torch.is_tensor(self.dense["module"].get(name, torch.empty(0))):
+                is_buffer = name in self.dense["buffer_names"]
+                saved = self._optimized(self._saved_names(name)[0])
+                shape = tuple(self._weights_of(saved).shape if is_buffer else self._shape_of(saved))
+                found[name] = self.parts[name].first().whole_shape(shape) if name in self.parts else shape
+        return found
+
     def parameters_of(self, layer: str) -> set[str]:
         """Return the parameters and buffers of one expert of a layer, under the names that the expert gives them."""
         number = self.numbering[layer].number(0, 0)
