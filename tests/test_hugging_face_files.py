@@ -204,6 +204,20 @@ def test_convert_writes_what_save_pretrained_of_the_whole_model_writes(
     assert [name for name, each in model.state_dict().items() if not torch.equal(loaded.state_dict()[name], each)] == []
 
 
+@pytest.mark.parametrize("layout", [TWO[1], TWO[4]], ids=lambda each: each.name)
+def test_convert_takes_the_folder_of_one_tag_and_the_config_names_the_data_type_that_was_asked_for(
+    saved: tuple[Path, dict], layout: Layout, tmp_path: Path
+) -> None:
+    asked = "float32" if layout.dtype == "bfloat16" else "bfloat16"
+    source = saved[0] / layout.name / "global_step2"
+    assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "huggingface", "--dtype", asked]) == 0
+    loaded = type(model_of(layout.family)).from_pretrained(tmp_path / "ours")
+    assert {each.dtype for each in loaded.parameters()} == {getattr(torch, asked)}
+    whole = Whole(source)
+    for name, each in loaded.named_parameters():
+        assert torch.equal(each, whole.state(name, "fp32").to(each.dtype)), name
+
+
 def test_a_run_that_is_resumed_goes_on_to_the_bit(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, losses = saved
     found = run_on_ranks(load_each, 2, tmp_path, [(each, each) for each in TWO], str(folder))[0]

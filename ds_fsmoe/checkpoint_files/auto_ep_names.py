@@ -65,3 +65,12 @@ class AutoEPNames:
         prefix, number = layer["expert_key_prefix"], int(layer["moe_layer_id"])
         files = ((each, self._expert(number, each)) for each in range(int(layer["num_experts"])))
         return torch.stack([torch.cat([file[f"{prefix}.{kind}.{each}"] for kind in kinds]) for each, file in files])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of :meth:`weights`, without making them."""
+        if name not in self._stacked:
+            return tuple(self._weights[self._renamed[name]].shape)
+        layer, kinds = self._stacked[name]
+        prefix, file = layer["expert_key_prefix"], self._expert(int(layer["moe_layer_id"]), 0)
+        matrices = [file[f"{prefix}.{kind}.0"] for kind in kinds]
+        return int(layer["num_experts"]), sum(each.shape[0] for each in matrices), *matrices[0].shape[1:]

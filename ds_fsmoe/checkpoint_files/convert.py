@@ -33,7 +33,7 @@ from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.publishing import Publication, recover
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.tensor_files import Source, read_tensors, write_tensors
-from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, Whole, layer_file
+from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, SHARED_OUT_FILE, Whole, layer_file
 
 Form = Literal["fp32", "huggingface", "stock", "deepspeed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,7 +52,7 @@ def find_tag(source: Path, tag: str | None) -> Path:
     source = Path(os.path.abspath(source))  # "." has no name, and what is made of a tag has that of its folder
     if tag is not None:
         check_tag(tag)
-    if tag is None and (source / DENSE_FILE).is_file():
+    if tag is None and any((source / each).is_file() for each in (DENSE_FILE, SHARED_OUT_FILE)):
         return source
     tag = tags.latest(source) if tag is None else tag
     if tag is None:
@@ -118,7 +118,7 @@ def export_tensors(
             found = whole.weights(name)
             return _reader(whole, name, wanted)() if wanted is not None and found.is_floating_point() else found
 
-        yield from _into(target, lambda folder: write_pretrained(whole, folder, read, limit_bytes), whole)
+        yield from _into(target, lambda folder: write_pretrained(whole, folder, read, limit_bytes, dtype), whole)
         return
     sources: dict[str, Source] = {}
     for name in whole.names():

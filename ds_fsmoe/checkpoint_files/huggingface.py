@@ -44,7 +44,9 @@ def is_of_huggingface(whole: Whole) -> bool:
     return (whole.place / CONFIG).is_file()
 
 
-def write_pretrained(whole: Whole, folder: Path, read: Convert, limit_bytes: int) -> Iterator[tuple[str, int]]:
+def write_pretrained(
+    whole: Whole, folder: Path, read: Convert, limit_bytes: int, dtype: str | None = None
+) -> Iterator[tuple[str, int]]:
     """Write weights and config as ``save_pretrained`` would, one file in memory at a time.
 
     Args:
@@ -52,6 +54,7 @@ def write_pretrained(whole: Whole, folder: Path, read: Convert, limit_bytes: int
         folder: an existing folder.
         read: returns the weights of a name of the model, in the data type that is to be written.
         limit_bytes: the largest size of a file.
+        dtype: the data type of ``read``, which the config is to name; ``None`` for that of the checkpoint.
 
     Yields:
         Each file once it is written, and its number of bytes.
@@ -70,6 +73,8 @@ def write_pretrained(whole: Whole, folder: Path, read: Convert, limit_bytes: int
     for _, group in groupby((each for each in _in_order(names) if each not in left_out), _layer_of):
         sources |= _converted(model, list(group), read)
     yield from write_tensors(sources, folder, limit_bytes)
+    if dtype is not None:
+        model.config.dtype = getattr(torch, dtype)  # transformers loads in the data type that the config names
     model.config.save_pretrained(folder)
     yield CONFIG, (folder / CONFIG).stat().st_size
     if model.can_generate():

@@ -132,6 +132,8 @@ class Whole:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name -> shape of every parameter and buffer, whole, but those that experts' own files have."""
+        if self._auto_ep is not None:
+            return {name: self._auto_ep.shape(name) for name in self._auto_ep}
         found = {}
         for name in self.names():
             if expert_name(name) is None and torch.is_tensor(self.dense["module"].get(name, torch.empty(0))):
