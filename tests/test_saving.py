@@ -78,6 +78,8 @@ def test_files_that_are_missing_cut_short_or_changed_are_named(tmp_path: Path) -
         {"files": {"a": {"size_bytes": "1", "sha256": "x"}}},
         {"files": []},
         {"versions": None},
+        # More parts than there could be files of: names of all would be made.
+        {"parts": {"experts": {"layout": "stacked", "num_experts": 10**9, "ep": 10**9}}},
     ],
 )
 def test_a_damaged_manifest_is_an_error_that_names_it(change: dict[str, Any], tmp_path: Path) -> None:

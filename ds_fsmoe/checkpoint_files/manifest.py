@@ -159,7 +159,9 @@ def _check_types(manifest: Manifest) -> None:
         if each.num_experts % each.ep:
             raise ValueError(f"{each.num_experts} experts on {each.ep} ranks of {each.path}")
     for each in manifest.parts.values():
-        each.first()  # refuses a layout that is not known, and experts that do not divide
+        first = each.first()  # refuses a layout that is not known, and experts that do not divide
+        if first.num_parts > len(manifest.files):
+            raise ValueError(f"{first.num_parts} parts in {len(manifest.files)} files")
     for name in manifest.files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"a file outside the folder: {name!r}")

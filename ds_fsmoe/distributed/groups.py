@@ -103,7 +103,7 @@ def make_groups(
 
     Collective over all ranks of the job: every rank calls with the same arguments, in the same order of calls. Groups
     are made once, and returned again until the default process group is destroyed. With one rank, or without
-    torch.distributed, no communicator is made.
+    torch.distributed, no communicator of ours is made.
 
     Under DeepSpeed, call it where the engine calls ``set_deepspeed_parallelism`` or later: by then DeepSpeed has its
     ``mpu`` and the device is set. Where DeepSpeed is not in use (a layer put together by hand) all groups are ours.
@@ -133,6 +133,9 @@ def make_groups(
         tensor_parallel_experts=tensor_parallel_experts,
     )
     if found.world_size == 1:
+        if stock is not None:
+            # DeepSpeed's engine looks for its groups by their names on one rank too.
+            _made_by_deepspeed(stock, found, 0, expert_before_data)
         return FSMoEGroups(found, find_topology(ranks_per_node), 0, None, None, None, None, None)
     _current_world()
     agreeing = found.agreeing(same_tokens=same_tokens)
