@@ -236,3 +236,11 @@ def test_a_run_goes_on_in_another_layout(pairs: list, saved: tuple[Path, dict], 
     for (source, target), then in found.items():
         rtol = 1e-2 if "bfloat16" in target else 1e-5
         assert then == pytest.approx(losses[source], rel=rtol), (source, target)
+
+
+def test_a_run_goes_on_on_one_rank(saved: tuple[Path, dict], tmp_path: Path) -> None:
+    folder, losses = saved
+    pairs = [(TWO[0], Layout(1, 1, 0)), (TWO[1], Layout(1, 1, 3)), (TWO[2], Layout(1, 1, 2))]
+    found = run_on_ranks(load_each, 1, tmp_path, pairs, str(folder))[0]
+    for (source, target), then in found.items():
+        assert then == pytest.approx(losses[source], rel=1e-5), (source, target)
