@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.layer.parts import LayerError
 
 _OF_SHAPES = re.compile(r"shapes? |size of tensor|input of size")
@@ -50,7 +51,9 @@ def naming_widths(layer: str, experts: ExpertSet, x: torch.Tensor) -> Iterator[N
     try:
         yield
     except RuntimeError as error:
-        for index, expert in enumerate(experts.experts):
+        # Experts with stacked weights are no modules that rows could be given to, and have the model's own width.
+        alone = () if isinstance(experts, StackedExperts) else experts.experts
+        for index, expert in enumerate(alone):
             if problem := _wrong_width(expert, x, experts.keep_expert_dim):
                 raise LayerError(f"{layer}: expert {index}, a {type(expert).__name__}, {problem}") from error
         raise
