@@ -74,6 +74,15 @@ def _clear(folder: Path, stem: str) -> None:
                 left.unlink()
 
 
+def create(path: Path) -> IO[bytes]:
+    """Open a file of bytes to write to, which must not be there.
+
+    Raises:
+        OSError: it cannot be written, or there is something.
+    """
+    return open(path, "xb", opener=_opener(_NEW))
+
+
 def append_to(path: Path, text: str) -> None:
     """Append to a text file, which is created if there is none.
 
