@@ -177,7 +177,7 @@ class Recording:
         paths = [each.path for each in self.ranks[rank].layers]
         return paths.index(path) if path in paths else None
 
-    def keys(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[Key]:
         """Return the keys of all that was recorded, in the order of ranks and time."""
         return iter(sorted(self._sources))
 
@@ -267,7 +267,7 @@ def write_packed(path: Path, recording: Recording, steps: Iterable[int] | None =
     wanted = None if steps is None else set(steps)
     ranks = [asdict(each) for each in recording.ranks.values()]
     arrays = {_FACTS: _as_text({"format": FORMAT, "ranks": ranks})}
-    for key in recording.keys():
+    for key in recording:
         if wanted is None or key[1] in wanted:
             choices, name = recording.choices(*key), "/".join(map(str, key))
             arrays[name] = choices.indices_SK
