@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.components.routing import Given, Routing, RoutingBase
 from ds_fsmoe.ops import REFERENCE, Ops
 
 
@@ -34,6 +34,11 @@ class GateBase(nn.Module):
     needs_capacity: bool = True
     """Whether ranks have to agree on a capacity that drops nothing; not where rows travel instead of slots. Whoever
     calls the gate says so."""
+    takes_given: ClassVar[bool] = False
+    """Whether each token chooses experts here, and the choice can be :attr:`given`."""
+    given: Given | None = None
+    """The choice to go by in the next call, instead of the highest scores; whoever calls the gate says so. Weights,
+    losses and what is drawn at random stay those of the call."""
     takes_width: int | None = None
     """M of the tokens it is for; ``None`` before it is built."""
     _is_built = False

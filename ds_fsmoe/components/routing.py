@@ -17,6 +17,28 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 """Slot numbers, any shape, to the numbers of their rows: for one that is none, the number of rows."""
 
 
+@dataclass(frozen=True)
+class Given:
+    """A choice that was made before, for a gate to go by again: its weights still come from the scores of its call."""
+
+    experts_KS: torch.Tensor | None = None
+    """[K, S] integers: the expert of every choice; -1 where a token is to choose by itself."""
+    leaves_some: bool = False
+    """Whether some tokens are to choose by themselves."""
+    slots_KS: torch.Tensor | None = None
+    """[K, S]: the slot of every choice, see :class:`Routing`; ``None``: the gate decides who stays in a full expert."""
+    capacity: int | None = None
+    """C of these slots."""
+    tokens_R: torch.Tensor | None = None
+    """[R]: the token in each slot, of a gate whose experts choose."""
+
+    def completed(self, own: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return [K, S] int64: the experts, where tokens are to choose by themselves those of ``own``."""
+        assert self.experts_KS is not None
+        experts_KS = self.experts_KS.long()
+        return torch.where(experts_KS < 0, own(), experts_KS) if self.leaves_some else experts_KS
+
+
 class RoutingBase(ABC):
     """The decision of one gate call: which tokens go to which slots, and what of the results comes back to whom.
 
@@ -47,6 +69,10 @@ class RoutingBase(ABC):
         """Scalars: how many choices have found a place, and of how many."""
         return self.counts_E.sum(), self.counts_E.sum()
 
+    def given(self) -> Given | None:
+        """What a gate needs to decide the same again; ``None`` where it has nothing to choose."""
+        return None
+
     @abstractmethod
     def relaid(self, place: Place, capacity: int) -> RoutingBase:
         """The same decision, for rows that lie elsewhere than ``expert * C + position``.
@@ -70,6 +96,17 @@ class Routing(RoutingBase):
     capacity: int
     num_experts: int
     entropy: torch.Tensor | None = None
+    experts_KS: torch.Tensor | None = None
+    """[K, S] int64: the expert of every choice, also where it was dropped; ``None``: the gate does not say."""
+
+    def chosen(self) -> torch.Tensor:
+        """[K, S] int64: the expert of every choice; E where it was dropped and the gate does not say more."""
+        if self.experts_KS is not None:
+            return self.experts_KS
+        return self.slots_KS.div(max(1, self.capacity), rounding_mode="floor")
+
+    def given(self) -> Given | None:
+        return Given(self.experts_KS, slots_KS=self.slots_KS, capacity=self.capacity)
 
     def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
         return (self.slots_KS < self.num_slots).sum(), self.counts_E.sum()

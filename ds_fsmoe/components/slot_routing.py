@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ds_fsmoe.components.routing import Place, RoutingBase, find_places
+from ds_fsmoe.components.routing import Given, Place, RoutingBase, find_places
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class SlotRouting(RoutingBase):
         """Tokens that some expert has taken, and how many there are; those that take no part count as not taken."""
         is_taken = self.tokens_R.new_zeros(self.num_tokens + 1).index_fill_(0, self.tokens_R, 1)[:-1]
         return is_taken.sum(), torch.full_like(is_taken.sum(), self.num_tokens)
+
+    def given(self) -> Given:
+        return Given(tokens_R=self.tokens_R, capacity=self.capacity)
 
     def relaid(self, place: Place, capacity: int) -> SlotRouting:
         places = find_places(place, self.num_slots, self.num_experts * capacity, self.tokens_R.device)

@@ -19,7 +19,8 @@ from torch import nn
 from ds_fsmoe.components.gate import dropless_capacity, dropping_capacity
 from ds_fsmoe.components.gate_settings import CapacitySettings, SettingsGate, option, takes_options_of
 from ds_fsmoe.components.router import entropy_of, mean_over_used, which_are_used, without_autocast
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Given, Routing
+from ds_fsmoe.ops import Ops
 from ds_fsmoe.ops.reference import Slots, with_capacity
 
 
@@ -53,6 +54,7 @@ class TokenChoiceGate(SettingsGate):
     Tokens that take no part (``used_token_S``) have no say in the losses either.
     """
 
+    takes_given = True
     Settings: ClassVar[type[ChoiceSettings]] = ChoiceSettings
     settings: ChoiceSettings
 
@@ -98,11 +100,11 @@ class TokenChoiceGate(SettingsGate):
             preference_SE = scores.logits_SE if scores.preference_SE is None else scores.preference_SE
             num_tokens, num_experts = preference_SE.shape
             capacity = first_capacity(num_tokens, num_experts, settings, self.training)
-            slots = self.ops.top_k_slots(preference_SE.detach(), settings.k, capacity, used_S, "token")
+            slots = best_slots(self.ops, preference_SE.detach(), settings.k, capacity, used_S, self.given)
             if settings.drop_tokens and settings.drop_policy == "probs":
                 affinity_KS = scores.affinity_SE.detach().gather(1, slots.experts_KS.t()).t()
                 slots = self.ops.take_slots(slots.experts_KS, num_experts, capacity, used_S, "score", affinity_KS)
-            slots, capacity = last_capacity(slots, capacity, settings, group, self.needs_capacity)
+            slots, capacity = last_capacity(slots, capacity, settings, group, self.needs_capacity, self.given)
             weights_KS = self.weigh(scores, slots.experts_KS.t()).t()
             is_dropped_KS = slots.slots_KS == num_experts * capacity
             return Routing(
@@ -113,6 +115,7 @@ class TokenChoiceGate(SettingsGate):
                 capacity=capacity,
                 num_experts=num_experts,
                 entropy=entropy_of(scores.affinity_SE, used_S) if self.says_entropy else None,
+                experts_KS=slots.experts_KS,
             )
 
 
@@ -123,12 +126,35 @@ def first_capacity(num_tokens: int, num_experts: int, settings: CapacitySettings
     return dropping_capacity(num_tokens, num_experts, settings.factor(training) * settings.k, settings.min_capacity)
 
 
+def best_slots(
+    ops: Ops, scores_SE: torch.Tensor, k: int, capacity: int, used_S: torch.Tensor | None, given: Given | None
+) -> Slots:
+    """Slots for the k best experts of each token, or for those that are given, in the order of the tokens.
+
+    Args:
+        ops: the operators to use.
+        scores_SE: [S, E], the higher the better.
+        k: the choices of a token.
+        capacity: C.
+        used_S: [S] booleans, or ``None``.
+        given: the choice to go by.
+    """
+    if given is None:
+        return ops.top_k_slots(scores_SE, k, capacity, used_S, "token")
+
+    def own_KS() -> torch.Tensor:
+        return ops.top_k_slots(scores_SE, k, capacity, used_S, "token").experts_KS
+
+    return ops.take_slots(given.completed(own_KS).contiguous(), scores_SE.shape[1], capacity, used_S, "token")
+
+
 def last_capacity(
     slots: Slots,
     capacity: int,
     settings: CapacitySettings,
     group: dist.ProcessGroup | None,
     needs_capacity: bool = True,
+    given: Given | None = None,
 ) -> tuple[Slots, int]:
     """The slots and the capacity to go by: if nothing is dropped, what the fullest expert of all ranks needs.
 
@@ -138,7 +164,10 @@ def last_capacity(
         settings: of the gate.
         group: the ranks that have to agree; they wait for each other, and the host for the device.
         needs_capacity: see :attr:`GateBase.needs_capacity`.
+        given: the choice to go by; if it has slots, they and their capacity are it.
     """
+    if given is not None and given.slots_KS is not None and given.capacity is not None:
+        return slots._replace(slots_KS=given.slots_KS), given.capacity
     if settings.drop_tokens or not needs_capacity:
         return slots, capacity
     agreed = dropless_capacity(slots.counts_E, group)

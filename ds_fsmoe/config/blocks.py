@@ -214,6 +214,15 @@ class RecordBlock(_Block):
     stop_after: int = Field(0, ge=0, description="end the job after so many optimizer steps; 0: never")
 
 
+class RoutingBlock(_Block):
+    """``fsmoe.routing``: which token goes to which experts, as data."""
+
+    record: str | None = Field(None, description="folder in which each rank records the choices of its tokens")
+    weights: bool = Field(False, description="record the weights of choices, too")
+    every: int = Field(1, ge=1, description="optimizer steps from one that is recorded to the next")
+    replay: str | None = Field(None, description="folder or packed file of recorded choices, by which training goes")
+
+
 class CheckpointBlock(_Block):
     """``fsmoe.checkpoint``: what is read from files that somebody may have changed."""
 
@@ -290,5 +299,6 @@ class FSMoEBlock(_Block):
     metrics_every: int = Field(10, ge=1, description="optimizer steps; the others are not looked at")
     trace: Annotated[TraceBlock, _switch()] = TraceBlock()
     record: RecordBlock = RecordBlock()
+    routing: RoutingBlock = RoutingBlock()
     checkpoint: CheckpointBlock = CheckpointBlock()
     debug: DebugBlock = DebugBlock()

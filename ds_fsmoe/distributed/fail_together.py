@@ -20,15 +20,18 @@ class MeasuringError(RuntimeError):
 
 
 @contextmanager
-def raise_on_all_ranks(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+def raise_on_all_ranks(
+    group: dist.ProcessGroup | None, what: str, kind: type[Exception] = MeasuringError
+) -> Iterator[None]:
     """Make all ranks leave this context, or all raise. Collective; inside, no collective that only some ranks reach.
 
     Args:
         group: the ranks; ``None``: all of the job.
         what: the work that is done, for the message.
+        kind: the class of the error.
 
     Raises:
-        MeasuringError: raised on every rank, if one has failed inside.
+        kind: raised on every rank, if one has failed inside.
     """
     error: Exception | None = None
     try:
@@ -38,7 +41,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None, what: str) -> Iterator[N
     own = None if error is None else f"{type(error).__name__}: {error}"
     if world_size_now() == 1:
         if error is not None:
-            raise MeasuringError(f"failed while {what}: {own}") from error
+            raise kind(f"failed while {what}: {own}") from error
         return
     # Most of the time nobody has failed, and a number is enough to know that.
     failed = torch.tensor([float(error is not None)], device=device_of(group))
@@ -49,7 +52,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None, what: str) -> Iterator[N
     index, others = min(texts), len(texts) - 1
     first = index if group is None else dist.get_global_rank(group, index)
     more = f" (and {others} more rank{'s' if others > 1 else ''})" if others else ""
-    raise MeasuringError(f"rank {first}{more} failed while {what}: {texts[index]}") from error
+    raise kind(f"rank {first}{more} failed while {what}: {texts[index]}") from error
 
 
 def from_first_rank(value: _T, group: dist.ProcessGroup | None = None) -> _T:

@@ -43,6 +43,10 @@ _INITIALIZE = (
 
 # "module:attribute" -> the leading parameters we rely on; None for what is not called.
 _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
+    "deepspeed.runtime.activation_checkpointing.checkpointing:CheckpointFunction.forward": (
+        *("ctx", "run_function", "all_outputs"),
+    ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing:non_reentrant_checkpoint": ("function",),
     # deepspeed.initialize looks these classes up among its module's globals when it is called.
     "deepspeed:DeepSpeedEngine": None,
     "deepspeed:PipelineEngine": None,

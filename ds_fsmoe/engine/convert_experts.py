@@ -28,13 +28,14 @@ from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import find_topology, world_size_now
-from ds_fsmoe.engine.convert_adapters import adapters_of, convert_wrappers
+from ds_fsmoe.engine.convert_adapters import adapters_of, convert_wrappers, wrappers_around
 from ds_fsmoe.engine.cut_parameters import cut_parameter, share_out, tag_as_experts
 from ds_fsmoe.engine.experts_shards import contract_of_shard, shards_of
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
 from ds_fsmoe.layer.parts import LayerError, Parts
+from ds_fsmoe.layer.router_choice import RouterWatch
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
 
@@ -155,6 +156,20 @@ def convert_experts(
         running.groups(ep_size)
         share_out(replaced)
     return HuggingFaceLayer(module), replaced
+
+
+def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
+    """Let what the router before a converted module chooses be seen and replaced, where the block around both runs.
+
+    Args:
+        model: the model.
+        path: the path of the module of experts.
+        module: that module.
+    """
+    outermost = next(iter(wrappers_around(model, path)), path)
+    around = outermost.rpartition(".")[0]
+    if model.get_submodule(around) is not module:
+        module.fsmoe.watch = RouterWatch(model.get_submodule(around), module)
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

@@ -30,8 +30,9 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import fence_gathers
 from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.checkpointing_seams import tape_deepspeeds_functions
 from ds_fsmoe.engine.convert_adapters import gather_as_they_run, with_wrappers, wrappers_around
-from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table
+from ds_fsmoe.engine.convert_experts import agree_on_forms, convert_experts, ep_size_of, log_table, watch_router
 from ds_fsmoe.engine.convert_layers import (
     check_mpu,
     convert,
@@ -43,6 +44,7 @@ from ds_fsmoe.engine.expert_groups import groups_of_trained
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.generation import generate_together
 from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, without_frozen_experts
+from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
@@ -76,6 +78,9 @@ class FSMoEEngine(SavingEngine):
         correct_norm(self)
         if self.fsmoe.block.debug.check_results:
             self._watch_results()
+        self.fsmoe.routing = RoutingData(
+            self.fsmoe, self.module, self.global_steps, isinstance(self.module, PipelineModule)
+        )
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
         log_on_rank_0(summary(self.fsmoe))
 
@@ -131,7 +136,9 @@ class FSMoEEngine(SavingEngine):
         clock = self._clock_of_forward()
         if clock is not None:
             clock.begin_forward()
+        self.fsmoe.routing.begin_forward(self.module.training)
         result = super().forward(*inputs, **kwargs)
+        self.fsmoe.routing.end_forward()
         if clock is not None:
             clock.end_forward()
         self.fsmoe.running.first_forwards.tell()
@@ -164,6 +171,7 @@ class FSMoEEngine(SavingEngine):
         if self.was_step_applied():
             self.fsmoe.after_optimizer_step()
         self.fsmoe.running.at_step(self.global_steps)
+        self.fsmoe.routing.at_step(self.global_steps)
         if self.global_steps != number:
             self._tell_of_step(self.fsmoe.step_is_over(self.global_steps))
         return result
@@ -214,6 +222,7 @@ class FSMoEEngine(SavingEngine):
         clock = self._clock_of_forward()
         if clock is not None:
             clock.begin_forward()
+        self.fsmoe.routing.begin_forward(self.module.training, has_batch=False)
         total = torch.zeros(())
         routers = None if self.fsmoe.telemetry is None else self.fsmoe.telemetry.routers
         if routers is not None:
@@ -227,6 +236,7 @@ class FSMoEEngine(SavingEngine):
             total = inner.run_without_tokens(shape, total)
         if routers is not None:
             routers.is_paused = False
+        self.fsmoe.routing.end_forward(has_batch=False)
         if clock is not None:
             clock.end_forward()
         return total
@@ -241,6 +251,7 @@ class FSMoEEngine(SavingEngine):
 
     def _configure_expert_parallel(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         sources = super()._configure_expert_parallel(model, collect_sources)
+        tape_deepspeeds_functions()
         for sentence in compat.check_versions():
             log_on_rank_0(sentence, logging.WARNING)
         block = read_block(self.config)
@@ -292,6 +303,7 @@ class FSMoEEngine(SavingEngine):
             else:
                 found = experts[name], parts, running, label, name, ep_size, wrappers_around(model, name)
                 layers[name], replaced = convert_experts(*found)
+                watch_router(model, name, experts[name])
             # DeepSpeed puts each new parameter into the optimizer group of the one it stands in for.
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
@@ -341,5 +353,6 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
         if self.was_step_applied():
             self.fsmoe.after_optimizer_step()
         self.fsmoe.running.at_step(self.global_steps)
+        self.fsmoe.routing.at_step(self.global_steps)
         self._tell_of_step()
         return result

@@ -14,6 +14,7 @@ from ds_fsmoe.components.gate import GateBase, update_gates
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_plan
 from ds_fsmoe.distributed.groups import FSMoEGroups
+from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.layer.experts_layer import GivenRouter, HuggingFaceLayer
@@ -64,6 +65,8 @@ class FSMoEState:
             running.instruments.append(self._router_check.watch)
         self.expert_results: ExpertResults | None = None
         """The check of experts' results before each optimizer step, where that is asked for."""
+        self.routing: RoutingData | None = None
+        """What records and replays routing, once the engine is complete."""
         self.telemetry: Telemetry | None = None
         """The telemetry that is told at the end of each step, once the engine is complete."""
         self.plans_made_again = 0
@@ -96,6 +99,8 @@ class FSMoEState:
             DisagreementError: every ``debug.check_every`` steps, if ranks differ by then.
         """
         self.running.at_step(number)
+        if self.routing is not None:
+            self.routing.at_step(number)
         if self._first_step is None:
             self._first_step = number
         elif number > self._first_step and not self._is_settled:
@@ -108,6 +113,22 @@ class FSMoEState:
             self._compared_at = number
             self.uncut.settle(self.inner_layers)
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
+
+    def replay(self, indices: Any) -> None:
+        """Let the next forward route by choices that are given, such as those of a sampling engine. Collective.
+
+        Only the choice is replaced: weights, and with them the gradients of routers, come from the scores of the
+        forward. Under activation checkpointing the forward that is computed again goes by the same choice.
+
+        Args:
+            indices: [tokens, layers, k], see :meth:`~ds_fsmoe.engine.routing_data.RoutingData.replay`; ``None`` on a
+                rank that has none.
+
+        Raises:
+            ReplayError: the choices of any rank do not fit the model; on every rank.
+        """
+        assert self.routing is not None
+        self.routing.replay(indices)
 
     def before_forward(self) -> None:
         """Choose how layers are run, once, before a forward in training. Collective where that is due.
@@ -202,6 +223,8 @@ class FSMoEState:
         """Give back the reduction of gradients, and end what runs."""
         if self.telemetry is not None:
             self.telemetry.close()
+        if self.routing is not None:
+            self.routing.close()
         if self.reduction is not None:
             self.reduction.close()
         self.running.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.contract import Contract
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Given, Routing
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
+from ds_fsmoe.layer.replay import ReplayError
+from ds_fsmoe.layer.router_choice import RouterChoice, RouterWatch
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.observing.instruments import LayerCall
 
@@ -58,6 +61,12 @@ class ExpertsState(LayerState):
     gate: GivenRouter = field(default_factory=GivenRouter)
     adapters: tuple[Adapter, ...] = ()
     """What is added to weights in the call under way, as the modules around this one say."""
+    choice: RouterChoice | None = None
+    """What is watched of the router, from the call of the block around it to that of the experts."""
+    watch: RouterWatch | None = None
+    """What sees the router's block being called."""
+    passes_on: bool | None = None
+    """Whether the router hands on what it chose as it is; ``None`` as long as that has not been seen."""
     outermost: tuple[nn.Module, ...] = ()
     """The module around this one that the model calls, if there is one; in a tuple, since it holds this one."""
 
@@ -65,6 +74,50 @@ class ExpertsState(LayerState):
     def group_name(self) -> str:
         """DeepSpeed's name of the ranks that share the experts."""
         return stock_names(self.ep_size, self.esp_size).expert_group_name
+
+    def begin_choice(self) -> None:
+        """Begin to watch the router, if its choice is given, or has to be known as it makes it."""
+        self.end_choice()
+        given = self.next_given()
+        records = self.running is not None and self.running.records_routing
+        if given is not None or (not self.passes_on and (records or is_kept())):
+            self.choice = RouterChoice(self.total_experts, given)
+            self.choice.begin()
+
+    def end_choice(self) -> RouterChoice | None:
+        """Return what was watched, and watch no more."""
+        choice, self.choice = self.choice, None
+        if choice is not None:
+            choice.end()
+        return choice
+
+    def settle_choice(self, choice: RouterChoice | None, index_SK: torch.Tensor) -> torch.Tensor:
+        """Keep what was chosen for functions that run again, and return it: [k, S], as the router made it.
+
+        Args:
+            choice: what was watched of the router.
+            index_SK: [S, k], what the experts were called with.
+
+        Raises:
+            ReplayError: a choice was given, and the router makes its own in another way.
+        """
+        given = None if choice is None else choice.given
+        is_again = runs_again()
+        if not is_again:
+            self.check_given(given, len(index_SK))
+        chosen_KS = index_SK.t()
+        can_take = choice is None or choice.chosen_KS is not None
+        if choice is not None and choice.chosen_KS is not None:
+            chosen_KS = choice.chosen_KS
+            is_same = choice.index is not None and choice.index.data_ptr() == index_SK.data_ptr()
+            self.passes_on = is_same and choice.is_passed_on and chosen_KS.shape == index_SK.t().shape
+        elif given is not None and not is_again and not torch.equal(chosen_KS.long(), given.experts_KS.long()):
+            raise ReplayError(
+                f"{self.path}: its router does not choose {given.experts_KS.shape[0]} experts for a token by "
+                "torch.topk, so no other choice can be given to it, and the one that was given is not its own"
+            )
+        keep(self, Given(chosen_KS.to(torch.int32)) if can_take and is_kept() else None)
+        return chosen_KS
 
 
 class FSMoEExperts(nn.Module):
@@ -123,6 +176,7 @@ class FSMoEExperts(nn.Module):
             RoutingError: an index is out of range, on any rank; raised on every rank that shares the experts.
         """
         state = self.fsmoe
+        choice = state.end_choice()
         state.gate.k = top_k_index.shape[-1]
         shape = hidden_states.shape
         x_SM = hidden_states.reshape(-1, shape[-1])
@@ -133,6 +187,7 @@ class FSMoEExperts(nn.Module):
                 f"{state.path}: the router gave weights {list(weights_SK.shape)} for choices {list(index_SK.shape)}: "
                 "must be one for each choice; a later transformers has this right"
             )
+        chosen_KS = state.settle_choice(choice, index_SK)
         state.last_shape = x_SM.shape
         if state.pipeline is None:
             state.run_alone(None)
@@ -140,7 +195,7 @@ class FSMoEExperts(nn.Module):
             check(self, x_SM)
 
         def route(x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
-            return routing_of_choices(index_SK, weights_SK, state.total_experts)
+            return replace(routing_of_choices(index_SK, weights_SK, state.total_experts), experts_KS=chosen_KS)
 
         local = self.local_experts()
         group = state.capacity_group

@@ -37,6 +37,7 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
+from ds_fsmoe.layer.recomputed import remembering, take, tape_torchs_functions
 from ds_fsmoe.layer.row_routing import number_rows, sends_rows
 from ds_fsmoe.layer.widths import check_width, naming_widths
 from ds_fsmoe.log import log_on_rank_0
@@ -289,6 +290,7 @@ class MOELayer(nn.Module):
                 f'MOELayer: dispatch = \'rows\': must be "auto" or "slots" with {type(gate_impl).__name__} and '
                 f"{type(alltoall_impl).__name__}"
             )
+        tape_torchs_functions()
         gate_impl.build_once(model_dim, num_experts)
         gate_impl.ops = order_impl.ops = ops
         self.gate = gate_impl
@@ -320,7 +322,7 @@ class MOELayer(nn.Module):
         result = token_path(
             x,
             used_token_S,
-            gate=self.gate,
+            gate=remembering(self.gate, self.gate, self, take(self)),
             order=self.order,
             pipeline=pipeline,
             experts=experts,

@@ -23,6 +23,8 @@ from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.row_sizes import ALONE, Block
 from ds_fsmoe.execution.tensor_parallel import PLAIN, SelfSplitWires, TensorParallelUse
 from ds_fsmoe.layer.alltoall_tasks import Exchange, exchange_in
+from ds_fsmoe.layer.recomputed import tape_torchs_functions
+from ds_fsmoe.layer.replay import Replay
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.instruments import Check, Instrument
@@ -85,6 +87,7 @@ class LayerRuntime:
         self.device = device
         self.expert_before_data = expert_before_data
         self.mp_size, self.pp_size = sizes_of_mpu(mpu)
+        tape_torchs_functions()
         self.one_link = why_one_link() if device.type == "cuda" else None
         """The reason why no two collectives may be under way at once, if there is one; the same on every rank."""
         if self.one_link is not None:
@@ -102,6 +105,10 @@ class LayerRuntime:
         self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled)
         self.instruments: list[Instrument] = [self.first_forwards.watch, *self.observer.instruments]
         """The instruments that are shown the calls of all layers."""
+        self.replay = Replay()
+        """The choices by which the next forward is to route."""
+        self.records_routing = False
+        """Whether the choices of routers are recorded."""
         self.checks: list[Check] = []
         """The checks that are shown all layers before their calls."""
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)

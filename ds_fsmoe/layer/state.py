@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.order import OrderBase
+from ds_fsmoe.components.routing import Given
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
@@ -20,6 +21,7 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParal
 from ds_fsmoe.layer.alltoall_tasks import Exchange
 from ds_fsmoe.layer.moe_layer import pipeline_without_engine
 from ds_fsmoe.layer.parts import Parts
+from ds_fsmoe.layer.recomputed import runs_again, take
 from ds_fsmoe.layer.row_routing import sends_rows
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.unsharded import UnshardedExperts
@@ -92,6 +94,21 @@ class LayerState:
     def mp_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.mp_group
+
+    def next_given(self) -> Given | None:
+        """Return the choice by which the call that begins is to go: of its forward, if it runs again; or replayed."""
+        if runs_again():
+            return take(self)
+        return None if self.running is None else self.running.replay.take(self.label)
+
+    def check_given(self, given: Given | None, num_tokens: int) -> None:
+        """Look whether a choice is for the tokens of a call. Collective where routing is replayed.
+
+        Raises:
+            ReplayError: it is not, on any rank.
+        """
+        if self.running is not None:
+            self.running.replay.check(self.label, given, num_tokens)
 
     def connect(self, ep_size: int) -> FSMoEGroups:
         """Make the process groups of the layer, and run it as the block of its engine asks for. Collective.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import runs_unobserved
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.topk import TopKSettings, route_top_k
-from ds_fsmoe.components.routing import Routing, RoutingBase
+from ds_fsmoe.components.routing import Given, Routing, RoutingBase
 from ds_fsmoe.components.stock_routes import StockMasks, StockRoutes, routing_of, stock_masks, stock_routes
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.execution.pipeline import Pipeline
@@ -34,6 +34,7 @@ from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_container import is_like_stocks, whole_experts, why_called
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.recomputed import remembering
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.spans import Recorder
@@ -56,7 +57,10 @@ class FSMoEGate(StockTopKGate):
     """Whether the entropy is reported, see :class:`~ds_fsmoe.components.gate.GateBase`."""
     needs_capacity: bool = True
     """Whether ranks have to agree on a capacity, see :class:`~ds_fsmoe.components.gate.GateBase`."""
-    _entropy: torch.Tensor | None = None
+    takes_given: ClassVar[bool] = True
+    given: Given | None = None
+    """The choice to go by, see :class:`~ds_fsmoe.components.gate.GateBase`."""
+    _decided: Routing | None = None
 
     @property
     def takes_width(self) -> int | None:
@@ -73,15 +77,18 @@ class FSMoEGate(StockTopKGate):
         """Take stock's arguments and return its results; ``use_tutel`` changes nothing."""
         # Where rows travel, the ranks need not agree, and may not all have come here: what is shown is this rank's.
         routing = self._decide(input, used_token, self.ep_group if self.needs_capacity else None, True)
-        self._entropy = routing.entropy
+        self._decided = routing
         return stock_routes(routing) if sparse_routes else stock_masks(routing)
 
     def decide_heard(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None) -> Routing:
         """Decide through the module's call, from what its hooks have left of the result."""
         routing = routing_of(self(x_SM, used_token_S, True, False))
-        # The tuple has no place for it.
-        entropy, self._entropy = self._entropy, None
-        return replace(routing, entropy=entropy)
+        # The tuple has no place for what was chosen and dropped, and for the entropy.
+        decided, self._decided = self._decided, None
+        if decided is None:
+            return routing
+        chosen_KS = torch.where(routing.slots_KS < routing.num_slots, routing.chosen(), decided.chosen())
+        return replace(routing, entropy=decided.entropy, experts_KS=chosen_KS)
 
     def decide(self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
         """See :class:`~ds_fsmoe.components.gate.GateBase`."""
@@ -96,6 +103,7 @@ class FSMoEGate(StockTopKGate):
     ) -> Routing:
         with _timed(self, TOPK_GATE_TIMER, "gate_time") if self.wall_clock_breakdown else nullcontext():
             options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": needs_capacity}
+            options |= {"given": self.given}
             settings = gate_settings(self)
             return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, **options)
 
@@ -147,6 +155,9 @@ class FSMoELayer(StockMOELayer):
         if isinstance(self.gate, (FSMoEGate, GateBase)):
             self.gate.needs_capacity = not in_rows
         call = self._call(hidden_states, in_rows)
+        given = state.next_given()
+        state.check_given(given, hidden_states.shape[:-1].numel())
+        call.gate = remembering(call.gate, self.gate, state, given)
         with _stock_times(self, call) if self.wall_clock_breakdown else nullcontext():
             for show in state.instruments:
                 show(call)

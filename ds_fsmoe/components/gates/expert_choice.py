@@ -92,12 +92,17 @@ class ExpertChoiceGate(GateBase):
             capacity = dropless_capacity(torch.tensor([num_taken], device=x_SM.device), group)
 
         eligible_SE = scores_SE if used_S is None else scores_SE.masked_fill(~used_S.unsqueeze(1), float("-inf"))
-        tokens_ET = torch.topk(eligible_SE.detach(), num_taken, dim=0, sorted=False).indices.t()
+        if self.given is None or self.given.tokens_R is None:
+            tokens_ET = torch.topk(eligible_SE.detach(), num_taken, dim=0, sorted=False).indices.t()
+        else:
+            tokens_ET = self.given.tokens_R.view(num_experts, -1)[:, :num_taken]
+        is_token_ET = tokens_ET < num_tokens
+        tokens_ET = tokens_ET.clamp(max=max(0, num_tokens - 1))
         weights_ET = scores_SE.t().gather(1, tokens_ET)
         counts_E = torch.full((num_experts,), num_taken, device=x_SM.device)
         if used_S is not None:
             # Where there are too few for all slots, masked ones have come along.
-            is_used_ET = used_S[tokens_ET]
+            is_used_ET = used_S[tokens_ET] & is_token_ET
             tokens_ET = tokens_ET.masked_fill(~is_used_ET, num_tokens)
             weights_ET = weights_ET.masked_fill(~is_used_ET, 0.0)
             counts_E = is_used_ET.sum(dim=1)

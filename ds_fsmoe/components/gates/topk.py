@@ -20,8 +20,8 @@ from torch import nn
 
 from ds_fsmoe.components.gate_settings import CapacitySettings, OptionError, SettingsGate, takes_options_of
 from ds_fsmoe.components.router import entropy_of, which_are_used
-from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.components.token_choice import first_capacity, last_capacity
+from ds_fsmoe.components.routing import Given, Routing
+from ds_fsmoe.components.token_choice import best_slots, first_capacity, last_capacity
 from ds_fsmoe.ops import REFERENCE, Ops
 from ds_fsmoe.ops.reference import Slots
 from ds_fsmoe.registry import register_gate
@@ -56,6 +56,7 @@ class TopKSettings(CapacitySettings):
 class LinearGate(SettingsGate):
     """One matrix ``wg`` [E, M] scores the experts; each token takes its k best."""
 
+    takes_given = True
     Settings = TopKSettings
     settings: TopKSettings
 
@@ -73,6 +74,7 @@ class LinearGate(SettingsGate):
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
         options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": self.needs_capacity}
+        options |= {"given": self.given}
         return route_top_k(x_SM, self.wg.weight, self.settings, self.training, used_token_S, group, **options)
 
 
@@ -86,6 +88,7 @@ def route_top_k(
     ops: Ops = REFERENCE,
     says_entropy: bool = False,
     needs_capacity: bool = True,
+    given: Given | None = None,
 ) -> Routing:
     """Score, choose, drop: the whole gate as a function, for modules that hold the matrix themselves.
 
@@ -99,6 +102,7 @@ def route_top_k(
         ops: the operators to use.
         says_entropy: whether to say how sure the router is.
         needs_capacity: see :attr:`~ds_fsmoe.components.gate.GateBase.needs_capacity`.
+        given: the choice to go by, of k experts for each token.
 
     Raises:
         ValueError: a mask of another length than the tokens.
@@ -112,8 +116,8 @@ def route_top_k(
     used_S = which_are_used(used_token_S, len(x_SM))
     settings = replace(settings, noisy_gate_policy=noise)
     route = {1: _route_top_1, 2: _route_top_2}.get(settings.k, _route_more)
-    agree = partial(last_capacity, settings=settings, group=group, needs_capacity=needs_capacity)
-    routing = route(logits_SE, settings, training, used_S, agree, ops)
+    agree = partial(last_capacity, settings=settings, group=group, needs_capacity=needs_capacity, given=given)
+    routing = route(logits_SE, settings, training, used_S, agree, ops, given)
     return replace(routing, entropy=entropy_of(F.softmax(logits_SE, dim=1), used_S)) if says_entropy else routing
 
 
@@ -159,6 +163,7 @@ def _route_top_1(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
+    given: Given | None,
 ) -> Routing:
     """Switch Transformer's gate: the weight is the chosen expert's probability, not renormalised."""
     num_tokens, num_experts = logits_SE.shape
@@ -166,7 +171,7 @@ def _route_top_1(
     noisy_SE = logits_SE + _gumbel_like(logits_SE) if settings.noisy_gate_policy == "RSample" else None
     probs_SE = F.softmax(logits_SE, dim=1)
     expert_S = torch.argmax(probs_SE if noisy_SE is None else noisy_SE, dim=1)
-    expert_KS = expert_S.unsqueeze(0)
+    expert_KS = expert_S.unsqueeze(0) if given is None else given.completed(lambda: expert_S.unsqueeze(0))
     aux_loss = torch.sum(probs_SE.mean(dim=0) * _share_E(expert_KS, probs_SE, used_S)) * num_experts
     capacity = first_capacity(num_tokens, num_experts, settings, training)
     # Who stays: the `capacity` largest of a random number per (token, expert), or of the bare 0/1 mask. Ties in the
@@ -192,6 +197,7 @@ def _route_top_2(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
+    given: Given | None,
 ) -> Routing:
     """GShard's gate: second choices queue behind all first choices; weights are renormalised over what was kept."""
     num_tokens, num_experts = logits_SE.shape
@@ -202,7 +208,9 @@ def _route_top_2(
         scores_SE = scores_SE + _gumbel_like(logits_SE)
     second_S = torch.argmax(scores_SE.scatter(1, first_S.unsqueeze(1), float("-inf")), dim=1)
     expert_KS = torch.stack([first_S, second_S])
-    share_E = _share_E(first_S, probs_SE, used_S)
+    if given is not None:
+        expert_KS = given.completed(lambda: torch.stack([first_S, second_S])).contiguous()
+    share_E = _share_E(expert_KS[0], probs_SE, used_S)
     aux_loss = torch.mean(probs_SE.mean(dim=0) * share_E) * num_experts * num_experts
 
     capacity = first_capacity(num_tokens, num_experts, settings, training)
@@ -220,12 +228,13 @@ def _route_more(
     used_S: torch.Tensor | None,
     agree: Agree,
     ops: Ops,
+    given: Given | None,
 ) -> Routing:
     """k >= 3: full experts keep their most probable tokens (or the first); weights renormalised over what was kept."""
     num_tokens, num_experts = logits_SE.shape
     probs_SE = F.softmax(logits_SE, dim=1)
     capacity = first_capacity(num_tokens, num_experts, settings, training)
-    slots = ops.top_k_slots(_scores(probs_SE), settings.k, capacity, used_S, "token")
+    slots = best_slots(ops, _scores(probs_SE), settings.k, capacity, used_S, given)
     expert_KS = slots.experts_KS
     if settings.drop_tokens and settings.drop_policy == "probs":
         best_KS = _scores(probs_SE).gather(1, expert_KS.t()).t()
@@ -249,5 +258,11 @@ def _of_kept(weights_KS: torch.Tensor, slots: Slots, capacity: int) -> torch.Ten
 
 def _routing(slots: Slots, weights_KS: torch.Tensor, aux_loss: torch.Tensor, capacity: int) -> Routing:
     return Routing(
-        slots.slots_KS, weights_KS.contiguous(), aux_loss, slots.counts_E, capacity, num_experts=len(slots.counts_E)
+        slots.slots_KS,
+        weights_KS.contiguous(),
+        aux_loss,
+        slots.counts_E,
+        capacity,
+        num_experts=len(slots.counts_E),
+        experts_KS=slots.experts_KS,
     )

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets a forward that is computed again route as it did the first time.
+
+Under activation checkpointing a layer runs once more within the backward. Rounding may differ there, and two scores
+that are close change places: gradients would be those of another forward. So each checkpointed function has a tape, on
+which layers keep what they decided, and from which they take it when the function runs again.
+
+A function is given its tape where torch's checkpointing takes it, of either kind; the names used are in
+:data:`TORCH_NAMES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+
+from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.routing import Given, RoutingBase
+from ds_fsmoe.observing.instruments import Gate
+
+TORCH_NAMES: dict[str, tuple[str, ...]] = {
+    "CheckpointFunction.forward": ("ctx", "run_function", "preserve_rng_state"),
+    "_checkpoint_without_reentrant_generator": ("fn", "preserve_rng_state", "context_fn"),
+}
+"""Each name in ``torch.utils.checkpoint`` and the first of the parameters that it takes."""
+
+
+class Tape:
+    """Holds what layers decided in a checkpointed function, by layer, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Given | None]] = {}
+        self._num_taken: dict[int, int] = {}
+
+    def keep(self, layer: int, given: Given | None) -> None:
+        """Keep the next decision of a layer."""
+        self._kept.setdefault(layer, []).append(given)
+
+    def take(self, layer: int) -> Given | None:
+        """Return the next decision of a layer in this run; ``None``: it kept none."""
+        number = self._num_taken.get(layer, 0)
+        self._num_taken[layer] = number + 1
+        kept = self._kept.get(layer, [])
+        return kept[number] if number < len(kept) else None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep on this tape what layers decide meanwhile."""
+        _running.tapes.append((self, False))
+        try:
+            yield
+        finally:
+            _running.tapes.pop()
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Let layers take from this tape meanwhile, from its beginning on."""
+        self._num_taken.clear()
+        _running.tapes.append((self, True))
+        try:
+            yield
+        finally:
+            _running.tapes.pop()
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.tapes: list[tuple[Tape, bool]] = []
+        """The tapes of the functions that run in this thread, the innermost last, and whether they run again."""
+
+
+_running = _Running()
+
+
+def is_kept() -> bool:
+    """Whether a decision that is made now is kept for a function that may run again."""
+    return any(not is_again for _, is_again in _running.tapes)
+
+
+def runs_again() -> bool:
+    """Whether a checkpointed function runs again now."""
+    return any(is_again for _, is_again in _running.tapes)
+
+
+def keep(layer: object, given: Given | None) -> None:
+    """Keep what a layer decided for all functions around it that may run again."""
+    for tape, is_again in _running.tapes:
+        if not is_again:
+            tape.keep(id(layer), given)
+
+
+def take(layer: object) -> Given | None:
+    """Return what a layer decided when the innermost function that runs again ran first."""
+    tape = next((tape for tape, is_again in reversed(_running.tapes) if is_again), None)
+    return None if tape is None else tape.take(id(layer))
+
+
+def remembering(route: Gate, gate: Any, layer: object, given: Given | None) -> Gate:
+    """Return a layer's way to decide that goes by what is given, and is kept for functions that may run again.
+
+    Args:
+        route: the layer's way to decide.
+        gate: the module that decides; a gate that takes nothing decides by itself.
+        layer: the layer, as a key.
+        given: the choice to go by.
+    """
+    can_take = isinstance(gate, GateBase) or getattr(gate, "takes_given", False)
+    given = given if can_take else None
+    if given is None and not is_kept():
+        return route
+
+    def routed(*args: Any) -> RoutingBase:
+        if given is not None:
+            gate.given = given
+        try:
+            routing = route(*args)
+        finally:
+            if given is not None:
+                gate.given = None
+        keep(layer, routing.given() if can_take else None)
+        return routing
+
+    return routed
+
+
+class Taped:
+    """Calls a function: the first call is its forward, and keeps decisions; later ones take them.
+
+    Args:
+        function: a function that checkpointing will call again.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+        self._tape = Tape()
+        self._has_run = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function with its tape."""
+        context = self._tape.replaying() if self._has_run else self._tape.recording()
+        self._has_run = True
+        with context:
+            return self._function(*args, **kwargs)
+
+
+def tape_torchs_functions() -> None:
+    """Give functions that torch checkpoints their tapes, from now on in this process. Without effect the second time.
+
+    Raises:
+        RuntimeError: this torch has other names.
+    """
+    if getattr(torch_checkpoint, "_ds_fsmoe_tapes", False):
+        return
+    for name, parameters in TORCH_NAMES.items():
+        found: Any = torch_checkpoint
+        for each in name.split("."):
+            found = getattr(found, each, None)
+        takes = () if found is None else tuple(inspect.signature(found).parameters)[: len(parameters)]
+        if takes != parameters:
+            raise RuntimeError(
+                f"torch {torch.__version__}: torch.utils.checkpoint.{name} takes ({', '.join(takes)}), not "
+                f"({', '.join(parameters)}): activation checkpointing would route by itself when it runs again"
+            )
+    reentrant = torch_checkpoint.CheckpointFunction
+    forward, generator = reentrant.forward, torch_checkpoint._checkpoint_without_reentrant_generator
+
+    @functools.wraps(forward)
+    def taped_forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        return forward(ctx, Taped(run_function), *args)
+
+    @functools.wraps(generator)
+    def taped_generator(fn: Any, preserve: Any, context_fn: Any = torch_checkpoint.noop_context_fn, *args: Any, **kw):
+        # A compiler takes contexts that are its own only, and runs no layer of ours.
+        taped = context_fn if torch.compiler.is_compiling() else _with_tape(context_fn)
+        return generator(fn, preserve, taped, *args, **kw)
+
+    reentrant.forward = staticmethod(taped_forward)
+    torch_checkpoint._checkpoint_without_reentrant_generator = taped_generator
+    torch_checkpoint._ds_fsmoe_tapes = True
+
+
+def _with_tape(context_fn: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
+    """Return a function that makes a user's two contexts, with those of a tape around them."""
+
+    def contexts() -> tuple[Any, Any]:
+        tape, (first, again) = Tape(), context_fn()
+        return _both(tape.recording, first), _both(tape.replaying, again)
+
+    return contexts
+
+
+class _both:
+    """Enters a context that is made anew each time, and one that is there, as often as it is asked to."""
+
+    def __init__(self, make: Callable[[], Any], other: Any) -> None:
+        self._make, self._other = make, other
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.enter_context(self._make())
+        stack.enter_context(self._other)
+        self._stacks.append(stack)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stacks.pop().__exit__(*error)
