@@ -38,9 +38,17 @@ class Loop:
 
 
 def run_loop(
-    name: str, gate: TokenChoiceGate, x_SM: torch.Tensor, used_S: Sequence[bool] | None = None, seed: int = 0
+    name: str,
+    gate: TokenChoiceGate,
+    x_SM: torch.Tensor,
+    used_S: Sequence[bool] | None = None,
+    seed: int = 0,
+    given: Sequence[Sequence[int]] | None = None,
 ) -> Loop:
-    """The decision of a gate on the shelf, its parameters and settings read from the module."""
+    """The decision of a gate on the shelf, its parameters and settings read from the module.
+
+    ``given`` are the experts of each token, where the gate does not choose them.
+    """
     settings = gate.settings
     num_tokens, width = x_SM.shape
     num_experts = gate.wg.shape[0] if name == "xmoe" else gate.wg.out_features
@@ -58,6 +66,8 @@ def run_loop(
         else []
         for s in range(num_tokens)
     ]
+    if given is not None:
+        chosen = [list(given[s]) if used_S is None or used_S[s] else [] for s in range(num_tokens)]
     waiting = [[s for s in range(num_tokens) if e in chosen[s]] for e in range(num_experts)]
     kept = set()
     for e, queue in enumerate(waiting):

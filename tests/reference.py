@@ -64,6 +64,7 @@ def route(
     settings: LayerSettings,
     used_S: Sequence[bool] | None = None,
     priority_SE: torch.Tensor | None = None,
+    given: Sequence[Sequence[int]] | None = None,
 ) -> RankRouting:
     """The gate, for the tokens of one rank.
 
@@ -74,6 +75,7 @@ def route(
         used_S: which tokens take part; ``None`` means all. The others keep their say in the mean probabilities.
         priority_SE: [S, E], k = 1 only: an expert that is full keeps the tokens with the largest of these. Which ones
             survive is a draw or a tie there, not a formula, so the caller has to say.
+        given: the experts of each token, where the gate does not choose them.
     """
     num_tokens, num_experts = x_SM.shape[0], weight_EM.shape[0]
     probs: list[torch.Tensor] = []
@@ -83,6 +85,7 @@ def route(
         exp_E = torch.exp(logits_E - logits_E.max())
         probs.append(exp_E / exp_E.sum())
         best_first = sorted(range(num_experts), key=lambda e: -probs[s][e].item())
+        best_first = best_first if given is None else list(given[s])
         chosen.append(best_first[: settings.k] if used_S is None or used_S[s] else [])
 
     counts = [sum(e in chosen[s] for s in range(num_tokens)) for e in range(num_experts)]

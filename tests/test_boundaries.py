@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "telemetry": (
         *("torch", "tqdm", "ds_fsmoe.components", "ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files"),
-        *("ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.versions"),
+        *("ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.versions"),
     ),
     "checks": (
         *("torch", "ds_fsmoe.components", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
@@ -75,7 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.layer", "ds_fsmoe.log", "ds_fsmoe.planning"),
         *("ds_fsmoe.registry", "ds_fsmoe.telemetry"),
     ),
-    "engine": ("torch", "packaging", "ds_fsmoe"),
+    "engine": ("torch", "numpy", "packaging", "ds_fsmoe"),
     "commands": (
         *("tqdm", "ds_fsmoe.engine.command_line", "ds_fsmoe.engine.compat", "ds_fsmoe.files", "ds_fsmoe.planning"),
         *("ds_fsmoe.registry", "ds_fsmoe.reporting", "ds_fsmoe.versions"),
@@ -114,6 +114,7 @@ DEEPSPEED: dict[str, str] = {
     "distributed/groups.py": "makes process groups where DeepSpeed looks for them",
     "distributed/partitioned.py": "gathers parameters that ZeRO 3 has shared out",
     "engine/own_experts.py": "keeps zero.Init from sharing out experts that have no weights yet",
+    "engine/checkpointing_seams.py": "stands in for DeepSpeed's activation checkpointing",
     "engine/cut_parameters.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
 }
 # (file, imported module) -> why the rule of its room does not hold there.

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training goes by routing that was recorded or is given, on every layer and rank, and routers learn from it."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from ds_fsmoe.layer.replay import ReplayError
+from ds_fsmoe.routes.recorded import read_routing
+from tests.hf_families import batch, loss_of, model_of
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.small_model import Case, SmallModel
+from tests.small_model import batch as small_batch
+from tests.test_hugging_face import ds_config, engine_of
+
+STEPS, LENGTH, K, LAYERS, EXPERTS = 2, 16, 2, 2, 4
+KINDS = ("none", "reentrant", "saved", "deepspeed")
+"""Of activation checkpointing: none, torch's two, DeepSpeed's."""
+Jobs = list[tuple[str, int, str]]
+"""Model, stage and kind of checkpointing of each."""
+
+
+def engine(model: str, stage: int, kind: str, rank: int, accumulation: int = 1, **routing: Any) -> Any:
+    """An engine of ours, its model with the same weights each time."""
+    if model == "stock":
+        case = Case(ep_size=2, stage=stage, k=K, accumulation=accumulation)
+        torch.manual_seed(0)
+        config = case.ds_config(gradient_clipping=0.0, fsmoe={"enabled": True, "num_chunks": 2, "routing": routing})
+        made = engine_of(SmallModel(case, rank), config)
+        if kind != "none":
+            for each in made.module.moes:
+                each.forward = functools.partial(_checkpointed(kind), each.forward)
+        return made
+    config = ds_config(stage, ep_size=2, num_chunks=2, routing=routing)
+    config["gradient_accumulation_steps"] = accumulation
+    whole = model_of(model)
+    if kind in ("reentrant", "saved"):
+        whole.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+    made = engine_of(whole.train(), config)
+    if kind == "deepspeed":
+        made.module._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)
+    return made
+
+
+def _checkpointed(kind: str) -> Any:
+    if kind == "deepspeed":
+        return deepspeed.checkpointing.checkpoint
+    return functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=kind == "reentrant")
+
+
+def forward(made: Any, number: int, rank: int) -> torch.Tensor:
+    if isinstance(made.module, SmallModel):
+        return made(*small_batch(number, rank, torch.float32))[0]
+    # Other lengths on each rank.
+    return loss_of(made, batch(100 * number + rank, 1 + rank, LENGTH - 3 * rank))
+
+
+def num_tokens(model: str, rank: int) -> int:
+    return 21 if model == "stock" else (1 + rank) * (LENGTH - 3 * rank)
+
+
+def train(made: Any, rank: int, steps: int = STEPS, before: Any = None) -> list[float]:
+    losses = []
+    for number in range(steps * made.gradient_accumulation_steps()):
+        if before is not None:
+            before(number)
+        loss = forward(made, number, rank)
+        made.backward(loss)
+        made.step()
+        losses.append(loss.item())
+    return losses
+
+
+def some_choice(seed: int, tokens: int, layers: int = LAYERS) -> np.ndarray:
+    return np.random.default_rng(seed).random((tokens, layers, EXPERTS)).argsort(axis=-1)[..., :K]
+
+
+def router_gradients(made: Any) -> list[float]:
+    """The largest entry of each router's gradient."""
+    from deepspeed.utils import safe_get_full_grad
+
+    return [
+        safe_get_full_grad(each).abs().max().item()
+        for name, each in made.module.named_parameters()
+        if name.endswith(("mlp.gate.weight", "gate.wg.weight"))
+    ]
+
+
+def replays(rank: int, world_size: int, folder: str, jobs: Jobs) -> list[str]:
+    """What is not as it should be."""
+    said = []
+    for job in jobs:
+        model = job[0]
+        place = f"{folder}/{'-'.join(map(str, job))}"
+        made = engine(*job, rank, accumulation=2, record=place, weights=True)
+        recorded = train(made, rank)
+        made.destroy()
+        made = engine(*job, rank, accumulation=2, replay=place, record=f"{place}-again")
+        if (found := train(made, rank)) != recorded:
+            said.append(f"{job}: losses {found} of the replayed run, and {recorded} of the recorded one")
+        made.destroy()
+        first, again = read_routing(place), read_routing(f"{place}-again")
+        if first.steps != (0, 1) or first.micro_batches(1, rank) != 2 or first.problems:
+            said.append(f"{job}: steps {first.steps}, {first.micro_batches(1, rank)} micro-batches, {first.problems}")
+        mine = [key for key in first if key[0] == rank]
+        if len(mine) != STEPS * 2 * LAYERS or mine != [key for key in again if key[0] == rank]:
+            said.append(f"{job}: recorded are {mine}")
+        for key in mine:
+            if not np.array_equal(first.choices(*key).indices_SK, again.choices(*key).indices_SK):
+                said.append(f"{job}: choices {key} differ when they are replayed")
+            if first.choices(*key).weights_SK.shape != first.choices(*key).indices_SK.shape:
+                said.append(f"{job}: weights of {key} have another shape")
+
+        drifted = some_choice(rank, num_tokens(model, rank))
+        made = engine(*job, rank, record=f"{place}-drifted")
+        made.fsmoe.replay(drifted)
+        made.backward(forward(made, 0, rank))
+        gradients = router_gradients(made)
+        if len(gradients) != LAYERS or not min(gradients) > 1e-6:
+            said.append(f"{job}: gradients of routers are {gradients} with drifted choices")
+        made.step()
+        made.destroy()
+        if not np.array_equal(read_routing(f"{place}-drifted").stacked(rank, 0), drifted):
+            said.append(f"{job}: it did not go by the choice that was given")
+    return said
+
+
+ALL_JOBS: Jobs = [(model, stage, kind) for model in ("stock", "qwen3_moe") for stage in (0, 2, 3) for kind in KINDS]
+ALL_JOBS = [each for each in ALL_JOBS if each[:2] not in (("stock", 3), ("qwen3_moe", 0))]
+SAMPLE: Jobs = [
+    ("stock", 2, "none"),
+    ("stock", 0, "deepspeed"),
+    ("qwen3_moe", 2, "reentrant"),
+    ("qwen3_moe", 3, "saved"),
+]
+
+
+@sampled("jobs", [SAMPLE, ALL_JOBS], kept=[0])
+def test_a_replayed_run_has_the_choices_and_losses_of_the_recorded_one_and_routers_learn(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    found = run_on_ranks(replays, 2, tmp_path, str(tmp_path / "routing"), jobs)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def runs_again(rank: int, world_size: int, jobs: Jobs) -> list[str]:
+    """Routers are changed between a forward and its backward, so that they would choose others when they run again."""
+    said = []
+    for job in jobs:
+        made = engine(*job, rank)
+        seen: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+
+        def see(call: Any, seen: dict = seen) -> None:
+            gate = call.gate
+
+            def told(*args: Any) -> Any:
+                routing = gate(*args)
+                seen[torch._C._current_graph_task_id() != -1].append(routing.chosen().clone())
+                return routing
+
+            call.gate = told
+
+        made.fsmoe.running.instruments.append(see)
+        # Two forwards before a backward: the last comes first when they run again.
+        losses = [forward(made, number, rank) for number in range(2)]
+        with torch.no_grad():
+            for name, each in made.module.named_parameters():
+                if name.endswith(("mlp.gate.weight", "gate.wg.weight")):
+                    each.data = -each.data
+        made.backward(sum(losses))
+        first, again = seen[False], seen[True]
+        by_forward = again[LAYERS:] + again[:LAYERS]
+        order = [*by_forward[:LAYERS][::-1], *by_forward[LAYERS:][::-1]]
+        if len(first) != 2 * LAYERS or len(again) != 2 * LAYERS or not all(map(torch.equal, first, order)):
+            said.append(f"{job}: {len(again)} of {len(first)} run again, or by other choices")
+        made.destroy()
+    return said
+
+
+# At ZeRO 1 to 3 DeepSpeed takes no two forwards into one backward under reentrant checkpointing.
+AGAIN: Jobs = [(model, 0, kind) for model in ("stock", "qwen3_moe") for kind in KINDS[1:]]
+
+
+def test_a_forward_that_runs_again_routes_as_it_did_even_if_routers_have_changed_since(tmp_path: Path) -> None:
+    found = run_on_ranks(runs_again, 2, tmp_path, AGAIN)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def sides(rank: int, world_size: int) -> list[str]:
+    """Uses besides the common one."""
+    said = []
+    made = engine("qwen3_moe", 2, "none", rank)
+    tokens = num_tokens("qwen3_moe", rank)
+    choices = some_choice(3, tokens)
+    made.fsmoe.replay(choices)
+    by_array = forward(made, 0, rank).item()
+    made.fsmoe.replay(torch.from_numpy(choices).to(torch.int32))
+    by_tensor = forward(made, 0, rank).item()
+    made.fsmoe.replay([choices[:, 0], choices[:, 1].astype(np.uint8)])
+    by_list = forward(made, 0, rank).item()
+    live = forward(made, 0, rank).item()
+    if not by_array == by_tensor == by_list or by_array == live:
+        said.append(f"losses {by_array} by an array, {by_tensor} by a tensor, {by_list} by a list, {live} by itself")
+    made.fsmoe.replay(np.full_like(choices, -1))
+    if forward(made, 0, rank).item() != live:
+        said.append("-1 is not the router's own choice")
+    # Only one rank replays; the other takes part.
+    made.fsmoe.replay(choices if rank == 0 else None)
+    if (forward(made, 0, rank).item() == live) is (rank == 0):
+        said.append("a rank with None did not choose by itself")
+    made.fsmoe.replay(choices)
+    made.fsmoe.replay(None)
+    if forward(made, 0, rank).item() != live:
+        said.append("None on all ranks replays something")
+    made.module.eval()
+    with torch.no_grad():
+        made.fsmoe.replay(choices)
+        if forward(made, 0, rank).item() == forward(made, 0, rank).item():
+            said.append("evaluation is not replayed")
+    made.destroy()
+    return said
+
+
+def test_choices_come_as_array_tensor_or_list_and_tokens_may_choose_by_themselves(tmp_path: Path) -> None:
+    found = run_on_ranks(sides, 2, tmp_path)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def all_layers(rank: int, world_size: int) -> list[str]:
+    """A model whose first layer has no experts, with choices of all its layers, as sampling engines return them."""
+    from tests import hf_families
+
+    config = hf_families.config_of("qwen3_moe")
+    config.mlp_only_layers, config.num_hidden_layers = [0], 3
+    torch.manual_seed(0)
+    model = hf_families._class_of("qwen3_moe", config)(config).float()
+    made = engine_of(model, ds_config(0, ep_size=2))
+    tokens = num_tokens("qwen3_moe", rank)
+    choices = some_choice(3, tokens, 3)
+    choices[:, 0] = 0
+    found = []
+    for each in (choices, choices[:, 1:]):
+        made.fsmoe.replay(each)
+        found.append(forward(made, 0, rank).item())
+    live = forward(made, 0, rank).item()
+    made.destroy()
+    return [] if found[0] == found[1] != live else [f"losses {found}, {live} by itself"]
+
+
+def test_choices_of_all_layers_are_taken_where_the_first_has_no_experts(tmp_path: Path) -> None:
+    found = run_on_ranks(all_layers, 2, tmp_path)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def wrong(rank: int, world_size: int, folder: str) -> list[str]:
+    """What is wrong on rank 1 alone ends on both."""
+    said = []
+    for model in ("stock", "qwen3_moe"):
+        made = engine(model, 0, "none", rank, record=f"{folder}/{model}")
+        train(made, rank, steps=1)
+        tokens = num_tokens(model, rank)
+        good = some_choice(0, tokens)
+        high, low, twice, part = (good.copy() for _ in range(4))
+        high[tokens - 1, 1, 0], low[3, 0, 1], twice[5, 1] = EXPERTS, -2, 1
+        part[2, 0, 0] = -1
+        cases: list[tuple[Any, str]] = [
+            (good[:, :1], rf"an array \[{num_tokens(model, 1)}, 1, 2\]: must be \[tokens, layers, k\], with 2 MoE"),
+            (good[..., :1], r"1 choices per token were given: must be k = 2"),
+            (good.astype(np.float32), "dtype float32: must be integers"),
+            (good[0], r"an array \[2, 2\]: must be \[tokens, layers, k\]"),
+            (high, rf"expert {EXPERTS} was given: must be 0 to {EXPERTS - 1}"),
+            (low, "expert -2 was given"),
+            (part, r"token 2 was given \[-1, \d\]: must be -1 for all its choices, or for none"),
+        ]
+        if model == "stock":
+            cases.append((twice, r"token 5 was given \[1, 1\]: must be different experts"))
+        for case, error in cases:
+            with pytest.raises(ReplayError, match=f"rank 1: .*{error}"):
+                made.fsmoe.replay(case if rank == 1 else good)
+        made.fsmoe.replay(good[: tokens - 2] if rank == 1 else good)
+        with pytest.raises(ReplayError, match=rf"rank 1 .*choices of \d+ tokens .* which has {num_tokens(model, 1)}"):
+            forward(made, 0, rank)
+        made.destroy()
+
+        made = engine(model, 0, "none", rank, replay=f"{folder}/{model}")
+        train(made, rank, steps=1)
+        with pytest.raises(ReplayError, match=r"fsmoe.routing.replay = .* step 1, micro-batch 0.*steps 0 to 0"):
+            forward(made, 1, rank)
+        made.destroy()
+    from ds_fsmoe.config.reading import ConfigError
+
+    for place, error in ((f"{folder}/nothing", "no such folder or file"), (f"{folder}/stock", "of another model")):
+        with pytest.raises(ConfigError, match=f"fsmoe.routing.replay = .*{error}"):
+            engine("qwen3_moe", 0, "none", rank, replay=place)
+    return said
+
+
+def test_choices_that_do_not_fit_are_one_error_on_all_ranks(tmp_path: Path) -> None:
+    found = run_on_ranks(wrong, 2, tmp_path, str(tmp_path / "routing"))
+    assert [each for of_rank in found for each in of_rank] == []
