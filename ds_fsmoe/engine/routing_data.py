@@ -72,7 +72,7 @@ class RoutingData:
         Raises:
             ReplayError: the choices of any rank do not fit the model; on every rank, with all that is wrong.
         """
-        choices: dict[str, Given] | None = None
+        choices: dict[str, Given | None] | None = None
         problem: str | None = None
         try:
             choices = None if indices is None else self._choices(indices)
@@ -80,7 +80,7 @@ class RoutingData:
             problem = str(error)
         self._agree(choices, problem)
 
-    def _agree(self, choices: dict[str, Given] | None, problem: str | None) -> None:
+    def _agree(self, choices: dict[str, Given | None] | None, problem: str | None) -> None:
         of_ranks = on_every_rank((problem, choices is not None), self._replay.control_group())
         problems = {rank: text for rank, (text, _) in enumerate(of_ranks) if text is not None}
         if problems:
@@ -106,7 +106,7 @@ class RoutingData:
         micro_batch, self._num_forwards = self._num_forwards, self._num_forwards + 1
         if self._recording is None:
             return
-        choices: dict[str, Given] | None = None
+        choices: dict[str, Given | None] | None = None
         problem: str | None = None
         if has_batch:
             try:
@@ -202,7 +202,7 @@ class RoutingData:
                     'one in which each token chooses (a TokenChoiceGate, stock\'s, or "topk")'
                 )
 
-    def _recorded(self, micro_batch: int) -> dict[str, Given]:
+    def _recorded(self, micro_batch: int) -> dict[str, Given | None]:
         assert self._recording is not None
         rank, step = rank_now(), self._step
         numbers = [self._recording.number_of(name, rank) for name in self._state.layers]
@@ -210,7 +210,7 @@ class RoutingData:
         # Beyond E are classes that a router has besides experts.
         return self._on_device([each.astype(np.int64) for each in arrays], is_own=True)
 
-    def _choices(self, indices: Any) -> dict[str, Given]:
+    def _choices(self, indices: Any) -> dict[str, Given | None]:
         """Return the choices of each layer.
 
         Raises:
@@ -243,7 +243,7 @@ class RoutingData:
             )
         return arrays
 
-    def _on_device(self, arrays: list[np.ndarray], is_own: bool = False) -> dict[str, Given]:
+    def _on_device(self, arrays: list[np.ndarray], is_own: bool = False) -> dict[str, Given | None]:
         for array, layer in zip(arrays, self._layers.values(), strict=True):
             self._check(array, layer, is_own)
         by_k: dict[int, list[int]] = {}

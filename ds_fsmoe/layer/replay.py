@@ -27,7 +27,7 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        self._choices: dict[str, Given] | None = None
+        self._choices: dict[str, Given | None] | None = None
         self._names: dict[str, str] = {}
         self._is_checked = False
         self._has_any = False
@@ -48,11 +48,12 @@ class Replay:
                 self._control = dist.new_group(backend="gloo")
         return self._control
 
-    def arm(self, choices: Mapping[str, Given] | None, names: Mapping[str, str]) -> None:
+    def arm(self, choices: Mapping[str, Given | None] | None, names: Mapping[str, str]) -> None:
         """Replay the next forward; the same on every rank, whatever each has.
 
         Args:
-            choices: label of a layer -> its choices; ``None``: the layers of this rank choose by themselves.
+            choices: label of a layer -> its choices, ``None`` if it chooses by itself; ``None`` in place of all: the
+                layers of this rank do.
             names: label -> path of every layer, for messages.
         """
         self._choices = dict(choices or {})
@@ -70,7 +71,8 @@ class Replay:
         Raises:
             ReplayError: a layer did not run in it.
         """
-        left, self._choices = self._choices, None
+        choices, self._choices = self._choices, None
+        left = [label for label, given in (choices or {}).items() if given is not None]
         if left:
             names = ", ".join(self._names[label] for label in left)
             raise ReplayError(f"routing was to be replayed in {names}, which did not run in this forward")
@@ -95,8 +97,10 @@ class Replay:
             return None
         if label not in self._choices:
             raise ReplayError(f"{self._names[label]} runs twice in a forward, and there is one choice to be replayed")
-        self._replayed.add(label)
-        return self._choices.pop(label)
+        given = self._choices.pop(label)
+        if given is not None:
+            self._replayed.add(label)
+        return given
 
     def check(self, label: str, given: Given | None, num_tokens: int) -> None:
         """Look whether a layer's choices are for its tokens. Collective at the first layer of a forward.
@@ -124,8 +128,8 @@ def _raise(problem: Exception | None) -> None:
         raise problem
 
 
-def choices_of(array: Any, device: torch.device, num_experts: list[int], is_own: bool = False) -> list[Given]:
-    """Return the choices of layers, on a device.
+def choices_of(array: Any, device: torch.device, num_experts: list[int], is_own: bool = False) -> list[Given | None]:
+    """Return the choices of layers, on a device; ``None`` for one in which all tokens choose by themselves.
 
     Args:
         array: [S, L, k] integers on the host.
@@ -138,7 +142,12 @@ def choices_of(array: Any, device: torch.device, num_experts: list[int], is_own:
         bool((each < 0).any() or (not is_own and (each >= E).any()))
         for each, E in zip(on_host, num_experts, strict=True)
     ]
+    # Without tokens there is nothing that they say.
+    alone, sizes = [bool((each < 0).all()) for each in on_host], [each.shape[-1] for each in on_host]
     if device.type == "cuda":
         on_host = on_host.pin_memory()
     on_device = on_host.to(device, non_blocking=True)
-    return [Given(each, leaves_some=some) for each, some in zip(on_device, leaves, strict=True)]
+    return [
+        None if tokens and is_live else Given(each, leaves_some=some)
+        for each, some, is_live, tokens in zip(on_device, leaves, alone, sizes, strict=True)
+    ]
