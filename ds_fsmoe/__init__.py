@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.layer.stock_layer import FSMoELayer
     from ds_fsmoe.ops import load_ops
     from ds_fsmoe.registry import register_alltoall, register_expert, register_gate, register_order
+    from ds_fsmoe.routes.recorded import read_routing
 
 _MODULE_OF_NAME = {
     "AllToAllBase": "components.alltoall",
@@ -99,6 +100,7 @@ _MODULE_OF_NAME = {
     "install": "engine.entry_points",
     "load_ops": "ops",
     "own_experts": "engine.transformers_seams",
+    "read_routing": "routes.recorded",
     "register_alltoall": "registry",
     "register_expert": "registry",
     "register_gate": "registry",
@@ -152,6 +154,7 @@ __all__ = [
     "install",
     "load_ops",
     "own_experts",
+    "read_routing",
     "register_alltoall",
     "register_expert",
     "register_gate",

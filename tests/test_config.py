@@ -233,6 +233,7 @@ def test_every_field_is_used() -> None:
     used |= {"debug.check_results"}
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
     used |= {"gradient_partition.all_used", "checkpoint.trusted"}
+    used |= {"routing.record", "routing.weights", "routing.every", "routing.replay"}
     used |= {"max_ctas", "metrics", "metrics_every", "record.dir", "record.stop_after"}
     assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields}
 

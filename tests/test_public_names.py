@@ -19,7 +19,8 @@ PROMISED = (
     "GPTFeedForward GShardGate GateBase LayerError LinearGate MOELayer MixtralFeedForward MixtralGate MoE "
     "MoEOutput OptionError OrderBase QwenGate Routing RoutingBase SigmoidGate SimpleOrder SlotRouting "
     "SoftMoEGate SwitchGate TokenChoiceGate XMoEGate __version__ initialize install load_ops own_experts "
-    "register_alltoall register_expert register_gate register_order uninstall update_gates whole_state_dict"
+    "read_routing register_alltoall register_expert register_gate register_order uninstall update_gates "
+    "whole_state_dict"
 )
 NAMES = PROMISED.split(" ")
 OBJECTS = [name for name in NAMES if name != "__version__"]

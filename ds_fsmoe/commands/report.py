@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTML page of a recorded run, or of several beside each other.
+"""One HTML page of a recorded run, of several beside each other, or of recorded routing.
 
-A run is recorded with ``"fsmoe": {"record": {"dir": "runs/one"}}``; ``ds_fsmoe compare`` records two.
+A run is recorded with ``"fsmoe": {"record": {"dir": "runs/one"}}``; ``ds_fsmoe compare`` records two. Routing is
+recorded with ``"fsmoe": {"routing": {"record": "runs/one/routing"}}``: of a run's folder its ``routing`` is shown too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ HELP = "a page of what a run measured, decided and did"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, or a folder of such folders")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="folder of a run, a folder of such folders, or routing"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (RUN_DIR/report.html)")
 
 
@@ -23,8 +26,11 @@ def run(args: argparse.Namespace) -> int:
     from ds_fsmoe.files.runs import NoRunError, read_run
     from ds_fsmoe.files.whole_files import write_whole
     from ds_fsmoe.reporting.page import make_page
+    from ds_fsmoe.reporting.routing import ROUTING, add_routing, has_routing
 
     folder: Path = args.run_dir
+    if has_routing(folder):
+        return _of_routing(folder, args.out or _beside(folder))
     try:
         runs = [read_run(folder)]
     except NoRunError:
@@ -47,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
             each.title = f"{each.name} ({each.folder.name})"
     pictures = out.with_suffix("") if out.suffix else out.with_name(f"{out.name}_pictures")
     try:
-        page = make_page(runs, pictures).html()
+        page = make_page(runs, pictures)
+        for each in runs:
+            if has_routing(each.folder / ROUTING):
+                add_routing(page, each.folder / ROUTING)
+        page = page.html()
         if args.out is None:
             write_whole(out, page)
         else:  # named by whoever called: /dev/stdout, or a link of theirs
@@ -57,5 +67,28 @@ def run(args: argparse.Namespace) -> int:
     for each in runs:
         for problem in each.problems:
             print(f"{each.folder}: {problem}")
+    print(f"{out}: open it in any browser; its pictures are in {pictures}")
+    return 0
+
+
+def _beside(folder: Path) -> Path:
+    """Return the place of the page: in a folder, or beside a packed file."""
+    return folder / "report.html" if folder.is_dir() else folder.with_name(f"{folder.stem}_report.html")
+
+
+def _of_routing(path: Path, out: Path) -> int:
+    """Print and write what there is to see of recorded routing."""
+    from ds_fsmoe.files.whole_files import write_whole
+    from ds_fsmoe.reporting.page import Page
+    from ds_fsmoe.reporting.routing import add_routing
+
+    pictures = out.with_suffix("") if out.suffix else out.with_name(f"{out.name}_pictures")
+    try:
+        page = Page(f"Routing in {path.name}", pictures)
+        for line in add_routing(page, path):
+            print(line)
+        write_whole(out, page.html())
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error}") from error
     print(f"{out}: open it in any browser; its pictures are in {pictures}")
     return 0

@@ -18,7 +18,8 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.replay import ReplayError, choices_of
-from ds_fsmoe.routes.recorded import RankFacts, Recording, RoutedLayer, RoutingFileError, read_routing
+from ds_fsmoe.routes.recorded import Recording, RoutingFileError, read_routing
+from ds_fsmoe.routes.written import RankFacts, RoutedLayer
 from ds_fsmoe.telemetry.routing_recorder import RoutingRecorder
 
 if TYPE_CHECKING:

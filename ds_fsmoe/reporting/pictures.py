@@ -56,6 +56,28 @@ def draw_lines(lines: Mapping[str, Sequence[tuple[float, float]]], y_label: str,
         axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_load(load_NE: Any, steps: Sequence[int], title: str, file: Path) -> None:
+    """Draw how many choices each expert got in each step, over the mean of the step.
+
+    Args:
+        load_NE: [N, E], choices.
+        steps: the N steps.
+        title: the layer.
+        file: the file to be written.
+    """
+    mean_N1 = load_NE.mean(axis=1, keepdims=True)
+    share_EN = (load_NE / mean_N1.clip(min=1e-9)).T
+    with _picture(file, (7, 2.6)) as axes:
+        extent = (-0.5, len(steps) - 0.5, len(share_EN) - 0.5, -0.5)
+        shown = axes.imshow(share_EN, aspect="auto", cmap="magma_r", vmin=0, extent=extent, interpolation="nearest")
+        ticks = sorted({round(each * (len(steps) - 1) / 5) for each in range(6)})
+        axes.set_xticks(ticks, [str(steps[each]) for each in ticks])
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("optimizer step that was recorded")
+        axes.set_ylabel("expert")
+        axes.figure.colorbar(shown, label="load over the mean")
+
+
 def draw_fits(fits: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw what was measured of each operation, and the line fitted to it."""
     columns = min(3, len(fits))

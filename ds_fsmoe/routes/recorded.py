@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and reads recorded routing: the experts that tokens chose, of every layer, step and micro-batch.
+"""Reads recorded routing, from a folder or from one packed file, ``.npz``, with some steps of all ranks.
 
-A folder has a file for each rank and each start of its job, ``rank_00003.0000.npy``: arrays in NumPy's own format, one
-after another. The first is a JSON text, with the ranks and layers. Then come, for each layer of each micro-batch, the
-numbers (step, micro-batch, layer, whether there are weights), the choices [S, k] in the smallest unsigned type, and on
-request their weights [S, k] in float16. A job that is killed leaves all that it had written.
-
-A packed file, ``.npz``, has the same of some steps and all ranks.
-
-Letters: S tokens of a rank, k choices of a token, E experts.
+See :mod:`~ds_fsmoe.routes.written` for what is in the files. Letters: S tokens of a rank, k choices of a token, E
+experts.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -24,10 +17,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from ds_fsmoe.files.whole_files import create, new_file
+from ds_fsmoe.files.whole_files import new_file
+from ds_fsmoe.routes.written import FORMAT, Choices, RankFacts, RoutedLayer, as_text, parts_of
 
-FORMAT = 1
-_PART = re.compile(r"rank_(\d{5,})\.(\d{4,})\.npy")
+MOST_PACKED_BYTES = 4 * 2**30
+"""What a packed file may hold at the most; all of it is read."""
 _FACTS = "facts"
 
 
@@ -35,99 +29,8 @@ class RoutingFileError(ValueError):
     """Raised when there is no recorded routing, or not the one asked for. The message names path and choices."""
 
 
-@dataclass(frozen=True)
-class RoutedLayer:
-    """Says what is recorded of a layer."""
-
-    path: str
-    """The path of the layer in its model."""
-    num_experts: int
-    """E, of all ranks."""
-    ep_ranks: tuple[int, ...] = (0,)
-    """The ranks over which the experts are spread, in the order of their experts."""
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """Says what one rank has recorded."""
-
-    rank: int
-    world_size: int
-    layers: tuple[RoutedLayer, ...]
-    node: int = 0
-    """The number of the node on which the rank ran."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Holds what the tokens of one rank chose, in one layer of one micro-batch."""
-
-    indices_SK: np.ndarray
-    """[S, k] unsigned integers: experts of all ranks; E for a choice that was not made."""
-    weights_SK: np.ndarray | None = None
-    """[S, k] float16, where they were asked for."""
-
-    def counts(self, num_experts: int) -> np.ndarray:
-        """Return [E] int64: the tokens that chose each expert."""
-        return np.bincount(self.indices_SK.reshape(-1), minlength=num_experts + 1)[:num_experts]
-
-
 Key = tuple[int, int, int, int]
 """(rank, step, micro-batch, number of the layer on that rank)."""
-
-
-def index_type(num_experts: int) -> np.dtype:
-    """Return the smallest unsigned type that holds an expert's number, and E for none."""
-    return np.min_scalar_type(num_experts)
-
-
-def part_file(folder: Path, rank: int, part: int) -> Path:
-    """Return the path of the file of a rank and a start of its job."""
-    return folder / f"rank_{rank:05d}.{part:04d}.npy"
-
-
-def parts_of(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return (rank, part, path) of all files of recorded routing in a folder, parts in order."""
-    found = ((_PART.fullmatch(each.name), each) for each in folder.iterdir()) if folder.is_dir() else ()
-    return sorted((int(match[1]), int(match[2]), each) for match, each in found if match)
-
-
-class Part:
-    """Writes what one rank records from one start of its job on.
-
-    Args:
-        path: a file that is not there yet.
-        facts: what the rank records.
-
-    Raises:
-        OSError: it cannot be written, or is there.
-    """
-
-    def __init__(self, path: Path, facts: RankFacts) -> None:
-        self._file: IO[bytes] = create(path)
-        self._types = [index_type(each.num_experts) for each in facts.layers]
-        _save(self._file, _as_text({"format": FORMAT, "ranks": [asdict(facts)]}))
-        self._file.flush()
-
-    def add(self, step: int, micro_batch: int, layer: int, choices: Choices) -> None:
-        """Write what was chosen in a layer, given by its number among those of the rank.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        has_weights = choices.weights_SK is not None
-        _save(self._file, np.array([step, micro_batch, layer, has_weights], dtype=np.int64))
-        _save(self._file, choices.indices_SK.astype(self._types[layer], copy=False))
-        if has_weights:
-            _save(self._file, choices.weights_SK.astype(np.float16, copy=False))
-
-    def flush(self) -> None:
-        """Give all that was written to the system."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        self._file.close()
 
 
 class Recording:
@@ -249,7 +152,7 @@ def read_routing(path: str | Path) -> Recording:
         raise RoutingFileError(f"{path}: no such folder or file of recorded routing")
     try:
         return _read_packed(path)
-    except (ValueError, KeyError, TypeError, OSError, zipfile.BadZipFile) as error:
+    except Exception as error:  # there are many ways in which an archive can be damaged
         raise RoutingFileError(f"{path}: no recorded routing: {type(error).__name__}: {error}") from error
 
 
@@ -266,7 +169,7 @@ def write_packed(path: Path, recording: Recording, steps: Iterable[int] | None =
     """
     wanted = None if steps is None else set(steps)
     ranks = [asdict(each) for each in recording.ranks.values()]
-    arrays = {_FACTS: _as_text({"format": FORMAT, "ranks": ranks})}
+    arrays = {_FACTS: as_text({"format": FORMAT, "ranks": ranks})}
     for key in recording:
         if wanted is None or key[1] in wanted:
             choices, name = recording.choices(*key), "/".join(map(str, key))
@@ -290,7 +193,7 @@ def _read_folder(folder: Path) -> Recording:
     for rank, _, path in parts_of(folder):
         try:
             facts, found, problem = _index(path)
-        except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
+        except Exception as error:  # NumPy reads headers as Python: damage makes errors of all kinds
             problems.append(f"{path}: {type(error).__name__}: {error}")
             continue
         if problem:
@@ -318,9 +221,9 @@ def _index(path: Path) -> tuple[RankFacts, dict[tuple[int, int, int], Callable[[
             try:
                 step, micro_batch, layer, has_weights = map(int, np.load(file, allow_pickle=False))
                 places = [_skip(file, size) for _ in range(1 + has_weights)]
-            except (ValueError, EOFError, OSError) as error:
+            except Exception as error:
                 return facts, found, f"it ends at byte {begin} of {size}: {error}"
-            if not 0 <= layer < len(facts.layers):
+            if not 0 <= layer < len(facts.layers) or step < 0 or micro_batch < 0:
                 return facts, found, f"layer {layer} of {len(facts.layers)} at byte {begin}"
             found[step, micro_batch, layer] = _Reads(path, places)
     return facts, found, ""
@@ -334,21 +237,24 @@ class _Reads:
     places: list[int]
 
     def __call__(self) -> Choices:
-        with self.path.open("rb") as file:
-            arrays = []
-            for place in self.places:
-                file.seek(place)
-                arrays.append(np.load(file, allow_pickle=False))
-        return Choices(*arrays)
+        try:
+            with self.path.open("rb") as file:
+                arrays = []
+                for place in self.places:
+                    file.seek(place)
+                    arrays.append(np.load(file, allow_pickle=False))
+            return _checked(Choices(*arrays), str(self.path))
+        except Exception as error:  # changed since it was looked through
+            raise RoutingFileError(f"{self.path}: {error}") from error
 
 
 def _skip(file: IO[bytes], size: int) -> int:
     """Return where the next array begins, and go behind it."""
     begin = file.tell()
-    major, _ = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    if dtype.kind not in "uf" or len(shape) != 2:
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("an array of another version of NumPy's format")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.kind not in "uf" or len(shape) != 2 or min(shape) < 0:
         raise ValueError(f"an array {list(shape)} of {dtype}, where choices [S, k] must be")
     end = file.tell() + int(np.prod(shape)) * dtype.itemsize
     if end > size:
@@ -358,6 +264,10 @@ def _skip(file: IO[bytes], size: int) -> int:
 
 
 def _read_packed(path: Path) -> Recording:
+    with zipfile.ZipFile(path) as archive:
+        size_bytes = sum(each.file_size for each in archive.infolist())
+    if size_bytes > MOST_PACKED_BYTES:
+        raise ValueError(f"it would take {size_bytes / 2**30:.1f} GiB of memory; keep the folder instead")
     with np.load(path, allow_pickle=False) as arrays:
         ranks = {each.rank: each for each in _facts(arrays[_FACTS])}
         names = [each for each in arrays.files if each != _FACTS and not each.endswith("weights")]
@@ -365,8 +275,21 @@ def _read_packed(path: Path) -> Recording:
         for name in names:
             rank, step, micro_batch, layer = map(int, name.split("/"))
             weights = arrays[f"{name}/weights"] if f"{name}/weights" in arrays.files else None
-            found[rank, step, micro_batch, layer] = Choices(arrays[name], weights)
+            found[rank, step, micro_batch, layer] = _checked(Choices(arrays[name], weights), name)
+            if rank not in ranks or not 0 <= layer < len(ranks[rank].layers):
+                raise ValueError(f"{name}: there is no such rank or layer")
     return in_memory(ranks.values(), found)
+
+
+def _checked(choices: Choices, name: str) -> Choices:
+    shape, weights_SK = choices.indices_SK.shape, choices.weights_SK
+    if (
+        choices.indices_SK.dtype.kind != "u"
+        or len(shape) != 2
+        or (weights_SK is not None and weights_SK.shape != shape)
+    ):
+        raise ValueError(f"{name}: choices must be [S, k] unsigned integers, and weights as many")
+    return choices
 
 
 def _facts(text: np.ndarray) -> list[RankFacts]:
@@ -382,11 +305,3 @@ def _of_rank(said: Mapping[str, Any]) -> RankFacts:
         for each in said["layers"]
     )
     return RankFacts(int(said["rank"]), int(said["world_size"]), layers, int(said.get("node", 0)))
-
-
-def _as_text(value: Any) -> np.ndarray:
-    return np.frombuffer(json.dumps(value).encode("utf-8"), dtype=np.uint8)
-
-
-def _save(file: IO[bytes], array: np.ndarray) -> None:
-    np.save(file, array, allow_pickle=False)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows recorded routing: load, skew and drift of each layer, as a table and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from ds_fsmoe.reporting import pictures
+from ds_fsmoe.reporting.page import Page
+from ds_fsmoe.routes.load import LayerLoad, loads_of, mean_of
+from ds_fsmoe.routes.recorded import Recording, read_routing
+from ds_fsmoe.routes.written import parts_of
+
+ROUTING = "routing"
+"""The folder in that of a run in which its routing is looked for."""
+_HEADS = (
+    "layer",
+    "experts",
+    "k",
+    "choices",
+    "fullest expert",
+    "fullest rank",
+    "variation",
+    "idle",
+    "drift",
+    "over all",
+)
+_MOST_PICTURES = 6
+
+
+def has_routing(path: Path) -> bool:
+    """Return whether a path is a folder of recorded routing, or a packed file."""
+    return (path.suffix == ".npz" and path.is_file()) or bool(parts_of(path))
+
+
+def add_routing(page: Page, path: Path) -> list[str]:
+    """Write a section about recorded routing, and return it as lines for a terminal.
+
+    Args:
+        page: the page.
+        path: the folder, or packed file.
+
+    Raises:
+        RoutingFileError: it cannot be read.
+    """
+    recording = read_routing(path)
+    with tqdm(total=len(recording), desc=f"reading {path.name}", unit="choice", delay=2, leave=False) as progress:
+        loads = loads_of(recording, lambda done, _: progress.update(done - progress.n))
+    about = _about(recording)
+    page.heading("Routing")
+    page.paragraph(about)
+    for problem in recording.problems:
+        page.paragraph(problem, "warn")
+    rows = [_row(each) for each in loads]
+    page.table(_HEADS, rows)
+    page.paragraph(_WORDS)
+    _draw(page, loads, recording.steps)
+    return [about, *recording.problems, *_aligned([_HEADS, *rows]), _WORDS]
+
+
+_WORDS = (
+    "Fullest expert and rank: over the mean, as a mean over steps; rank: of those that share the experts. Variation: "
+    "the standard deviation of loads over their mean. Idle: experts that got nothing at all. Drift: the share of "
+    "choices on other experts than in the step recorded before, as a mean; over all: last quarter of steps against the "
+    "first."
+)
+
+
+def _about(recording: Recording) -> str:
+    steps = recording.steps
+    which = f"{len(steps)} step(s), {steps[0]} to {steps[-1]}" if steps else "no step"
+    return f"Routing of {len(recording.layers)} MoE layer(s) on {len(recording.ranks)} rank(s): {which}."
+
+
+def _row(load: LayerLoad) -> tuple[str, ...]:
+    numbers = (mean_of(each) for each in (load.skew_N, load.fullest_rank_N, load.variation_N))
+    drifts = (mean_of(load.drift_N), load.drift_over_all)
+    return (
+        *(load.layer.path, str(load.layer.num_experts), str(load.num_choices), f"{int(load.load_NE.sum()):,}"),
+        *(_number(each) for each in numbers),
+        str(load.num_idle),
+        *(_number(each) for each in drifts),
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if np.isfinite(value) else "-"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    first, *others = widths
+    return [
+        "  ".join([f"{row[0]:{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], others, strict=True))])
+        for row in rows
+    ]
+
+
+def _draw(page: Page, loads: Sequence[LayerLoad], steps: Sequence[int]) -> None:
+    if not steps:
+        return
+    skews = {each.layer.path: list(zip(steps, each.skew_N, strict=True)) for each in loads}
+    drifts = {each.layer.path: list(zip(steps, each.drift_N, strict=True))[1:] for each in loads}
+    worst = sorted(loads, key=lambda each: -np.nan_to_num(mean_of(each.skew_N)))[:_MOST_PICTURES]
+    names = [each.layer.path for each in worst]
+    if len(loads) > len(worst):
+        page.paragraph(f"Of the {len(loads)} layers the {len(worst)} most skewed are drawn.")
+    page.picture(
+        "routing_skew",
+        "fullest expert over the mean, over steps",
+        lambda file: pictures.draw_lines({name: skews[name] for name in names}, "fullest expert / mean", file, True),
+    )
+    if len(steps) > 1:
+        page.picture(
+            "routing_drift",
+            "share of choices on other experts than in the step before",
+            lambda file: pictures.draw_lines({name: drifts[name] for name in names}, "drift", file, True),
+        )
+    for number, each in enumerate(worst):
+        page.picture(
+            f"routing_load_{number}",
+            f"load of the experts of {each.layer.path} over steps",
+            lambda file, each=each: pictures.draw_load(each.load_NE, steps, each.layer.path, file),
+        )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes recorded routing: the experts that tokens chose, of every layer, step and micro-batch.
+
+A folder has a file for each rank and each start of its job, ``rank_00003.0000.npy``: arrays in NumPy's own format, one
+after another. The first is a JSON text, with the ranks and layers. Then come, for each layer of each micro-batch, the
+numbers (step, micro-batch, layer, whether there are weights), the choices [S, k] in the smallest unsigned type, and on
+request their weights [S, k] in float16. A job that is killed leaves all that it had written.
+
+Letters: S tokens of a rank, k choices of a token, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ds_fsmoe.files.whole_files import create
+
+FORMAT = 1
+_PART = re.compile(r"rank_(\d{5,})\.(\d{4,})\.npy")
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """Says what is recorded of a layer."""
+
+    path: str
+    """The path of the layer in its model."""
+    num_experts: int
+    """E, of all ranks."""
+    ep_ranks: tuple[int, ...] = (0,)
+    """The ranks over which the experts are spread, in the order of their experts."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Says what one rank has recorded."""
+
+    rank: int
+    world_size: int
+    layers: tuple[RoutedLayer, ...]
+    node: int = 0
+    """The number of the node on which the rank ran."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Holds what the tokens of one rank chose, in one layer of one micro-batch."""
+
+    indices_SK: np.ndarray
+    """[S, k] unsigned integers: experts of all ranks; E for a choice that was not made."""
+    weights_SK: np.ndarray | None = None
+    """[S, k] float16, where they were asked for."""
+
+    def counts(self, num_experts: int) -> np.ndarray:
+        """Return [E] int64: the tokens that chose each expert."""
+        # Whatever a damaged file says: nothing is made larger than E.
+        index = np.minimum(self.indices_SK.reshape(-1), num_experts).astype(np.int64)
+        return np.bincount(index, minlength=num_experts + 1)[:num_experts]
+
+
+def index_type(num_experts: int) -> np.dtype:
+    """Return the smallest unsigned type that holds an expert's number, and E for none."""
+    return np.min_scalar_type(num_experts)
+
+
+def part_file(folder: Path, rank: int, part: int) -> Path:
+    """Return the path of the file of a rank and a start of its job."""
+    return folder / f"rank_{rank:05d}.{part:04d}.npy"
+
+
+def parts_of(folder: Path) -> list[tuple[int, int, Path]]:
+    """Return (rank, part, path) of all files of recorded routing in a folder, parts in order."""
+    found = ((_PART.fullmatch(each.name), each) for each in folder.iterdir()) if folder.is_dir() else ()
+    return sorted((int(match[1]), int(match[2]), each) for match, each in found if match)
+
+
+class Part:
+    """Writes what one rank records from one start of its job on.
+
+    Args:
+        path: a file that is not there yet.
+        facts: what the rank records.
+
+    Raises:
+        OSError: it cannot be written, or is there.
+    """
+
+    def __init__(self, path: Path, facts: RankFacts) -> None:
+        self._file: IO[bytes] = create(path)
+        self._types = [index_type(each.num_experts) for each in facts.layers]
+        _save(self._file, as_text({"format": FORMAT, "ranks": [asdict(facts)]}))
+        self._file.flush()
+
+    def add(self, step: int, micro_batch: int, layer: int, choices: Choices) -> None:
+        """Write what was chosen in a layer, given by its number among those of the rank.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        has_weights = choices.weights_SK is not None
+        _save(self._file, np.array([step, micro_batch, layer, has_weights], dtype=np.int64))
+        _save(self._file, choices.indices_SK.astype(self._types[layer], copy=False))
+        if has_weights:
+            _save(self._file, choices.weights_SK.astype(np.float16, copy=False))
+
+    def flush(self) -> None:
+        """Give all that was written to the system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._file.close()
+
+
+def as_text(value: Any) -> np.ndarray:
+    """Return a value as JSON, in an array of bytes."""
+    return np.frombuffer(json.dumps(value).encode("utf-8"), dtype=np.uint8)
+
+
+def _save(file: IO[bytes], array: np.ndarray) -> None:
+    np.save(file, array, allow_pickle=False)

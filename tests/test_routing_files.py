@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded routing is read as it was written, shown as what it is, and damaged files say so."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_fsmoe.cli import main
+from ds_fsmoe.routes.load import loads_of, mean_of
+from ds_fsmoe.routes.made import choices as made
+from ds_fsmoe.routes.recorded import RoutingFileError, read_routing, write_packed
+from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, index_type, part_file
+
+RANKS, STEPS, MICRO_BATCHES, TOKENS = 4, (0, 3, 6), 2, 11
+LAYERS = ((("blocks.0.moe", 6, 2)), ("blocks.1.moe", 300, 3))
+
+
+def facts(rank: int) -> RankFacts:
+    # Ranks 0 and 1 share the experts of the first layer, and ranks 2 and 3; all share those of the second.
+    pair = (0, 1) if rank < 2 else (2, 3)
+    layers = tuple(RoutedLayer(path, E, pair if E == 6 else (0, 1, 2, 3)) for path, E, _ in LAYERS)
+    return RankFacts(rank, RANKS, layers, node=rank // 2)
+
+
+def indices(rank: int, step: int, micro_batch: int, layer: int) -> np.ndarray:
+    _, E, k = LAYERS[layer]
+    return made("zipf_1.0", num_tokens=TOKENS, num_experts=E, k=k, step=10 * step + micro_batch, rank=rank, layer=layer)
+
+
+def write(folder: Path, steps: tuple[int, ...] = STEPS, part: int = 0) -> None:
+    folder.mkdir(exist_ok=True)
+    for rank in range(RANKS):
+        file = Part(part_file(folder, rank, part), facts(rank))
+        for step in steps:
+            for micro_batch in range(MICRO_BATCHES):
+                for layer in range(len(LAYERS)):
+                    weights = np.full((TOKENS, LAYERS[layer][2]), 0.5) if layer else None
+                    found = Choices(indices(rank, step, micro_batch, layer), weights)
+                    file.add(step, micro_batch, layer, found)
+        file.close()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_what_is_read_is_what_was_written(is_packed: bool, tmp_path: Path) -> None:
+    write(tmp_path / "routing")
+    recording = read_routing(tmp_path / "routing")
+    if is_packed:
+        write_packed(tmp_path / "some.npz", recording, steps=STEPS[1:])
+        recording = read_routing(tmp_path / "some.npz")
+    steps = STEPS[1:] if is_packed else STEPS
+    assert recording.steps == steps
+    assert recording.world_size == RANKS
+    assert [each.path for each in recording.layers] == [path for path, _, _ in LAYERS]
+    assert recording.problems == ()
+    assert len(recording) == RANKS * len(steps) * MICRO_BATCHES * len(LAYERS)
+    for rank, step, micro_batch, layer in recording:
+        found = recording.choices(rank, step, micro_batch, layer)
+        assert np.array_equal(found.indices_SK, indices(rank, step, micro_batch, layer))
+        assert found.indices_SK.dtype == index_type(LAYERS[layer][1])
+        assert (found.weights_SK is None) is (layer == 0)
+    with pytest.raises(RoutingFileError, match="no routing was recorded of rank 1, step 99"):
+        recording.choices(1, 99, 0, 0)
+
+
+def test_steps_that_are_done_again_replace_what_a_job_had_done(tmp_path: Path) -> None:
+    write(tmp_path / "routing")
+    write(tmp_path / "routing", steps=(3, 4), part=1)
+    assert read_routing(tmp_path / "routing").steps == (0, 3, 4)
+
+
+def test_loads_are_those_of_a_loop_over_tokens(tmp_path: Path) -> None:
+    write(tmp_path / "routing")
+    for load, layer in zip(loads_of(read_routing(tmp_path / "routing")), range(len(LAYERS)), strict=True):
+        _, E, k = LAYERS[layer]
+        wanted = np.zeros((len(STEPS), E), dtype=int)
+        of_groups = np.zeros((len(STEPS), 2 if E == 6 else 1, 2 if E == 6 else 4), dtype=int)
+        for row, step in enumerate(STEPS):
+            for rank in range(RANKS):
+                for micro_batch in range(MICRO_BATCHES):
+                    for expert in indices(rank, step, micro_batch, layer).reshape(-1):
+                        wanted[row, expert] += 1
+                        of_groups[row, rank // 2 if E == 6 else 0, expert // (E // of_groups.shape[2])] += 1
+        assert np.array_equal(load.load_NE, wanted)
+        assert load.num_choices == k
+        assert load.skew_N == pytest.approx([each.max() / each.mean() for each in wanted])
+        fullest = [max(group.max() / group.mean() for group in groups) for groups in of_groups]
+        assert load.fullest_rank_N == pytest.approx(fullest)
+        shares = [each / each.sum() for each in wanted]
+        drift = [np.abs(b - a).sum() / 2 for a, b in itertools.pairwise(shares)]
+        assert load.drift_N[1:] == pytest.approx(drift)
+        assert np.isnan(load.drift_N[0])
+        assert load.drift_over_all == pytest.approx(np.abs(shares[0] - shares[-1]).sum() / 2)
+        assert load.num_idle == sum(wanted.sum(axis=0) == 0)
+        assert mean_of(load.drift_N) == pytest.approx(np.mean(drift))
+
+
+@pytest.mark.parametrize("kind", ["folder", "packed", "run"])
+def test_the_report_has_a_row_for_each_layer_and_a_page(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "routing")
+    path = tmp_path / "routing"
+    if kind == "packed":
+        path = tmp_path / "some.npz"
+        write_packed(path, read_routing(tmp_path / "routing"))
+    if kind == "run":
+        path = tmp_path
+        (tmp_path / "run.json").write_text('{"format": 1, "schedule": "best"}')
+    page = tmp_path / "page.html"
+    assert main(["report", str(path), "--out", str(page)]) == 0
+    text, out = page.read_text("utf-8"), capsys.readouterr().out
+    assert "fullest expert" in text
+    assert text.count("data:image/png") == 2 + len(LAYERS)
+    for layer, E, k in LAYERS:
+        assert layer in text
+        if kind != "run":
+            row = next(line for line in out.splitlines() if line.startswith(layer))
+            assert row.split()[1:3] == [str(E), str(k)]
+
+
+def test_a_place_without_routing_is_an_error_that_names_it(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing", tmp_path / "text.npz"):
+        (tmp_path / "text.npz").write_text("no archive")
+        with pytest.raises(RoutingFileError, match=str(path)):
+            read_routing(path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "packed"])
+def test_a_damaged_file_is_read_as_far_as_it_goes_or_refused(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "routing")
+    file = part_file(tmp_path / "routing", 0, 0)
+    if kind == "packed":
+        file = tmp_path / "some.npz"
+        write_packed(file, read_routing(tmp_path / "routing"))
+    whole, draw = file.read_bytes(), random.Random(1)
+    for number in range(150):
+        damaged = bytearray(whole[: draw.randrange(len(whole)) if number % 3 == 0 else len(whole)])
+        for _ in range(draw.choice([0, 1, 3, 30])):
+            if damaged:
+                damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        file.write_bytes(damaged)
+        with suppress(RoutingFileError):
+            recording = read_routing(file if kind == "packed" else tmp_path / "routing")
+            for load in loads_of(recording):
+                assert load.load_NE.shape[1] == load.layer.num_experts
