@@ -30,6 +30,7 @@ import ds_fsmoe
 from benchmarks.cases.bench_gradients import Blocks, Model
 from benchmarks.harness.harness import RESULTS
 from benchmarks.harness.result_files import append_rows, made_with
+from benchmarks.harness.routing import parsed
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.planning.block import BlockPlan
@@ -171,7 +172,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the models to measure (all)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))

@@ -94,7 +94,7 @@ def node_groups() -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
 
 
 def main() -> None:
-    args = join_on_gloo(__doc__)
+    args = join_on_gloo(__doc__, no_routers="it sends tensors of fixed sizes over both links, and has no layer")
     groups = node_groups()
     variants = (
         Variant("one after another", lambda load: Works(load, *groups).one_after_another),

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
+from benchmarks.harness.routing import parsed
 from ds_fsmoe import GPTFeedForward, MixtralFeedForward
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.grouped_call import GroupedExperts
@@ -124,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=6.0, help="seconds for each case")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parsed(parser, no_routers="experts are called with chunks of equal sizes by themselves, without a router")
     torch.set_num_threads(1)
     measure_memory(args.results / "experts_memory.csv")
     effort = Effort(blocks=20, steps=2, warmup=2, budget_s=args.budget)

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.routing import parsed
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, Layout, Model, Mpu, begin, ranks_per_node
 from ds_fsmoe import registry
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny layers, to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     begin()
     mpu = Mpu(ranks_per_node())
     uncut = {"schedule": "deepspeed"}

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.routing import parsed
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.gradients.reduction import LOOKS
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--chunk-bytes", type=int, default=1 << 17, help="of fixed_chunk")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))

@@ -28,6 +28,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
+from benchmarks.harness.routing import parsed
 from benchmarks.models.layers import ranks_per_node
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.planning.schedule import A2A_OUT, EXPERT, GRAD, Lane, Schedule, Task
@@ -131,7 +132,7 @@ def main() -> None:
     parser.add_argument("--tokens-bytes", type=int, default=1 << 18, help="of a rank's all-to-all")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser, no_routers="its all-to-alls carry bytes of a given number, and no tokens choose")
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     traffic = Traffic(args.tokens_bytes)
     steps = {"alone": alone(traffic), "uncoordinated": uncoordinated(traffic), "on the lane": on_the_lane(traffic)}

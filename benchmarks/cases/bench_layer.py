@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.harness import RESULTS, Case, CaseResult, Effort, Grid, Variant, run_grid
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import BED_VARIABLE, append_rows, made_with
+from benchmarks.harness.routing import parsed
 from benchmarks.models.auto_ep import AutoEPSteps, can_run
 from benchmarks.models.contenders import TUNED, Contenders
 from benchmarks.models.layer_steps import Steps
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--many", action="store_true", help="layers with many narrow experts too, beside AutoEP alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     begin()
     every = many_experts() if args.many else cases(args.table2)
     chosen = every if args.only is None else tuple(every[i] for i in args.only)

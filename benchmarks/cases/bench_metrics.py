@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.routing import parsed
 
 EVERY = 10
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=8, help=f"of {EVERY} steps of each variant")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
+from benchmarks.harness.routing import parsed
 from benchmarks.models.contenders import FEW, PRESETS, Contenders
 from benchmarks.models.language_model import LanguageModel, batches
 from benchmarks.models.layer_steps import Steps
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     begin(200)
     every = cases(args.stages, args.smoke)
     wanted = list(every) if args.smoke else args.only

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.cases.bench_layer import cases
 from benchmarks.harness.cases import Case
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
+from benchmarks.harness.routing import parsed
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Attention, Layer, Layout, Mpu, begin, ranks_per_node
 from benchmarks.models.operations import COMMUNICATION, OTHER, Operations
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny layer, to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     begin()
     mpu = Mpu(ranks_per_node())
     every = (Case(str(TINY), TINY),) if args.smoke else cases(args.table2)

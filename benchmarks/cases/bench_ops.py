@@ -33,9 +33,11 @@ from torch import Tensor
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.harness import routing
 from benchmarks.harness.harness import RESULTS, Case, CaseResult, Effort, Goal, Grid, Variant, run_grid
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, check_columns, made_with
+from benchmarks.harness.routing import parsed
 from ds_fsmoe.ops import Ops, load_ops
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,7 +90,11 @@ class Step:
         def rows(width: int, of: torch.dtype) -> Tensor:
             return torch.randn(layer.S, width, generator=generator).to(layer.device, of)
 
-        self.logits_SE = rows(layer.E, torch.float32).requires_grad_()
+        logits_SE = rows(layer.E, torch.float32)
+        if routing.forced is not None:
+            chosen_SK = torch.from_numpy(routing.forced.routing.choices(layer.S, layer.E, layer.k)).to(layer.device)
+            logits_SE.scatter_add_(1, chosen_SK, torch.full_like(chosen_SK, 10, dtype=torch.float32))
+        self.logits_SE = logits_SE.requires_grad_()
         self.x_SM = rows(layer.M, dtype).requires_grad_()
         self.dy_SM = rows(layer.M, dtype)
         self.d_aux = torch.ones((), device=layer.device)
@@ -248,7 +254,7 @@ def main() -> int:
     parser.add_argument("--budget-s", type=float, help="seconds for a case, beyond which no block is begun")
     parser.add_argument("--einsum", action="store_true", help="stock's dense way too")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parsed(parser)
     ops = load_ops("required", args.device)
     huge_pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "0") == "1"
     cases = [

@@ -78,7 +78,7 @@ class Step:
 
 
 def main() -> None:
-    args = join_on_gloo(__doc__)
+    args = join_on_gloo(__doc__, no_routers="every expert gets slots of a given number, and no tokens choose")
     serial, lanes = make_lanes(torch.device("cpu"), overlap=False), make_lanes(torch.device("cpu"))
 
     def made(*arguments: object) -> Callable[[Layer], Step]:

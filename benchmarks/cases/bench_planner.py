@@ -23,6 +23,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
+from benchmarks.harness.routing import parsed
 from ds_fsmoe.planning.batch import Template, makespans_ms
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.block_times import BlockTimes
@@ -58,7 +59,7 @@ def main() -> int:
     """Measure, print, append. Returns 1 if something that was wanted was not reached."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    quick = parsed(parser, no_routers="plans are made for counts that its cases give, without a router").quick
     # Now, and not at the end: files may be edited meanwhile.
     made = made_with(("numpy", "scipy")) | {"quick": quick}
     rows: list[Row] = []

@@ -26,6 +26,7 @@ from benchmarks.cases.bench_layer import cases
 from benchmarks.harness.cases import Case
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
+from benchmarks.harness.routing import parsed
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, Mpu, ranks_per_node
 from ds_fsmoe.files.traces import MEASURED, rank_file
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny layer, to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))

@@ -30,6 +30,7 @@ import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, check_columns, made_with
+from benchmarks.harness.routing import parsed
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from tests.live_memory import LiveMemory
 
@@ -149,13 +150,15 @@ def measure_memory(file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help=f"counted steps of each, in blocks of {STEPS_PER_BLOCK}")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    steps = parser.parse_args().steps
+    args = parsed(parser)
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    measure_memory(RESULTS / "unchunked_memory.csv")
-    run_grid(GRID, VARIANTS, baseline="stock", effort=Effort(math.ceil(steps / STEPS_PER_BLOCK), STEPS_PER_BLOCK))
+    measure_memory(args.results / "unchunked_memory.csv")
+    effort = Effort(math.ceil(args.steps / STEPS_PER_BLOCK), STEPS_PER_BLOCK)
+    run_grid(GRID, VARIANTS, baseline="stock", effort=effort, results=args.results)
     dist.destroy_process_group()
 
 

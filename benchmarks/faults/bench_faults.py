@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bed.bed import BedError, check_machine  # noqa: E402
 from benchmarks.faults import fault_cuts  # noqa: E402
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with  # noqa: E402
+from benchmarks.harness.routing import parsed  # noqa: E402
 
 JOB = ROOT / "benchmarks" / "faults" / "fault_job.py"
 NUM_STEPS = 6
@@ -251,7 +252,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two of them")
     parser.add_argument("--only", nargs="*", help="faults by name")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parsed(parser, no_routers="it looks at what jobs survive, and at no times that routing could change")
     if not (Path("/proc") / str(os.getpid()) / "environ").exists():
         raise SystemExit("bench_faults.py needs /proc, to see which processes of a job are left")
     table = Table(args.results / "faults.csv")

@@ -33,6 +33,7 @@ from torch import nn
 import ds_fsmoe
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
+from benchmarks.harness.routing import parsed
 
 WIDTH, NUM_EXPERTS, EPOCH = 24, 4, 50
 MAX_BATCH, MAX_LENGTH = 4, 40
@@ -143,7 +144,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     twice = []

@@ -61,6 +61,7 @@ from benchmarks.harness.harness import RESULTS, Effort, block_order, run_grid
 from benchmarks.harness.intervals import MIN_BLOCKS, percentiles_ms, speedup
 from benchmarks.harness.outcome import AA, PACKAGES
 from benchmarks.harness.result_files import append_rows, check_columns, made_with
+from benchmarks.harness.routing import parsed
 from ds_fsmoe.execution.lanes import Body, Lanes, make_lanes
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
@@ -312,6 +313,9 @@ def measure_overhead(run: Run, effort: Effort) -> str:
     return ""
 
 
+NO_ROUTERS = "its layers are schedules of tasks of given sizes, without a router"
+
+
 def main(arguments: Sequence[str] | None = None, host: Clock = HOST) -> int:
     """Exit status 0; 1 if a measurement failed, and says so; 2 if there is no such device."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -323,7 +327,7 @@ def main(arguments: Sequence[str] | None = None, host: Clock = HOST) -> int:
     parser.add_argument("--overhead", choices=("auto", "always", "never"), default="auto", help="auto: on a GPU")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--first-gpu", action="store_true", help="the tests that need a GPU, then this, and one report")
-    args, began_s = parser.parse_args(arguments), host.monotonic()
+    args, began_s = parsed(parser, arguments, no_routers=NO_ROUTERS), host.monotonic()
     if args.first_gpu:
         rest = [each for each in (sys.argv[1:] if arguments is None else arguments) if each != "--first-gpu"]
         return first_gpu(args.results, lambda: main(rest, host), args.device == "cuda" and torch.cuda.is_available())

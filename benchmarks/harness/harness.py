@@ -26,12 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import routing
 from benchmarks.harness.cases import Case, Grid, check_unique
 from benchmarks.harness.cpu_time import CpuTime, cpu_time
 from benchmarks.harness.intervals import MIN_BLOCKS, MIN_BLOCKS_TO_JUDGE, check_blocks
 from benchmarks.harness.outcome import AA, COLUMNS, PACKAGES, CaseResult, CpuShares, Goal, evaluate, rows, table
 from benchmarks.harness.rank_group import Ranks, RunError
 from benchmarks.harness.result_files import RESULTS, append_rows, check_columns, hardware, made_with
+from benchmarks.harness.routing import parsed
 from ds_fsmoe.observing.clock import HOST, Clock
 
 # All that a benchmark needs, from one place.
@@ -50,12 +52,13 @@ __all__ = [
 ]
 
 
-def join_on_gloo(about: str, blocks: int = 10) -> argparse.Namespace:
+def join_on_gloo(about: str, blocks: int = 10, no_routers: str = "") -> argparse.Namespace:
     """Join this rank to a job of a benchmark that needs no DeepSpeed, and return its options: blocks and results.
 
     Args:
         about: the benchmark, in its first line.
         blocks: unless others are asked for.
+        no_routers: why routing changes nothing in it, if that is so.
     """
     import torch.distributed as dist
 
@@ -63,7 +66,7 @@ def join_on_gloo(about: str, blocks: int = 10) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=blocks)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
-    args = parser.parse_args()
+    args = parsed(parser, no_routers=no_routers)
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     return args
 
@@ -203,6 +206,7 @@ def _measure(
             steps.append(variant.make(case.settings))
     # Not counted: what is compiled, allocated and connected in first steps.
     for step in range(effort.warmup):
+        routing.at_step(step)
         for i in block_order(num, step):
             with ranks.together(f"{of_case} {variants[i].name!r}, warm-up step {step}"):
                 steps[i]()
@@ -212,6 +216,7 @@ def _measure(
     began_s, blocks = host.monotonic(), 0
     while blocks < effort.blocks:
         for step in range(effort.steps):
+            routing.at_step(effort.warmup + blocks * effort.steps + step)
             for i in block_order(num, blocks):
                 with ranks.together(f"{of_case} {variants[i].name!r}, step {step} of block {blocks}"):
                     own_before_s, machine_before = _cpu_s(host), cpu_time()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ds_fsmoe
+from benchmarks.harness import routing
 from benchmarks.models.layers import Layer, Layout, Model, Mpu, StockGroups, ranks_per_node
 from ds_fsmoe.gradients.reduction import LOOKS
 from ds_fsmoe.planning.block import BlockPlan
@@ -95,6 +96,8 @@ class Steps:
         self.engine = initialize(model=module, model_parameters=list(module.parameters()), config=config, mpu=mpu)[0]
         self.groups.take()
         self.losses: list[torch.Tensor] = []
+        if routing.forced is not None:
+            routing.forced.tokens_of_node = layer.B * layer.L
         self.batches = batches or tokens(layer, all_of_node=layout == "node" and stock)
         for _ in range(1 if stock else LOOKS):
             self()

@@ -128,6 +128,7 @@ class RouterWatch:
 
     def __init__(self, block: nn.Module, experts: Any) -> None:
         self._experts = experts
+        self.block = block
         self.handles: list[RemovableHandle] = [
             block.register_forward_pre_hook(self._begin),
             block.register_forward_hook(self._end, always_call=True),
