@@ -308,3 +308,54 @@ def wrong(rank: int, world_size: int, folder: str) -> list[str]:
 def test_choices_that_do_not_fit_are_one_error_on_all_ranks(tmp_path: Path) -> None:
     found = run_on_ranks(wrong, 2, tmp_path, str(tmp_path / "routing"))
     assert [each for of_rank in found for each in of_rank] == []
+
+
+def goes_on(rank: int, world_size: int, folder: str) -> list[str]:
+    """A job that goes on from a step adds a file, one that begins anew replaces them."""
+    said = []
+    for step, steps in ((0, (0, 1)), (1, (0, 1, 2)), (0, (0, 1))):
+        made = engine("stock", 0, "none", rank, record=folder)
+        made.global_steps = step
+        made.fsmoe.routing.at_step(step)
+        train(made, rank)
+        made.destroy()
+        torch.distributed.barrier()
+        recording = read_routing(folder)
+        if recording.steps != steps or recording.problems:
+            said.append(f"from step {step}: {recording.steps}, {recording.problems}")
+        torch.distributed.barrier()
+    made = engine("stock", 0, "none", rank, record="/dev/null/nowhere")
+    losses = train(made, rank)
+    made.destroy()
+    made = engine("stock", 0, "none", rank)
+    if train(made, rank) != losses:
+        said.append("training changed where nothing could be recorded")
+    made.destroy()
+    return said
+
+
+def test_a_job_that_goes_on_adds_to_its_recording_and_a_full_disk_ends_no_training(tmp_path: Path) -> None:
+    found = run_on_ranks(goes_on, 2, tmp_path, str(tmp_path / "routing"))
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def without_a_batch(rank: int, world_size: int, folder: str) -> list[str]:
+    """Rank 1 has no second batch, in a recorded run and in the replayed one."""
+    losses = []
+    for routing in ({"record": folder}, {"replay": folder}):
+        made = engine("qwen3_moe", 0, "none", rank, **routing)
+        found = []
+        for number in range(2):
+            is_dummy = rank == 1 and number == 1
+            loss = made.fsmoe_dummy_forward() if is_dummy else forward(made, number, rank)
+            made.backward(loss)
+            made.step()
+            found.append(loss.item())
+        losses.append(found)
+        made.destroy()
+    return [] if losses[0] == losses[1] else [f"losses {losses}"]
+
+
+def test_a_rank_without_a_batch_takes_part_in_a_replayed_forward(tmp_path: Path) -> None:
+    found = run_on_ranks(without_a_batch, 2, tmp_path, str(tmp_path / "routing"))
+    assert [each for of_rank in found for each in of_rank] == []

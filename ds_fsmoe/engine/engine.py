@@ -219,6 +219,8 @@ class FSMoEEngine(SavingEngine):
                 "fsmoe_dummy_forward: at ZeRO 3 every layer gathers its weights from all ranks, so a rank without a "
                 "batch cannot run the MoE layers alone: give every rank equally many batches"
             )
+        # What is due at the start of a step is collective, whoever has a batch.
+        self.fsmoe.at_step(self.global_steps)
         clock = self._clock_of_forward()
         if clock is not None:
             clock.begin_forward()

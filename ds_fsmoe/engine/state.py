@@ -261,7 +261,8 @@ def summary(state: FSMoEState) -> str:
 
 def alike(block: FSMoEBlock) -> dict[str, Any]:
     """Return the part of a block that has to be the same on every rank."""
-    return block.model_dump(by_alias=True, exclude={"trace": {"path"}, "autotune": {"cache_dir"}})
+    own = {"trace": {"path"}, "autotune": {"cache_dir"}, "routing": {"record"}}
+    return block.model_dump(by_alias=True, exclude=own)
 
 
 def _describe_dispatch(state: FSMoEState) -> str:

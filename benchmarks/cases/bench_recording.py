@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recording the routing costs: training steps that record every choice, beside steps that do not.
+
+``deepspeed --num_accelerators 2 benchmarks/cases/bench_recording.py``. Every layer, step and micro-batch is recorded,
+by a thread that shares the cores with the training. Rows go to ``benchmarks/results/recording.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# Run as a file, Python looks for modules beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import ds_fsmoe
+from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.routing import parsed
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "choices": {"weights": False},
+    "choices and weights": {"weights": True},
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model of MoE layers: S tokens per rank of width M, E experts of hidden width H, each token to k of them."""
+
+    layers: int
+    S: int
+    M: int
+    H: int
+    E: int
+    k: int
+
+
+GRID = Grid(
+    "recording",
+    (
+        Case("4 layers of 8 experts, k 2, 1024 tokens of 256", Sizes(4, 1024, 256, 1024, 8, 2)),
+        Case("4 layers of 64 experts, k 8, 1024 tokens of 256", Sizes(4, 1024, 256, 128, 64, 8)),
+    ),
+)
+
+
+class Model(nn.Module):
+    """MoE layers, one after another."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        expert = ds_fsmoe.GPTFeedForward(sizes.M, sizes.H)
+        of_moe = {"num_experts": sizes.E, "ep_size": dist.get_world_size(), "k": sizes.k, "drop_tokens": False}
+        self.moes = nn.ModuleList(ds_fsmoe.MoE(sizes.M, expert, **of_moe) for _ in range(sizes.layers))
+
+    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        total = x_SM.new_zeros(())
+        for moe in self.moes:
+            y_SM, aux_loss, _ = moe(x_SM)
+            x_SM, total = x_SM + y_SM, total + aux_loss
+        return x_SM.square().mean() + 0.01 * total
+
+
+class TrainingStep:
+    """An engine, and a step of it."""
+
+    def __init__(self, folder: Path, name: str, routing: dict[str, Any], sizes: Sizes) -> None:
+        torch.manual_seed(0)
+        model = Model(sizes)
+        if routing:
+            routing = routing | {"record": str(folder / name)}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+            "zero_allow_untested_optimizer": True,
+            "fsmoe": {"enabled": True, "metrics": "off", "routing": routing},
+            "steps_per_print": 1_000_000,
+        }
+        self.engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        torch.manual_seed(dist.get_rank())
+        self.x_SM = torch.randn(sizes.S, sizes.M, device=self.engine.device)
+
+    def __call__(self) -> None:
+        self.engine.backward(self.engine(self.x_SM))
+        self.engine.step()
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=10, help="of 4 steps of each variant")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
+    args = parsed(parser)
+    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    with tempfile.TemporaryDirectory() as folder:
+        variants = tuple(
+            Variant(name, partial(TrainingStep, Path(folder), name, routing)) for name, routing in BLOCKS.items()
+        )
+        run_grid(GRID, variants, baseline="off", effort=Effort(args.blocks, 4, 2), results=args.results)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
