@@ -100,6 +100,7 @@ MEASURE_FOR_MINUTES = tuple(
         "hf",
         "planner",
         "metrics",
+        "recording",
     )
 )
 NOT_IN_CI = ("make soak", "make bench", "make cluster-demo", "make docs")
