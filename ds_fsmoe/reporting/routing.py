@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from ds_fsmoe.reporting import pictures
 from ds_fsmoe.reporting.page import Page
@@ -48,8 +47,7 @@ def add_routing(page: Page, path: Path) -> list[str]:
         RoutingFileError: it cannot be read.
     """
     recording = read_routing(path)
-    with tqdm(total=len(recording), desc=f"reading {path.name}", unit="choice", delay=2, leave=False) as progress:
-        loads = loads_of(recording, lambda done, _: progress.update(done - progress.n))
+    loads = _read(recording, path.name)
     about = _about(recording)
     page.heading("Routing")
     page.paragraph(about)
@@ -60,6 +58,16 @@ def add_routing(page: Page, path: Path) -> list[str]:
     page.paragraph(_WORDS)
     _draw(page, loads, recording.steps)
     return [about, *recording.problems, *_aligned([_HEADS, *rows]), _WORDS]
+
+
+def _read(recording: Recording, name: str) -> list[LayerLoad]:
+    """Return the loads of all layers, with a bar where it takes long and tqdm is there, as it is beside a training."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return loads_of(recording)
+    with tqdm(total=len(recording), desc=f"reading {name}", unit="choice", delay=2, leave=False) as progress:
+        return loads_of(recording, lambda done, _: progress.update(done - progress.n))
 
 
 _WORDS = (
