@@ -91,6 +91,7 @@ def counted(rank: int, world_size: int) -> list[str]:
         hot = np.array(counts["ours"]).max(axis=-1)
         if not (hot >= 10).all() or (k == 1 and np.array(counts["ours"]).sum(axis=-1).tolist() != [[21, 21]] * 2):
             said.append(f"k = {k}: {counts['ours']} of 21 tokens")
+    said += auto_ep(routing)
     gate = ds_fsmoe.LinearGate(k=2, drop_tokens=False)
     layer = ds_fsmoe.MOELayer(
         gate, ds_fsmoe.SimpleOrder(), model_dim=13, num_experts=NUM_EXPERTS, expert_dim=5, return_stats=True
@@ -99,6 +100,21 @@ def counted(rank: int, world_size: int) -> list[str]:
     if layer(torch.randn(40, 13)).counts_E.max() < 20:
         said.append("a layer put together by hand is not forced")
     return said
+
+
+def auto_ep(routing: Any) -> list[str]:
+    """What AutoEP's router does that was not forced."""
+    from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+
+    router = TokenChoiceTopKRouter(13, NUM_EXPERTS, None, None, 2, "softmax", True, 1.0, False)
+    torch.nn.init.normal_(router.gate.weight)
+    router.train()
+    routing.at_step(0)
+    weights_SK, index_SK, counts_E = router(torch.randn(40, 13))
+    wanted_SK = routing.forced.choices(router, router.gate.weight, 40, 2)
+    is_same = torch.equal(index_SK.sort(dim=1).values, wanted_SK.sort(dim=1).values)
+    is_live = bool(((weights_SK > 0) & (weights_SK < 1)).all()) and weights_SK[:, 0].unique().numel() > 30
+    return [] if is_same and is_live and counts_E.sum() == 80 else [f"AutoEP's router chose {index_SK[:5].tolist()}"]
 
 
 def test_stocks_layers_and_ours_are_forced_to_the_same_counts(tmp_path: Path) -> None:

@@ -19,14 +19,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import nn
 
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.harness.routing import parsed
+from benchmarks.models.moe_steps import MoEModel, MoESteps
 
 EVERY = 10
 BLOCKS: dict[str, dict[str, Any]] = {
@@ -58,50 +57,12 @@ GRID = Grid(
 )
 
 
-class Model(nn.Module):
-    """MoE layers, one after another."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        expert = ds_fsmoe.GPTFeedForward(sizes.M, sizes.H)
-        ep_size = dist.get_world_size()
-        self.moes = nn.ModuleList(
-            ds_fsmoe.MoE(sizes.M, expert, num_experts=sizes.E, ep_size=ep_size, k=2) for _ in range(sizes.layers)
-        )
-
-    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        total = x_SM.new_zeros(())
-        for moe in self.moes:
-            y_SM, aux_loss, _ = moe(x_SM)
-            x_SM, total = x_SM + y_SM, total + aux_loss
-        return x_SM.square().mean() + 0.01 * total
-
-
-class TrainingStep:
-    """An engine whose monitor is on, and a step of it."""
-
-    def __init__(self, folder: Path, block: dict[str, Any], sizes: Sizes) -> None:
-        torch.manual_seed(0)
-        model = Model(sizes)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-            "zero_allow_untested_optimizer": True,
-            "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": block["metrics"]},
-            "fsmoe": {"enabled": True, "metrics_every": EVERY} | block,
-            "steps_per_print": 1_000_000,
-        }
-        self.engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-        torch.manual_seed(dist.get_rank())
-        self.x_SM = torch.randn(sizes.S, sizes.M, device=self.engine.device)
-
-    def __call__(self) -> None:
-        self.engine.backward(self.engine(self.x_SM))
-        self.engine.step()
-
-    def close(self) -> None:
-        self.engine.destroy()
+def training_step(folder: Path, block: dict[str, Any], sizes: Sizes) -> MoESteps:
+    """An engine whose monitor is on."""
+    torch.manual_seed(0)
+    model = MoEModel(sizes.layers, sizes.M, sizes.H, sizes.E, k=2)
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": block["metrics"]}
+    return MoESteps(model, sizes.S, sizes.M, {"metrics_every": EVERY} | block, csv_monitor=monitor)
 
 
 def main() -> None:
@@ -114,7 +75,7 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     with tempfile.TemporaryDirectory() as folder:
-        variants = tuple(Variant(name, partial(TrainingStep, Path(folder), block)) for name, block in BLOCKS.items())
+        variants = tuple(Variant(name, partial(training_step, Path(folder), block)) for name, block in BLOCKS.items())
         run_grid(GRID, variants, baseline="off", effort=Effort(args.blocks, EVERY), results=args.results)
     dist.destroy_process_group()
 

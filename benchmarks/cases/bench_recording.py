@@ -18,14 +18,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import nn
 
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.harness.routing import parsed
+from benchmarks.models.moe_steps import MoEModel, MoESteps
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "off": {},
@@ -55,49 +54,13 @@ GRID = Grid(
 )
 
 
-class Model(nn.Module):
-    """MoE layers, one after another."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        expert = ds_fsmoe.GPTFeedForward(sizes.M, sizes.H)
-        of_moe = {"num_experts": sizes.E, "ep_size": dist.get_world_size(), "k": sizes.k, "drop_tokens": False}
-        self.moes = nn.ModuleList(ds_fsmoe.MoE(sizes.M, expert, **of_moe) for _ in range(sizes.layers))
-
-    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        total = x_SM.new_zeros(())
-        for moe in self.moes:
-            y_SM, aux_loss, _ = moe(x_SM)
-            x_SM, total = x_SM + y_SM, total + aux_loss
-        return x_SM.square().mean() + 0.01 * total
-
-
-class TrainingStep:
-    """An engine, and a step of it."""
-
-    def __init__(self, folder: Path, name: str, routing: dict[str, Any], sizes: Sizes) -> None:
-        torch.manual_seed(0)
-        model = Model(sizes)
-        if routing:
-            routing = routing | {"record": str(folder / name)}
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-            "zero_allow_untested_optimizer": True,
-            "fsmoe": {"enabled": True, "metrics": "off", "routing": routing},
-            "steps_per_print": 1_000_000,
-        }
-        self.engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-        torch.manual_seed(dist.get_rank())
-        self.x_SM = torch.randn(sizes.S, sizes.M, device=self.engine.device)
-
-    def __call__(self) -> None:
-        self.engine.backward(self.engine(self.x_SM))
-        self.engine.step()
-
-    def close(self) -> None:
-        self.engine.destroy()
+def training_step(folder: Path, name: str, routing: dict[str, Any], sizes: Sizes) -> MoESteps:
+    """An engine that records in a folder of its own, or nothing."""
+    torch.manual_seed(0)
+    model = MoEModel(sizes.layers, sizes.M, sizes.H, sizes.E, k=sizes.k, drop_tokens=False)
+    if routing:
+        routing = routing | {"record": str(folder / name)}
+    return MoESteps(model, sizes.S, sizes.M, {"metrics": "off", "routing": routing})
 
 
 def main() -> None:
@@ -111,7 +74,7 @@ def main() -> None:
     deepspeed.init_distributed()
     with tempfile.TemporaryDirectory() as folder:
         variants = tuple(
-            Variant(name, partial(TrainingStep, Path(folder), name, routing)) for name, routing in BLOCKS.items()
+            Variant(name, partial(training_step, Path(folder), name, routing)) for name, routing in BLOCKS.items()
         )
         run_grid(GRID, variants, baseline="off", effort=Effort(args.blocks, 4, 2), results=args.results)
     dist.destroy_process_group()

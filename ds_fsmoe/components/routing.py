@@ -24,7 +24,7 @@ class Given:
     experts_KS: torch.Tensor | None = None
     """[K, S] integers: the expert of every choice; -1 where a token is to choose by itself."""
     leaves_some: bool = False
-    """Whether some tokens are to choose by themselves."""
+    """Says whether some tokens are to choose by themselves."""
     slots_KS: torch.Tensor | None = None
     """[K, S]: the slot of every choice, see :class:`Routing`; ``None``: the gate decides who stays in a full expert."""
     capacity: int | None = None

@@ -143,7 +143,7 @@ class RoutingData:
             self.recorder.close()
 
     def _is_copy(self) -> bool:
-        """Whether another rank has the same tokens, and records them."""
+        """Return whether another rank has the same tokens, and records them."""
         states = [each.fsmoe for each in self._layers.values()]
         return any(
             each.mp_group is not None and each.tensor_parallel.same_tokens and dist.get_rank(each.mp_group) > 0

@@ -66,7 +66,7 @@ class FSMoEState:
         self.expert_results: ExpertResults | None = None
         """The check of experts' results before each optimizer step, where that is asked for."""
         self.routing: RoutingData | None = None
-        """What records and replays routing, once the engine is complete."""
+        """The object that records and replays routing, once the engine is complete."""
         self.telemetry: Telemetry | None = None
         """The telemetry that is told at the end of each step, once the engine is complete."""
         self.plans_made_again = 0

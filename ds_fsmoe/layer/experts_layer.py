@@ -64,7 +64,7 @@ class ExpertsState(LayerState):
     choice: RouterChoice | None = None
     """What is watched of the router, from the call of the block around it to that of the experts."""
     watch: RouterWatch | None = None
-    """What sees the router's block being called."""
+    """The hooks that see the router's block being called."""
     passes_on: bool | None = None
     """Whether the router hands on what it chose as it is; ``None`` as long as that has not been seen."""
     outermost: tuple[nn.Module, ...] = ()

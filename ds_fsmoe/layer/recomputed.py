@@ -80,12 +80,12 @@ _running = _Running()
 
 
 def is_kept() -> bool:
-    """Whether a decision that is made now is kept for a function that may run again."""
+    """Return whether a decision that is made now is kept for a function that may run again."""
     return any(not is_again for _, is_again in _running.tapes)
 
 
 def runs_again() -> bool:
-    """Whether a checkpointed function runs again now."""
+    """Return whether a checkpointed function runs again now."""
     return any(is_again for _, is_again in _running.tapes)
 
 

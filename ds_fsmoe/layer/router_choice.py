@@ -61,7 +61,7 @@ class RouterChoice(TorchFunctionMode):
         self.chosen_KS: torch.Tensor | None = None
         """[k, S]: the choice as the router made it, or as it was given; ``None`` as long as there was none."""
         self.index: torch.Tensor | None = None
-        """What the router got of the operator."""
+        """The indices that the operator has returned to the router."""
         self.version = 0
         self._num_experts = num_experts
         self._unmasked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
