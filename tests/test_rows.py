@@ -163,6 +163,7 @@ def run_layer(
         row_legs=exchange.row_legs,
         block=block_of(groups),
         passes_on=exchange.passes_on,
+        nodes=exchange.nodes,
     )
     pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute)
     num_experts = case.experts_per_rank * layout.ep_size

@@ -69,6 +69,10 @@ class AllToAllBase(ABC):
         return _Exchange.apply(x, self, group)
 
 
+class CrossesOnce:
+    """Marks an all-to-all that is run in two levels, a row of a token crossing to each node once."""
+
+
 class _Exchange(torch.autograd.Function):
     """An all-to-all is a permutation of blocks and its own inverse, so the gradient travels the same way back."""
 

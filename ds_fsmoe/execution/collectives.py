@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.row_sizes import ALONE, Block, ChunkSizes
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
@@ -58,6 +59,8 @@ class Collectives:
     """The ranks that share the experts; they tell each other how many rows they send."""
     passes_on: bool = False
     """Whether rows rest on other ranks on their way, which have to know how many they are."""
+    nodes: NodeLinks | None = None
+    """The two levels of the EP group, where each token crosses to a node once; rows of their own kind go there."""
 
     @property
     def num_exchanging(self) -> int:

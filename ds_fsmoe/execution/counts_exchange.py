@@ -19,9 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.execution.device_tables import TABLES
 from ds_fsmoe.execution.row_orders import moves
-from ds_fsmoe.execution.row_sizes import Block, ChunkSizes, PhaseSizes, RowSizes
+from ds_fsmoe.execution.row_sizes import Block, ChunkSizes, PhaseSizes, RowSizes, expert_ends
 from ds_fsmoe.execution.token_cuts import TokenCuts
 
 FAULTS = {
@@ -35,6 +34,27 @@ FAULTS = {
 
 class RoutingError(ValueError):
     """A gate's decision contradicts itself. Raised on every rank that shares the experts."""
+
+
+def raise_fault(faults_N: np.ndarray, block: Block, name: str) -> None:
+    """Raise what is wrong with the decision of a rank, if anything is.
+
+    Args:
+        faults_N: the fault of each source.
+        block: the ranks that share the experts.
+        name: the layer's name.
+
+    Raises:
+        RoutingError: a decision contradicts itself.
+    """
+    if not faults_N.any():
+        return
+    source = int(np.flatnonzero(faults_N)[0])
+    index = block.sources[source]
+    rank = index if block.group is None else dist.get_global_rank(block.group, index)
+    raise RoutingError(
+        f"{name or 'an MoE layer'}: what the gate of rank {rank} returned: {FAULTS[int(faults_N[source])]}"
+    )
 
 
 @dataclass
@@ -101,20 +121,11 @@ class CountsExchange:
         host = torch.cat([self.own_ET.reshape(-1), received_NX.reshape(-1)]).cpu().numpy()
         own_ET = host[: self.own_ET.numel()].reshape(self.own_ET.shape)
         host_NX = host[self.own_ET.numel() :].reshape(received_NX.shape)
-        self._check(host_NX[:, 0])
+        raise_fault(host_NX[:, 0], self.block, self.name)
         shape = len(host_NX), num_local, self.cuts.num_segments
         arrived_NeT = received_NX[:, 1:here].reshape(shape)
         counts = _Counts(self.block, self.cuts, own_ET, host_NX[:, 1:here].reshape(shape), host_NX[:, here:])
         return counts.sizes(self.own_ET, arrived_NeT)
-
-    def _check(self, faults_N: np.ndarray) -> None:
-        if not faults_N.any():
-            return
-        source = int(np.flatnonzero(faults_N)[0])
-        index = self.block.sources[source]
-        rank = index if self.block.group is None else dist.get_global_rank(self.block.group, index)
-        fault = FAULTS[int(faults_N[source])]
-        raise RoutingError(f"{self.name or 'an MoE layer'}: what the gate of rank {rank} returned: {fault}")
 
 
 @dataclass(frozen=True)
@@ -147,8 +158,8 @@ class _Counts:
         )
 
     def _phase(self, degree: int, arrived_NeT: torch.Tensor) -> PhaseSizes:
-        ranks, sharing = self.block.num_exchanging, self.block.num_sharing
-        first_of_chunks = [first for first, _ in self.cuts.chunks(degree)]
+        ranks, sharing, cuts = self.block.num_exchanging, self.block.num_sharing, self.cuts
+        first_of_chunks = [first for first, _ in cuts.chunks(degree)]
 
         def of_chunks(counts: np.ndarray) -> np.ndarray:
             return np.add.reduceat(counts, first_of_chunks, axis=-1)
@@ -166,20 +177,9 @@ class _Counts:
         chunks = zip(*(each.T.tolist() for each in parts), between_rGG, strict=True)
         starts = (0, *np.cumsum(to_Gr.sum(0)).tolist())
         order = None
-        if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < self.cuts.num_segments):
+        if len(arrived_Ner) > 1 and (arrived_Ner.shape[1] > 1 or degree < cuts.num_segments):
             num_rows = int(from_Nr.sum())
             places = (degree, "by_source"), (degree, "by_expert")
-            order = moves(arrived_NeT, self.cuts, *places, num_rows, of_chunk=True)
-        return PhaseSizes(tuple(ChunkSizes(*each) for each in chunks), starts, order, self._ends(degree, arrived_NeT))
-
-    def _ends(self, degree: int, arrived_NeT: torch.Tensor) -> torch.Tensor:
-        of_experts_Te = arrived_NeT.sum(0).t()
-        if degree == self.cuts.num_segments:
-            return of_experts_Te.cumsum(1).to(torch.int32)
-        chunk_of_T = TABLES.get(
-            ("chunk of segment", self.cuts, degree),
-            of_experts_Te,
-            lambda device: torch.from_numpy(self.cuts.chunk_of_segment(degree)).to(device),
-        )
-        of_chunks_re = of_experts_Te.new_zeros(degree, of_experts_Te.shape[1]).index_add_(0, chunk_of_T, of_experts_Te)
-        return of_chunks_re.cumsum(1).to(torch.int32)
+            order = moves(arrived_NeT, cuts, *places, num_rows, of_chunk=True)
+        ends = expert_ends(cuts, degree, arrived_NeT)
+        return PhaseSizes(tuple(ChunkSizes(*each) for each in chunks), starts, order, ends)

@@ -18,8 +18,10 @@ from ds_fsmoe.planning.schedule import (
     A2A_IN_NODE,
     A2A_OUT,
     A2A_OUT_NODE,
+    COLLECT,
     GATHER,
     REDUCE,
+    SPREAD,
     Schedule,
     Task,
 )
@@ -65,6 +67,8 @@ class Chunks(Protocol):
 
     def write(self, y: torch.Tensor, chunk: int) -> None: ...
 
+    def weight_gradients(self) -> torch.Tensor | None: ...
+
     def result(self) -> torch.Tensor: ...
 
 
@@ -105,10 +109,16 @@ class Phase:
     def travel(self, schedule: Schedule) -> dict[str, Body]:
         """Return kind -> body for the communication tasks."""
         travel = {A2A_IN: self._dispatch, GATHER: self._gather, REDUCE: self._reduce, A2A_OUT: self._combine}
+        travel |= {SPREAD: self._gather, COLLECT: self._reduce}
         if A2A_IN_NODE in dependencies_of(schedule).kinds:
             travel[A2A_IN_NODE], travel[A2A_IN] = self._enter_node, self._enter_from_node
             travel[A2A_OUT], travel[A2A_OUT_NODE] = self._leave_to_node, self._leave_node
         return travel
+
+    def weight_gradients(self) -> torch.Tensor | None:
+        """Return the gradients of the weights of this rank's choices, after all tasks of a backward; ``None`` where
+        results are added up elsewhere. Collective."""
+        return self._chunks.weight_gradients()
 
     def arrived(self) -> torch.Tensor:
         """Return the rows of an uncut phase, [N, e, C, M], after all tasks that bring them have run."""

@@ -21,6 +21,8 @@ import torch
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.dependencies import dependencies_of
 from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Together
+from ds_fsmoe.execution.node_chunks import NodeLayout
+from ds_fsmoe.execution.node_sizes import NodeSizes
 from ds_fsmoe.execution.phase import Direction, Hook, Phase
 from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.row_sizes import RowSizes
@@ -66,9 +68,21 @@ class RowCall(Protocol):
 
     def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor: ...
 
-    def backward(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor: ...
+    def backward(
+        self,
+        chunk: int,
+        dy_RM: torch.Tensor,
+        weights_R: torch.Tensor | None = None,
+        gradients_R: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
-    def backward_dx(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor: ...
+    def backward_dx(
+        self,
+        chunk: int,
+        dy_RM: torch.Tensor,
+        weights_R: torch.Tensor | None = None,
+        gradients_R: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
     def backward_dw(self, chunk: int) -> None: ...
 
@@ -89,11 +103,11 @@ class Experts(Protocol):
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall: ...
 
     def call_rows(
-        self, needs_backward: bool, rows: RowSizes, x_RM: torch.Tensor, *, recompute: bool = False
+        self, needs_backward: bool, rows: RowSizes | NodeSizes, x_RM: torch.Tensor, *, recompute: bool = False
     ) -> RowCall: ...
 
 
-Layout = SlotLayout | RowLayout
+Layout = SlotLayout | RowLayout | NodeLayout
 """How the rows of a call lie, and how they are cut."""
 
 
@@ -138,6 +152,8 @@ class CallSizes:
     """The number of experts of all ranks, E."""
     num_tokens: int | None = None
     """The number of tokens by which rows are cut; ``None`` where slots are."""
+    num_choices: int = 0
+    """The number of choices of a token, K, where rows are sent."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +224,12 @@ class Pipeline:
         return self.run(x_RM, SlotLayout(num_experts, capacity, self.degrees), experts, hook)
 
     def run(
-        self, x_RM: torch.Tensor, layout: Layout, experts: Experts | WholeExperts, hook: Hook | None = None
+        self,
+        x_RM: torch.Tensor,
+        layout: Layout,
+        experts: Experts | WholeExperts,
+        hook: Hook | None = None,
+        weights_R: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Send rows to the experts and back.
 
@@ -216,6 +237,7 @@ class Pipeline:
             x_RM: the rows, in the order in which the forward sends them.
             layout: how many they are.
             experts, hook: see :meth:`__call__`.
+            weights_R: the weights of this rank's choices, with which the layout was made, where it adds results up.
 
         Returns:
             As many rows in the same order.
@@ -224,7 +246,9 @@ class Pipeline:
             ValueError: a hook or an expert has changed the number of rows.
         """
         needs_backward = torch.is_grad_enabled() and (
-            x_RM.requires_grad or any(each.requires_grad for each in experts.parameters)
+            x_RM.requires_grad
+            or (weights_R is not None and weights_R.requires_grad)
+            or any(each.requires_grad for each in experts.parameters)
         )
         if self.on_call:
             num_exchanging = self.collectives.num_exchanging
@@ -232,13 +256,13 @@ class Pipeline:
             slots = layout.slots_per_expert(num_ranks, max(1, num_experts // num_exchanging))
             same = layout.same_cuts
             of_rows = x_RM.shape[-1], x_RM.dtype, self.degrees[0], same, num_experts, layout.num_tokens
-            sizes = CallSizes(num_ranks, slots, *of_rows)
+            sizes = CallSizes(num_ranks, slots, *of_rows, getattr(layout, "num_choices", 0))
             for tell in self.on_call:
                 tell(sizes)
         if isinstance(experts, WholeExperts):
-            return run_whole(self, x_RM, layout, experts, hook, needs_backward)
+            return run_whole(self, x_RM, layout, experts, hook, needs_backward, weights_R)
         call: ExpertCall | RowCall
-        if isinstance(layout, RowLayout):
+        if not isinstance(layout, SlotLayout):
             call = experts.call_rows(needs_backward, layout.sizes, x_RM, recompute=self.recompute)
         else:
             call = experts.call(needs_backward, same_cuts=layout.same_cuts, recompute=self.recompute)
@@ -249,14 +273,16 @@ class Pipeline:
         # from stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of
         # a sum depend on where in a bucket it lies.
         aliases = map(torch.Tensor.view_as, experts.parameters, experts.parameters)
-        return _ExpertsPart.apply(x_RM, of_call, *aliases)
+        return _ExpertsPart.apply(x_RM, weights_R, of_call, *aliases)
 
 
 class _ExpertsPart(torch.autograd.Function):
     """Takes the experts' parameters as inputs, so that each gets its gradient from here once per backward."""
 
     @staticmethod
-    def forward(ctx: Any, x_RM: torch.Tensor, call: _Call, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_RM: torch.Tensor, weights_R: torch.Tensor | None, call: _Call, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         y_RM = call.forward(x_RM)
         ctx.call = call
         ctx.save_for_backward(*call.experts.release())
@@ -274,10 +300,10 @@ class _ExpertsPart(torch.autograd.Function):
         # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
         # but memory depends on it, and a torch that cannot do it yet goes without.
         getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
-        dx_RM, gradients = ctx.call.backward(dy_RM)
+        dx_RM, of_weights_R, gradients = ctx.call.backward(dy_RM)
         del held
         ctx.call.experts.release()
-        return dx_RM, None, *gradients
+        return dx_RM, of_weights_R, None, *gradients
 
 
 class _Call:
@@ -302,8 +328,10 @@ class _Call:
         pipeline = self.pipeline
         return phase.run(pipeline.lanes, schedule, compute, pipeline.label, pipeline.observer)
 
-    def backward(self, dy_RM: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """Return the gradient of the rows and those of the experts' parameters."""
+    def backward(
+        self, dy_RM: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+        """Return the gradient of the rows, those of choices' weights and those of the experts' parameters."""
         phase = self._phase("backward", dy_RM)
         window = self.pipeline.window
         parcels = () if window is None else window.open(self.pipeline.label)
@@ -321,4 +349,4 @@ class _Call:
         dx_RM = self._run(phase, self.pipeline.backward.sending(tuple(each.kind for each in parcels)), bodies)
         if window is not None:
             window.close()
-        return dx_RM, self.experts.gradients()
+        return dx_RM, phase.weight_gradients(), self.experts.gradients()

@@ -29,6 +29,8 @@ class RowLayout:
     """The number of experts of all ranks, E."""
     num_tokens: int
     """The number of tokens that are cut into chunks, S."""
+    num_choices: int = 0
+    """The number of choices of a token, K; 0 where that is not known."""
 
     @property
     def same_cuts(self) -> bool:
@@ -118,15 +120,22 @@ class RowChunks:
     def whole(self, x_RM: torch.Tensor) -> torch.Tensor:
         """Return the rows at the experts as experts are called as one module, [1, e, c, M]: the shorter ones with
         zeros behind their rows. Only where there is one chunk."""
+        return self._padded(self._by_expert(0, x_RM))
+
+    def parted(self, y_1ecM: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`whole` for the results."""
+        return self._as_they_came(0, self._unpadded(y_1ecM))
+
+    def _padded(self, x_RM: torch.Tensor) -> torch.Tensor:
+        """Return rows that lie expert by expert as [1, e, c, M]."""
         sizes = self._sizes.chunks[0].of_experts
-        x_RM = self._by_expert(0, x_RM)
         padded_RM = x_RM.new_zeros(len(sizes) * max(sizes), *x_RM.shape[1:])
         padded_RM.index_copy_(0, self._padded_places(), x_RM)
         return padded_RM.view(1, len(sizes), max(sizes), *x_RM.shape[1:])
 
-    def parted(self, y_1ecM: torch.Tensor) -> torch.Tensor:
-        """Undo :meth:`whole` for the results."""
-        return self._as_they_came(0, y_1ecM.flatten(0, 2).index_select(0, self._padded_places()))
+    def _unpadded(self, y_1ecM: torch.Tensor) -> torch.Tensor:
+        """Undo :meth:`_padded`."""
+        return y_1ecM.flatten(0, 2).index_select(0, self._padded_places())
 
     def _padded_places(self) -> torch.Tensor:
         sizes = self._sizes.chunks[0].of_experts
@@ -180,6 +189,9 @@ class RowChunks:
             self._result_RM[start:stop] = y_RM
         else:
             self._result_RM.index_copy_(0, self._order[start:stop], y_RM)
+
+    def weight_gradients(self) -> None:
+        """Return nothing: results are weighted where the tokens are."""
 
     def result(self) -> torch.Tensor:
         """Return as many rows as were given."""

@@ -13,6 +13,9 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.execution.device_tables import TABLES
+from ds_fsmoe.execution.token_cuts import TokenCuts
+
 
 @dataclass(frozen=True)
 class Block:
@@ -118,3 +121,23 @@ class RowSizes:
     def num_arriving(self) -> int:
         """The number of rows that come to the experts of this rank."""
         return self.forward.places[-1]
+
+
+def expert_ends(cuts: TokenCuts, degree: int, arrived_NeT: torch.Tensor) -> torch.Tensor:
+    """Return [chunks, e] int32: where the rows of each expert end in a chunk.
+
+    Args:
+        cuts: the cuts of the tokens.
+        degree: the number of chunks.
+        arrived_NeT: the rows from each source for each expert in each segment, on the device.
+    """
+    of_experts_Te = arrived_NeT.sum(0).t()
+    if degree == cuts.num_segments:
+        return of_experts_Te.cumsum(1).to(torch.int32)
+    chunk_of_T = TABLES.get(
+        ("chunk of segment", cuts, degree),
+        of_experts_Te,
+        lambda device: torch.from_numpy(cuts.chunk_of_segment(degree)).to(device),
+    )
+    of_chunks_re = of_experts_Te.new_zeros(degree, of_experts_Te.shape[1]).index_add_(0, chunk_of_T, of_experts_Te)
+    return of_chunks_re.cumsum(1).to(torch.int32)

@@ -154,6 +154,9 @@ class SlotChunks:
         else:
             self._chunked(self._result_RM).write(start, stop, y_EcM)
 
+    def weight_gradients(self) -> None:
+        """Return nothing: results are weighted where the tokens are."""
+
     def result(self) -> torch.Tensor:
         """Return [E * C, M]."""
         assert self._result_RM is not None

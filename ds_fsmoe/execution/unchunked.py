@@ -52,12 +52,14 @@ def run_whole(
     experts: WholeExperts,
     hook: Hook | None,
     needs_backward: bool,
+    weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Send the rows to the experts and back; see :class:`~ds_fsmoe.execution.pipeline.Pipeline`.
 
     Args:
         pipeline, x_RM, layout, experts, hook: see :meth:`~ds_fsmoe.execution.pipeline.Pipeline.run`.
         needs_backward: whether there will be a backward; the same on every rank.
+        weights_R: see :meth:`~ds_fsmoe.execution.pipeline.Pipeline.run`.
 
     Raises:
         ValueError: the layer is cut, or the experts return another number of elements.
@@ -65,7 +67,7 @@ def run_whole(
     call = _Call(pipeline, layout, hook)
     # Both ways back are walked whatever the module does with its rows: the other ranks count on it.
     anchor = torch.zeros((), device=x_RM.device, requires_grad=needs_backward)
-    rows, token = _Arrive.apply(x_RM, call, anchor)
+    rows, token = _Arrive.apply(x_RM, weights_R, call, anchor)
     y_NecM = _computed(pipeline, experts, rows.view(call.shape))
     if y_NecM.requires_grad and not needs_backward:
         raise ValueError(
@@ -102,7 +104,9 @@ class _Arrive(torch.autograd.Function):
     """Turn [E * C, M] into the rows of this rank's experts: as many elements as [N, e, C, M], in that order."""
 
     @staticmethod
-    def forward(ctx: Any, x_RM: torch.Tensor, call: _Call, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, x_RM: torch.Tensor, weights_R: torch.Tensor | None, call: _Call, anchor: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.call = call
         x_NecM = call.forward_in.arrive(x_RM.detach())
         call.shape = x_NecM.shape
@@ -111,7 +115,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dx_NecM: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.call.backward_out(dx_NecM.reshape(ctx.call.shape)), None, torch.zeros((), device=dx_NecM.device)
+        found = ctx.call.backward_out(dx_NecM.reshape(ctx.call.shape))
+        return *found, None, torch.zeros((), device=dx_NecM.device)
 
 
 def _own_memory(x_NecM: torch.Tensor, x_RM: torch.Tensor) -> torch.Tensor:
@@ -131,7 +136,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, y_NecM: torch.Tensor, call: _Call, token: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         # Hooks of the layer may write into what they are given, and autograd may have kept it.
-        return call.forward_in.leave(y_NecM.detach() if call.hook is None else y_NecM.clone())
+        return call.forward_in.leave(y_NecM.detach() if call.hook is None else y_NecM.clone()).result()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -170,14 +175,15 @@ class _Call:
         self._backward = self._halves("backward", schedule, dict.fromkeys((GRAD, EXPERT_GRAD), send))
         return self._backward.arrive(dy_RM)
 
-    def backward_out(self, dx_NecM: torch.Tensor) -> torch.Tensor:
-        """Turn the gradient of the module's rows into that of the rows that were sent, [E * C, M]."""
+    def backward_out(self, dx_NecM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Turn the gradient of the module's rows into that of the rows that were sent, [E * C, M], and that of the
+        weights of this rank's choices."""
         assert self._backward is not None
         halves, self._backward = self._backward, None
-        dx_RM = halves.leave(dx_NecM)
+        phase = halves.leave(dx_NecM)
         if self._pipeline.window is not None:
             self._pipeline.window.close()
-        return dx_RM
+        return phase.result(), phase.weight_gradients()
 
 
 class _Halves:
@@ -208,15 +214,15 @@ class _Halves:
         self._tell("begin")
         return self._phase.arrived()
 
-    def leave(self, rows_NecM: torch.Tensor) -> torch.Tensor:
-        """Run everything after the experts on their results and return [E * C, M]."""
+    def leave(self, rows_NecM: torch.Tensor) -> Phase:
+        """Run everything after the experts on their results and return the phase, which has ended."""
         assert self._phase is not None
         self._tell("end")
         phase, self._phase = self._phase, None
         phase.computed(rows_NecM)
         _, _, after = _split(self._schedule)
         self._run(after, phase)
-        return phase.result()
+        return phase
 
     def _run(self, half: _Half, phase: Phase | None = None) -> None:
         travel = (phase or self._phase).travel(self._schedule)

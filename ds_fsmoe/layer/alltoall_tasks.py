@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.components.alltoall import AllToAllBase
+from ds_fsmoe.components.alltoall import AllToAllBase, CrossesOnce
 from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Nodes, Relays, Route
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
 from ds_fsmoe.execution.collectives import Leg, RowExchange, RowLeg
+from ds_fsmoe.execution.node_links import NodeLinks, regular
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
-from ds_fsmoe.planning.workload import AllToAll
+from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
+
+Levels = tuple[tuple[int, ...], ...]
+"""Ranks of a group, node by node."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,16 @@ class Exchange:
     """The steps of the all-to-all for rows."""
     passes_on: bool = False
     """Whether rows rest on other ranks on their way, which have to know how many they are."""
+    nodes: NodeLinks | None = None
+    """The two levels of the EP group, where each token crosses to a node once."""
+    why_flat: str = ""
+    """Why it is the flat all-to-all where something else was asked for."""
 
     @property
     def planned(self) -> AllToAll:
         """The planner's name for what is run."""
+        if self.nodes is not None:
+            return ONCE_PER_NODE
         return "2dh" if self.legs else "flat"
 
 
@@ -47,6 +57,8 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
     Raises:
         ValueError: a hierarchical all-to-all contradicts itself, on every rank.
     """
+    if isinstance(alltoall, CrossesOnce):
+        return _crossing_once(groups, alltoall)
     if not isinstance(alltoall, HierarchicalAllToAll) or len(groups.planned.placements["ep"].lanes) < 2:
         return Exchange(alltoall.exchange, rows=alltoall.exchange_rows if alltoall.takes_rows else None)
     all_ranks = groups.layout.ep
@@ -89,3 +101,25 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
         A2A_OUT_NODE: lambda y_RM, sizes: way_out.step_sized(1, y_RM, sizes.between),
     }
     return Exchange(way_in.exchange, legs, way_in.exchange_rows, row_legs, passes_on=True)
+
+
+def _crossing_once(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
+    """Prepare the two levels, or say why it is the flat way. Collective."""
+    flat = Exchange(alltoall.exchange, rows=alltoall.exchange_rows)
+    all_ranks, node_of = groups.layout.ep, groups.topology.node_of_rank
+    levels = {ranks: regular([node_of[rank] for rank in ranks]) for ranks in all_ranks}
+    if groups.planned.esp > 1 or groups.layout.tensor_parallel_experts:
+        return replace(flat, why_flat="each expert is split over several ranks")
+    if any(each is None for each in levels.values()):
+        return replace(flat, why_flat="the ranks that share experts are not equally many, at least 2, in several nodes")
+
+    def parts(of_level: Callable[[Levels], Levels]) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(ranks[each] for each in part) for ranks, found in levels.items() for part in of_level(found or ())
+        )
+
+    between = make_parts("once_inter", parts(lambda nodes: tuple(zip(*nodes, strict=True))), groups.max_ctas)
+    inside = make_parts("once_intra", parts(lambda nodes: nodes), groups.max_ctas)
+    own = levels[groups.ranks_of("ep")]
+    assert own is not None
+    return replace(flat, nodes=NodeLinks(own, groups.index_in("ep"), between, inside))

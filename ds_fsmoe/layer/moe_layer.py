@@ -29,7 +29,9 @@ from ds_fsmoe.execution.chunking import cut
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.counts_exchange import CountsExchange
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.execution.pipeline import Layout, Pipeline
+from ds_fsmoe.execution.node_chunks import NodeLayout
+from ds_fsmoe.execution.node_exchange import NodeExchange
+from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.row_sizes import Block
 from ds_fsmoe.execution.slot_chunks import SlotLayout
@@ -37,6 +39,7 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
+from ds_fsmoe.layer.node_routing import number_by_node
 from ds_fsmoe.layer.recomputed import remembering, take, tape_torchs_functions
 from ds_fsmoe.layer.row_routing import number_rows, sends_rows
 from ds_fsmoe.layer.widths import check_width, naming_widths
@@ -46,7 +49,7 @@ from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 
-Run = Callable[[torch.Tensor, Layout], torch.Tensor]
+Run = Callable[..., torch.Tensor]
 """Sends rows to the experts and back, see :meth:`Pipeline.run`."""
 
 
@@ -163,13 +166,39 @@ def _through_rows(
         )
     collectives = pipeline.collectives
     cuts = TokenCuts(*pipeline.degrees)
+    if collectives.nodes is not None:
+        return _through_nodes(x_SM, routing, order, run, collectives, cuts, name, experts)
     numbered = number_rows(routing, cuts, order.ops)
     counts = CountsExchange.begin(
         numbered.counts_ET, numbered.fault, collectives.block, cuts, collectives.passes_on, name
     )
     x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
     with naming_widths(name, experts, x_RM):
-        y_RM = run(x_RM, RowLayout(counts.wait(), routing.num_experts, len(x_SM)))
+        y_RM = run(x_RM, RowLayout(counts.wait(), routing.num_experts, len(x_SM), routing.slots_KS.shape[0]))
+    return order.restore(y_RM.unsqueeze(0), numbered.routing)
+
+
+def _through_nodes(
+    x_SM: torch.Tensor,
+    routing: Routing,
+    order: OrderBase,
+    run: Run,
+    collectives: Collectives,
+    cuts: TokenCuts,
+    name: str,
+    experts: ExpertSet | WholeExperts,
+) -> torch.Tensor:
+    """Send a row of a token to each node that has one of its experts; [S, M] to [S, M]."""
+    assert collectives.nodes is not None
+    numbered = number_by_node(routing, cuts, collectives.nodes, order.ops)
+    exchange = NodeExchange.begin(numbered.rows, collectives.block, collectives.nodes, cuts, name)
+    x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
+    choice_of_row_R = numbered.choice_of_row(exchange.wait())
+    weights_R = numbered.weights_of(choice_of_row_R)
+    call = exchange.records(choice_of_row_R, weights_R.detach())
+    layout = NodeLayout(call, routing.num_experts, len(x_SM), routing.slots_KS.shape[0], order.ops.restore)
+    with naming_widths(name, experts, x_RM):
+        y_RM = run(x_RM, layout, weights_R=weights_R)
     return order.restore(y_RM.unsqueeze(0), numbered.routing)
 
 

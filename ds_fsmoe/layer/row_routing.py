@@ -71,14 +71,7 @@ def number_rows(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trusted: bool
         first_S, step_S = _tables(cuts, num_experts, num_tokens, slots_KS).unbind()
         queue_KS = expert_KS * step_S + first_S
     queue_KS = torch.where(is_row_KS, queue_KS, num_queues)
-    # A router may name an expert twice for a token, such as one that looks its tokens up in a table.
-    most = max(1, num_choices * num_tokens)
-    found = ops.take_slots(queue_KS, num_queues, most, None, "token")
-    counts_V = found.counts_E
-    ends_V = counts_V.cumsum(0)
-    none = num_choices * num_tokens
-    starts_V = torch.cat([ends_V - counts_V, ends_V.new_full((1,), none)])
-    rows_KS = starts_V[queue_KS] + found.slots_KS - queue_KS * most
+    rows_KS, counts_V = in_queues(queue_KS, num_queues, ops)
     if cuts.num_segments > 1:
         counts_ET = counts_V[_places(cuts, num_experts, slots_KS)]
     else:
@@ -87,8 +80,28 @@ def number_rows(routing: Routing, cuts: TokenCuts, ops: Ops, *, is_trusted: bool
     if not is_trusted:
         is_out = ((slots_KS < 0) | (slots_KS > routing.num_slots)).any()
         fault = is_out + 2 * (routing.counts_E < counts_ET.sum(1)).any().long()
-    as_one = replace(routing, slots_KS=rows_KS, capacity=none, num_experts=1)
+    as_one = replace(routing, slots_KS=rows_KS, capacity=num_choices * num_tokens, num_experts=1)
     return RowRouting(as_one, counts_ET, fault)
+
+
+def in_queues(queue_KS: torch.Tensor, num_queues: int, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put choices into queues, and those of a queue in the order of their tokens; nothing waits for the device.
+
+    Args:
+        queue_KS: [K, S] int64: the queue of each choice, ``num_queues`` for none.
+        num_queues: the number of queues.
+        ops: the operators to use.
+
+    Returns:
+        [K, S] int64, the number of each choice among all that are in queues, K * S for none; and the length of each
+        queue.
+    """
+    # A router may name an expert twice for a token, such as one that looks its tokens up in a table.
+    most, none = max(1, queue_KS.numel()), queue_KS.numel()
+    found = ops.take_slots(queue_KS, num_queues, most, None, "token")
+    ends_V = found.counts_E.cumsum(0)
+    starts_V = torch.cat([ends_V - found.counts_E, ends_V.new_full((1,), none)])
+    return starts_V[queue_KS] + found.slots_KS - queue_KS * most, found.counts_E
 
 
 def _tables(cuts: TokenCuts, num_experts: int, num_tokens: int, like: torch.Tensor) -> torch.Tensor:

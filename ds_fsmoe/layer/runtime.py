@@ -109,6 +109,7 @@ class LayerRuntime:
         """The choices by which the next forward is to route."""
         self.records_routing = False
         """Whether the choices of routers are recorded."""
+        self._said: set[str] = set()
         self.checks: list[Check] = []
         """The checks that are shown all layers before their calls."""
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
@@ -178,9 +179,13 @@ class LayerRuntime:
             ConfigError: the all-to-all contradicts itself, on every rank.
         """
         try:
-            return exchange_in(groups, registry.lookup("alltoall", alltoall)())
+            exchange = exchange_in(groups, registry.lookup("alltoall", alltoall)())
         except ValueError as error:
             raise ConfigError(f"fsmoe.alltoall = {shown(alltoall)}: {error}") from error
+        if exchange.why_flat and exchange.why_flat not in self._said:
+            self._said.add(exchange.why_flat)
+            log_on_rank_0(f"fsmoe.alltoall = {shown(alltoall)} is run as flat: {exchange.why_flat}", logging.WARNING)
+        return exchange
 
     def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> Pipeline:
         """Return the pipeline that runs one layer by a plan.
@@ -206,6 +211,7 @@ class LayerRuntime:
             exchange.row_legs,
             block_of(groups),
             exchange.passes_on,
+            exchange.nodes,
         )
         return Pipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 

@@ -34,10 +34,12 @@ from ds_fsmoe.planning.schedule import (
     A2A_IN_NODE,
     A2A_OUT,
     A2A_OUT_NODE,
+    COLLECT,
     EXPERT_GRAD,
     GATHER,
     GRAD,
     REDUCE,
+    SPREAD,
     Schedule,
     Task,
 )
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.gradients.reducer import GradientReducer
 
 _KINDS_OF_GROUP = {
-    "ep": (A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE),
+    "ep": (A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT),
     "esp": (GATHER, REDUCE),
     "dp": (GRAD,),
     "edp": (EXPERT_GRAD,),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.chunks import chunk_shares
+from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -37,6 +38,8 @@ class CallShape:
     """The gradient slices that are sent in the same run, in their order."""
     num_tokens: int | None = None
     """The number of tokens by which rows are cut into chunks; ``None``: slots are cut, by the capacity."""
+    crossings: Crossings | None = None
+    """The crossings of a token for each of its choices, where it crosses once per node."""
 
 
 def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAll = "flat") -> MoEWork:
@@ -54,7 +57,7 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
         heads=1,
         dtype_bytes=shape.dtype_bytes,
     )
-    layer = layer_work(sent, groups, alltoall)
+    layer = layer_work(sent, groups, alltoall, crossings=shape.crossings)
     moe = (layer.backward if backward else layer.forward).moe
     # Each expert here meets its slots of all ranks that share it: those of esp ranks, and of all that send it tokens.
     rows = shape.capacity * groups.ep * groups.esp

@@ -14,6 +14,7 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT,
     A2A_OUT_NODE,
     ATTENTION,
+    COLLECT,
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
@@ -25,6 +26,7 @@ from ds_fsmoe.planning.schedule import (
     MP_REDUCE,
     REDUCE,
     SOFTMAX,
+    SPREAD,
     Lane,
 )
 from ds_fsmoe.planning.timeline import Timeline
@@ -36,6 +38,8 @@ _COLOURS = {
     A2A_OUT_NODE: "#9ecae9",
     GATHER: "#54a24b",
     REDUCE: "#88d27a",
+    SPREAD: "#54a24b",
+    COLLECT: "#88d27a",
     EXPERT: "#f58518",
     EXPERT_DX: "#f58518",
     EXPERT_DW: "#ffbf79",

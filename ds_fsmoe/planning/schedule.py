@@ -3,7 +3,8 @@
 
 The same list is simulated against a clock and run on streams, it can be printed, and it is the same on every rank. The
 words for tasks follow the direction of travel, so they hold in both phases: tokens (forward) or gradients (backward)
-go A2A_IN, GATHER, EXPERT, REDUCE, A2A_OUT.
+go A2A_IN, GATHER, EXPERT, REDUCE, A2A_OUT; where each token crosses to a node once, A2A_IN, SPREAD, EXPERT, COLLECT,
+A2A_OUT.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ A2A_OUT = "A2A_OUT"
 # A hierarchical all-to-all is two tasks: these are its part inside the node, the two above its part between nodes.
 A2A_IN_NODE = "A2A_IN_NODE"
 A2A_OUT_NODE = "A2A_OUT_NODE"
+# Where a token crosses to a node once, it is copied to the ranks of its experts there, and results are added up.
+SPREAD = "SPREAD"
+COLLECT = "COLLECT"
 # The rest of a transformer block.
 MP_GATHER = "MP_GATHER"
 ATTENTION = "ATTENTION"

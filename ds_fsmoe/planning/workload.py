@@ -19,6 +19,7 @@ from typing import Literal
 
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.groups import Groups, Placement
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import (
@@ -27,6 +28,7 @@ from ds_fsmoe.planning.schedule import (
     A2A_OUT,
     A2A_OUT_NODE,
     ATTENTION,
+    COLLECT,
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
@@ -42,14 +44,16 @@ from ds_fsmoe.planning.schedule import (
     RESTORE,
     ROUTE,
     SOFTMAX,
+    SPREAD,
     Lane,
 )
 
 GEMMS = {"gpt": 2, "mixtral": 3}
 """The matrix products of an expert: two layers, or the three of SwiGLU."""
 HALVES = (EXPERT_DX, EXPERT_DW)
-AllToAll = Literal["flat", "2dh"]
-ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh")
+AllToAll = Literal["flat", "2dh", "once_per_node"]
+ONCE_PER_NODE: AllToAll = "once_per_node"
+ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", ONCE_PER_NODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +192,12 @@ class Layer:
 
 
 def layer_work(
-    shape: Shape, groups: Groups, alltoall: AllToAll = "flat", recompute: bool = False, whole_slots: bool = False
+    shape: Shape,
+    groups: Groups,
+    alltoall: AllToAll = "flat",
+    recompute: bool = False,
+    whole_slots: bool = False,
+    crossings: Crossings | None = None,
 ) -> Layer:
     """Count the bytes and floating-point operations of one layer on one rank (paper, section 2; bytes, not elements).
 
@@ -199,6 +208,7 @@ def layer_work(
         recompute: whether the forward runs once more ahead of the backward.
         whole_slots: whether chunks are whole slots of the capacity, or whole tokens where rows are sent, as they are
             where the layer is run; the paper's formulas cut anywhere.
+        crossings: how often a token crosses where it does so once per node; ``None``: as with balanced routing.
 
     Raises:
         ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks.
@@ -213,7 +223,7 @@ def layer_work(
     # With model parallelism each of its ranks holds its share of the tokens after the reduce-scatter.
     tokens_S = shape.B * shape.L / groups.mp
     row_bytes = shape.M * shape.dtype_bytes
-    forward_moe, backward_moe = _moe_work(shape, groups, alltoall, tokens_S, whole_slots)
+    forward_moe, backward_moe = _moe_work(shape, groups, alltoall, tokens_S, whole_slots, crossings)
     mp_gather, mp_reduce = (
         _collective(kind, at["mp"], shape.B * shape.L * row_bytes) for kind in (MP_GATHER, MP_REDUCE)
     )
@@ -242,7 +252,12 @@ def layer_work(
 
 
 def _moe_work(
-    shape: Shape, groups: Groups, alltoall: AllToAll, tokens_S: float, whole_slots: bool
+    shape: Shape,
+    groups: Groups,
+    alltoall: AllToAll,
+    tokens_S: float,
+    whole_slots: bool,
+    crossings: Crossings | None,
 ) -> tuple[MoEWork, MoEWork]:
     """Return the part that is cut into chunks, forward and backward."""
     at, gemms = groups.placements, GEMMS[shape.ffn]
@@ -253,6 +268,11 @@ def _moe_work(
     expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
     enter, leave = _all_to_all(at["ep"], sent_bytes, alltoall)
     gather, reduce = (_collective(kind, at["esp"], sent_bytes * groups.esp) for kind in (GATHER, REDUCE))
+    if alltoall == ONCE_PER_NODE and crosses_once(groups):
+        found = crossings or expected_crossings(shape.E, shape.K, at["ep"].nodes, at["ep"].per_node)
+        between_bytes, inside_bytes = (sent_bytes * each / shape.K for each in (found.nodes, found.ranks))
+        enter, leave = ((Work(kind, (Lane.INTER,), between_bytes),) for kind in (A2A_IN, A2A_OUT))
+        gather, reduce = ((Work(kind, (Lane.INTRA,), inside_bytes),) for kind in (SPREAD, COLLECT))
     # Rows are cut by tokens, slots by their number for each expert.
     cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
     capacity = max(1, math.ceil(cut)) if whole_slots else None
@@ -286,7 +306,7 @@ def _collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]
 def _all_to_all(at: Placement, size_bytes: float, alltoall: AllToAll) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
     if alltoall not in ALLTOALLS:
         raise ValueError(f"alltoall = {alltoall!r}: the choices are {', '.join(ALLTOALLS)}")
-    if len(at.lanes) < 2 or alltoall == "flat":
+    if len(at.lanes) < 2 or alltoall in ("flat", ONCE_PER_NODE):
         return _collective(A2A_IN, at, size_bytes), _collective(A2A_OUT, at, size_bytes)
     # Exchange inside the node first, then among equals of other nodes; on the way out the other way round.
     enter = Work(A2A_IN_NODE, (Lane.INTRA,), size_bytes), Work(A2A_IN, (Lane.INTER,), size_bytes)
@@ -329,6 +349,9 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
     if len(at.lanes) == 2 and alltoall == "2dh":
         inside = cluster.operation("intra.all_to_all", f"2dh over the EP group ({at.per_node} ranks in a node)")
         costs |= dict.fromkeys((A2A_IN_NODE, A2A_OUT_NODE), inside.among(at.per_node))
+    if alltoall == ONCE_PER_NODE and crosses_once(groups):
+        inside = cluster.operation("intra.all_to_all", f"once_per_node ({at.per_node} ranks in a node)")
+        costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))
     return costs
 
 

@@ -27,6 +27,7 @@ from ds_fsmoe.planning.schedule import (
     A2A_IN_NODE,
     A2A_OUT,
     A2A_OUT_NODE,
+    COLLECT,
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
@@ -35,6 +36,7 @@ from ds_fsmoe.planning.schedule import (
     GRAD,
     HOLD,
     REDUCE,
+    SPREAD,
     Lane,
 )
 from ds_fsmoe.planning.timeline import Timeline
@@ -47,7 +49,7 @@ BEFORE_NEXT = 10
 _REFERENCES = 3
 """The number of compared steps whose lower median is the rest of a step, as one may have been disturbed."""
 _KINDS = (
-    *(A2A_IN_NODE, A2A_IN, GATHER, EXPERT, EXPERT_DX, EXPERT_DW, REDUCE, A2A_OUT, A2A_OUT_NODE),
+    *(A2A_IN_NODE, A2A_IN, GATHER, SPREAD, EXPERT, EXPERT_DX, EXPERT_DW, REDUCE, COLLECT, A2A_OUT, A2A_OUT_NODE),
     *(GRAD, EXPERT_GRAD),
 )
 _LANES = tuple(str(lane) for lane in Lane)

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from ds_fsmoe.components.expert_compute.call_context import RandomState, buffers_kept
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
+from ds_fsmoe.components.expert_compute.row_weights import RowWeights
 from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
 
 
@@ -109,9 +110,12 @@ class GraphCall:
         with torch.no_grad():
             return self._call(x_NcM)
 
-    def backward(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+    def backward(self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
         """[N, c, M] to the same shape, may be the same memory; adds to the weights' gradients."""
         run = self._runs.pop((start, stop), None) or self._record_again(start, stop)
+        if weights is not None:  # only rows have any: N is 1
+            weights.add_products(dy_NcM[0], run.y_NcM.detach()[0])
+            dy_NcM = weights.apply(dy_NcM[0]).unsqueeze(0)
         if not run.y_NcM.requires_grad:
             return torch.zeros_like(run.x_NcM)
         # The parameters themselves as well: a module may hold one elsewhere than where modules look for it.
@@ -124,9 +128,11 @@ class GraphCall:
                 self._sums.add(parameter, gradient)
         return torch.zeros_like(run.x_NcM) if dx_NcM is None else dx_NcM
 
-    def backward_dx(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+    def backward_dx(
+        self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         """:meth:`backward`: a graph is walked once, for rows and weights."""
-        return self.backward(start, stop, dy_NcM)
+        return self.backward(start, stop, dy_NcM, weights)
 
     def backward_dw(self, start: int, stop: int) -> None:
         """Nothing is left to do."""

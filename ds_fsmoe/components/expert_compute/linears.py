@@ -13,6 +13,7 @@ from torch import nn
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
+from ds_fsmoe.components.expert_compute.row_weights import RowWeights
 from ds_fsmoe.components.expert_compute.stacked import stacked
 
 
@@ -134,6 +135,15 @@ def rows_gradient(
     if type(linear) is GroupedLinear:
         return grouped_products.rows_gradient(dy_RO, linear.weight_kOI, False, linear.groups)
     return torch.bmm(dy_RO, linear.weight_kOI) if type(linear) is StackedLinear else dy_RO @ linear.weight
+
+
+def add_bias_products(linear: nn.Linear | LinearWeights | GroupedLinear, dy_RO: torch.Tensor, to: RowWeights) -> None:
+    """Add the part that a layer's bias has in the gradients of its results' weights."""
+    if type(linear) is GroupedLinear:
+        if linear.bias_kO is not None:
+            to.add_products(dy_RO, linear.groups.rows_of_each(linear.bias_kO))
+    elif _adds_bias(linear):
+        to.add_products(dy_RO, linear.bias.expand_as(dy_RO))
 
 
 def add_gradients(

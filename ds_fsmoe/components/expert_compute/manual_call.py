@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.linears import add_gradients, apply_linear, rows_gradient
+from ds_fsmoe.components.expert_compute.linears import add_bias_products, add_gradients, apply_linear, rows_gradient
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
+from ds_fsmoe.components.expert_compute.row_weights import RowWeights
 from ds_fsmoe.components.expert_compute.saved_activations import SavedActivations
 
 _VERSION = operator.attrgetter("_version")
@@ -37,18 +38,31 @@ class Pending:
 
 
 def back_to_rows(
-    form: ManualExpert, kept: tuple[torch.Tensor, ...], dy_NcM: torch.Tensor
+    form: ManualExpert, kept: tuple[torch.Tensor, ...], dy_NcM: torch.Tensor, weights: RowWeights | None = None
 ) -> tuple[torch.Tensor, Pending]:
     """Go back through an expert, or through k that are stacked, as autograd would.
+
+    Args:
+        form: the expert.
+        kept: of the forward.
+        dy_NcM: the gradient of its results, or with weights that of their weighted sums.
+        weights: of its results, not stacked; their gradients are added.
 
     Returns:
         The gradient of the rows, [N * c, M], and what is left to do for the weights, without the rows.
     """
     dy_RM = rows_of(dy_NcM)
     dh_RH = rows_gradient(form.down, dy_RM)
+    weighted_NcH = None
+    if weights is not None:
+        weighted_NcH = form.hidden(kept)
+        weights.add_products(dh_RH, rows_of(weighted_NcH))
+        add_bias_products(form.down, dy_RM, weights)
+        dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
     dh_NcH = dh_RH.view(*dy_NcM.shape[:-1], dh_RH.shape[-1])
     del dh_RH
     deltas_NcH, h_NcH = form.backward_hidden(dh_NcH, kept)
+    h_NcH = weighted_NcH if h_NcH is None else h_NcH
     deltas_RH = tuple(map(rows_of, deltas_NcH))
     del dh_NcH, deltas_NcH
     dx_RM = rows_gradient(form.up[0], deltas_RH[0])
@@ -112,15 +126,17 @@ class ManualCall:
         x_NcM, *kept = self.cuts.take(start, stop)
         return x_NcM, tuple(kept)
 
-    def backward(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+    def backward(self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None) -> torch.Tensor:
         """[N, c, M] to the same shape; adds to the weights' gradients."""
-        dx_NcM = self.backward_dx(start, stop, dy_NcM)
+        dx_NcM = self.backward_dx(start, stop, dy_NcM, weights)
         self.backward_dw(start, stop)
         return dx_NcM
 
-    def backward_dx(self, start: int, stop: int, dy_NcM: torch.Tensor) -> torch.Tensor:
+    def backward_dx(
+        self, start: int, stop: int, dy_NcM: torch.Tensor, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         """[N, c, M] to the same shape; keeps ``dy_NcM`` and a hidden layer's gradient for :meth:`backward_dw`."""
-        return self.dx_of(start, stop, *self.read(start, stop), dy_NcM)
+        return self.dx_of(start, stop, *self.read(start, stop), dy_NcM, weights)
 
     def dx_of(
         self,
@@ -129,10 +145,11 @@ class ManualCall:
         x_NcM: torch.Tensor | None,
         kept: tuple[torch.Tensor, ...],
         dy_NcM: torch.Tensor,
+        weights: RowWeights | None = None,
     ) -> torch.Tensor:
         """:meth:`backward_dx` of what has been read already."""
         kept = self._kept(x_NcM) if self._recompute else kept
-        dx_RM, pending = back_to_rows(self.written, kept, dy_NcM)
+        dx_RM, pending = back_to_rows(self.written, kept, dy_NcM, weights)
         if self.wants_any:
             # A copy where they are strided, so that the memory of those that came is free.
             pending.x = rows_of(x_NcM) if self.wants_up else None

@@ -22,6 +22,7 @@ from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
 from ds_fsmoe.components.expert_compute.manual_call import ManualCall
+from ds_fsmoe.components.expert_compute.row_weights import RowWeights
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 
 
@@ -72,9 +73,13 @@ class GroupsCall(Protocol):
 
     def forward(self, chunk: int, x_RM: torch.Tensor, groups: Groups) -> torch.Tensor: ...
 
-    def backward(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor: ...
+    def backward(
+        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+    ) -> torch.Tensor: ...
 
-    def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor: ...
+    def backward_dx(
+        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+    ) -> torch.Tensor: ...
 
     def backward_dw(self, chunk: int) -> None: ...
 
@@ -125,17 +130,38 @@ class RowCall:
         return self._through("forward", self._rows.forward, chunk, x_RM.detach())
 
     @torch.no_grad()
-    def backward(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor:
-        """The gradient of the results to that of the rows; adds to the weights' gradients."""
+    def backward(
+        self,
+        chunk: int,
+        dy_RM: torch.Tensor,
+        weights_R: torch.Tensor | None = None,
+        gradients_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The gradient of the results to that of the rows; adds to the weights' gradients.
+
+        Args:
+            chunk: of the backward.
+            dy_RM: the gradient of the results; with weights, that of the sums in which they have these weights.
+            weights_R: of the results in the sums of their tokens.
+            gradients_R: what the gradients of these are added to.
+        """
         self._check_backward(chunk)
-        return self._through("backward", self._rows.backward, chunk, dy_RM)
+        weights = _row_weights(weights_R, gradients_R)
+        return self._through("backward", self._rows.backward, chunk, dy_RM, weights)
 
     @torch.no_grad()
-    def backward_dx(self, chunk: int, dy_RM: torch.Tensor) -> torch.Tensor:
+    def backward_dx(
+        self,
+        chunk: int,
+        dy_RM: torch.Tensor,
+        weights_R: torch.Tensor | None = None,
+        gradients_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """As :meth:`backward`, with the weights' gradients left to :meth:`backward_dw` of the same chunk."""
         self._check_backward(chunk)
         self._without_dw.add(chunk)
-        return self._through("backward_dx", self._rows.backward, chunk, dy_RM)
+        weights = _row_weights(weights_R, gradients_R)
+        return self._through("backward_dx", self._rows.backward, chunk, dy_RM, weights)
 
     @torch.no_grad()
     def backward_dw(self, chunk: int) -> None:
@@ -198,28 +224,44 @@ class RowCall:
             raise ValueError(f"chunk {chunk} came back twice")
         self._returned.add(chunk)
 
-    def _through(self, way: str, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor) -> torch.Tensor:
+    def _through(
+        self, way: str, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         sizes = phase.chunks[chunk].of_experts
         if tensor_RM.shape[0] != sum(sizes):
             raise ValueError(f"chunk {chunk} has {len(tensor_RM)} rows: must have {sum(sizes)}")
         with self._autocast.restored():
             if len(self._runs) == 1:
-                return self._of_run(self._runs[0], way, phase, chunk, tensor_RM)
+                return self._of_run(self._runs[0], way, phase, chunk, tensor_RM, weights)
             places = (0, *itertools.accumulate(sizes))
+            ranges = ((run, places[run.first], places[run.last]) for run in self._runs)
             parts = (
-                self._of_run(run, way, phase, chunk, tensor_RM[places[run.first] : places[run.last]])
-                for run in self._runs
+                self._of_run(run, way, phase, chunk, tensor_RM[start:stop], weights and weights.part(start, stop))
+                for run, start, stop in ranges
             )
             return _joined(parts, len(tensor_RM))
 
-    def _of_run(self, run: RowRun, way: str, phase: PhaseRows, chunk: int, tensor_RM: torch.Tensor) -> torch.Tensor:
+    def _of_run(
+        self,
+        run: RowRun,
+        way: str,
+        phase: PhaseRows,
+        chunk: int,
+        tensor_RM: torch.Tensor,
+        weights: RowWeights | None,
+    ) -> torch.Tensor:
         do: Callable[..., torch.Tensor] = getattr(run.call, way)
+        options = {} if weights is None else {"weights": weights}
         if run.is_single:
-            return do(*self._ranges[id(phase)][chunk][run.first], tensor_RM.unsqueeze(0))[0]
+            return do(*self._ranges[id(phase)][chunk][run.first], tensor_RM.unsqueeze(0), **options)[0]
         sizes, ends = phase.chunks[chunk].of_experts, phase.ends[chunk, run.first : run.last]
         if run.first:
             ends = ends - phase.ends[chunk, run.first - 1]
-        return do(chunk, tensor_RM, Groups(sizes[run.first : run.last], ends, run.call.is_grouped))
+        return do(chunk, tensor_RM, Groups(sizes[run.first : run.last], ends, run.call.is_grouped), **options)
+
+
+def _row_weights(weights_R: torch.Tensor | None, gradients_R: torch.Tensor | None) -> RowWeights | None:
+    return None if weights_R is None or gradients_R is None else RowWeights(weights_R, gradients_R)
 
 
 def _ranges(phase: PhaseRows) -> list[list[tuple[int, int]]]:

@@ -18,6 +18,7 @@ from ds_fsmoe.components.expert_compute.linears import GroupedLinear, StackedLin
 from ds_fsmoe.components.expert_compute.manual_call import Pending, back_to_rows, check_versions, versions_of
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.expert_compute.plan import PlannedExpert
+from ds_fsmoe.components.expert_compute.row_weights import RowWeights
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 
 
@@ -93,20 +94,24 @@ class GroupedRowsCall:
             self._saved.put(chunk, (x_RM.unsqueeze(0) if keeps_rows else None, *hidden))
         return form.down(form.hidden(kept))
 
-    def backward(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def backward(
+        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        dx_RM = self.backward_dx(chunk, dy_RM, groups)
+        dx_RM = self.backward_dx(chunk, dy_RM, groups, weights)
         self.backward_dw(chunk)
         return dx_RM
 
-    def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def backward_dx(
+        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         """:meth:`backward` without weights; keeps ``dy_RM`` and what else :meth:`backward_dw` needs."""
         check_versions(self._weights, self._versions)
         form = self._form(groups)
         x_1RM, *read = self._saved.take(chunk)
         kept = tuple(each.unsqueeze(0) for each in form.kept(x_1RM[0])) if self._recompute else tuple(read)
         del read
-        dx_RM, pending = back_to_rows(form, kept, dy_RM.unsqueeze(0))
+        dx_RM, pending = back_to_rows(form, kept, dy_RM.unsqueeze(0), weights)
         if self._first.wants_any:
             pending.x = x_1RM[0] if self._first.wants_up else None
             self._pending[chunk] = pending, groups

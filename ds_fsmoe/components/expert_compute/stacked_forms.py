@@ -20,6 +20,7 @@ from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.grouped_products import Groups
 from ds_fsmoe.components.expert_compute.manual_call import check_versions, versions_of
+from ds_fsmoe.components.expert_compute.row_weights import RowWeights
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 
 OwnForward = Callable[..., torch.Tensor]
@@ -100,13 +101,17 @@ class Written:
         y_RM = self._down(self._act(up_RF), groups)
         return self._module.post_expert_norm(y_RM) if self._contract.has_post_expert_norm else y_RM
 
-    def backward(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def backward(
+        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        dx_RM = self.backward_dx(chunk, dy_RM, groups)
+        dx_RM = self.backward_dx(chunk, dy_RM, groups, weights)
         self.backward_dw(chunk)
         return dx_RM
 
-    def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def backward_dx(
+        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         """[R, M] to the same; leaves the weights."""
         check_versions(self._weights, self._versions)
         x_1RM, up_1RF = self._saved.take(chunk)
@@ -118,8 +123,14 @@ class Written:
             of_leaf_RH = self._act(leaf_RF)
         h_RH = of_leaf_RH.detach().to(up_RF.dtype)
         if self._contract.has_post_expert_norm:
-            dy_RM = self._before_norm(h_RH, dy_RM, groups)
+            dy_RM = self._before_norm(h_RH, dy_RM, groups, weights)
         dh_RH = self._rows_gradient(self._contract.down, dy_RM, groups)
+        if weights is not None and not self._contract.has_post_expert_norm:
+            weights.add_products(dh_RH, h_RH)
+            if self._adds_bias(self._contract.down):
+                bias_k = self._weight(f"{self._contract.down}_bias")
+                weights.add_products(dy_RM, groups.rows_of_each(bias_k))
+            dh_RH, dy_RM = weights.apply(dh_RH), weights.apply(dy_RM)
         (dup_RF,) = torch.autograd.grad(of_leaf_RH, leaf_RF, dh_RH.to(of_leaf_RH.dtype))
         self._pending[chunk] = _Pending(x_RM, dup_RF, h_RH, dy_RM, groups)
         dx_RM = self._rows_gradient(self._contract.up, dup_RF, groups)
@@ -166,13 +177,19 @@ class Written:
     def _act(self, up_RF: torch.Tensor) -> torch.Tensor:
         return self._module._apply_gate(up_RF) if self._contract.has_gate else self._module.act_fn(up_RF)
 
-    def _before_norm(self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """Return the gradient ahead of the norm, and add to the gradients of the norm's own weights."""
+    def _before_norm(
+        self, h_RH: torch.Tensor, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None
+    ) -> torch.Tensor:
+        """Return the gradient ahead of the norm, and add to the gradients of the norm's own weights and of the weights
+        of its results."""
         norm = self._module.post_expert_norm
         own = [each for each in norm.parameters() if self._sums.wants(each)]
         leaf_RM = self._down(h_RH, groups).requires_grad_()
         with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
             normed_RM = norm(leaf_RM)
+        if weights is not None:
+            weights.add_products(dy_RM, normed_RM.detach())
+            dy_RM = weights.apply(dy_RM)
         before_RM, *of_own = torch.autograd.grad(normed_RM, [leaf_RM, *own], dy_RM.to(normed_RM.dtype))
         for parameter, gradient in zip(own, of_own, strict=True):
             self._sums.add(parameter, gradient)
@@ -240,18 +257,25 @@ class Called:
             return self._graphs[chunk][1].detach()
         return self._own(x_RM, groups, {})
 
-    def backward(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def backward(
+        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         """As :meth:`forward`; adds to the weights' gradients."""
-        dx_RM = self.backward_dx(chunk, dy_RM, groups)
+        dx_RM = self.backward_dx(chunk, dy_RM, groups, weights)
         self.backward_dw(chunk)
         return dx_RM
 
-    def backward_dx(self, chunk: int, dy_RM: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def backward_dx(
+        self, chunk: int, dy_RM: torch.Tensor, groups: Groups, weights: RowWeights | None = None
+    ) -> torch.Tensor:
         """[R, M] to the same; adds to the weights' gradients, as a graph is walked once."""
         (x_1RM,) = self._saved.take(chunk)
         leaf_RM, y_RM, aliases = self._graphs.pop(chunk, None) or self._recorded(x_1RM[0], groups)
         inputs = leaf_RM, *(alias for _, alias in aliases.values())
         found: tuple[torch.Tensor | None, ...] = (None,) * len(inputs)
+        if weights is not None:
+            weights.add_products(dy_RM, y_RM.detach())
+            dy_RM = weights.apply(dy_RM)
         if y_RM.requires_grad:  # without a row nothing may have been computed
             found = torch.autograd.grad(y_RM, inputs, dy_RM.to(y_RM.dtype), allow_unused=True)
         dx_RM, *gradients = found

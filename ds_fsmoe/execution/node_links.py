@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two levels of an EP group that has equally many ranks in each of several nodes.
+
+Letters: G ranks of the EP group, n nodes, p ranks of it in a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.execution.device_tables import TABLES
+
+
+@dataclass(frozen=True)
+class NodeLinks:
+    """The ranks of an EP group node by node, and this rank's communicators along each kind of link."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    """Of each node its ranks, as indices in the EP group; a rank's place is the same in every node."""
+    rank: int
+    """This rank's index in the EP group."""
+    between: dist.ProcessGroup | None = None
+    """The ranks of the same place in all nodes."""
+    inside: dist.ProcessGroup | None = None
+    """The ranks of this node."""
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes, n."""
+        return len(self.ranks)
+
+    @property
+    def per_node(self) -> int:
+        """The number of ranks in a node, p."""
+        return len(self.ranks[0])
+
+    @cached_property
+    def node(self) -> int:
+        """This rank's node."""
+        return next(node for node, ranks in enumerate(self.ranks) if self.rank in ranks)
+
+    @property
+    def place(self) -> int:
+        """This rank's place in its node."""
+        return self.ranks[self.node].index(self.rank)
+
+    def node_of_each(self, like: torch.Tensor) -> torch.Tensor:
+        """Return [G] int64: the node of each rank, on the device of a tensor."""
+        return TABLES.get(("nodes of ranks", self.ranks), like, lambda device: self._nodes.to(device))
+
+    def rank_of_each(self, like: torch.Tensor) -> torch.Tensor:
+        """Return [n * p] int64: the ranks node by node, on the device of a tensor."""
+        return TABLES.get(("ranks of nodes", self.ranks), like, lambda device: self._ranks.to(device))
+
+    @property
+    def _ranks(self) -> torch.Tensor:
+        return torch.tensor(self.ranks).reshape(-1)
+
+    @property
+    def _nodes(self) -> torch.Tensor:
+        return torch.from_numpy(np.argsort(self._ranks.numpy()) // self.per_node)
+
+    def exchange_between(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """Send rows to the ranks of the same place, those for the first node first."""
+        return _exchange(x_RM, sends, receives, self.between)
+
+    def exchange_inside(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """Send rows to the ranks of the node, those for the first place first."""
+        return _exchange(x_RM, sends, receives, self.inside)
+
+
+def _exchange(
+    x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    y_RM = x_RM.new_empty(sum(receives), *x_RM.shape[1:])
+    dist.all_to_all_single(y_RM, x_RM, list(receives), list(sends), group=group)
+    return y_RM
+
+
+def regular(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the ranks of a group node by node, or ``None`` where they cannot be addressed in two levels.
+
+    They can where several nodes have as many ranks each, more than one, and the ranks of a place come in the order of
+    the nodes, as a communicator has them.
+
+    Args:
+        nodes: of each rank its node.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    ranks = tuple(map(tuple, ranks_of.values()))
+    per_node = {len(each) for each in ranks}
+    if len(ranks) < 2 or len(per_node) > 1 or per_node == {1}:
+        return None
+    in_order = all(list(each) == sorted(each) for each in zip(*ranks, strict=True))
+    return ranks if in_order else None

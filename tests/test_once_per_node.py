@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each token once per node: the numbers of the flat way, and as many rows between nodes as the routing asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ds_fsmoe.distributed.groups import make_groups
+from ds_fsmoe.execution.lanes import make_lanes
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.test_alltoalls import on_nodes
+from tests.test_rows import CASES, TOLERANCE, Case, differences, mixtral, module, run_layer
+
+NODES = [
+    (4, 4, (0, 0, 1, 1)),
+    (4, 4, (0, 1, 0, 1)),
+    (6, 6, (0, 0, 1, 1, 2, 2)),
+    (6, 6, (0, 0, 0, 1, 1, 1)),
+    (8, 4, (0, 0, 1, 1, 2, 2, 3, 3)),
+]
+MORE = [
+    Case((5, 4), k=5, experts_per_rank=3),
+    Case((1, 5), k=8, experts_per_rank=2, expert=mixtral, recompute=True),
+    Case((4, 1), k=3, masked=True, links="reduce_first", late_dw=1),
+    Case((2, 3), k=4, expert=module, experts_per_rank=1, tokens=(0, 0, 5, 0, 1, 0, 2, 3)),
+]
+
+
+def compare_with_flat(rank: int, world_size: int, ep: int, nodes: tuple[int, ...]) -> list[str]:
+    with on_nodes(*nodes):
+        groups = make_groups(ep, 1)
+    lanes, serial, found = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False), []
+    for case in (*CASES, *MORE):
+        exact = run_layer(replace(case, degrees=(1, 1)), groups, serial, True, exact=True)
+        for ours in (lanes, serial):
+            once = run_layer(case, groups, ours, True, alltoall="once_per_node")
+            found += [f"{case}: {each}" for each in differences(once, exact, TOLERANCE[case.dtype])]
+    lanes.close()
+    return found
+
+
+@sampled(("world_size", "ep", "nodes"), NODES, kept=[0, 2])
+def test_once_per_node_has_the_numbers_of_the_flat_way(
+    world_size: int, ep: int, nodes: tuple[int, ...], tmp_path: Path
+) -> None:
+    for rank, found in enumerate(run_on_ranks(compare_with_flat, world_size, tmp_path, ep, nodes)):
+        assert not found, f"rank {rank}: {found[:5]}"
+
+
+def whole_modules(rank: int, world_size: int) -> list[str]:
+    with on_nodes(0, 0, 1, 1):
+        groups = make_groups(4, 1)
+    lanes, found = make_lanes(torch.device("cpu")), []
+    for case in (Case((1, 1)), Case((1, 1), tokens=(0, 3, 0, 1)), Case((1, 1), recompute=True, masked=True, k=4)):
+        flat = run_layer(case, groups, lanes, True)
+        for is_whole in (True, rank == 0):
+            ours = run_layer(case, groups, lanes, True, whole=is_whole, alltoall="once_per_node")
+            found += differences(ours, flat, 1e-12)
+    lanes.close()
+    return found
+
+
+def test_experts_called_as_one_module_are_reached_once_per_node_too(tmp_path: Path) -> None:
+    assert run_on_ranks(whole_modules, 4, tmp_path) == [[]] * 4
