@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.commands.plan_exchange import add_alltoall, exchange_of, print_exchanges
 from ds_fsmoe.commands.tables import check_folders, print_table
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         groups.add_argument(f"--{name}", type=int, help=what)
     how = parser.add_argument_group("how")
     how.add_argument("--preset", default="best", help="whose plan is shown (best)")
-    how.add_argument("--alltoall", default="flat", help="flat or 2dh")
+    add_alltoall(how)
     how.add_argument("--recompute", action="store_true", help="layers run their forward again in the backward")
     how.add_argument("--solver", default="exact", help="degrees: exact or slsqp, the paper's")
     how.add_argument("--gradient-solver", default="dp", help="gradients: dp or de, the paper's")
@@ -94,8 +95,10 @@ def run(args: argparse.Namespace) -> int:
 
     check_folders(args.trace, args.png, args.json)
     job = _job(args)
+    job |= exchange_of(args, job)
     result = report(**job, preset_name=args.preset)
     _print_head(result, args)
+    print_exchanges(job, args)
     _print_presets(result)
     _print_plan(result)
     if args.gantt:
@@ -136,7 +139,6 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         "shape": shape,
         "num_layers": layers,
         "settings": _settings(args, cluster),
-        "alltoall": args.alltoall,
         "recompute": args.recompute,
     }
 

@@ -274,7 +274,7 @@ class FSMoEExperts(nn.Module):
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Make the process groups. DeepSpeed comes here layer by layer on every rank."""
         if self.fsmoe.running is not None:
-            self.fsmoe.connect(self.fsmoe.ep_size)
+            self.fsmoe.connect(self.fsmoe.ep_size, self.gate)
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,14 @@ def sends_rows(dispatch: str, gate: Any, collectives: Collectives) -> bool:
         gate: the gate of the layer.
         collectives: those of the layer.
     """
-    if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
-        return False
     if collectives.ep_group is not None and collectives.exchange_rows is None:
+        return False
+    return takes_rows(dispatch, gate)
+
+
+def takes_rows(dispatch: str, gate: Any) -> bool:
+    """Whether rows travel as far as the gate is concerned; see :func:`sends_rows`."""
+    if dispatch == "slots" or not issubclass(kind_of(gate), Routing):
         return False
     return dispatch == "rows" or drops_nothing(gate)
 

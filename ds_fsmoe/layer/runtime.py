@@ -179,13 +179,15 @@ class LayerRuntime:
             ConfigError: the all-to-all contradicts itself, on every rank.
         """
         try:
-            exchange = exchange_in(groups, registry.lookup("alltoall", alltoall)())
+            return exchange_in(groups, registry.lookup("alltoall", alltoall)())
         except ValueError as error:
             raise ConfigError(f"fsmoe.alltoall = {shown(alltoall)}: {error}") from error
-        if exchange.why_flat and exchange.why_flat not in self._said:
-            self._said.add(exchange.why_flat)
-            log_on_rank_0(f"fsmoe.alltoall = {shown(alltoall)} is run as flat: {exchange.why_flat}", logging.WARNING)
-        return exchange
+
+    def say_flat(self, alltoall: str, why: str) -> None:
+        """Say once, for all layers, why an all-to-all is run as the flat one."""
+        if why not in self._said:
+            self._said.add(why)
+            log_on_rank_0(f"fsmoe.alltoall = {shown(alltoall)} is run as flat: {why}", logging.WARNING)
 
     def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> Pipeline:
         """Return the pipeline that runs one layer by a plan.

@@ -22,7 +22,7 @@ from ds_fsmoe.layer.alltoall_tasks import Exchange
 from ds_fsmoe.layer.moe_layer import pipeline_without_engine
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.recomputed import runs_again, take
-from ds_fsmoe.layer.row_routing import sends_rows
+from ds_fsmoe.layer.row_routing import sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.unsharded import UnshardedExperts
 from ds_fsmoe.observing.instruments import Check, Instrument
@@ -64,6 +64,8 @@ class LayerState:
     """The experts of this rank, where they will be sharded and the groups are not there yet."""
     known_experts: tuple[list, ExpertSet] | None = None
     """The modules and parameters of the experts, and the set that was made of them."""
+    is_in_slots: bool = False
+    """Whether slots are sent, whatever the all-to-all, as far as was known when groups were made."""
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
 
     @property
@@ -110,11 +112,12 @@ class LayerState:
         if self.running is not None:
             self.running.replay.check(self.label, given, num_tokens)
 
-    def connect(self, ep_size: int) -> FSMoEGroups:
+    def connect(self, ep_size: int, gate: Any) -> FSMoEGroups:
         """Make the process groups of the layer, and run it as the block of its engine asks for. Collective.
 
         Args:
             ep_size: the ranks over which its experts are spread.
+            gate: the gate of the layer.
         """
         assert self.running is not None
         groups = self.groups = self.running.groups(ep_size, self.tensor_parallel)
@@ -125,6 +128,7 @@ class LayerState:
                     "have the same tokens and send a part of the slots each"
                 )
             self.duplicates = TensorParallelTokens(groups.mp_group)
+        self.is_in_slots = self.duplicates is not None or not takes_rows(self.parts.dispatch, gate)
         self.apply(self.running.plan)
         self.running.observer.meet(self.pipeline, groups)
         return groups
@@ -146,7 +150,12 @@ class LayerState:
         assert self.groups is not None
         if plan.alltoall not in self._exchanges:
             self._exchanges[plan.alltoall] = self.running.exchange(self.groups, plan.alltoall)
-        pipeline = self.running.pipeline(self.label, self.groups, plan, self._exchanges[plan.alltoall])
+        exchange = self._exchanges[plan.alltoall]
+        if exchange.nodes is not None and self.is_in_slots:
+            exchange = replace(exchange, nodes=None, why_flat="slots are sent")
+        if exchange.why_flat:
+            self.running.say_flat(plan.alltoall, exchange.why_flat)
+        pipeline = self.running.pipeline(self.label, self.groups, plan, exchange)
         if self.is_uncut:
             pipeline = pipeline.uncut()
         if self.pipeline is not None:

@@ -241,7 +241,7 @@ class FSMoELayer(StockMOELayer):
         state = self.fsmoe
         if state.running is not None:
             # DeepSpeed comes here layer by layer on every rank, and making groups is collective.
-            groups = state.connect(self.ep_size)
+            groups = state.connect(self.ep_size, self.gate)
             if state.unsharded is not None and groups.block_group is not None:
                 rules = state.running.experts_by_rule(self.ep_size)
                 esp_size, path = state.running.block.esp_size, state.path or state.label

@@ -15,7 +15,7 @@ from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMethod
 from ds_fsmoe.measuring.measurements import Measuring
 from ds_fsmoe.measuring.stopwatch import Prepare
-from ds_fsmoe.planning.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER, Timing
+from ds_fsmoe.planning.measured import ALL_GATHER, BETWEEN_NODES, IN_NODES, REDUCE_SCATTER, Timing
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE
 
 if TYPE_CHECKING:
@@ -100,6 +100,20 @@ def prepared(
     width, dtype = subject.sizes.width, subject.sizes.dtype
     blocks = {ALL_GATHER: 1, REDUCE_SCATTER: sharing}.get(name, exchanging)
     group = collectives.esp_group if name in (ALL_GATHER, REDUCE_SCATTER) else collectives.ep_group
+    nodes = collectives.nodes
+    if nodes is not None and name in (IN_NODES, BETWEEN_NODES):
+        is_inside = name == IN_NODES
+        blocks = nodes.per_node if is_inside else nodes.num_nodes
+        send = nodes.exchange_inside if is_inside else nodes.exchange_between
+        row_bytes = blocks * width * dtype.itemsize
+
+        def prepare_level(rows: int) -> Callable[[], object]:
+            x_RM = torch.randn(blocks * rows, width, device=device).to(dtype)
+            each, order = [rows] * blocks, torch.arange(blocks * rows, device=device)
+            # Inside a node rows are copied before they travel, or added up when they have.
+            return lambda: send(x_RM.index_select(0, order) if is_inside else x_RM, each, each)
+
+        return prepare_level, row_bytes, nodes.inside if is_inside else nodes.between
 
     def prepare(rows: int) -> Callable[[], object]:
         x_BcM = torch.randn(blocks, rows, width, device=device).to(dtype)

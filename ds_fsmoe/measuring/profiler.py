@@ -79,7 +79,8 @@ class Subject:
     @property
     def links(self) -> tuple[str, ...]:
         """The collectives of the layer."""
-        exchanges = (IN_NODES, BETWEEN_NODES) if self.collectives.legs else (ALL_TO_ALL,)
+        in_two = self.collectives.legs or self.collectives.nodes is not None
+        exchanges = (IN_NODES, BETWEEN_NODES) if in_two else (ALL_TO_ALL,)
         return (
             *(() if self.collectives.ep_group is None else exchanges),
             *(() if self.collectives.esp_group is None else (ALL_GATHER, REDUCE_SCATTER)),

@@ -16,6 +16,7 @@ from ds_fsmoe.planning.schedule import (
     A2A_IN_NODE,
     A2A_OUT,
     A2A_OUT_NODE,
+    COLLECT,
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
@@ -25,13 +26,14 @@ from ds_fsmoe.planning.schedule import (
     HOLD,
     REDUCE,
     REST,
+    SPREAD,
     Lane,
 )
 from ds_fsmoe.planning.timeline import Contention
 
 ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER = "all-to-all", "all-gather", "reduce-scatter"
 IN_NODES, BETWEEN_NODES = "all-to-all inside nodes", "all-to-all between nodes"
-"""The two parts of an all-to-all in two tasks."""
+"""The two parts of an all-to-all in two tasks, or the two levels where each token crosses to a node once."""
 LINKS = (ALL_TO_ALL, IN_NODES, BETWEEN_NODES, ALL_GATHER, REDUCE_SCATTER)
 FORWARD, BACKWARD = "experts forward", "experts backward"
 BACKWARD_ANEW = "experts backward, cut anew"
@@ -149,7 +151,7 @@ class LayerProfile:
         anew = BACKWARD_ANEW if BACKWARD_ANEW in at and not same_chunks else BACKWARD
         between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
         names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
-        names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER}
+        names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER, SPREAD: IN_NODES, COLLECT: IN_NODES}
         names |= {EXPERT: anew, EXPERT_DX: DX, EXPERT_DW: DW} if backward else {EXPERT: FORWARD}
         return names | ({GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS} if backward else {})
 

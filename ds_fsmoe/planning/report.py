@@ -14,6 +14,7 @@ from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
@@ -190,8 +191,16 @@ def report(
     preset_name: str,
     alltoall: AllToAll = "flat",
     recompute: bool = False,
+    crossings: Crossings | None = None,
 ) -> Report:
     """Plan a model the way every system would.
+
+    Args:
+        cluster, groups, shape, num_layers, settings: what is planned.
+        preset_name: whose plan is shown.
+        alltoall: how tokens are exchanged.
+        recompute: whether layers run their forward again in the backward.
+        crossings: how often a token crosses where it does so once per node; ``None``: as with balanced routing.
 
     Raises:
         ValueError: an unknown preset, or whatever the parts refuse.
@@ -200,7 +209,7 @@ def report(
         raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
     costs = kind_costs(cluster, groups, alltoall)
     # Chunks are whole slots, as they are in training.
-    layers = (layer_work(shape, groups, alltoall, recompute, whole_slots=True),) * (num_layers // groups.pp)
+    layers = (layer_work(shape, groups, alltoall, recompute, True, crossings),) * (num_layers // groups.pp)
     planner = Planner(costs, settings)
     plans = {name: plan_by_name(planner, name, layers) for name in NAMES}
     times_ms = {

@@ -20,6 +20,7 @@ from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.measuring.profiler import Subject
 from ds_fsmoe.planning.call_shape import CallShape
+from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
 from ds_fsmoe.planning.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll
@@ -62,7 +63,17 @@ class LayerKind:
         """The sizes for the planner. Experts are one product of all weights: their cost was measured as a whole."""
         at, subject = self.subject.sizes, self.subject
         sizes = subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights
-        return CallShape(*sizes, num_tokens=at.num_tokens)
+        return CallShape(*sizes, num_tokens=at.num_tokens, crossings=self._crossings)
+
+    @property
+    def _crossings(self) -> Crossings | None:
+        """The crossings of a token for each of its choices, with balanced routing; ``None``: none crosses once."""
+        groups, k = self.pipeline.forward.groups, self.subject.sizes.num_choices
+        if not k or not crosses_once(groups):
+            return None
+        at = groups.placements["ep"]
+        found = expected_crossings(self.subject.num_experts, min(k, self.subject.num_experts), at.nodes, at.per_node)
+        return Crossings(found.nodes / k, found.ranks / k)
 
     def lane_of(self, name: str) -> Lane:
         """Return the lane of a collective."""
@@ -75,12 +86,16 @@ class LayerKind:
         """Fill in :attr:`ways`. Collective: communicators may be made."""
         asked, own = running.block.alltoall, self.pipeline.forward.alltoall
         if asked != "auto" or len(self.pipeline.forward.groups.placements["ep"].lanes) < 2:
-            self.ways = {asked if asked != "auto" else "flat": Way(self.subject, own)}
+            name = asked if asked != "auto" else "flat"
+            self.ways = {name: Way(replace(self.subject, alltoall=name), own)}
             return
         groups = running.groups(self.layer.ep_size, self.layer.fsmoe.tensor_parallel)
         for name in ("flat", *(each for each in registry.known("alltoall") if each != "flat")):
             exchange = exchange_in(groups, registry.lookup("alltoall", name)())
-            collectives = replace(self.subject.collectives, exchange=exchange.whole, legs=exchange.legs)
+            if exchange.why_flat or (exchange.nodes is not None and self.layer.fsmoe.is_in_slots):
+                continue
+            nodes = exchange.nodes
+            collectives = replace(self.subject.collectives, exchange=exchange.whole, legs=exchange.legs, nodes=nodes)
             self.ways[name] = Way(replace(self.subject, collectives=collectives, alltoall=name), exchange.planned)
 
 
