@@ -46,12 +46,10 @@ def print_exchanges(job: dict[str, Any], args: argparse.Namespace) -> None:
 
     if not crosses_once(job["groups"]):
         if job["alltoall"] == ONCE_PER_NODE:
-            print(
-                "exchange once_per_node is run as flat: it needs whole experts on several ranks in each of several nodes"
-            )
+            print("exchange once_per_node is run as flat: it needs whole experts on several ranks of several nodes")
         return
     at, shape, crossings = job["groups"].placements["ep"], job["shape"], job["crossings"]
-    between = {name: shape.F * (at.nodes - 1) / at.nodes for name in ALLTOALLS}
+    between = dict.fromkeys(ALLTOALLS, shape.F * (at.nodes - 1) / at.nodes)
     between[ONCE_PER_NODE] = shape.F * crossings.nodes / shape.K * (at.nodes - 1) / at.nodes
     steps = {
         name: sum(report(**(job | {"alltoall": name}), preset_name=args.preset).times_ms[args.preset])
