@@ -8,26 +8,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ds_fsmoe.components.alltoall import AllToAllBase
-from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import communicator_like
+from ds_fsmoe.execution.node_chunks import NodeLayout
+from ds_fsmoe.execution.node_exchange import NodeCall
+from ds_fsmoe.execution.node_sizes import NodeCounts
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.row_sizes import ChunkSizes, PhaseSizes, RowSizes
+from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
 from ds_fsmoe.planning.gradient_plan import GradientSlice
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.presets import BEST, NAMES, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+from ds_fsmoe.registry import lookup
 from tests.deadlocks import Devices, Program, search, slots_needed
 from tests.pretended_nccl import fake_ranks
 from tests.recorded_collectives import Tape, record
@@ -136,7 +141,7 @@ class Copies:
 class CopiesOfRows(Copies):
     """The same for rows."""
 
-    def forward(self, chunk: int, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, chunk: int, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return rows.clone()
 
     backward = backward_dx = forward
@@ -156,6 +161,27 @@ def sizes_of_rows(pipeline: Pipeline, num_experts: int) -> RowSizes:
     starts = tuple(num_experts * each for each in range(degree + 1))
     phase = PhaseSizes((chunk,) * degree, starts, None, torch.zeros(degree, here, dtype=torch.int32))
     return RowSizes(degree * num_experts, phase, phase, None, None)
+
+
+def node_layout(pipeline: Pipeline, num_experts: int, degree: int) -> tuple[NodeLayout, torch.Tensor]:
+    """As it is where every rank has a token in each chunk, which chooses all experts; with its choices' weights."""
+    collectives = pipeline.collectives
+    links = collectives.nodes
+    assert links is not None
+    ranks = links.num_nodes * links.per_node
+    here, cuts = num_experts // ranks, TokenCuts(degree, degree)
+    of_ranks, of_nodes, choices, copies = (
+        np.ones((*shape, degree), dtype=np.int64)
+        for shape in ((ranks,), (links.num_nodes,), (ranks, here), (links.num_nodes, links.per_node))
+    )
+    counts = NodeCounts(links, cuts, choices, of_ranks, of_nodes, choices, of_nodes, copies, of_ranks)
+    tokens, experts = torch.arange(degree), torch.arange(here).unsqueeze(1)
+    records = (tokens * num_experts + experts).reshape(-1).repeat(ranks)
+    on_device = torch.from_numpy(of_nodes), torch.from_numpy(choices)
+    sizes = counts.sizes(*on_device, tokens.repeat(ranks), records, num_experts)
+    weights_R = torch.ones(degree * num_experts, requires_grad=True)
+    call = NodeCall(sizes, torch.ones(len(records)), collectives.block, *counts.choice_sizes)
+    return NodeLayout(call, num_experts, degree, num_experts, reference.restore), weights_R
 
 
 class Slices:
@@ -187,7 +213,7 @@ def programs(layout: Layout, asked: Sequence[Way], one_link: bool = False) -> di
 
 
 def _programs_of(rank: int, layout: Layout, asked: Sequence[Way], one_link: bool) -> list[Program]:
-    alltoall = TwoStepAllToAll() if layout.alltoall == "2dh" else FlatAllToAll()
+    alltoall = lookup("alltoall", layout.alltoall)()
     with fake_ranks(rank, layout.world_size), pytest.MonkeyPatch.context() as patch:
         tape = record(patch)
         patch.setattr("ds_fsmoe.layer.runtime.why_one_link", lambda: "it is asked for" if one_link else None)
@@ -221,7 +247,12 @@ def _of_way(pipeline: Pipeline, way: Way, ep_size: int, tape: Tape) -> Program:
 
     pipeline = replace(pipeline, forward=plan(pipeline.forward), backward=plan(pipeline.backward))
     num_experts = 2 * ep_size
-    if way.in_rows:
+    if way.in_rows and pipeline.collectives.nodes is not None:
+        layout, weights_R = node_layout(pipeline, num_experts, way.degree)
+        tape.take()
+        x_RM = torch.zeros(layout.sizes.num_rows, WIDTH, requires_grad=True)
+        y_RM = pipeline.run(x_RM, layout, Copies(), weights_R=weights_R)
+    elif way.in_rows:
         sizes = sizes_of_rows(pipeline, num_experts)
         x_RM = torch.zeros(sizes.num_rows, WIDTH, requires_grad=True)
         y_RM = pipeline.run(x_RM, RowLayout(sizes, num_experts, way.degree), Copies())

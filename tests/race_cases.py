@@ -19,8 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe import BFloat16Wire, LinearGate, SimpleOrder
-from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
-from ds_fsmoe.components.alltoalls.two_steps import TwoStepAllToAll
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
@@ -35,6 +33,7 @@ from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.registry import lookup
 from tests.pretended_gpu import Gpu, pretending
 from tests.reference import LayerSettings
 from tests.test_pipeline import DROP, OF_SHARDS, local_experts, problem_of
@@ -101,8 +100,7 @@ def world_of(ranks: int, rank: int = 1) -> Iterator[None]:
 
 def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline]:
     """One for each layer."""
-    alltoall = TwoStepAllToAll() if case.layout.alltoall == "2dh" else FlatAllToAll()
-    exchange = exchange_in(groups, alltoall)
+    exchange = exchange_in(groups, lookup("alltoall", case.layout.alltoall)())
     assert exchange.planned == case.layout.alltoall
     collectives = Collectives(
         exchange.whole,
@@ -114,6 +112,7 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
         exchange.row_legs,
         block_of(groups),
         exchange.passes_on,
+        exchange.nodes,
     )
     plans = (
         PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),

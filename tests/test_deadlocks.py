@@ -29,6 +29,7 @@ FOUR = Layout(4, 2, 2, 2)
 """EP between two nodes, ESP inside them."""
 EIGHT = Layout(8, 4, 2, 4, "2dh")
 ALL = layouts((2, 3, 4))
+ONCE = [Layout(4, 4, 1, 2, "once_per_node"), Layout(8, 4, 1, 2, "once_per_node"), Layout(6, 6, 1, 2, "once_per_node")]
 WINDOW = Way("paper", 3, True, 1, (GRAD,))
 
 
@@ -48,7 +49,10 @@ def test_in_the_order_of_issue_no_layer_gets_stuck_and_two_slots_do_without_it(l
     assert slots <= 2
 
 
-@sampled("layout", ALL, [ALL.index(each) for each in (FOUR, Layout(4, 4, 1, 2, "2dh"))], ids=str)
+ON_ROWS = [*ALL, *ONCE]
+
+
+@sampled("layout", ON_ROWS, [ON_ROWS.index(each) for each in (FOUR, Layout(4, 4, 1, 2, "2dh"), *ONCE)], ids=str)
 def test_layers_on_rows_get_stuck_no_more_than_those_on_slots(layout: Layout) -> None:
     asked = [replace(each, in_rows=True) for each in ways(2) if each.degree == 2 and len(each.slices) < 2]
     recorded = list(programs(layout, asked).values())

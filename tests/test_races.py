@@ -33,6 +33,9 @@ LAYOUTS = (
     Layout(4, 4, ranks_per_node=2),
     Layout(4, 4, ranks_per_node=2, alltoall="2dh"),
 )
+ONCE = Layout(4, 4, ranks_per_node=2, alltoall="once_per_node")
+# Whoever has a token for every expert sends every rank the same, as the pretended collectives have it.
+ALL = replace(NO_DROP, k=4)
 AXES = (
     LAYOUTS,
     (1, 2, 3, 4),
@@ -59,6 +62,10 @@ CASES += [
     Case(Layout(4, 4, ranks_per_node=2, alltoall="2dh"), 1, 1, "mixtral", whole=True, hooks="copying"),
     Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, "reduce_first", whole=True, recompute=True, checkpointing="saved"),
     Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, whole=True, in_rows=True),
+    Case(ONCE, 2, 3, "mixtral", ALL, "reduce_first", in_rows=True),
+    Case(ONCE, 3, 3, "gpt", ALL, late_dw=1, recompute=True, hooks="copying", in_rows=True),
+    Case(ONCE, 4, 2, "module", ALL, checkpointing="saved", in_rows=True),
+    Case(ONCE, 1, 1, "gpt", ALL, whole=True, in_rows=True),
 ]
 
 

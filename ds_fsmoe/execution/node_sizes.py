@@ -289,7 +289,8 @@ def _fan(
         to_column_X = to_column_X + receiver_X * first_row[-1]
     from_chunk_X = np.array(first_copy)[chunk_X]
     table = np.stack([sizes_X, to_record_X, to_row_X, to_column_X, from_chunk_X])
-    on_device = _copied(table, record_rows.device)
+    # From pageable memory a copy is staged at once, and waits for nothing on the device.
+    on_device = torch.from_numpy(table.astype(np.int64)).to(record_rows.device, non_blocking=True)
     num_copies = first_copy[-1]
     # [R, 4]: what is to be added to each copy's number, and to what follows from it.
     spread = torch.repeat_interleave(on_device[1:].t(), on_device[0], dim=0, output_size=num_copies)
@@ -303,8 +304,3 @@ def _fan(
     copies.scatter_(0, place_of_copy, numbers - spread[:, 3])
     copies_JN = copies.view(most_copies, first_row[-1])
     return Fan(row_of_copy, copies_JN, record_of_copy, place_of_copy, first_row, first_copy)
-
-
-def _copied(table: np.ndarray, device: torch.device) -> torch.Tensor:
-    on_host = torch.from_numpy(np.ascontiguousarray(table, dtype=np.int64))
-    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)
