@@ -60,7 +60,14 @@ def furthest(found: torch.Tensor | None, wanted: torch.Tensor) -> float:
     return (found.float() - wanted).abs().max().item() / (scale if scale > 1e-9 else 1.0)
 
 
-def gradients(rank: int, world_size: int, names: list[str], stage: int, degrees: dict[str, int]) -> list[str]:
+def gradients(
+    rank: int,
+    world_size: int,
+    names: list[str],
+    stage: int,
+    degrees: dict[str, int],
+    block: dict[str, Any] | None = None,
+) -> list[str]:
     """What differs from one process, of losses and gradients of some families."""
     from deepspeed.utils import groups as stock_groups
     from deepspeed.utils import safe_get_full_grad
@@ -68,7 +75,7 @@ def gradients(rank: int, world_size: int, names: list[str], stage: int, degrees:
     said = []
     for family in names:
         reference = model_of(family)
-        engine = engine_of(copy.deepcopy(reference), ds_config(stage, num_chunks=degrees))
+        engine = engine_of(copy.deepcopy(reference), ds_config(stage, num_chunks=degrees, **(block or {})))
         x = batch(3, world_size)
         losses = [loss_of(reference, each[None]) for each in x]
         torch.stack(losses).mean().backward()

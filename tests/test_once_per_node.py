@@ -6,13 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.execution.lanes import make_lanes
+from tests.hf_families import families, why_not
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
+from tests.test_hugging_face import SIX, gradients
 from tests.test_rows import CASES, TOLERANCE, Case, differences, mixtral, module, run_layer
 
 NODES = [
@@ -66,3 +69,24 @@ def whole_modules(rank: int, world_size: int) -> list[str]:
 
 def test_experts_called_as_one_module_are_reached_once_per_node_too(tmp_path: Path) -> None:
     assert run_on_ranks(whole_modules, 4, tmp_path) == [[]] * 4
+
+
+ON_TWO_NODES = {"ep_size": 4, "alltoall": "once_per_node", "topology": {"ranks_per_node": 2}}
+
+
+@sampled(("stage", "forward", "backward"), [(0, 1, 1), (2, 3, 2), (3, 2, 3)], kept=[1])
+def test_hugging_face_models_have_the_losses_and_gradients_of_eager_experts(
+    stage: int, forward: int, backward: int, tmp_path: Path
+) -> None:
+    degrees = {"forward": forward, "backward": backward}
+    found = run_on_ranks(gradients, 4, tmp_path, list(SIX), stage, degrees, ON_TWO_NODES)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+@pytest.mark.slow
+def test_every_family_that_can_be_tiny_is_reached_once_per_node(tmp_path: Path) -> None:
+    """Among them are those with biases and with a norm behind the experts."""
+    tried = [each for each in families() if not why_not(each)]
+    degrees = {"forward": 2, "backward": 3}
+    found = run_on_ranks(gradients, 4, tmp_path, tried, 2, degrees, ON_TWO_NODES, limit_s=900)
+    assert [each for of_rank in found for each in of_rank] == []
