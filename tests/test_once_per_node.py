@@ -85,8 +85,8 @@ def test_hugging_face_models_have_the_losses_and_gradients_of_eager_experts(
 
 @pytest.mark.slow
 def test_every_family_that_can_be_tiny_is_reached_once_per_node(tmp_path: Path) -> None:
-    """Among them are those with biases and with a norm behind the experts."""
-    tried = [each for each in families() if not why_not(each)]
+    """Among them are those with biases and with a norm behind the experts; but one draws noise, rank by rank."""
+    tried = [each for each in families() if not why_not(each) and each != "phimoe"]
     degrees = {"forward": 2, "backward": 3}
     found = run_on_ranks(gradients, 4, tmp_path, tried, 2, degrees, ON_TWO_NODES, limit_s=900)
     assert [each for of_rank in found for each in of_rank] == []
