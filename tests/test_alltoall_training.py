@@ -66,6 +66,7 @@ def train_all(rank: int, world_size: int, folder: str) -> dict[str, bool]:
         ),
         "2dh in nodes of one rank": train(rank, block("2dh", topology={"ranks_per_node": 1})),
         "2dh in one node": train(rank, block("2dh", topology={"ranks_per_node": 4})),
+        "once per node, of slots": train(rank, block("once_per_node")),
     }
     return {name: all(map(torch.equal, each, flat)) for name, each in found.items()}
 
@@ -73,7 +74,7 @@ def train_all(rank: int, world_size: int, folder: str) -> dict[str, bool]:
 def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(tmp_path: Path) -> None:
     for equal in run_on_ranks(train_all, 4, tmp_path / "ranks", str(tmp_path)):
         assert equal == dict.fromkeys(equal, True)
-        assert len(equal) == 6
+        assert len(equal) == 7
     events = json.loads(merge_traces(tmp_path / "trace").read_text())["traceEvents"]
     tasks = [each for each in events if each["ph"] == "X"]
     for category in ("measured", "predicted"):

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ds_fsmoe.components.alltoalls.once_per_node import OncePerNode
+from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from tests.hf_families import families, why_not
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -90,3 +98,76 @@ def test_every_family_that_can_be_tiny_is_reached_once_per_node(tmp_path: Path) 
     degrees = {"forward": 2, "backward": 3}
     found = run_on_ranks(gradients, 4, tmp_path, tried, 2, degrees, ON_TWO_NODES, limit_s=900)
     assert [each for of_rank in found for each in of_rank] == []
+
+
+# ---- what travels, and where it cannot be
+
+
+@contextmanager
+def recorded_rows(node_of_rank: tuple[int, ...]) -> Iterator[list[int]]:
+    """The rows that this rank's collectives send to other nodes, one number for each collective of rows."""
+    sent, send = [], dist.all_to_all_single
+
+    def recording(y: torch.Tensor, x: torch.Tensor, receives: Any = None, sends: Any = None, **options: Any) -> Any:
+        if x.is_floating_point() and x.dim() == 2:
+            ranks, own = dist.get_process_group_ranks(options["group"]), node_of_rank[dist.get_rank()]
+            sent.append(sum(size for size, rank in zip(sends, ranks, strict=True) if node_of_rank[rank] != own))
+        return send(y, x, receives, sends, **options)
+
+    with patch.object(dist, "all_to_all_single", recording):
+        yield sent
+
+
+def rows_sent(rank: int, world_size: int, nodes: tuple[int, ...], alltoall: str, k: int) -> tuple[int, int]:
+    """The rows that this rank sent across in a forward and backward; and how often its own tokens are to cross."""
+    with on_nodes(*nodes):
+        groups = make_groups(world_size, 1)
+    lanes = make_lanes(torch.device("cpu"), overlap=False)
+    case, places = Case((3, 2), k=k, experts_per_rank=4), []
+
+    class Watch(CallbackBase):
+        def before_moe_end_hook(self, args: CallbackArgs) -> None:
+            places.append(args.routing.chosen() // 4)
+
+    with recorded_rows(nodes) as sent:
+        run_layer(case, groups, lanes, True, alltoall=alltoall, callbacks=(Watch(),))
+    node_KS = torch.tensor(nodes)[places[0]]
+    others = [set(each) - {nodes[rank]} for each in node_KS.t().tolist()]
+    choices = int((node_KS != nodes[rank]).sum())
+    return sum(sent), 4 * (choices if alltoall == "flat" else sum(map(len, others)))
+
+
+@pytest.mark.parametrize("k", [2, 8])
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 1, 1, 2, 2)])
+def test_a_token_crosses_to_each_node_of_its_experts_once_and_back(
+    nodes: tuple[int, ...], k: int, tmp_path: Path
+) -> None:
+    """Twice in the forward and twice in the backward; each gradient of a token crosses once, too."""
+    for alltoall in ("flat", "once_per_node"):
+        found = run_on_ranks(rows_sent, len(nodes), tmp_path / alltoall, nodes, alltoall, k)
+        sent, expected = map(sum, zip(*found, strict=True))
+        assert sent == expected > 0
+
+
+def ways_of_layouts(rank: int, world_size: int) -> list[str]:
+    found = []
+    for nodes, ep, esp in (
+        ((0, 0, 0, 0), 4, 1),
+        ((0, 1, 2, 3), 4, 1),
+        ((0, 0, 0, 1), 4, 1),
+        ((0, 0, 1, 1), 2, 1),
+        ((0, 0, 1, 1), 2, 2),
+        ((0, 1, 1, 0), 4, 1),
+        ((0, 1, 0, 1), 4, 1),
+    ):
+        with on_nodes(*nodes):
+            exchange = exchange_in(make_groups(ep, esp), OncePerNode())
+        found.append(exchange.planned + (f": {exchange.why_flat}" if exchange.why_flat else ""))
+    return found
+
+
+def test_it_is_flat_where_tokens_cannot_be_relayed(tmp_path: Path) -> None:
+    uneven = "flat: the ranks that share experts are not equally many, at least 2, in several nodes"
+    split = "flat: each expert is split over several ranks"
+    expected = [uneven, uneven, uneven, uneven, split, uneven, "once_per_node"]
+    assert run_on_ranks(ways_of_layouts, 4, tmp_path) == [expected] * 4

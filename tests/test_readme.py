@@ -93,6 +93,7 @@ MEASURE_FOR_MINUTES = tuple(
         "gradients",
         "wire",
         "alltoall",
+        "once",
         "autotune",
         "unchunked",
         "ops",
