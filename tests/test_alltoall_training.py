@@ -66,15 +66,20 @@ def train_all(rank: int, world_size: int, folder: str) -> dict[str, bool]:
         ),
         "2dh in nodes of one rank": train(rank, block("2dh", topology={"ranks_per_node": 1})),
         "2dh in one node": train(rank, block("2dh", topology={"ranks_per_node": 4})),
-        "once per node, of slots": train(rank, block("once_per_node")),
     }
-    return {name: all(map(torch.equal, each, flat)) for name, each in found.items()}
+    equal = {name: all(map(torch.equal, each, flat)) for name, each in found.items()}
+    of_slots = [train(rank, block(each, dispatch="slots")) for each in ("flat", "once_per_node")]
+    equal["once per node, of slots"] = all(map(torch.equal, *of_slots))
+    # Sums in another order.
+    once = train(rank, block("once_per_node"))
+    equal["once per node"] = all(torch.allclose(*each, rtol=0.0, atol=1e-5) for each in zip(once, flat, strict=True))
+    return equal
 
 
 def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(tmp_path: Path) -> None:
     for equal in run_on_ranks(train_all, 4, tmp_path / "ranks", str(tmp_path)):
         assert equal == dict.fromkeys(equal, True)
-        assert len(equal) == 7
+        assert len(equal) == 8
     events = json.loads(merge_traces(tmp_path / "trace").read_text())["traceEvents"]
     tasks = [each for each in events if each["ph"] == "X"]
     for category in ("measured", "predicted"):
@@ -138,3 +143,37 @@ def alone(rank: int, world_size: int, alltoall: str) -> bool:
         losses.append(engine(*batch(0, rank, torch.float32))[0])
         engine.destroy()
     return torch.equal(*losses)
+
+
+def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> tuple[set[str], str, bool]:
+    """The all-to-alls that the autotuner compared and the one that runs; and whether training went on as without it."""
+    import ds_fsmoe
+
+    losses = []
+    for alltoall in ("flat", "auto"):
+        torch.manual_seed(0)
+        model = SmallModel(CASE, rank)
+        is_tuned = alltoall == "auto"
+        asked = block(alltoall, dispatch=dispatch)
+        if is_tuned:
+            del asked["pipeline_degree"]
+            asked["autotune"] = {"enabled": True, "trials": 0, "cache_dir": folder}
+        config = CASE.ds_config(fsmoe=asked)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        for step in range(6):
+            loss = engine(*batch(step, rank, torch.float32))[0]
+            losses.append(loss.detach())
+            engine.backward(loss)
+            engine.step()
+        rows = engine.fsmoe.autotune.rows if is_tuned else []
+        engine.destroy()
+    is_same = all(torch.allclose(*each, rtol=1e-5) for each in zip(losses[:6], losses[6:], strict=True))
+    return set(rows[0].alltoalls_ms), rows[0].alltoall, is_same
+
+
+@pytest.mark.parametrize("dispatch", ["rows", "slots"])
+def test_the_autotuner_compares_once_per_node_where_rows_are_sent(dispatch: str, tmp_path: Path) -> None:
+    found = run_on_ranks(tuned, 4, tmp_path / "ranks", str(tmp_path / "cache"), dispatch)
+    of_all = {"flat", "1dh", "2dh"} | ({"once_per_node"} if dispatch == "rows" else set())
+    assert [(each[0], each[2]) for each in found] == [(of_all, True)] * 4
+    assert len({each[1] for each in found}) == 1

@@ -23,6 +23,7 @@ from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
 from ds_fsmoe.layer.unchunked import Uncut
 from ds_fsmoe.observing.predicted import Predicts
+from ds_fsmoe.planning.workload import ONCE_PER_NODE
 from ds_fsmoe.tuning.autotune import Autotune
 from ds_fsmoe.tuning.drift import PredictionWatch
 from ds_fsmoe.tuning.step_comparison import StepComparison
@@ -244,7 +245,7 @@ class FSMoEState:
             "esp_size": str(self.block.esp_size),
             "gate": "; ".join(gates),
             "order": self.parts.order_name,
-            "alltoall": self.running.plan.alltoall,
+            "alltoall": _describe_alltoall(self),
             "dispatch": _describe_dispatch(self),
             "ops": self.parts.ops.name,
             "gradients": self.gradients,
@@ -268,6 +269,12 @@ def alike(block: FSMoEBlock) -> dict[str, Any]:
 def _describe_dispatch(state: FSMoEState) -> str:
     sends = {layer.fsmoe.sends_rows(layer.gate) for layer in state.inner_layers.values()}
     return "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
+
+
+def _describe_alltoall(state: FSMoEState) -> str:
+    asked = state.running.plan.alltoall
+    run = {layer.pipeline.forward.alltoall for layer in state.inner_layers.values()}
+    return f"{asked}, run as {'; '.join(sorted(run))}" if asked == ONCE_PER_NODE and run - {asked} else asked
 
 
 def _describe_degrees(state: FSMoEState) -> str:
