@@ -41,11 +41,11 @@ MORE = [
 ]
 
 
-def compare_with_flat(rank: int, world_size: int, ep: int, nodes: tuple[int, ...]) -> list[str]:
+def compare_with_flat(rank: int, world_size: int, ep: int, nodes: tuple[int, ...], pairs: bool = False) -> list[str]:
     with on_nodes(*nodes):
         groups = make_groups(ep, 1)
     lanes, serial, found = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False), []
-    for case in (*CASES, *MORE):
+    for case in PAIRS if pairs else (*CASES, *MORE):
         exact = run_layer(replace(case, degrees=(1, 1)), groups, serial, True, exact=True)
         for ours in (lanes, serial):
             once = run_layer(case, groups, ours, True, alltoall="once_per_node")
@@ -60,6 +60,20 @@ def test_once_per_node_has_the_numbers_of_the_flat_way(
 ) -> None:
     for rank, found in enumerate(run_on_ranks(compare_with_flat, world_size, tmp_path, ep, nodes)):
         assert not found, f"rank {rank}: {found[:5]}"
+
+
+PAIRS = [
+    Case((forward, backward), k=1 + (5 * forward + backward) % 8, experts_per_rank=2 + forward % 2)
+    for forward in range(1, 6)
+    for backward in range(1, 6)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 1, 1, 2, 2)])
+def test_every_pair_of_degrees_has_these_numbers(nodes: tuple[int, ...], tmp_path: Path) -> None:
+    found = run_on_ranks(compare_with_flat, len(nodes), tmp_path, len(nodes), nodes, True, limit_s=300)
+    assert [each for of_rank in found for each in of_rank] == []
 
 
 def whole_modules(rank: int, world_size: int) -> list[str]:
