@@ -28,6 +28,8 @@ def exchange_of(args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]
     from ds_fsmoe.planning.report import report
     from ds_fsmoe.planning.workload import ALLTOALLS
 
+    if args.alltoall not in (*ALLTOALLS, "auto"):
+        raise ValueError(f"--alltoall = {args.alltoall!r}: the choices are {', '.join(ALLTOALLS)}, auto")
     crossings = _crossings(args, job)
     if args.alltoall != "auto":
         return {"alltoall": args.alltoall, "crossings": crossings}
@@ -69,6 +71,13 @@ def _crossings(args: argparse.Namespace, job: dict[str, Any]) -> Crossings | Non
 
     groups, shape = job["groups"], job["shape"]
     if not crosses_once(groups) or shape.E % groups.ep:
+        given = {"--expert-groups": args.expert_groups, "--groups-per-token": args.groups_per_token}
+        for flag, value in (given | {"--routing": args.routing}).items():
+            if value is not None:
+                raise ValueError(
+                    f"{flag} = {value}: only where whole experts lie on several ranks of several nodes (--esp 1, --ep "
+                    "a multiple of the GPUs of a node), since it says how often tokens cross"
+                )
         return None
     at = groups.placements["ep"]
     sizes = shape.E, at.nodes, at.per_node

@@ -260,7 +260,7 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
         (["--contention", "nan"], "--contention = 'nan': the choices are measured, ideal, or a number of at least 0"),
         (["--solver", "newton"], "solver = 'newton': the choices are exact, slsqp"),
         (["--gradient-solver", "sa"], "--gradient-solver = 'sa': the choices are dp, de"),
-        (["--alltoall", "3dh"], "alltoall = '3dh': the choices are flat, 2dh"),
+        (["--alltoall", "3dh"], "--alltoall = '3dh': the choices are flat, 2dh"),
         (["--max-degree", "0"], "pipeline_degree.max = 0: must be a whole number from 1 to 256"),
         (["--chunk-bytes", "0"], "gradient_partition.chunk_bytes = 0: must be a whole number of at least 1"),
         (["--host-us", "-3"], "--host-us = -3.0: must be a finite number of at least 0"),
@@ -342,3 +342,43 @@ def test_wrong_sizes_of_samples_are_refused(capsys) -> None:
     assert "--sample = 0, --best-sample = 54: must be at least 1 and 0" in capsys.readouterr().err
     assert cli.main(["simulate-paper", "--png", "x.png"]) == 2
     assert "--png draws a timeline: say which with --timeline" in capsys.readouterr().err
+
+
+ON_TWO_NODES = [
+    *("plan", "--cluster", "testbed_a", "--nodes", "2", *SMALL, "--experts", "64", "--top-k", "8"),
+    *("--capacity-factor", "none", "--mp", "1", "--esp", "1"),
+]
+OLMOE = str(Path(__file__).parents[2] / "benchmarks" / "routing" / "olmoe.npz")
+
+
+@pytest.mark.parametrize(
+    ("others", "crossings"),
+    [
+        ([], "1.00"),
+        (["--expert-groups", "8", "--groups-per-token", "1"], "0.50"),
+        (["--routing", OLMOE], "1.00"),
+    ],
+)
+def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str], crossings: str, capsys) -> None:
+    assert cli.main([*ON_TWO_NODES, "--alltoall", "auto", *others]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {row[0]: row[1:] for row in rows if row and row[0] in ("flat", "2dh", "once_per_node")}
+    assert [found[name][0] for name in ("flat", "2dh", "once_per_node")] == ["4.00", "4.00", crossings]
+    (shown,) = (name for name, row in found.items() if row[-1] == "below")
+    assert float(found[shown][1]) == min(float(row[1]) for row in found.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [*ON_TWO_NODES, "--alltoall", "twice"],
+            "--alltoall = 'twice': the choices are flat, 2dh, once_per",
+        ),
+        ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: only where whole experts"),
+        ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices for a token"),
+    ],
+)
+def test_what_says_nothing_of_crossings_is_refused(arguments: list[str], message: str, capsys) -> None:
+    assert cli.main(arguments) != 0
+    assert message in capsys.readouterr().err
