@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.alltoalls.once_per_node import OncePerNode
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
+from ds_fsmoe.components.gates.deepseek import DeepSeekGate
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
@@ -161,6 +163,25 @@ def test_a_token_crosses_to_each_node_of_its_experts_once_and_back(
         found = run_on_ranks(rows_sent, len(nodes), tmp_path / alltoall, nodes, alltoall, k)
         sent, expected = map(sum, zip(*found, strict=True))
         assert sent == expected > 0
+
+
+def crossings_of_groups(rank: int, world_size: int) -> tuple[int, int]:
+    """The rows that crossed with a gate whose tokens choose one of two groups of experts, each in one node; and how
+    often they may at the most."""
+    nodes = (0, 0, 1, 1)
+    with on_nodes(*nodes):
+        groups = make_groups(4, 1)
+    lanes = make_lanes(torch.device("cpu"), overlap=False)
+    case = Case((2, 2), k=4, experts_per_rank=4)
+    limited = partial(DeepSeekGate, k=4, num_groups=2, kept_groups=1, drop_tokens=False)
+    with recorded_rows(nodes) as sent, patch("tests.test_rows.LinearGate", lambda **_: limited()):
+        run_layer(case, groups, lanes, True, alltoall="once_per_node")
+    return sum(sent), 4 * case.tokens[rank]
+
+
+def test_tokens_that_choose_one_group_of_experts_cross_at_most_once(tmp_path: Path) -> None:
+    sent, most = map(sum, zip(*run_on_ranks(crossings_of_groups, 4, tmp_path), strict=True))
+    assert 0 < sent < most
 
 
 def ways_of_layouts(rank: int, world_size: int) -> list[str]:
