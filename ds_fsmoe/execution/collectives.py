@@ -6,14 +6,14 @@ Letters: G ranks of an EP group, P of an ESP group, N = P * G the ranks that row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.execution.node_links import NodeLinks
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.row_sizes import ALONE, Block, ChunkSizes
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
@@ -135,14 +135,14 @@ class Collectives:
             return x_RM
         num_sharing = self.num_sharing
         copies = torch.cat([x_RM] * num_sharing)
-        return _exchange_sized(copies, [len(x_RM)] * num_sharing, sizes.gathered, self.esp_group)
+        return exchange_sized(copies, [len(x_RM)] * num_sharing, sizes.gathered, self.esp_group)
 
     def reduce_rows(self, y_RM: torch.Tensor, sizes: ChunkSizes) -> torch.Tensor:
         """Sum the rows meant for this rank over P ranks; the input is as :meth:`gather_rows` returns it."""
         if self.esp_group is None:
             return y_RM
         num_sharing, own = self.num_sharing, sizes.gathered[self.esp_group.rank()]
-        parts = _exchange_sized(y_RM, sizes.gathered, [own] * num_sharing, self.esp_group)
+        parts = exchange_sized(y_RM, sizes.gathered, [own] * num_sharing, self.esp_group)
         return parts.view(num_sharing, own, *y_RM.shape[1:]).sum(dim=0)
 
     def reduce_method(self, y_NecM: torch.Tensor) -> ReduceMethod:
@@ -153,11 +153,3 @@ class Collectives:
             if y_NecM.nbytes >= from_bytes:
                 method = name
         return method
-
-
-def _exchange_sized(
-    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    y = x.new_empty(sum(receives), *x.shape[1:])
-    dist.all_to_all_single(y, x, list(receives), list(sends), group=group)
-    return y

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.execution.row_orders import moves
-from ds_fsmoe.execution.row_sizes import Block, ChunkSizes, PhaseSizes, RowSizes, expert_ends
+from ds_fsmoe.execution.row_sizes import Block, ChunkSizes, PhaseSizes, RowSizes, expert_ends, sizes_of_phases
 from ds_fsmoe.execution.token_cuts import TokenCuts
 
 FAULTS = {
@@ -105,7 +105,7 @@ class CountsExchange:
         work = dist.all_to_all_single(received_BX, sent_BX, group=block.group, async_op=True)
         return cls(block, cuts, counts_ET, received_BX, work, name)
 
-    def wait(self) -> RowSizes:
+    def wait(self) -> RowSizes[PhaseSizes]:
         """Return the sizes of the call. The host waits here for the device.
 
         Raises:
@@ -138,26 +138,16 @@ class _Counts:
     arrived_NeT: np.ndarray
     totals_NX: np.ndarray
 
-    def sizes(self, own_ET: torch.Tensor, arrived_NeT: torch.Tensor) -> RowSizes:
+    def sizes(self, own_ET: torch.Tensor, arrived_NeT: torch.Tensor) -> RowSizes[PhaseSizes]:
         """Return the sizes.
 
         Args:
             own_ET, arrived_NeT: the counts on the device.
         """
-        cuts, num_rows = self.cuts, int(self.own_ET.sum())
-        forward = self._phase(cuts.forward, arrived_NeT)
-        if cuts.is_same:
-            return RowSizes(num_rows, forward, forward, None, None)
-        between = partial(moves, cuts=cuts, before=(cuts.forward, "by_expert"), after=(cuts.backward, "by_expert"))
-        return RowSizes(
-            num_rows,
-            forward,
-            self._phase(cuts.backward, arrived_NeT),
-            between(own_ET.unsqueeze(0), num_rows=num_rows),
-            between(arrived_NeT.sum(0, keepdim=True), num_rows=forward.places[-1]),
-        )
+        phase = partial(self._phase, arrived_NeT)
+        return sizes_of_phases(self.cuts, int(self.own_ET.sum()), phase, own_ET, arrived_NeT)
 
-    def _phase(self, degree: int, arrived_NeT: torch.Tensor) -> PhaseSizes:
+    def _phase(self, arrived_NeT: torch.Tensor, degree: int) -> PhaseSizes:
         ranks, sharing, cuts = self.block.num_exchanging, self.block.num_sharing, self.cuts
         first_of_chunks = [first for first, _ in cuts.chunks(degree)]
 

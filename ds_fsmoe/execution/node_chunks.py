@@ -18,9 +18,10 @@ import torch
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.node_exchange import NodeCall
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.node_sizes import NodePhase, NodeSizes
+from ds_fsmoe.execution.node_sizes import NodePhase
 from ds_fsmoe.execution.phase import Direction
 from ds_fsmoe.execution.row_chunks import RowChunks
+from ds_fsmoe.execution.row_sizes import RowSizes
 
 
 class AddUp(Protocol):
@@ -45,13 +46,13 @@ class NodeLayout:
     add_up: AddUp
 
     @property
-    def sizes(self) -> NodeSizes:
+    def sizes(self) -> RowSizes[NodePhase]:
         """The sizes of the call."""
         return self.call.sizes
 
     @property
     def same_cuts(self) -> bool:
-        """Whether the backward has the chunks of the forward."""
+        """Say whether the backward has the chunks of the forward."""
         return self.sizes.forward is self.sizes.backward
 
     def slots_per_expert(self, num_ranks: int, num_local: int) -> int:

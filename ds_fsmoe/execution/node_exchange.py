@@ -12,7 +12,6 @@ all ranks, e on this rank, T segments of the tokens, R choices that were not dro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.execution.counts_exchange import raise_fault
-from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.node_sizes import NodeCounts, NodeSizes
-from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
+from ds_fsmoe.execution.node_sizes import NodeCounts, NodePhase
+from ds_fsmoe.execution.row_sizes import Block, RowSizes
 from ds_fsmoe.execution.token_cuts import TokenCuts
 
 
@@ -135,7 +134,7 @@ class NodeExchange:
         row_R = on_rank_GS[rows.rank_KS.reshape(-1)[choice_of_row_R], token_R]
         words_R1 = (row_R * num_choices + choice_R).to(torch.int32).unsqueeze(1)
         packed_RW = torch.cat([words_R1, _as_words(weights_R)], dim=1)
-        received_RW = self._exchange(packed_RW, *counts.choice_sizes)
+        received_RW = exchange_sized(packed_RW, *counts.choice_sizes, self.block.group)
         weights = received_RW[:, 1:].flatten().clone().view(weights_R.dtype)
         # To the relay in a node go the copies for its ranks: the tokens with an expert on each, rank by rank.
         is_on_GS = rows.is_on_GS[self.links.rank_of_each(rows.is_on_GS)]
@@ -144,14 +143,11 @@ class NodeExchange:
         place_GS = torch.where(is_on_GS, is_on_GS.view(-1).cumsum(0).view_as(numbers_GS) - 1, sum(copies_sent))
         copies = numbers_GS.new_empty(sum(copies_sent) + 1)
         copies = copies.scatter_(0, place_GS.reshape(-1), numbers_GS.reshape(-1))[:-1]
-        relay_records = self._exchange(copies.to(torch.int32), copies_sent, copies_received)
+        relay_records = exchange_sized(copies.to(torch.int32), copies_sent, copies_received, self.block.group)
         shape = counts.choices_GeT.shape
         choices_GeT = self.received_GX[:, 1 : 1 + shape[1] * shape[2]].reshape(shape)
         sizes = counts.sizes(rows.counts_nT, choices_GeT, relay_records.long(), received_RW[:, 0].long(), num_choices)
         return NodeCall(sizes, weights, self.block, *counts.choice_sizes)
-
-    def _exchange(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        return exchanged(x, sends, receives, self.block)
 
 
 def _as_words(weights_R: torch.Tensor) -> torch.Tensor:
@@ -161,9 +157,9 @@ def _as_words(weights_R: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """What a rank knows of one call."""
+    """Holds what a rank knows of one call."""
 
-    sizes: NodeSizes
+    sizes: RowSizes[NodePhase]
     weights_R: torch.Tensor
     """The weights of the choices of experts here, in the order of records."""
     block: Block
@@ -180,11 +176,4 @@ class NodeCall:
         Args:
             gradients_R: those of the choices of experts here, in the order of records.
         """
-        return exchanged(gradients_R, self.choices_received, self.choices_sent, self.block)
-
-
-def exchanged(x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], block: Block) -> torch.Tensor:
-    """Send as many of dimension 0 to each rank of a block as ``sends`` says."""
-    y = x.new_empty(sum(receives), *x.shape[1:])
-    dist.all_to_all_single(y, x.contiguous(), list(receives), list(sends), group=block.group)
-    return y
+        return exchange_sized(gradients_R, self.choices_received, self.choices_sent, self.block.group)

@@ -68,19 +68,20 @@ class NodeLinks:
 
     def exchange_between(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
         """Send rows to the ranks of the same place, those for the first node first."""
-        return _exchange(x_RM, sends, receives, self.between)
+        return exchange_sized(x_RM, sends, receives, self.between)
 
     def exchange_inside(self, x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
         """Send rows to the ranks of the node, those for the first place first."""
-        return _exchange(x_RM, sends, receives, self.inside)
+        return exchange_sized(x_RM, sends, receives, self.inside)
 
 
-def _exchange(
-    x_RM: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup | None
+def exchange_sized(
+    x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    y_RM = x_RM.new_empty(sum(receives), *x_RM.shape[1:])
-    dist.all_to_all_single(y_RM, x_RM, list(receives), list(sends), group=group)
-    return y_RM
+    """Send to each rank as many of dimension 0, contiguous, as ``sends`` says, and receive as ``receives`` says."""
+    y = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(y, x, list(receives), list(sends), group=group)
+    return y
 
 
 def regular(nodes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:

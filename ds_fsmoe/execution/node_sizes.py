@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.execution.row_orders import block_order, moves
-from ds_fsmoe.execution.row_sizes import expert_ends
+from ds_fsmoe.execution.row_orders import block_order
+from ds_fsmoe.execution.row_sizes import RowSizes, expert_ends, sizes_of_phases
 from ds_fsmoe.execution.token_cuts import TokenCuts
 
 
@@ -98,26 +98,6 @@ class NodePhase:
 
 
 @dataclass(frozen=True)
-class NodeSizes:
-    """All sizes of a call; what experts are told of is as in :class:`~ds_fsmoe.execution.row_sizes.RowSizes`."""
-
-    num_rows: int
-    """The number of rows that this rank sends."""
-    forward: NodePhase
-    backward: NodePhase
-    source_order: torch.Tensor | None
-    """[rows sent] int64: for each row in the order in which the backward sends it, its place in that of the forward;
-    ``None`` where these are the same."""
-    expert_order: torch.Tensor | None
-    """[rows at the experts] int64: the same at the experts."""
-
-    @property
-    def num_arriving(self) -> int:
-        """The number of rows that come to the experts of this rank."""
-        return self.forward.places[-1]
-
-
-@dataclass(frozen=True)
 class NodeCounts:
     """The counts of a call on the host, from which all sizes follow."""
 
@@ -160,7 +140,7 @@ class NodeCounts:
         relay_records: torch.Tensor,
         choice_records: torch.Tensor,
         num_choices: int,
-    ) -> NodeSizes:
+    ) -> RowSizes[NodePhase]:
         """Return all sizes. Nothing here waits for the device.
 
         Args:
@@ -171,19 +151,8 @@ class NodeCounts:
                 among those of its source: source by source, expert by expert, token by token.
             num_choices: K.
         """
-        cuts = self.cuts
         phase = partial(self._phase, choices_GeT, relay_records, choice_records, num_choices)
-        num_rows, forward = int(self.own_nT.sum()), phase(cuts.forward)
-        if cuts.is_same:
-            return NodeSizes(num_rows, forward, forward, None, None)
-        between = partial(moves, cuts=cuts, before=(cuts.forward, "by_expert"), after=(cuts.backward, "by_expert"))
-        return NodeSizes(
-            num_rows,
-            forward,
-            phase(cuts.backward),
-            between(own_nT.unsqueeze(0), num_rows=num_rows),
-            between(choices_GeT.sum(0, keepdim=True), num_rows=forward.places[-1]),
-        )
+        return sizes_of_phases(self.cuts, int(self.own_nT.sum()), phase, own_nT, choices_GeT)
 
     def _phase(
         self,

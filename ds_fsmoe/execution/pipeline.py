@@ -22,7 +22,6 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.dependencies import dependencies_of
 from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Together
 from ds_fsmoe.execution.node_chunks import NodeLayout
-from ds_fsmoe.execution.node_sizes import NodeSizes
 from ds_fsmoe.execution.phase import Direction, Hook, Phase
 from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.row_sizes import RowSizes
@@ -103,7 +102,7 @@ class Experts(Protocol):
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> ExpertCall: ...
 
     def call_rows(
-        self, needs_backward: bool, rows: RowSizes | NodeSizes, x_RM: torch.Tensor, *, recompute: bool = False
+        self, needs_backward: bool, rows: RowSizes, x_RM: torch.Tensor, *, recompute: bool = False
     ) -> RowCall: ...
 
 

@@ -7,13 +7,16 @@ Letters: e experts on this rank, G ranks of an EP group, P of an ESP group, N = 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_fsmoe.execution.device_tables import TABLES
+from ds_fsmoe.execution.row_orders import moves
 from ds_fsmoe.execution.token_cuts import TokenCuts
 
 
@@ -103,14 +106,25 @@ class PhaseSizes:
         return None if self.order is None else self.order[self.places[chunk] : self.places[chunk + 1]]
 
 
+class SizesOfPhase(Protocol):
+    """The sizes of one phase."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The first row of each chunk among those at the experts, and last their number."""
+
+
+Phase = TypeVar("Phase", bound=SizesOfPhase)
+
+
 @dataclass(frozen=True)
-class RowSizes:
+class RowSizes(Generic[Phase]):
     """All sizes of a call."""
 
     num_rows: int
     """The number of rows that this rank sends."""
-    forward: PhaseSizes
-    backward: PhaseSizes
+    forward: Phase
+    backward: Phase
     source_order: torch.Tensor | None
     """[rows sent] int64: for each row in the order in which the backward sends it, its place in that of the forward;
     ``None`` where these are the same."""
@@ -121,6 +135,31 @@ class RowSizes:
     def num_arriving(self) -> int:
         """The number of rows that come to the experts of this rank."""
         return self.forward.places[-1]
+
+
+def sizes_of_phases(
+    cuts: TokenCuts, num_rows: int, phase: Callable[[int], Phase], own_XT: torch.Tensor, arrived_NeT: torch.Tensor
+) -> RowSizes[Phase]:
+    """Return all sizes of a call.
+
+    Args:
+        cuts: the cuts of the tokens.
+        num_rows: the number of rows that this rank sends.
+        phase: makes the sizes of the phase of a degree.
+        own_XT: the rows of this rank to each place in each segment, on the device.
+        arrived_NeT: the rows from each source for each expert in each segment, on the device.
+    """
+    forward = phase(cuts.forward)
+    if cuts.is_same:
+        return RowSizes(num_rows, forward, forward, None, None)
+    between = partial(moves, cuts=cuts, before=(cuts.forward, "by_expert"), after=(cuts.backward, "by_expert"))
+    return RowSizes(
+        num_rows,
+        forward,
+        phase(cuts.backward),
+        between(own_XT.unsqueeze(0), num_rows=num_rows),
+        between(arrived_NeT.sum(0, keepdim=True), num_rows=forward.places[-1]),
+    )
 
 
 def expert_ends(cuts: TokenCuts, degree: int, arrived_NeT: torch.Tensor) -> torch.Tensor:

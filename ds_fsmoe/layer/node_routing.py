@@ -28,7 +28,7 @@ class NodeRouting:
     routing: Routing
     """The rows to nodes, as the slots of one expert: what an order needs to put them in order."""
     rows: NodeRows
-    """What the other ranks are told."""
+    """These are the counts and places that the other ranks are told of."""
     weights_KS: torch.Tensor
     """[K, S] float32 or float64."""
 
