@@ -193,8 +193,11 @@ class Slices:
     def open(self, label: str) -> list[GradientSlice]:
         return [GradientSlice(kind, 0, 0, 5) for kind in self._kinds if kind in self._flats]
 
-    def send(self, parcel: GradientSlice) -> None:
-        self._flats[parcel.kind].send(parcel.first, parcel.stop)
+    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]:
+        return self._flats[parcel.kind].tasks(parcel.first, parcel.stop)
+
+    def send(self, parcel: GradientSlice, task: str) -> None:
+        self._flats[parcel.kind].send(parcel.first, parcel.stop, task)
 
     def close(self) -> None:
         pass

@@ -108,7 +108,8 @@ class Bench:
             if event == OPEN:
                 self.parcels = self.reducer.open(next(layers))
                 for parcel in self.parcels:
-                    self.reducer.send(parcel)
+                    for task in self.reducer.tasks(parcel):
+                        self.reducer.send(parcel, task)
             elif event == CLOSE:
                 self.reducer.close()
             else:

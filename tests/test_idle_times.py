@@ -110,7 +110,7 @@ def test_a_lane_that_nothing_of_the_layer_is_on_is_idle_as_long_as_the_layer_tak
 ) -> None:
     plan = layer(ep=1, esp=2, degree=1)
     assert all(task.lane is not Lane.INTER for task in plan.schedule.tasks)
-    assert any(task.lane is Lane.INTER for task in plan.sending((GRAD,)).tasks)
+    assert any(task.lane is Lane.INTER for task in plan.sending(((GRAD,),)).tasks)
     last = len(plan.schedule.tasks) - 1
     assert passed(clock, opened, plan, {0: (0.0, 5.0), last: (5.0, 23.0)}, 30.0).moe_ms == 23.0
 

@@ -166,7 +166,8 @@ def _gradient_plan(facts: Mapping[str, Any]) -> GradientPlan:
     def parts(name: str) -> tuple[tuple[GradientSlice, ...], ...]:
         return tuple(tuple(GradientSlice(**each) for each in parcels) for parcels in facts[name])
 
-    plan = GradientPlan(parts("moe"), parts("dense"), tuple(map(int, facts["sizes"])))
+    two_levels = tuple(map(bool, facts.get("two_levels", ())))
+    plan = GradientPlan(parts("moe"), parts("dense"), tuple(map(int, facts["sizes"])), two_levels)
     messages = sum(map(len, plan.parts))
     if messages > _MOST_MESSAGES:
         raise ValueError(f"gradients in {messages} messages: at most {_MOST_MESSAGES} are read")

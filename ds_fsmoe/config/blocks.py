@@ -175,6 +175,14 @@ class GradientPartitionBlock(_Block):
     )
     solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
     chunk_bytes: int = Field(31457280, ge=1, description="slice size of fixed_chunk")
+    collective: Annotated[Literal["auto", "all_reduce", "reduce_scatter"], _NullIsAuto()] = Field(
+        "auto",
+        description="who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and 2",
+    )
+    levels: Annotated[Literal["auto", 1, 2], _NullIsAuto()] = Field(
+        "auto",
+        description="2: add up inside each node, then between nodes; auto: whichever is measured to be faster",
+    )
     all_used: bool = Field(
         False, description="every parameter gets its gradient once in every backward: ranks need not look for late ones"
     )

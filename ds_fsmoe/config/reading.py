@@ -60,12 +60,25 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         *_unfit_degrees(block),
         *_unfit_autotune(block),
         *_unfit_gradients(block),
+        *_unfit_collective(block, ds_config),
         *_unknown_cluster(block),
     ]
     if problems:
         # Two phases that were written as one number have one problem.
         raise ConfigError(join_problems(dict.fromkeys(words.as_written(each) for each in problems)))
     return block
+
+
+def _unfit_collective(block: FSMoEBlock, ds_config: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a reduce-scatter where every rank updates all parameters."""
+    zero = ds_config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if block.gradient_partition.collective != "reduce_scatter" or stage in (1, 2):
+        return []
+    return [
+        f'{BLOCK}.gradient_partition.collective = "reduce_scatter": every rank needs all gradients at '
+        f'zero_optimization.stage = {stage}; the choices there are "auto" and "all_reduce"'
+    ]
 
 
 def join_problems(problems: Iterable[str]) -> str:

@@ -35,8 +35,7 @@ from ds_fsmoe.planning.schedule import (
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
-    EXPERT_GRAD,
-    GRAD,
+    GRADIENT_TASKS,
     Schedule,
     Task,
 )
@@ -122,7 +121,9 @@ class Window(Protocol):
 
     def open(self, label: str) -> Sequence[GradientSlice]: ...
 
-    def send(self, parcel: GradientSlice) -> None: ...
+    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]: ...
+
+    def send(self, parcel: GradientSlice, task: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -343,9 +344,10 @@ class _Call:
             EXPERT_DX: phase.compute(self.experts.backward_dx),
             EXPERT_DW: expert_dw,
         }
-        for kind in (GRAD, EXPERT_GRAD) if parcels else ():
-            bodies[kind] = lambda task: window.send(parcels[task.chunk])
-        dx_RM = self._run(phase, self.pipeline.backward.sending(tuple(each.kind for each in parcels)), bodies)
+        for kind in GRADIENT_TASKS if parcels else ():
+            bodies[kind] = lambda task: window.send(parcels[task.chunk], task.kind)
+        sending = self.pipeline.backward.sending(tuple(map(window.tasks, parcels)) if parcels else ())
+        dx_RM = self._run(phase, sending, bodies)
         if window is not None:
             window.close()
         return dx_RM, phase.weight_gradients(), self.experts.gradients()

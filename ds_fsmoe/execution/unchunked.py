@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.execution.lanes import Body, Observer
 from ds_fsmoe.execution.phase import Direction, Hook, Phase
-from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, Schedule, Task
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, GRADIENT_TASKS, Schedule, Task
 
 if TYPE_CHECKING:
     from ds_fsmoe.execution.pipeline import Layout, Pipeline
@@ -170,9 +170,9 @@ class _Call:
         """Turn the gradient of the results into that of the module's output, [N, e, C, M]."""
         window = self._pipeline.window
         parcels = () if window is None else window.open(self._pipeline.label)
-        schedule = self._pipeline.backward.sending(tuple(each.kind for each in parcels))
-        send: Body = lambda task: window.send(parcels[task.chunk])  # noqa: E731
-        self._backward = self._halves("backward", schedule, dict.fromkeys((GRAD, EXPERT_GRAD), send))
+        schedule = self._pipeline.backward.sending(tuple(map(window.tasks, parcels)) if parcels else ())
+        send: Body = lambda task: window.send(parcels[task.chunk], task.kind)  # noqa: E731
+        self._backward = self._halves("backward", schedule, dict.fromkeys(GRADIENT_TASKS, send))
         return self._backward.arrive(dy_RM)
 
     def backward_out(self, dx_NecM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -5,10 +5,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from ds_fsmoe.execution.node_links import NodeLinks
+from ds_fsmoe.gradients.beside import Beside
+from ds_fsmoe.gradients.ways import (
+    AllReduce,
+    AllReduceByNodes,
+    ReduceScatter,
+    ReduceScatterByNodes,
+    Steps,
+    Stretch,
+    Way,
+)
+from ds_fsmoe.planning.gradient_plan import ALIGNED_ELEMENTS
+from ds_fsmoe.planning.schedule import GRAD
+
+MOST_PIECES, PIECE_NUMEL = 8, 1 << 16
+"""A message in two levels travels in up to so many pieces beside the caller, of so many elements at the least: while
+one is between nodes, the next is added up inside."""
+
+Owners = Callable[[nn.Parameter], Sequence[tuple[int, int]] | None]
+"""A parameter to its elements in memory, as (how many, which rank of the group updates them); ``None``: they cannot be
+told apart."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +52,10 @@ class FlatGradients:
         group: the ranks that are summed over, for this traffic alone.
         scaling: what is done before and after the sum.
         extra: the number of elements at the end that belong to no parameter, and are not scaled.
-        beside: whether started reductions run beside the caller's stream; otherwise they are sent in it.
+        beside: runs started reductions beside the caller; ``None``: they are sent in its stream.
+        nodes: the ranks node by node, where they can be added up in two levels.
+        owners: tells who needs which elements; ``None``: everybody all of them. What a rank does not own is not the
+            sum then.
     """
 
     def __init__(
@@ -41,10 +67,14 @@ class FlatGradients:
         scaling: Scaling,
         device: torch.device,
         extra: int = 0,
-        beside: bool = True,
+        beside: Beside | None = None,
+        nodes: NodeLinks | None = None,
+        owners: Owners | None = None,
     ) -> None:
         self.kind = kind
         self._beside = beside
+        self.nodes = nodes
+        self._owners = owners
         self.group = group
         self._scaling = scaling
         self.numel = sum(each.numel() for each in parameters)
@@ -67,8 +97,13 @@ class FlatGradients:
         """The bytes of one gradient element on the wire."""
         return self._buffer.element_size()
 
-    def arrange(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put gradients in another order. The contents of the buffer are lost."""
+    def arrange(self, parameters: Sequence[nn.Parameter], in_levels: bool = False) -> None:
+        """Put gradients in another order. The contents of the buffer are lost.
+
+        Args:
+            parameters: the same ones in that order.
+            in_levels: whether they are added up inside nodes first, and then between them.
+        """
         self.parameters = tuple(parameters)
         self.starts: list[int] = []
         """The index at which each parameter's gradient begins."""
@@ -76,6 +111,51 @@ class FlatGradients:
         for each in self.parameters:
             self.starts.append(at)
             at += each.numel()
+        self.way = self.way_in(in_levels)
+        """How stretches are added up."""
+        self._steps: dict[tuple[int, int], Steps] = {}
+
+    @cached_property
+    def _owned(self) -> dict[int, Sequence[tuple[int, int]]] | None:
+        if self._owners is None:
+            return None
+        found = {id(each): self._owners(each) for each in self.parameters}
+        return None if any(each is None for each in found.values()) else found
+
+    def way_in(self, in_levels: bool) -> Way:
+        """Return how stretches would be added up in one level or, where that can be, in two."""
+        nodes = self.nodes if in_levels else None
+        if self._owned is None:
+            return AllReduce(self.group) if nodes is None else AllReduceByNodes(nodes)
+        stretches, at = [], 0
+        for parameter in self.parameters:
+            for numel, owner in self._owned[id(parameter)]:
+                stretches.append(Stretch(at, at + numel, owner))
+                at += numel
+        return ReduceScatter(self.group, stretches) if nodes is None else ReduceScatterByNodes(nodes, stretches)
+
+    def reducing(self, task: str, way: Way | None = None) -> Callable[[int], Callable[[], object]]:
+        """Return what makes ready to measure a task: of a stretch of so many elements, at present or in another way."""
+
+        def prepare(numel: int) -> Callable[[], object]:
+            return (way or self.way).alone(task, torch.zeros(numel, dtype=self.dtype, device=self.device))
+
+        return prepare
+
+    def spread(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return parameters in an order in which those of one owner do not come all at once."""
+        if self._owned is None:
+            return list(parameters)
+        of_owner: dict[int, list[nn.Parameter]] = {}
+        for each in parameters:
+            of_owner.setdefault(self._owned[id(each)][0][1], []).append(each)
+        placed = []
+        for owner, own in of_owner.items():
+            total, before = sum(each.numel() for each in own), 0
+            for each in own:
+                placed.append((before / total, owner, each))
+                before += each.numel()
+        return [each for _, _, each in sorted(placed, key=lambda place: place[:2])]
 
     def value(self, index: int) -> torch.Tensor:
         """Return the gradient of a parameter in the buffer: [numel]."""
@@ -95,9 +175,26 @@ class FlatGradients:
         self._reduce(message)
         place.add_(message)
 
-    def send(self, first: int, stop: int) -> None:
-        """Reduce elements [first, stop), in the calling thread and on its current stream."""
-        self._reduce(self._buffer[first:stop])
+    def tasks(self, first: int, stop: int) -> tuple[str, ...]:
+        """Return the kinds of tasks that reduce elements [first, stop), in their order; the same on every rank."""
+        return tuple(self.kind if each == GRAD else each for each in self._prepared(first, stop))
+
+    def send(self, first: int, stop: int, task: str) -> None:
+        """Do one of the tasks that reduce elements [first, stop), in the calling thread and on its current stream."""
+        steps = self._prepared(first, stop)
+        kinds = tuple(steps)
+        kind = GRAD if task == self.kind else task
+        if kind == kinds[0]:
+            self._scale(self._buffer[first:stop])
+        steps[kind]()
+        if kind == kinds[-1]:
+            self._finish(self._buffer[first:stop])
+
+    def _prepared(self, first: int, stop: int) -> Steps:
+        """Return what its tasks do; a stretch of the plan is the same in every round."""
+        if (first, stop) not in self._steps:
+            self._steps[first, stop] = self.way.steps(self._buffer, first, stop)
+        return self._steps[first, stop]
 
     def _reduce(self, gradients: torch.Tensor) -> None:
         self._scale(gradients)
@@ -113,15 +210,44 @@ class FlatGradients:
         """
         gradients = self._buffer[first:stop]
         self._scale(gradients)
-        message = self._buffer[first:] if with_extra else gradients
-        work = dist.all_reduce(message, group=self.group, async_op=self._beside)
+        waits: list[Callable[[], object]] = []
+
+        def all_reduce(message: torch.Tensor) -> None:
+            work = dist.all_reduce(message, group=self.group, async_op=self._beside is not None)
+            waits.extend([] if work is None else [work.wait])
+
+        if self.nodes is None and self._owners is None:
+            all_reduce(self._buffer[first:] if with_extra else gradients)
+        else:
+            for piece in self._pieces(first, stop):
+                self._run(self.way.steps(self._buffer, *piece), waits)
+            if with_extra and len(self.extra):
+                # Behind what ranks of this group are sending, on the same lane.
+                extra = AllReduce(self.group).steps(self.extra, 0, len(self.extra))
+                self._run(extra, waits)
 
         def wait() -> None:
-            if work is not None:
-                work.wait()
+            for each in waits:
+                each()
             self._finish(gradients)
 
         return wait
+
+    def _run(self, steps: Steps, waits: list[Callable[[], object]]) -> None:
+        """Begin with a message, or send it."""
+        if self._beside is not None:
+            waits.append(self._beside.start(steps))
+            return
+        for step in steps.values():
+            step()
+
+    def _pieces(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """Return the pieces in which a message travels; the same on every rank."""
+        count = min(MOST_PIECES, (stop - first) // PIECE_NUMEL) if len(self.way.most_kinds) > 1 else 1
+        if count < 2:
+            return [(first, stop)] if stop > first else []
+        each = -(-(stop - first) // count // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+        return [(at, min(stop, at + each)) for at in range(first, stop, each)]
 
     def _scale(self, gradients: torch.Tensor) -> None:
         if self._scaling.before is not None:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.gradients.flat_buffers import FlatGradients
+from ds_fsmoe.gradients.flat_buffers import MOST_PIECES, PIECE_NUMEL, FlatGradients
 from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.measuring.stopwatch import Stopwatch, all_reducing
+from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.spans import Recorder, clock_of
 from ds_fsmoe.planning.cost import LinearCost, fit
@@ -119,9 +119,13 @@ class TimedWindow:
             self._idle.opened()
         return parcels
 
-    def send(self, parcel: GradientSlice) -> None:
+    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]:
         """See :class:`~ds_fsmoe.gradients.reducer.GradientReducer`."""
-        self._reducer.send(parcel)
+        return self._reducer.tasks(parcel)
+
+    def send(self, parcel: GradientSlice, task: str) -> None:
+        """See :class:`~ds_fsmoe.gradients.reducer.GradientReducer`."""
+        self._reducer.send(parcel, task)
 
     def close(self) -> None:
         """See :class:`~ds_fsmoe.gradients.reducer.GradientReducer`."""
@@ -131,7 +135,7 @@ class TimedWindow:
 
     def _gap_ms(self) -> float:
         """Return the time between the tasks before and behind the gradients' place on their lane."""
-        sending = self._plan.sending((GRAD,))
+        sending = self._plan.sending(((GRAD,),))
         place = next(i for i, task in enumerate(sending.tasks) if task.kind == GRAD)
         lane = sending.tasks[place].lane
         num_before = sum(task.lane is lane for task in sending.tasks[:place])
@@ -142,18 +146,38 @@ class TimedWindow:
         return max(0.0, end_ms - start_ms)
 
 
-def cost_of(flat: FlatGradients, host: Clock = HOST) -> LinearCost:
+@dataclass(frozen=True)
+class ReducingCost:
+    """The measured costs of reducing bytes of a buffer in one way."""
+
+    on_lane: LinearCost
+    """Of the task on the lane of gradients."""
+    alone_ms: float
+    """Of the largest message that was timed, in pieces that follow each other over the links."""
+
+
+def cost_of(flat: FlatGradients, in_levels: bool, host: Clock = HOST) -> ReducingCost:
     """Measure what reducing bytes of a buffer costs, at present among its ranks. Collective.
 
     Args:
         flat: the buffer.
+        in_levels: whether it is added up inside nodes first.
         host: the clock of the CPU.
     """
+    way = flat.way_in(in_levels)
     largest = max(8, min(flat.numel, MEASURED_NUMEL))
     sizes = [max(1, largest // 16), max(2, largest // 4), largest]
-    reducing = all_reducing(flat.dtype, flat.device, flat.group)
-    medians_ms = Stopwatch(flat.device, flat.group, host).times_ms("gradients", sizes, reducing, flat.group)
-    return fit([numel * flat.element_bytes for numel in sizes], medians_ms).cost
+    watch = Stopwatch(flat.device, flat.group, host)
+    of_tasks = {
+        task: watch.times_ms(f"gradients, {way}", sizes, flat.reducing(task, way), flat.group)
+        for task in way.most_kinds
+    }
+    on_lane = fit([numel * flat.element_bytes for numel in sizes], of_tasks[GRAD]).cost
+    inside_ms = sum(medians_ms[-1] for task, medians_ms in of_tasks.items() if task != GRAD)
+    between_ms = of_tasks[GRAD][-1]
+    pieces = max(1, min(MOST_PIECES, largest // PIECE_NUMEL))
+    # The shorter of the two is hidden but for that of one piece.
+    return ReducingCost(on_lane, max(inside_ms, between_ms) + min(inside_ms, between_ms) / pieces)
 
 
 def plan_by_time(

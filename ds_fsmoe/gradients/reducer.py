@@ -177,9 +177,13 @@ class GradientReducer:
             self._fill(parcel)
         return self._parts[part]
 
-    def send(self, parcel: GradientSlice) -> None:
-        """Send one slice that :meth:`open` returned, in the calling thread and on its current stream."""
-        self.flats[parcel.flat].send(parcel.first, parcel.stop)
+    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]:
+        """Return the kinds of tasks that one slice takes which :meth:`open` returned."""
+        return self.flats[parcel.flat].tasks(parcel.first, parcel.stop)
+
+    def send(self, parcel: GradientSlice, task: str) -> None:
+        """Do one task of a slice that :meth:`open` returned, in the calling thread and on its current stream."""
+        self.flats[parcel.flat].send(parcel.first, parcel.stop, task)
 
     def close(self) -> None:
         """End the window of a layer's backward: start what travels beside the work that follows."""
@@ -249,10 +253,10 @@ class GradientReducer:
         if self._new_plan is not None:
             # Not before: until now the reduced gradients of the last round may have been read.
             self._take_out()
-            for flat in self.flats:
-                flat.arrange(self._in_order(flat))
-            self._locate()
             self.plan, self._new_plan = self._new_plan, None
+            for index, flat in enumerate(self.flats):
+                flat.arrange(self._in_order(flat), self.plan.is_in_levels(index))
+            self._locate()
             self._parts = self.plan.parts
             self._windows, self._new_windows = self._new_windows, ()
         self._is_over = False
@@ -387,7 +391,10 @@ class GradientReducer:
         self._new_plan = self._make_plan(supplies)
 
     def _in_order(self, flat: FlatGradients) -> list[nn.Parameter]:
-        return sorted(flat.parameters, key=lambda each: (self._ready_of(each), self._numbers[id(each)]))
+        ready_at: dict[int, list[nn.Parameter]] = {}
+        for each in sorted(flat.parameters, key=lambda each: self._numbers[id(each)]):
+            ready_at.setdefault(self._ready_of(each), []).append(each)
+        return [each for window in sorted(ready_at) for each in flat.spread(ready_at[window])]
 
     def _ready_of(self, parameter: nn.Parameter) -> int:
         return self._ready_at[self._numbers[id(parameter)]]

@@ -10,24 +10,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
-from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
+from ds_fsmoe.execution.node_links import NodeLinks
+from ds_fsmoe.gradients.beside import Beside
+from ds_fsmoe.gradients.beside import beside as make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
 from ds_fsmoe.gradients.reducer import GradientReducer
 from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2
+from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, plan_by_rule
 from ds_fsmoe.planning.gradients import Mode
 from ds_fsmoe.planning.presets import BEST, preset
@@ -92,8 +99,9 @@ class Reduction:
         self._layers = tuple(layers)
         self._by_rule = block.deterministic
         self._door = (Stages1And2 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else Stage0)(engine)
+        self._beside = make_beside(engine.device) if beside else None
         self.reducer = GradientReducer(
-            _flats(self._door, groups, block.gradient_partition.all_used, beside),
+            _flats(self._door, groups, block.gradient_partition, self._beside),
             self._door.gradient_of,
             self._door.is_sending,
             self._plan,
@@ -145,20 +153,47 @@ class Reduction:
         self.reducer.on_finish = None
         self._watch_no_more()
         num_windows = len(supplies[-1].ready)
-        if self._by_rule or not num_windows:
-            return plan_by_rule(supplies, self.mode, self._asked.chunk_bytes)
         group = self.reducer.flats[-1].group
+        if self._by_rule:
+            # In two levels wherever that can be, unless it was asked for otherwise.
+            two_levels = [each.nodes is not None and self._asked.levels != 1 for each in self.reducer.flats]
+            plan = plan_by_rule(supplies, self.mode, self._asked.chunk_bytes)
+            return replace(plan, two_levels=tuple(two_levels))
+        costs, two_levels = self._costs()
+        if not num_windows:
+            plan = plan_by_rule(supplies, self.mode, self._asked.chunk_bytes)
+            return from_first_rank(replace(plan, two_levels=two_levels), group)
         idle = self._idle.typical(num_windows, group)
-        costs = [cost_of(each) for each in self.reducer.flats]
         placements = self._layers[0].pipeline.backward.groups.placements
         # Experts of the first layer may have nobody to be summed with, and those of another with another ep_size do.
         lanes_of = {GRAD: placements["dp"].lanes, EXPERT_GRAD: placements["edp"].lanes or placements["dp"].lanes}
         lanes = [lanes_of[each.kind] for each in supplies]
         solver, chunk_bytes = self._asked.solver, self._asked.chunk_bytes
         plan = plan_by_time(supplies, lanes, costs, idle, self.mode, solver=solver, chunk_bytes=chunk_bytes)
-        plan = from_first_rank(plan, group)
-        log_on_rank_0(_describe(plan, supplies, idle, self.mode))
+        plan = from_first_rank(replace(plan, two_levels=two_levels), group)
+        log_on_rank_0(_describe(plan, supplies, idle, self.mode, self.reducer.flats))
         return plan
+
+    def _costs(self) -> tuple[list[LinearCost], tuple[bool, ...]]:
+        """Return what sending costs, and which buffers are added up in two levels. Collective.
+
+        Of the two ways the faster one is taken, as rank 0 has measured it.
+        """
+        found: list[tuple[LinearCost, bool]] = []
+        for flat in self.reducer.flats:
+            asked = self._asked.levels
+            allowed = (False, True) if asked == "auto" else (asked == 2,)
+            measured = {each: cost_of(flat, each) for each in allowed if flat.nodes is not None or not each}
+            if not measured:
+                measured = {False: cost_of(flat, False)}
+            # Ranks of other groups of experts may have measured otherwise; each task's place is the same on all.
+            best = from_first_rank(min(measured, key=lambda each: measured[each].alone_ms), self._everyone)
+            found.append((measured[best].on_lane, best))
+        return [cost for cost, _ in found], tuple(best for _, best in found)
+
+    @property
+    def _everyone(self) -> dist.ProcessGroup:
+        return self.reducer.flats[-1].group
 
     def bytes_of_plan(self) -> tuple[int, int]:
         """Return (all bytes, those that travel before the backward is over), once there is a plan."""
@@ -168,6 +203,8 @@ class Reduction:
     def close(self) -> None:
         """Give the reduction back to DeepSpeed."""
         self._door.give_back()
+        if self._beside is not None:
+            self._beside.close()
         for layer in self._layers:
             layer.fsmoe.attach(None)
 
@@ -189,17 +226,27 @@ def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, in
     return sum(numel * size for numel, size in zip(plan.sizes, element_bytes, strict=True)), early
 
 
-def _describe(plan: GradientPlan, supplies: Sequence[BufferReadiness], idle: Sequence[Idle], mode: Mode) -> str:
+def _describe(
+    plan: GradientPlan,
+    supplies: Sequence[BufferReadiness],
+    idle: Sequence[Idle],
+    mode: Mode,
+    flats: Sequence[FlatGradients],
+) -> str:
     total, early = _bytes_of(plan, [each.element_bytes for each in supplies])
     windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
     return (
         f"gradients ({mode}): {early / 1e6:.4g} of {total / 1e6:.4g} MB travel before the backward is over; idle there "
-        f"were, inside and behind each MoE layer, {windows} ms"
+        f"were, inside and behind each MoE layer, {windows} ms; they travel by "
+        + ", ".join(dict.fromkeys(str(flat.way_in(plan.is_in_levels(at))) for at, flat in enumerate(flats)))
     )
 
 
 def _flats(
-    door: Stage0 | Stages1And2, groups: dict[str, FSMoEGroups], all_used: bool, beside: bool
+    door: Stage0 | Stages1And2,
+    groups: dict[str, FSMoEGroups],
+    asked: GradientPartitionBlock,
+    beside: Beside | None,
 ) -> list[FlatGradients]:
     """Return a buffer for each group and type, the one of the most ranks last."""
     dense: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
@@ -215,12 +262,19 @@ def _flats(
         dense[torch.float32] = []
     made: list[FlatGradients] = []
     count = sum(map(len, (*dense.values(), *experts.values())))
-    communicators = {name: communicator_like(groups[name], "edp") for name in dict.fromkeys(n for n, _ in experts)}
+    owners = door.owners if asked.collective != "all_reduce" else None
+
+    def among(of: FSMoEGroups, kind: str) -> tuple[dist.ProcessGroup | None, NodeLinks | None]:
+        return communicator_like(of, kind), None if asked.levels == 1 else node_links(of, kind, "gradients")
+
+    communicators = {name: among(groups[name], "edp") for name in dict.fromkeys(n for n, _ in experts)}
     for (name, dtype), parameters in experts.items():
-        of_kind = EXPERT_GRAD, parameters, dtype, communicators[name], door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, beside=beside))
-    of_all = communicator_like(everyone, "dp")
+        group, nodes = communicators[name]
+        of_kind = EXPERT_GRAD, parameters, dtype, group, door.scaling(), door.device
+        made.append(FlatGradients(*of_kind, beside=beside, nodes=nodes, owners=owners))
+    of_all, nodes = among(everyone, "dp")
     for place, (dtype, parameters) in enumerate(dense.items(), 1):
-        extra = 2 * count if place == len(dense) and not all_used else 0
-        made.append(FlatGradients(GRAD, parameters, dtype, of_all, door.scaling(), door.device, extra, beside))
+        extra = 2 * count if place == len(dense) and not asked.all_used else 0
+        of_kind = GRAD, parameters, dtype, of_all, door.scaling(), door.device
+        made.append(FlatGradients(*of_kind, extra, beside, nodes, owners))
     return made

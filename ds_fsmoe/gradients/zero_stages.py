@@ -30,6 +30,7 @@ DP, both divided by dp (``_reduce_expert_gradients`` of runtime/engine.py, ``ave
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,6 +82,9 @@ class Stage0:
         # Who asks for the reduction later may want to see to the gradients before.
         is_by_backward = engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
         return is_by_backward and engine.is_gradient_accumulation_boundary()
+
+    owners = None
+    """Every rank updates all parameters."""
 
     def scaling(self) -> Scaling:
         """Divide as ``DeepSpeedEngine.allreduce_bucket`` does, for experts too: by the data-parallel size."""
@@ -177,6 +181,40 @@ class Stages1And2:
         engine, optimizer = self._engine, self._optimizer
         reduces = optimizer.partition_gradients or engine.is_gradient_accumulation_boundary()
         return reduces and not engine.inside_no_sync_ctxt and not optimizer._coalesce_grad_reduction
+
+    def owners(self, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
+        """Return which ranks' partitions a gradient lies in: (how many elements, rank), in its order in memory.
+
+        ``None`` where ZeRO reads more of it than a rank's own part (Muon makes whole matrices orthogonal, ZenFlow keeps
+        columns of all), or its order in memory is not that of the partitions.
+        """
+        optimizer = self._optimizer
+        if not parameter.is_contiguous() or optimizer.zenflow or getattr(parameter, "use_muon", False):
+            return None
+        size, at = self._place_of[id(parameter)]
+        found: list[tuple[int, int]] = []
+        end = at + parameter.numel()
+        while at < end:
+            stop = min(end, (at // size + 1) * size)
+            found.append((stop - at, at // size))
+            at = stop
+        return found
+
+    @cached_property
+    def _place_of(self) -> dict[int, tuple[int, int]]:
+        """Return parameter -> (elements of a partition of its group, where it begins in the group)."""
+        optimizer = self._optimizer
+        of_groups = zip(
+            optimizer.round_robin_bit16_groups,
+            optimizer.round_robin_bit16_offsets,
+            optimizer.partition_size,
+            strict=True,
+        )
+        return {
+            id(parameter): (int(size), offset)
+            for parameters, offsets, size in of_groups
+            for parameter, offset in zip(parameters, offsets, strict=True)
+        }
 
     def scaling(self) -> Scaling:
         """Divide as ``average_tensor`` does, for experts too: by the data-parallel size, ahead of the sum."""

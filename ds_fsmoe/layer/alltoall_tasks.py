@@ -13,12 +13,10 @@ from ds_fsmoe.components.alltoall import AllToAllBase, CrossesOnce
 from ds_fsmoe.components.hierarchical import HierarchicalAllToAll, Nodes, Relays, Route
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
 from ds_fsmoe.execution.collectives import Leg, RowExchange, RowLeg
-from ds_fsmoe.execution.node_links import NodeLinks, regular
+from ds_fsmoe.execution.node_links import NodeLinks
+from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll
-
-Levels = tuple[tuple[int, ...], ...]
-"""Ranks of a group, node by node."""
 
 
 @dataclass(frozen=True)
@@ -106,20 +104,9 @@ def exchange_in(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
 def _crossing_once(groups: FSMoEGroups, alltoall: AllToAllBase) -> Exchange:
     """Prepare the two levels, or say why it is the flat way. Collective."""
     flat = Exchange(alltoall.exchange, rows=alltoall.exchange_rows)
-    all_ranks, node_of = groups.layout.ep, groups.topology.node_of_rank
-    levels = {ranks: regular([node_of[rank] for rank in ranks]) for ranks in all_ranks}
     if groups.planned.esp > 1 or groups.layout.tensor_parallel_experts:
         return replace(flat, why_flat="each expert is split over several ranks")
-    if any(each is None for each in levels.values()):
+    nodes = node_links(groups, "ep", "once")
+    if nodes is None:
         return replace(flat, why_flat="the ranks that share experts are not equally many, at least 2, in several nodes")
-
-    def parts(of_level: Callable[[Levels], Levels]) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(ranks[each] for each in part) for ranks, found in levels.items() for part in of_level(found or ())
-        )
-
-    between = make_parts("once_inter", parts(lambda nodes: tuple(zip(*nodes, strict=True))), groups.max_ctas)
-    inside = make_parts("once_intra", parts(lambda nodes: nodes), groups.max_ctas)
-    own = levels[groups.ranks_of("ep")]
-    assert own is not None
-    return replace(flat, nodes=NodeLinks(own, groups.index_in("ep"), between, inside))
+    return replace(flat, nodes=nodes)

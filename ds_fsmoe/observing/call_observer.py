@@ -38,6 +38,8 @@ from ds_fsmoe.planning.schedule import (
     EXPERT_GRAD,
     GATHER,
     GRAD,
+    GRAD_GATHER,
+    GRAD_SCATTER,
     REDUCE,
     SPREAD,
     Schedule,
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 _KINDS_OF_GROUP = {
     "ep": (A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT),
     "esp": (GATHER, REDUCE),
-    "dp": (GRAD,),
+    "dp": (GRAD, GRAD_SCATTER, GRAD_GATHER),
     "edp": (EXPERT_GRAD,),
 }
 
@@ -132,7 +134,7 @@ class _MeasuredWindow:
 
     def __init__(self, window: Any) -> None:
         self._window: GradientReducer = window
-        self.send, self.close = window.send, window.close
+        self.tasks, self.send, self.close = window.tasks, window.send, window.close
         self.slices_bytes: tuple[int, ...] = ()
 
     def open(self, label: str) -> Sequence[GradientSlice]:

@@ -8,12 +8,12 @@ idle; slices that are too long for it make the layer longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_fsmoe.planning.chunks import chunk_shares
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, Draft, Lane, Schedule
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD_GATHER, GRAD_SCATTER, Draft, Lane, Schedule
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
 
 Links = Literal["shared", "paper", "reduce_first"]
@@ -29,6 +29,9 @@ class Slice:
     size_bytes: float
     newest_layer: int = -1
     """The last layer in backward order that added to this slice; -1: the slice existed before all of them."""
+    inside: tuple[str, ...] = ()
+    """GRAD_SCATTER, if it is first added up inside the node, and GRAD_GATHER, if all ranks of the node have the sum at
+    the end; both on the links inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,13 @@ def _add_moe(
     in_steps = len(moe.enter) > 1 and plan.links != "shared"
     inside, enter = (moe.enter[:1], moe.enter[1:]) if in_steps else ((), moe.enter)
     leave, back_inside = (moe.leave[:1], moe.leave[1:]) if in_steps else (moe.leave, ())
+    # Inside the node gradients come ahead of everything, while the first tokens are on their way between nodes.
+    scattered = {
+        index: draft.add(GRAD_SCATTER, Lane.INTRA, chunk=index, size=each.size_bytes, after=after, layer=layer)
+        for index, each in enumerate(plan.moe_slices)
+        if GRAD_SCATTER in each.inside
+    }
+    summed: list[int] = []
     step(0, inside)
     for chunk in range(degree):
         step(chunk, enter)
@@ -154,7 +164,7 @@ def _add_moe(
             step(chunk + 1, inside)
         step(chunk, moe.gather)
         if chunk == degree - 1:
-            _add_slices(draft, plan.moe_slices, layer, passed)
+            summed = _add_slices(draft, plan.moe_slices, layer, passed, scattered=scattered)
         if reduce_ahead and chunk >= 1:
             step(chunk - 1, moe.reduce)
         experts(chunk)
@@ -165,6 +175,9 @@ def _add_moe(
         if chunk > 0:
             step(chunk - 1, back_inside)
     step(degree - 1, back_inside)
+    for index, each in enumerate(plan.moe_slices):
+        if GRAD_GATHER in each.inside:
+            draft.add(GRAD_GATHER, Lane.INTRA, chunk=index, size=each.size_bytes, after=(summed[index],), layer=layer)
     return tuple(dict.fromkeys(index for each in at for index in each)), weights_done, late
 
 
@@ -187,7 +200,16 @@ def _add(
     return draft.add(work.kind, *lanes, chunk=chunk or 0, size=size, after=after, layer=layer, launches=work.launches)
 
 
-def _add_slices(draft: Draft, slices: Iterable[Slice], layer: int, passed: Passed, first: int = 0) -> None:
+def _add_slices(
+    draft: Draft,
+    slices: Iterable[Slice],
+    layer: int,
+    passed: Passed,
+    first: int = 0,
+    scattered: Mapping[int, int] | None = None,
+) -> list[int]:
+    """Append slices; return their tasks. ``scattered``: index of a slice -> the task that has added it up inside."""
+    added: list[int] = []
     for index, each in enumerate(slices, first):
         needs: Sequence[int] = ()
         if each.newest_layer >= 0:
@@ -199,7 +221,10 @@ def _add_slices(draft: Draft, slices: Iterable[Slice], layer: int, passed: Passe
                     "move the slice to a later window"
                 )
             needs = exist[each.newest_layer]
-        draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=needs, layer=layer)
+        if scattered and index in scattered:
+            needs = (*needs, scattered[index])
+        added.append(draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=needs, layer=layer))
+    return added
 
 
 def block_schedule(work: BlockWork, plan: BlockPlan, layer: int = 0) -> Schedule:

@@ -13,7 +13,7 @@ from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import EXPERT_DW, EXPERT_GRAD, GRAD, REST, Lane, Schedule, Task
+from ds_fsmoe.planning.schedule import EXPERT_DW, GRADIENT_TASKS, REST, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, Gradient, Layer, MoEWork, Shape, Work, layer_work
 
@@ -119,7 +119,7 @@ def sized(schedule: Schedule, plan: PhasePlan, shape: CallShape) -> Schedule:
     shares = chunk_shares(moe.capacity, plan.block.degree)
 
     def with_size(task: Task) -> Task:
-        if task.kind in (GRAD, EXPERT_GRAD):
+        if task.kind in GRADIENT_TASKS:
             return replace(task, size=shape.slices_bytes[task.chunk])
         work = work_of.get(task.kind)
         return task if work is None else replace(task, size=work.size * shares[task.chunk], launches=work.launches)

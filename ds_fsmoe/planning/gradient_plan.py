@@ -67,6 +67,8 @@ class GradientPlan:
     dense: tuple[tuple[GradientSlice, ...], ...]
     sizes: tuple[int, ...]
     """The number of elements of each buffer."""
+    two_levels: tuple[bool, ...] = ()
+    """Of each buffer, whether it is added up inside nodes first, and then between them; none where nothing is."""
 
     def __post_init__(self) -> None:
         sent = [0] * len(self.sizes)
@@ -80,6 +82,10 @@ class GradientPlan:
     def parts(self) -> tuple[tuple[GradientSlice, ...], ...]:
         """The slices in sending order: inside the first layer, beside what follows it, inside the second, ..."""
         return tuple(parcels for window in zip(self.moe, self.dense, strict=True) for parcels in window)
+
+    def is_in_levels(self, flat: int) -> bool:
+        """Return whether a buffer is added up inside nodes first, and then between them."""
+        return flat < len(self.two_levels) and self.two_levels[flat]
 
     @property
     def num_windows(self) -> int:

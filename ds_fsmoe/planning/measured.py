@@ -23,6 +23,9 @@ from ds_fsmoe.planning.schedule import (
     EXPERT_GRAD,
     GATHER,
     GRAD,
+    GRAD_GATHER,
+    GRAD_SCATTER,
+    GRADIENT_TASKS,
     HOLD,
     REDUCE,
     REST,
@@ -39,6 +42,7 @@ FORWARD, BACKWARD = "experts forward", "experts backward"
 BACKWARD_ANEW = "experts backward, cut anew"
 DX, DW = "experts dX", "experts dW"
 GRADIENTS, EXPERT_GRADIENTS = "all-reduce of gradients", "all-reduce of experts' gradients"
+SCATTERED, GATHERED = "gradients added up inside nodes", "gradients gathered inside nodes"
 GATE, ORDER = "gate", "order and back"
 
 
@@ -131,7 +135,7 @@ class LayerProfile:
             found[EXPERT] = LinearCost(dx.alpha_ms + dw.alpha_ms, (dx.beta_ms + dw.beta_ms) / 2)
         task_ms = 0.0 if issues_ahead else self.task_ms
         # Slices of gradients are cut by a formula that knows lines only.
-        found |= {kind: at[names[kind]].fit.cost for kind in (GRAD, EXPERT_GRAD) if kind in found}
+        found |= {kind: at[names[kind]].fit.cost for kind in GRADIENT_TASKS if kind in found}
         return {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)} | {
             kind: cost.plus(task_ms) for kind, cost in found.items()
         }
@@ -153,7 +157,9 @@ class LayerProfile:
         names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
         names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER, SPREAD: IN_NODES, COLLECT: IN_NODES}
         names |= {EXPERT: anew, EXPERT_DX: DX, EXPERT_DW: DW} if backward else {EXPERT: FORWARD}
-        return names | ({GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS} if backward else {})
+        if backward:
+            names |= {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS, GRAD_SCATTER: SCATTERED, GRAD_GATHER: GATHERED}
+        return names
 
 
 _PHASES = ((False, True), (True, True), (True, False))

@@ -27,24 +27,33 @@ class PhasePlan:
         """The tasks of the plan."""
         return self.sending(())
 
-    def sending(self, kinds: tuple[str, ...]) -> Schedule:
-        """Return the same plan with these slices of GRAD or EXPERT_GRAD, in this order."""
-        if kinds not in self._schedules:
-            self._schedules[kinds] = self._schedule(kinds)
-        return self._schedules[kinds]
+    def sending(self, slices: tuple[tuple[str, ...], ...]) -> Schedule:
+        """Return the same plan with these slices of gradients, in this order.
+
+        Args:
+            slices: the tasks of each: GRAD or EXPERT_GRAD, and those inside the node if it goes in two levels.
+        """
+        if slices not in self._schedules:
+            self._schedules[slices] = self._schedule(slices)
+        return self._schedules[slices]
 
     @cached_property
-    def _schedules(self) -> dict[tuple[str, ...], Schedule]:
+    def _schedules(self) -> dict[tuple[tuple[str, ...], ...], Schedule]:
         return {}
 
-    def _schedule(self, kinds: tuple[str, ...]) -> Schedule:
+    def _schedule(self, slices: tuple[tuple[str, ...], ...]) -> Schedule:
         # Sizes are of no importance to what is run, so those of one row stand for all.
         sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
         work = layer_work(sizes, self.groups, self.alltoall)
         moe = (work.backward if self.backward else work.forward).moe
         lanes = gradient_lanes(self.groups)
-        slices = tuple(Slice(kind, lanes[kind], 1.0) for kind in kinds)
-        block = BlockPlan(self.block.degree, self.block.links, self.block.late_dw, slices)
+        sent = tuple(
+            Slice(kind, lanes[kind], 1.0, inside=tuple(each for each in tasks if each != kind))
+            for tasks in slices
+            for kind in tasks
+            if kind in lanes
+        )
+        block = BlockPlan(self.block.degree, self.block.links, self.block.late_dw, sent)
         return block_schedule(BlockWork((), moe, ()), block)
 
 

@@ -53,6 +53,11 @@ REST = "REST"
 # Slices of gradients: of what every data-parallel rank holds, and of experts among those that hold the same ones.
 GRAD = "GRAD"
 EXPERT_GRAD = "EXPERT_GRAD"
+# A slice that is added up in two levels is two or three tasks: these are its parts inside the node, the above its part
+# between nodes. The last is left out where each part of the sum is for one rank only.
+GRAD_SCATTER = "GRAD_SCATTER"
+GRAD_GATHER = "GRAD_GATHER"
+GRADIENT_TASKS = (GRAD_SCATTER, GRAD, EXPERT_GRAD, GRAD_GATHER)
 HOLD = "HOLD"
 """A task that does nothing but keep a lane waiting while a task elsewhere needs it, too (see ``Draft.add``)."""
 

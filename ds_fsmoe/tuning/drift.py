@@ -31,9 +31,8 @@ from ds_fsmoe.planning.schedule import (
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
-    EXPERT_GRAD,
     GATHER,
-    GRAD,
+    GRADIENT_TASKS,
     HOLD,
     REDUCE,
     SPREAD,
@@ -50,7 +49,7 @@ _REFERENCES = 3
 """The number of compared steps whose lower median is the rest of a step, as one may have been disturbed."""
 _KINDS = (
     *(A2A_IN_NODE, A2A_IN, GATHER, SPREAD, EXPERT, EXPERT_DX, EXPERT_DW, REDUCE, COLLECT, A2A_OUT, A2A_OUT_NODE),
-    *(GRAD, EXPERT_GRAD),
+    *GRADIENT_TASKS,
 )
 _LANES = tuple(str(lane) for lane in Lane)
 

@@ -7,21 +7,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from ds_fsmoe.measuring.measurements import Measuring
 from ds_fsmoe.measuring.profiler import untouched
-from ds_fsmoe.measuring.stopwatch import Prepare, all_reducing
-from ds_fsmoe.planning.measured import EXPERT_GRADIENTS, GATE, GRADIENTS, ORDER, Timing
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+from ds_fsmoe.measuring.stopwatch import Prepare
+from ds_fsmoe.planning.measured import EXPERT_GRADIENTS, GATE, GATHERED, GRADIENTS, ORDER, SCATTERED, Timing
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, GRAD_GATHER, GRAD_SCATTER
 from ds_fsmoe.tuning.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
-    from ds_fsmoe.gradients.reduction import Reduction
+    from ds_fsmoe.gradients.flat_buffers import FlatGradients
+from ds_fsmoe.gradients.reduction import Reduction
 
 LARGEST_NUMEL = 1 << 20
 """The most elements of gradients that are summed to measure the cost."""
-_NAMES = {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS}
+_NAMES = {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS, GRAD_SCATTER: SCATTERED, GRAD_GATHER: GATHERED}
 
 
 def time_gate_and_order(measuring: Measuring, kind: LayerKind) -> dict[str, Timing]:
@@ -76,21 +76,23 @@ def time_gradients(measuring: Measuring, kind: LayerKind, reduction: Reduction |
     Raises:
         MeasuringError: on every rank, if one has failed.
     """
-    device = measuring.watch.device
-    groups: dict[str, tuple[dist.ProcessGroup, torch.dtype, int]] = {}
+    largest: dict[str, FlatGradients] = {}
     for flat in () if reduction is None else reduction.reducer.flats:
-        numel = min(LARGEST_NUMEL, flat.numel)
-        if flat.kind not in groups or numel > groups[flat.kind][2]:
-            groups[flat.kind] = flat.group, flat.dtype, numel
+        if flat.kind not in largest or flat.numel > largest[flat.kind].numel:
+            largest[flat.kind] = flat
     found: dict[str, Timing] = {}
     placements = kind.pipeline.forward.groups.placements
-    for grad_kind, (group, dtype, largest) in groups.items():
-        sizes = _sizes_up_to(largest, 6)
+    for grad_kind, flat in largest.items():
+        sizes = _sizes_up_to(min(LARGEST_NUMEL, flat.numel), 6)
         at = placements["dp" if grad_kind == GRAD else "edp"]
-        name = f"{_NAMES[grad_kind]} of {dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
-        found[_NAMES[grad_kind]] = measuring.timing(
-            name, "byte", sizes, float(dtype.itemsize), all_reducing(dtype, device, group), group
-        )
+        of_kind = f"of {flat.dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
+        for task in flat.way.most_kinds:
+            name = _NAMES[grad_kind if task == GRAD else task]
+            if name not in found:
+                found[name] = measuring.timing(
+                    f"{name} {of_kind}, {flat.way}",
+                    *("byte", sizes, float(flat.dtype.itemsize), flat.reducing(task), flat.group),
+                )
     return found
 
 

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the steps of messages beside the caller: those between nodes on one lane, those inside them on another.
+
+Messages of several steps follow each other closely: while one travels between nodes, the next is added up inside. The
+order on each lane follows from the order in which messages are given alone, so it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ds_fsmoe.gradients.ways import Steps
+from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
+
+
+class Beside(ABC):
+    """Runs messages beside the caller."""
+
+    def __init__(self) -> None:
+        self._held: list[Callable[[], None]] = []
+
+    def start(self, steps: Steps) -> Callable[[], None]:
+        """Begin with a message; return a function that waits until it is through, for the same thread."""
+        done = [self._now()]
+
+        def give(kind: str) -> None:
+            done.append(self._give(kind == GRAD, steps[kind], done[-1]))
+
+        first, *others = steps
+        give(first)
+        # The last step of the message before came behind this one's first.
+        self._give_held()
+        for kind in others:
+            if kind == GRAD_GATHER:
+                self._held.append(lambda: give(GRAD_GATHER))
+            else:
+                give(kind)
+
+        def wait() -> None:
+            self._give_held()
+            self._await(done[-1])
+
+        return wait
+
+    def _give_held(self) -> None:
+        held, self._held = self._held, []
+        for give in held:
+            give()
+
+    @abstractmethod
+    def _now(self) -> Any:
+        """Return what stands for all that the caller has done so far."""
+
+    @abstractmethod
+    def _give(self, between: bool, step: Callable[[], None], after: Any) -> Any:
+        """Give a lane a step, behind what it has, that needs an earlier one; return what stands for it."""
+
+    @abstractmethod
+    def _await(self, done: Any) -> None:
+        """Wait for a step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the lanes."""
+
+
+class BesideThreads(Beside):
+    """Runs steps on two threads, for collectives of a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lanes: dict[bool, ThreadPoolExecutor] = {}
+
+    def _now(self) -> None:
+        return None
+
+    def _give(self, between: bool, step: Callable[[], None], after: Future[None] | None) -> Future[None]:
+        if between not in self._lanes:
+            name = f"fsmoe-gradients-{'inter' if between else 'intra'}"
+            self._lanes[between] = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+        def run() -> None:
+            if after is not None:
+                after.result()
+            with torch.no_grad():
+                step()
+
+        return self._lanes[between].submit(run)
+
+    def _await(self, done: Future[None]) -> None:
+        done.result()
+
+    def close(self) -> None:
+        """End the threads. What they still have to do is done first."""
+        for lane in self._lanes.values():
+            lane.shutdown()
+        self._lanes = {}
+
+
+class BesideStreams(Beside):
+    """Runs steps on two streams of a GPU: the caller's stream waits for a message, and the host does not."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._streams = {between: torch.cuda.Stream(device) for between in (False, True)}
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _give(self, between: bool, step: Callable[[], None], after: torch.cuda.Event) -> torch.cuda.Event:
+        stream = self._streams[between]
+        stream.wait_event(after)
+        with torch.cuda.stream(stream), torch.no_grad():
+            step()
+            return self._now()
+
+    def _await(self, done: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(done)
+
+    def close(self) -> None:
+        """Leave the streams to torch."""
+
+
+def beside(device: torch.device) -> Beside:
+    """Return what runs the messages of a device's buffers."""
+    return BesideStreams(device) if device.type == "cuda" else BesideThreads()

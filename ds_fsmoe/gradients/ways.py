@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways in which ranks add up a stretch of a buffer: what is sent in how many steps, and who has the sum then.
+
+Every rank may need the whole sum, or each only the part that its optimizer updates (ZeRO stages 1 and 2): its owner
+alone has a part then, and fewer bytes travel. Where ranks lie in several nodes a sum may be taken in two levels: first
+inside each node, so that between nodes a rank sends what is its own share of the node's sum, and no more.
+
+Letters: m elements of a stretch, n nodes, p ranks in each, N = n * p ranks. Between nodes a link carries, per direction
+and node: of a flat ring 2m(N-1)/N; in two levels 2m(n-1)/n; to owners in two levels m(n-1)/n, if all own alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.execution.collectives import all_gather
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
+from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
+
+Steps = dict[str, Callable[[], None]]
+
+
+class Stretch(NamedTuple):
+    """Elements [first, stop) of a buffer that one rank owns."""
+
+    first: int
+    stop: int
+    owner: int
+
+
+class Way(ABC):
+    """A way to add up stretches of one buffer, in place."""
+
+    words: str
+    """What it is called in logs and in the names of measurements."""
+    most_kinds: tuple[str, ...]
+    """The kinds of tasks that a stretch may take, in their order: GRAD is the one on the lane of gradients."""
+
+    def __str__(self) -> str:
+        return self.words
+
+    @abstractmethod
+    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+        """Return kind of task -> what it does to elements [first, stop), in the order of the tasks; the same kinds on
+        every rank. Each is collective."""
+
+    @abstractmethod
+    def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
+        """Return what one step of a stretch as long as ``scratch`` sends, whatever comes of it, for measuring."""
+
+
+@dataclass(frozen=True, repr=False)
+class AllReduce(Way):
+    """Adds up in one collective among all ranks."""
+
+    group: dist.ProcessGroup
+    words = "all-reduce"
+    most_kinds = (GRAD,)
+
+    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+        """See :class:`Way`."""
+
+        def reduce() -> None:
+            dist.all_reduce(buffer[first:stop], group=self.group)
+
+        return {GRAD: reduce}
+
+    def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
+        """See :class:`Way`."""
+        return lambda: dist.all_reduce(scratch, group=self.group)
+
+
+@dataclass(frozen=True, repr=False)
+class AllReduceByNodes(Way):
+    """Adds up equal parts inside the node, each part between nodes, and gathers the parts inside."""
+
+    nodes: NodeLinks
+    words = "all-reduce in two levels"
+    most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
+
+    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+        """See :class:`Way`."""
+        nodes, whole = self.nodes, buffer[first:stop]
+        per_node = nodes.per_node
+        each = -(-len(whole) // per_node)
+        # A rank's part must be as long as each other's for the gather; what is missing at the end is filled up.
+        fits = each * per_node == len(whole)
+        part: list[torch.Tensor] = []
+
+        def scatter() -> None:
+            padded = whole if fits else torch.cat([whole, whole.new_zeros(each * per_node - len(whole))])
+            part[:] = (_summed(padded, [each] * per_node, nodes.place, nodes.inside),)
+
+        def between() -> None:
+            _is_used_here(part[0])
+            dist.all_reduce(part[0], group=nodes.between)
+
+        def gather() -> None:
+            _is_used_here(part[0])
+            gathered = whole if fits else whole.new_empty(each * per_node)
+            all_gather(gathered, part.pop(), group=nodes.inside)
+            if not fits:
+                whole.copy_(gathered[: len(whole)])
+
+        return {GRAD_SCATTER: scatter, GRAD: between, GRAD_GATHER: gather}
+
+    def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
+        """See :class:`Way`."""
+        nodes = self.nodes
+        part = scratch[: -(-len(scratch) // nodes.per_node)].clone()
+        if kind == GRAD:
+            return lambda: dist.all_reduce(part, group=nodes.between)
+        whole = part.repeat(nodes.per_node)
+        if kind == GRAD_GATHER:
+            return lambda: all_gather(whole, part, group=nodes.inside)
+        return lambda: _summed(whole, [len(part)] * nodes.per_node, nodes.place, nodes.inside)
+
+
+class _Owned:
+    """The stretches of a buffer by their owners, and what of them lies between two elements."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self._stretches = tuple(stretches)
+        self._firsts = [each.first for each in self._stretches]
+
+    def within(self, first: int, stop: int) -> list[Stretch]:
+        found = []
+        for each in self._stretches[max(0, bisect_right(self._firsts, first) - 1) :]:
+            if each.first >= stop:
+                break
+            begin, end = max(each.first, first), min(each.stop, stop)
+            if begin < end:
+                found.append(Stretch(begin, end, each.owner))
+        return found
+
+    def shares(self, first: int, stop: int, num_ranks: int) -> list[int]:
+        """Return how many elements each rank owns."""
+        counts = [0] * num_ranks
+        for each in self.within(first, stop):
+            counts[each.owner] += each.stop - each.first
+        return counts
+
+
+class ReduceScatter(Way):
+    """Sends every element to its owner, who adds up; in one collective among all ranks.
+
+    Args:
+        group: the ranks.
+        stretches: who owns what of the buffer, in its order and without gaps.
+    """
+
+    words = "reduce-scatter"
+    most_kinds = (GRAD,)
+
+    def __init__(self, group: dist.ProcessGroup, stretches: Sequence[Stretch]) -> None:
+        self._group = group
+        self._owned = _Owned(stretches)
+
+    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+        """See :class:`Way`."""
+        group, stretches = self._group, self._owned.within(first, stop)
+
+        def scatter() -> None:
+            order = [(owner,) for owner in range(group.size())]
+            packed, counts = _packed(buffer, stretches, order)
+            _put(buffer, stretches, group.rank(), _summed(packed, counts, group.rank(), group))
+
+        return {GRAD: scatter}
+
+    def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
+        """See :class:`Way`."""
+        return _summing_equally(scratch, self._group.rank(), self._group)
+
+
+class ReduceScatterByNodes(Way):
+    """Adds up inside the node what ranks of one place own, and between nodes at its owner; or, where a stretch belongs
+    to so few ranks that their links alone would carry it, adds up for all ranks in two levels.
+
+    Args:
+        nodes: the ranks.
+        stretches: who owns what of the buffer, in its order and without gaps.
+    """
+
+    words = "reduce-scatter in two levels"
+    most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
+
+    def __init__(self, nodes: NodeLinks, stretches: Sequence[Stretch]) -> None:
+        self._nodes = nodes
+        self._owned = _Owned(stretches)
+        self._for_all = AllReduceByNodes(nodes)
+
+    def pays(self, first: int, stop: int) -> bool:
+        """Return whether no rank sends or receives more between nodes than if the sum were for all ranks."""
+        nodes = self._nodes
+        counts = self._owned.shares(first, stop, nodes.num_nodes * nodes.per_node)
+        of_place = [sum(counts[ranks[place]] for ranks in nodes.ranks) for place in range(nodes.per_node)]
+        most = max(
+            max((nodes.num_nodes - 1) * counts[rank], of_place[place] - counts[rank])
+            for ranks in nodes.ranks
+            for place, rank in enumerate(ranks)
+        )
+        return most * nodes.num_nodes * nodes.per_node <= 2 * (nodes.num_nodes - 1) * (stop - first)
+
+    def steps(self, buffer: torch.Tensor, first: int, stop: int) -> Steps:
+        """See :class:`Way`."""
+        if not self.pays(first, stop):
+            return self._for_all.steps(buffer, first, stop)
+        nodes, stretches = self._nodes, self._owned.within(first, stop)
+        of_place: list[torch.Tensor] = []
+
+        def scatter() -> None:
+            order = [tuple(ranks[place] for ranks in nodes.ranks) for place in range(nodes.per_node)]
+            packed, counts = _packed(buffer, stretches, order)
+            of_place[:] = (_summed(packed, counts, nodes.place, nodes.inside),)
+
+        def between() -> None:
+            _is_used_here(of_place[0])
+            owners = [ranks[nodes.place] for ranks in nodes.ranks]
+            counts = [sum(each.stop - each.first for each in stretches if each.owner == owner) for owner in owners]
+            _put(buffer, stretches, nodes.rank, _summed(of_place.pop(), counts, nodes.node, nodes.between))
+
+        return {GRAD_SCATTER: scatter, GRAD: between}
+
+    def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
+        """See :class:`Way`."""
+        if kind != GRAD:
+            return self._for_all.alone(kind, scratch)
+        nodes = self._nodes
+        part = scratch[: -(-len(scratch) // nodes.per_node)]
+        return _summing_equally(part, nodes.node, nodes.between)
+
+
+def _packed(
+    buffer: torch.Tensor, stretches: Sequence[Stretch], order: Sequence[tuple[int, ...]]
+) -> tuple[torch.Tensor, list[int]]:
+    """Return the elements of each set of owners, one set behind the other and owner by owner, and how many they are."""
+    pieces = [
+        [buffer[each.first : each.stop] for owner in owners for each in stretches if each.owner == owner]
+        for owners in order
+    ]
+    together = [piece for of_set in pieces for piece in of_set]
+    counts = [sum(map(len, of_set)) for of_set in pieces]
+    return (torch.cat(together) if together else buffer[:0]), counts
+
+
+def _summed(x: torch.Tensor, counts: Sequence[int], index: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return the sum over ranks of this rank's elements: ``counts`` of ``x`` belong to each, in their order."""
+    own = counts[index]
+    parts = exchange_sized(x, counts, [own] * len(counts), group)
+    return parts.view(len(counts), own).sum(dim=0)
+
+
+def _summing_equally(scratch: torch.Tensor, index: int, group: dist.ProcessGroup | None) -> Callable[[], torch.Tensor]:
+    num_ranks = dist.get_world_size(group)
+    whole = scratch.new_zeros(-(-len(scratch) // num_ranks) * num_ranks)
+    return lambda: _summed(whole, [len(whole) // num_ranks] * num_ranks, index, group)
+
+
+def _is_used_here(x: torch.Tensor) -> None:
+    """Tell a GPU's allocator that a tensor of another lane's stream is read in this one, too."""
+    if x.is_cuda:
+        x.record_stream(torch.cuda.current_stream(x.device))
+
+
+def _put(buffer: torch.Tensor, stretches: Sequence[Stretch], owner: int, values: torch.Tensor) -> None:
+    at = 0
+    for each in stretches:
+        if each.owner == owner:
+            buffer[each.first : each.stop] = values[at : at + each.stop - each.first]
+            at += each.stop - each.first
