@@ -206,6 +206,8 @@ class Seen:
     numel: int = 0
     """Elements of all buffers."""
     mode: str = ""
+    ways: list[str] = field(default_factory=list)
+    """How each buffer is added up at the end."""
 
     def add(self, name: str, value: torch.Tensor) -> None:
         self.numbers.setdefault(name, []).append(value.detach().clone())
@@ -377,6 +379,7 @@ def training(run: Run, rank: int, stock: bool = False) -> Iterator[Script]:
             reducer = reduction.reducer
             seen.rounds, seen.sent_again = reducer.rounds, reducer.sent_again
             seen.hidden = reducer.plan.hidden() if reducer.plan else 0
+            seen.ways = [str(each.way) for each in reducer.flats]
             seen.numel = sum(each.numel for each in reducer.flats)
     engine.destroy()
 

@@ -25,6 +25,7 @@ from ds_fsmoe.execution.row_sizes import ChunkSizes, PhaseSizes, RowSizes
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
+from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.ops import reference
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links
@@ -62,6 +63,8 @@ class Way:
     late_dw: int = 0
     slices: tuple[str, ...] = ()
     in_rows: bool = False
+    in_levels: bool = False
+    """Slices are added up inside nodes first, where the ranks lie in several nodes."""
 
 
 def layouts(world_sizes: Sequence[int]) -> list[Layout]:
@@ -85,6 +88,8 @@ def ways(most: int, links: Sequence[Links] = ORDERS) -> list[Way]:
         found.append(Way(order, degree, backward=False))
         for late, slices in itertools.product((0, *sorted({1, degree})), SLICES):
             found.append(Way(order, degree, True, late, slices))
+            if slices == SLICES[-1]:
+                found.append(Way(order, degree, True, late, slices, in_levels=True))
     return found
 
 
@@ -191,7 +196,9 @@ class Slices:
         self._flats, self._kinds = flats, kinds
 
     def open(self, label: str) -> list[GradientSlice]:
-        return [GradientSlice(kind, 0, 0, 5) for kind in self._kinds if kind in self._flats]
+        return [
+            GradientSlice(kind, 0, 5 * at, 5 * at + 5) for at, kind in enumerate(self._kinds) if kind in self._flats
+        ]
 
     def tasks(self, parcel: GradientSlice) -> tuple[str, ...]:
         return self._flats[parcel.kind].tasks(parcel.first, parcel.stop)
@@ -233,14 +240,18 @@ def _run(
 ) -> Iterator[Program]:
     groups = running.groups(layout.ep_size)
     pipeline = running.pipeline("L00", groups, running.plan, exchange_in(groups, alltoall))
-    flats = {}
+    flats: dict[bool, dict[str, FlatGradients]] = {False: {}, True: {}}
     for kind, of in ((EXPERT_GRAD, "edp"), (GRAD, "dp")):
         if (group := communicator_like(groups, of)) is not None:
-            parameter = nn.Parameter(torch.zeros(5))
-            flats[kind] = FlatGradients(kind, [parameter], torch.float32, group, Scaling(), CPU)
+            nodes = node_links(groups, of, "gradients")
+            for in_levels, of_levels in flats.items():
+                parameters = [nn.Parameter(torch.zeros(15))]
+                flat = FlatGradients(kind, parameters, torch.float32, group, Scaling(), CPU, nodes=nodes)
+                flat.arrange(parameters, in_levels)
+                of_levels[kind] = flat
     tape.take()
     for way in asked:
-        yield _of_way(replace(pipeline, window=Slices(flats, way.slices)), way, layout.ep_size, tape)
+        yield _of_way(replace(pipeline, window=Slices(flats[way.in_levels], way.slices)), way, layout.ep_size, tape)
 
 
 def _of_way(pipeline: Pipeline, way: Way, ep_size: int, tape: Tape) -> Program:

@@ -14,6 +14,7 @@ import torch
 from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.gradients.idle_times import cost_of
+from ds_fsmoe.gradients.ways import AllReduce
 from ds_fsmoe.measuring import stopwatch
 from ds_fsmoe.measuring.contention import MOST_ISSUED_MS, slowdowns
 from ds_fsmoe.measuring.measurements import Measurements, Measuring
@@ -179,8 +180,12 @@ def test_reducing_gradients_costs_what_the_device_takes(timed: Timed, monkeypatc
     monkeypatch.setattr(stopwatch.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(stopwatch.torch, "zeros", lambda *shape, **_: torch.empty(*shape).zero_())
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
-    flat = SimpleNamespace(numel=80_000, dtype=torch.float32, device=CUDA, group=None, element_bytes=4)
-    cost = cost_of(flat, device.host)  # type: ignore[arg-type]
+    way = AllReduce(None)  # type: ignore[arg-type]
+    flat = SimpleNamespace(
+        **{"numel": 80_000, "device": CUDA, "group": None, "element_bytes": 4, "way_in": lambda in_levels: way},
+        reducing=lambda task, way: lambda numel: way.alone(task, torch.empty(numel)),
+    )
+    cost = cost_of(flat, False, device.host).on_lane  # type: ignore[arg-type]
     assert (cost.alpha_ms, cost.beta_ms) == (pytest.approx(0.5), pytest.approx(2e-5))
 
 

@@ -31,16 +31,6 @@ Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
 
 
-def all_reducing(dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None) -> Prepare:
-    """Return what a :class:`Stopwatch` times to measure a group's all-reduces; a size is a number of elements."""
-
-    def prepare(numel: int) -> Callable[[], object]:
-        scratch = torch.zeros(numel, dtype=dtype, device=device)
-        return lambda: dist.all_reduce(scratch, group=group)
-
-    return prepare
-
-
 class Stopwatch:
     """Times operations on all ranks that take part. Every method is collective.
 

@@ -17,7 +17,7 @@ from ds_fsmoe.tuning.layer_kinds import LayerKind
 
 if TYPE_CHECKING:
     from ds_fsmoe.gradients.flat_buffers import FlatGradients
-from ds_fsmoe.gradients.reduction import Reduction
+    from ds_fsmoe.gradients.reduction import Reduction
 
 LARGEST_NUMEL = 1 << 20
 """The most elements of gradients that are summed to measure the cost."""
