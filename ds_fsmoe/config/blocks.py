@@ -183,6 +183,11 @@ class GradientPartitionBlock(_Block):
         "auto",
         description="2: add up inside each node, then between nodes; auto: whichever is measured to be faster",
     )
+    gather_parameters: Annotated[Literal["auto", "overlapped", "at_end"], _NullIsAuto()] = Field(
+        "auto",
+        description="when updated parameters travel at ZeRO 1 and 2: under the next forward or at the end of the step; "
+        "auto: the former where gradients are ours to reduce",
+    )
     all_used: bool = Field(
         False, description="every parameter gets its gradient once in every backward: ranks need not look for late ones"
     )

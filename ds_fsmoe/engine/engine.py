@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
@@ -27,7 +28,7 @@ from ds_fsmoe.config.blocks import AutotuneBlock
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
-from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.distributed.groups import FSMoEGroups, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import fence_gathers
 from ds_fsmoe.engine import compat
 from ds_fsmoe.engine.checkpointing_seams import tape_deepspeeds_functions
@@ -51,6 +52,7 @@ from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.whole_models import save_whole_models
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, obstacle_to, wanted_mode
+from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -111,6 +113,25 @@ class FSMoEEngine(SavingEngine):
                 "set it to false, or let ours reduce them (fsmoe.gradient_partition.mode)",
                 logging.WARNING,
             )
+        self._take_over_gather(groups, 'fsmoe.gradient_partition.mode is "off"' if mode == "off" else reason)
+
+    def _take_over_gather(self, groups: dict[str, FSMoEGroups], reason: str | None) -> None:
+        """Gather updated parameters under the next forward, unless there is a reason against it.
+
+        Raises:
+            ConfigError: it was asked for and cannot be.
+        """
+        state, asked = self.fsmoe, self.fsmoe.block.gradient_partition.gather_parameters
+        if type(self.optimizer) is not DeepSpeedZeroOptimizer:
+            reason = "updated parameters are gathered at zero_optimization.stage 1 and 2"
+        reason = reason or state.running.one_link
+        if asked == "overlapped" and reason is not None:
+            raise ConfigError(
+                f'fsmoe.gradient_partition.gather_parameters = "overlapped": cannot be here, because {reason}; the '
+                'choices are "auto" and "at_end"'
+            )
+        if asked != "at_end" and reason is None:
+            state.updated = UpdatedParameters(self, groups)
 
     def _watch_results(self) -> None:
         state = self.fsmoe

@@ -17,6 +17,7 @@ from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
+from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.layer.experts_layer import GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -58,6 +59,8 @@ class FSMoEState:
             self.watch = PredictionWatch(
                 block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group
             )
+        self.updated: UpdatedParameters | None = None
+        """The gather of updated parameters, where it is ours."""
         self.gradients = "DeepSpeed's own reduction"
         """The way gradients are reduced, in words."""
 
@@ -226,6 +229,8 @@ class FSMoEState:
             self.telemetry.close()
         if self.routing is not None:
             self.routing.close()
+        if self.updated is not None:
+            self.updated.close()
         if self.reduction is not None:
             self.reduction.close()
         self.running.close()

@@ -34,7 +34,7 @@ class Beside(ABC):
         first, *others = steps
         give(first)
         # The last step of the message before came behind this one's first.
-        self._give_held()
+        self.flush()
         for kind in others:
             if kind == GRAD_GATHER:
                 self._held.append(lambda: give(GRAD_GATHER))
@@ -42,12 +42,13 @@ class Beside(ABC):
                 give(kind)
 
         def wait() -> None:
-            self._give_held()
+            self.flush()
             self._await(done[-1])
 
         return wait
 
-    def _give_held(self) -> None:
+    def flush(self) -> None:
+        """Give the lanes what was held back for the next message."""
         held, self._held = self._held, []
         for give in held:
             give()

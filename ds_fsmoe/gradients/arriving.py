@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters whose new values are still on their way: whoever reads one waits for it, wherever that is.
+
+A parameter keeps being the same object; as long as it waits it is of a class that torch asks before each operation.
+Questions after its shape, its gradient and the like are answered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_ARRIVES = "_fsmoe_arrives"
+
+
+class ArrivingParameter(nn.Parameter):
+    """A parameter that is waited for when it is read."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for the parameters among the arguments, unless ``func`` does not look at values; then run it."""
+        if func not in _NOT_VALUES:
+            _wait_for_all(args)
+            _wait_for_all((kwargs or {}).values())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Wait, and copy what the parameter is then."""
+        wait_for(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
+        """Wait, and pickle what the parameter is then."""
+        wait_for(self)
+        return self.__reduce_ex__(protocol)
+
+
+def let_arrive(parameter: nn.Parameter, arrives: Callable[[], None]) -> None:
+    """Let a parameter be waited for when it is next read.
+
+    Args:
+        parameter: of torch's own class.
+        arrives: waits until the value is there; for any thread, and any number of times.
+    """
+    setattr(parameter, _ARRIVES, arrives)
+    parameter.__class__ = ArrivingParameter
+
+
+def can_be_waited_for(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter may change its class: it is of torch's own."""
+    return type(parameter) in (nn.Parameter, ArrivingParameter)
+
+
+def wait_for(parameter: nn.Parameter) -> None:
+    """Wait for a parameter if it is on its way."""
+    if type(parameter) is not ArrivingParameter:
+        return
+    # Where two threads wait, the first one that is through takes the mark off.
+    arrives = vars(parameter).get(_ARRIVES)
+    if arrives is not None:
+        arrives()
+    parameter.__class__ = nn.Parameter
+    vars(parameter).pop(_ARRIVES, None)
+
+
+def _wait_for_all(values: Iterable[Any]) -> None:
+    for each in values:
+        if isinstance(each, ArrivingParameter):
+            wait_for(each)
+        elif isinstance(each, list | tuple):
+            _wait_for_all(each)
+        elif isinstance(each, dict):
+            _wait_for_all(each.values())
+
+
+# They look at what a parameter is, or at its gradient, and not at its value.
+_PROPERTIES = (
+    *("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_cpu"),
+    *("is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "retains_grad"),
+    *("output_nr", "grad_dtype"),
+)
+_METHODS = (
+    *("__hash__", "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point"),
+    *("ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
+    *("size", "storage_offset", "stride"),
+)
+_SET = ("grad", "requires_grad", "grad_dtype")
+# Not every torch has all of them.
+_NOT_VALUES = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)),
+        *(getattr(torch.Tensor, name).__set__ for name in _SET if hasattr(torch.Tensor, name)),
+        *(getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)),
+        torch.Tensor.grad.__delete__,
+    ]
+)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers what ranks have updated of parameters (ZeRO stages 1 and 2) while the next forward runs already.
+
+DeepSpeed gathers all of it at the end of the optimizer step, and everybody waits. Here all ranks begin there with the
+same messages in the same order, those of the first layers first, and whoever reads a parameter waits for the messages
+that bring it (:mod:`ds_fsmoe.gradients.arriving`). Nothing is sent because somebody reads: a rank that reads alone, to
+print a norm, waits for no other rank to do so.
+
+Where the ranks lie in several nodes, a part goes to one rank of each other node and is passed on inside it. Of each
+node's parts those of the first layers come first, and nodes send at the same time: both directions of a link are used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from torch import nn
+
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
+from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
+from ds_fsmoe.gradients.arriving import can_be_waited_for, let_arrive, wait_for
+from ds_fsmoe.gradients.beside import beside
+from ds_fsmoe.gradients.ways import Steps
+from ds_fsmoe.layer.node_levels import node_links
+from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
+
+FEWEST_NUMEL, MOST_MESSAGES = 1 << 16, 16
+"""A message has at least so many elements of each node, as long as there are; and there are at most so many."""
+
+
+_READERS = ("load_state_dict", "update_lp_params", "refresh_fp32_params", "offload_states", "reload_states")
+"""What of ZeRO's optimizer reads or writes the flat parameters themselves."""
+
+
+class Part(NamedTuple):
+    """Elements [first, stop) of one of ZeRO's flat groups, of one parameter and one owner."""
+
+    number: int
+    """The number of the parameter in the order of the model."""
+    group: int
+    first: int
+    stop: int
+    owner: int
+    """The rank in the group of ranks that share the parameters."""
+
+
+def in_messages(parts: Sequence[Part], node_of_owner: Sequence[int], fewest_numel: int, most: int) -> list[list[Part]]:
+    """Distribute parts over messages: in each, as many elements of every node, and first those of the first layers.
+
+    Args:
+        parts: the parts.
+        node_of_owner: of each rank its node.
+        fewest_numel: a message has that many elements of each node, as long as there are as many.
+        most: the most messages.
+    """
+    queues: dict[int, list[Part]] = {}
+    for part in sorted(parts):
+        queues.setdefault(node_of_owner[part.owner], []).append(part)
+    longest = max((sum(each.stop - each.first for each in queue) for queue in queues.values()), default=0)
+    share = max(fewest_numel, -(-longest // most))
+    messages: list[list[Part]] = []
+    for queue in queues.values():
+        at, room = 0, share
+        for part in queue:
+            first = part.first
+            while first < part.stop:
+                if room == 0:
+                    at, room = at + 1, share
+                if at == len(messages):
+                    messages.append([])
+                stop = min(part.stop, first + room)
+                messages[at].append(part._replace(first=first, stop=stop))
+                room -= stop - first
+                first = stop
+    return messages
+
+
+@dataclass(frozen=True)
+class _Among:
+    """The ranks that share parameters."""
+
+    group: dist.ProcessGroup
+    nodes: NodeLinks | None
+
+    @property
+    def node_of_each(self) -> list[int]:
+        if self.nodes is None:
+            # Each sends to every other one.
+            return list(range(self.group.size()))
+        return [next(n for n, ranks in enumerate(self.nodes.ranks) if r in ranks) for r in range(self.group.size())]
+
+    def steps(self, flats: Sequence[torch.Tensor], parts: Sequence[Part]) -> Steps:
+        """Return what sends these parts to every rank."""
+        own = self.group.rank()
+
+        def pass_on(group: dist.ProcessGroup | None, from_each: Sequence[Sequence[int]], index: int) -> None:
+            """Send to all ranks of a group what this rank has; ``from_each``: whose parts each of them has."""
+            of_each = [[part for owner in owners for part in parts if part.owner == owner] for owners in from_each]
+            counts = [sum(part.stop - part.first for part in each) for each in of_each]
+            pieces = [flats[part.group][part.first : part.stop] for part in of_each[index]]
+            others = len(from_each) - 1
+            sends = [0 if each == index else counts[index] for each in range(len(from_each))]
+            receives = [0 if each == index else count for each, count in enumerate(counts)]
+            packed = torch.cat(pieces * others) if pieces and others else flats[parts[0].group][:0]
+            received, at = exchange_sized(packed, sends, receives, group), 0
+            for each, those in enumerate(of_each):
+                for part in those if each != index else ():
+                    stop = at + part.stop - part.first
+                    flats[part.group][part.first : part.stop] = received[at:stop]
+                    at = stop
+
+        nodes = self.nodes
+        if nodes is None:
+            return {GRAD: lambda: pass_on(self.group, [[each] for each in range(self.group.size())], own)}
+        of_places = [[ranks[place] for ranks in nodes.ranks] for place in range(nodes.per_node)]
+        return {
+            GRAD: lambda: pass_on(nodes.between, [[each] for each in of_places[nodes.place]], nodes.node),
+            GRAD_GATHER: lambda: pass_on(nodes.inside, of_places, nodes.place),
+        }
+
+
+@dataclass(frozen=True)
+class _Message:
+    among: _Among
+    parts: tuple[Part, ...]
+
+
+class UpdatedParameters:
+    """Takes the gather of updated parameters over from DeepSpeed, for one engine. Collective to make.
+
+    Args:
+        engine: with ZeRO stage 1 or 2.
+        groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
+    """
+
+    def __init__(self, engine: Any, groups: Mapping[str, FSMoEGroups]) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._beside = beside(engine.device)
+        self._waits: list[Callable[[], None]] = []
+        number_of = {id(each): number for number, each in enumerate(engine.module.parameters())}
+        self._messages, self._parameters = self._planned(groups, number_of)
+        self._brought_by: dict[int, list[int]] = {}
+        """Number of a parameter -> the messages that bring it."""
+        for index, message in enumerate(self._messages):
+            for number in {part.number for part in message.parts}:
+                self._brought_by.setdefault(number, []).append(index)
+        self._numbers = {id(each): number_of[id(each)] for each in self._parameters}
+        self._hooks = [
+            module.register_forward_pre_hook(_wait_for_own)
+            for module in engine.module.modules()
+            # torch's own modules go through operations that torch asks about; others may hand memory to a kernel.
+            if not type(module).__module__.startswith("torch.") and module._parameters
+        ]
+        self._step = self._optimizer.step
+        self._optimizer.step = self._stepping
+        for name in _READERS:
+            setattr(self._optimizer, name, self._after_all(getattr(self._optimizer, name)))
+
+    def _after_all(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            self.wait()
+            return method(*args, **kwargs)
+
+        return waiting
+
+    def _planned(
+        self, groups: Mapping[str, FSMoEGroups], number_of: Mapping[int, int]
+    ) -> tuple[list[_Message], list[nn.Parameter]]:
+        optimizer = self._optimizer
+        everyone = next(iter(groups.values()))
+        among: dict[str | None, _Among | None] = {}
+        parts: dict[tuple[str | None, torch.dtype], list[Part]] = {}
+        parameters: list[nn.Parameter] = []
+        for group, members in enumerate(optimizer.round_robin_bit16_groups):
+            name = members[0].group_name if members and is_moe_param(members[0]) else None
+            if name not in among:
+                among[name] = _among(everyone, "dp") if name is None else _among(groups[name], "edp")
+            ranks = among[name]
+            if ranks is None:
+                continue
+            if dist.get_process_group_ranks(optimizer.real_dp_process_group[group]) != dist.get_process_group_ranks(
+                ranks.group
+            ):
+                raise RuntimeError("ZeRO's partitions lie on other ranks than those that share the parameters")
+            size, flat = int(optimizer.partition_size[group]), optimizer.bit16_groups_flat[group]
+            for parameter, offset in zip(members, optimizer.round_robin_bit16_offsets[group], strict=True):
+                parameters.append(parameter)
+                at, end = offset, offset + parameter.numel()
+                while at < end:
+                    stop = min(end, (at // size + 1) * size)
+                    part = Part(number_of[id(parameter)], group, at, stop, at // size)
+                    parts.setdefault((name, flat.dtype), []).append(part)
+                    at = stop
+        messages = []
+        for (name, _), of_ranks in parts.items():
+            ranks = among[name]
+            assert ranks is not None
+            for each in in_messages(of_ranks, ranks.node_of_each, FEWEST_NUMEL, MOST_MESSAGES):
+                messages.append(_Message(ranks, tuple(each)))
+        messages.sort(key=lambda message: min(part.number for part in message.parts))
+        return messages, parameters
+
+    def _stepping(self, *args: Any, **kwargs: Any) -> Any:
+        """Run DeepSpeed's step, with the gather only begun at its end."""
+        self.wait()
+        stock_gather = stage_1_and_2.all_gather_dp_groups
+        stage_1_and_2.all_gather_dp_groups = self._begin
+        try:
+            result = self._step(*args, **kwargs)
+        finally:
+            stage_1_and_2.all_gather_dp_groups = stock_gather
+        if self._waits:
+            self._mark()
+        return result
+
+    def _begin(self, **_: Any) -> None:
+        """Begin with all messages, in place of DeepSpeed's gather."""
+        flats = self._optimizer.bit16_groups_flat
+        self._waits = [self._beside.start(each.among.steps(flats, each.parts)) for each in self._messages]
+        self._beside.flush()
+
+    def _mark(self) -> None:
+        if getattr(self._engine, "is_compiled", False):
+            # Compiled code is made for parameters of one class.
+            self.wait()
+            return
+        for parameter in self._parameters:
+            messages = self._brought_by.get(self._numbers[id(parameter)], ())
+            if can_be_waited_for(parameter):
+                let_arrive(parameter, lambda messages=messages: self._wait_for(messages))
+            else:
+                self._wait_for(messages)
+
+    def _wait_for(self, messages: Sequence[int]) -> None:
+        for each in messages:
+            self._waits[each]()
+
+    def wait(self) -> None:
+        """Wait for all parameters: for what reads memory behind torch's back."""
+        for each in self._parameters:
+            wait_for(each)
+        for wait in self._waits:
+            wait()
+        self._waits = []
+
+    def close(self) -> None:
+        """Give the gather back to DeepSpeed."""
+        self.wait()
+        self._beside.close()
+        for hook in self._hooks:
+            hook.remove()
+        for name in ("step", *_READERS):
+            vars(self._optimizer).pop(name, None)
+
+
+def _among(groups: FSMoEGroups, kind: str) -> _Among | None:
+    group = make_parts("parameters", getattr(groups.layout, kind), groups.max_ctas)
+    nodes = node_links(groups, kind, "parameters")
+    return None if group is None else _Among(group, nodes)
+
+
+def _wait_for_own(module: nn.Module, _: Any) -> None:
+    for each in module._parameters.values():
+        if each is not None:
+            wait_for(each)
