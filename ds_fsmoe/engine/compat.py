@@ -117,6 +117,10 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.utils.groups:_get_expert_parallel_rank": ("group_name",),
     "deepspeed.utils.groups:_get_max_expert_size_name": (),
     "deepspeed.runtime.utils:PIPE_REPLICATED": None,
+    # The step looks it up among its module's globals.
+    "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups": (
+        *("groups_flat", "partitioned_param_groups", "dp_process_group"),
+    ),
     **{
         f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}": ("self", *parameters)
         for name, parameters in {
@@ -132,6 +136,12 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
             "_fill_param_grad_accum_attribute": ("param",),
             "_gradient_reduction_buffer_dtype": (),
             "_add_full_reduction_to_compact_grad_partition": ("reduced_tensor", "communication_data_type"),
+            "step": ("closure",),
+            "load_state_dict": (),
+            "update_lp_params": (),
+            "refresh_fp32_params": (),
+            "offload_states": (),
+            "reload_states": (),
         }.items()
     },
     "deepspeed.runtime.tensor_parallel.init_utils:load_ds_config": ("config",),

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are updated by their owners and arrive while the next forward runs already."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.gradients import updated_parameters
+from ds_fsmoe.gradients.arriving import ArrivingParameter, let_arrive, wait_for
+from ds_fsmoe.gradients.updated_parameters import Part, in_messages
+from tests.gradient_cases import LOOPS, Run, training
+from tests.ranks import run_on_ranks
+from tests.test_gradients_against_stock import BY_RULE
+
+NODES = (("topology.ranks_per_node", 2),)
+
+
+# ---- waiting
+
+
+def on_its_way() -> tuple[nn.Parameter, list[str]]:
+    """A parameter whose value is zero until it has arrived, and what was waited for."""
+    parameter, waited = nn.Parameter(torch.zeros(2, 3)), []
+
+    def arrives() -> None:
+        waited.append("arrived")
+        with torch.no_grad():
+            torch.as_strided(storage, (2, 3), (3, 1)).fill_(1.0)
+
+    storage = parameter.detach()
+    let_arrive(parameter, arrives)
+    return parameter, waited
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in an operation": lambda p: p.sum(),
+    "its data": lambda p: p.data.sum(),
+    "detached": lambda p: p.detach().sum(),
+    "in a function": lambda p: F.linear(torch.ones(1, 3), p).sum() * 1.0,
+    "in a list": lambda p: torch.cat([torch.zeros(1, 3), p]).sum(),
+    "by foreach": lambda p: torch._foreach_mul([p], 1.0)[0].sum(),
+    "by name": lambda p: torch.mul(input=p, other=1.0).sum(),
+    "in place": lambda p: p.data.mul_(1.0).sum(),
+    "in a state dict": lambda p: _holding(p).state_dict()["weight"].sum(),
+    "copied": lambda p: copy.deepcopy(p).sum(),
+    "pickled": lambda p: pickle.loads(pickle.dumps(p)).sum(),
+    "saved": lambda p: _saved(p).sum(),
+    "printed": lambda p: torch.tensor(6.0) if "1." in repr(p) else torch.tensor(0.0),
+    "as numbers": lambda p: torch.tensor(sum(map(sum, p.tolist()))),
+    "as an array": lambda p: torch.tensor(p.detach().numpy().sum()),
+    "cast": lambda p: p.to(torch.float64).sum(),
+    "indexed": lambda p: p[0].sum() + p[1].sum(),
+    "by its memory": lambda p: torch.tensor(6.0 * (p.data_ptr() > 0)),
+}
+
+
+def _holding(parameter: nn.Parameter) -> nn.Module:
+    module = nn.Linear(3, 2, bias=False)
+    module.weight = parameter
+    return module
+
+
+def _saved(parameter: nn.Parameter) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save({"weight": parameter}, file)
+    file.seek(0)
+    return torch.load(file)["weight"]
+
+
+@pytest.mark.parametrize("how", READS)
+def test_whoever_reads_a_parameter_waits_for_it(how: str) -> None:
+    parameter, waited = on_its_way()
+    assert READS[how](parameter).item() == 6.0
+    assert waited == ["arrived"]
+    assert type(parameter) is nn.Parameter
+    assert READS[how](parameter).item() == 6.0
+    assert waited == ["arrived"], "it has arrived once and for all"
+
+
+def test_what_is_no_value_is_told_at_once() -> None:
+    parameter, waited = on_its_way()
+    seen = {parameter: "as a key"}
+    facts = (parameter.shape, parameter.numel(), parameter.dtype, parameter.device, parameter.dim(), parameter.size(0))
+    assert facts == (torch.Size([2, 3]), 6, torch.float32, torch.device("cpu"), 2, 2)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    assert isinstance(parameter, nn.Parameter)
+    parameter.grad = torch.ones(2, 3)
+    parameter.grad = None
+    assert parameter.grad is None
+    parameter.register_hook(lambda gradient: gradient)
+    assert seen[parameter] == "as a key"
+    assert waited == []
+    assert type(parameter) is ArrivingParameter
+
+
+def test_gradients_come_to_the_same_parameter() -> None:
+    parameter, _ = on_its_way()
+    (2 * parameter).sum().backward()
+    assert torch.equal(parameter.grad, torch.full((2, 3), 2.0))
+    assert type(parameter.detach() * 2) is torch.Tensor
+
+
+def test_two_threads_may_read_at_once() -> None:
+    parameter, waited = on_its_way()
+    both = threading.Barrier(2)
+    sums: list[float] = []
+
+    def read() -> None:
+        both.wait()
+        sums.append(parameter.sum().item())
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert sums == [6.0, 6.0]
+    assert waited
+    wait_for(parameter)
+
+
+# ---- messages
+
+
+def test_messages_bring_everything_once_in_the_order_of_the_layers_from_all_nodes_at_once() -> None:
+    # Two nodes of two ranks: the first layers belong to the first node, as ZeRO cuts them.
+    parts = [Part(layer, 0, 10 * layer, 10 * layer + 10, layer // 2) for layer in range(8)]
+    node_of = [0, 0, 1, 1]
+    messages = in_messages(parts, node_of, fewest_numel=7, most=100)
+    elements = sorted((part.group, at) for each in messages for part in each for at in range(part.first, part.stop))
+    assert elements == [(0, at) for at in range(80)]
+    for node, layers in ((0, range(4)), (1, range(4, 8))):
+        order = [part for each in messages for part in each if node_of[part.owner] == node]
+        assert [part.number for part in order] == sorted(part.number for part in order)
+        assert {part.number for part in order} == set(layers)
+        of_messages = [sum(p.stop - p.first for p in each if node_of[p.owner] == node) for each in messages]
+        assert of_messages == [7] * 5 + [5]
+    assert len(in_messages(parts, node_of, fewest_numel=1, most=3)) == 3
+    assert in_messages([], node_of, 7, 3) == []
+
+
+# ---- in training
+
+
+def fingerprints(run: Run, rank: int, stock: bool) -> list[list[float]]:
+    """Of every step: what the parameters are, read by one rank alone, in turns; losses at the end."""
+    found = []
+    with training(run, rank, stock) as script:
+        assert stock or script.engine.fsmoe.updated is not None
+        for step in range(4):
+            LOOPS["plain"](script)
+            if rank == step % dist.get_world_size():
+                found.append([each.detach().double().sum().item() for each in script.model.parameters()])
+        found.append([float(each) for each in script.seen.numbers["losses"]])
+    return found
+
+
+def ours_and_stocks(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+    wrong = []
+    for run in runs:
+        theirs = fingerprints(Run(run.stage, run.dtype, "", config=run.config), rank, True)
+        ours = fingerprints(run, rank, False)
+        share = 1e-5 if run.dtype == "fp32" else 1e-2
+        for mine, stocks in zip(ours, theirs, strict=True):
+            off = [(a, b) for a, b in zip(mine, stocks, strict=True) if abs(a - b) > share * (1 + abs(b))]
+            wrong += [f"{run.name}: {a} {b}" for a, b in off]
+    return wrong
+
+
+def test_one_rank_may_read_alone_what_the_others_have_updated(tmp_path: Path) -> None:
+    runs = [
+        Run(stage, dtype, block=BY_RULE + NODES, config=config)
+        for stage, dtype, config in (
+            (1, "fp32", ()),
+            (2, "bf16", ()),
+            (1, "bf16", (("zero_optimization.round_robin_gradients", True),)),
+        )
+    ]
+    assert run_on_ranks(ours_and_stocks, 4, tmp_path, runs) == [[]] * 4
+
+
+def order_of_events(rank: int, world_size: int) -> list[str]:
+    events: list[str] = []
+    may_travel = threading.Event()
+    exchange = updated_parameters.exchange_sized
+
+    def held(*args: Any) -> torch.Tensor:
+        assert may_travel.wait(60)
+        events.append("a message")
+        return exchange(*args)
+
+    updated_parameters.exchange_sized = held
+    try:
+        with training(Run(1, block=BY_RULE + NODES), rank) as script:
+            script.engine.backward(script.forward())
+            script.step()
+            events.append("the step is over")
+            weight = script.model.first.weight
+            events.append(f"{tuple(weight.shape)} is known")
+            may_travel.set()
+            weight.sum().item()
+            events.append("a value is known")
+            script.engine.eval()
+            script.forward()
+            updated = script.engine.fsmoe.updated
+            script.engine.fsmoe.updated.wait()
+            waiting = [each for each in script.model.parameters() if type(each) is ArrivingParameter]
+            assert not waiting
+            assert updated is not None
+    finally:
+        updated_parameters.exchange_sized = exchange
+    return events
+
+
+def test_the_step_is_over_before_anything_has_travelled_and_a_value_is_not_known_before(tmp_path: Path) -> None:
+    for events in run_on_ranks(order_of_events, 4, tmp_path):
+        assert events[0] == "the step is over"
+        assert events[1].endswith("is known")
+        assert events.index("a value is known") > events.index("a message")
+
+
+def saved(rank: int, world_size: int, folder: str) -> list[bool]:
+    """A checkpoint, a state dict and another round of training, each right behind a step."""
+    found = []
+    for stage in (1, 2):
+        with training(Run(stage, block=BY_RULE + NODES), rank) as script:
+            LOOPS["plain"](script)
+            state = {name: each.clone() for name, each in script.engine.module.state_dict().items()}
+            LOOPS["plain"](script)
+            script.engine.save_checkpoint(f"{folder}/{stage}")
+            wanted = {name: each.clone() for name, each in script.engine.module.state_dict().items()}
+            LOOPS["plain"](script)
+            # Into the middle of what is on its way.
+            script.engine.load_checkpoint(f"{folder}/{stage}")
+            now = script.engine.module.state_dict()
+            found += [torch.equal(now[name], each) for name, each in wanted.items()]
+            found.append(any(not torch.equal(state[name], each) for name, each in wanted.items()))
+    return found
+
+
+def test_what_is_saved_and_loaded_right_behind_a_step_is_whole(tmp_path: Path) -> None:
+    for found in run_on_ranks(saved, 4, tmp_path, str(tmp_path / "saved")):
+        assert found
+        assert all(found)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    asked = (
+        (0, (("gradient_partition.gather_parameters", "overlapped"),)),
+        (1, (("gradient_partition.gather_parameters", "overlapped"), ("gradient_partition.mode", "off"))),
+        (0, (("gradient_partition.collective", "reduce_scatter"),)),
+    )
+    found = []
+    for stage, block in asked:
+        with pytest.raises(ConfigError) as error, training(Run(stage, mode="unsaid", block=block), rank):
+            pass
+        found.append(str(error.value))
+    with training(Run(1, block=(*BY_RULE, ("gradient_partition.gather_parameters", "at_end"))), rank) as script:
+        found.append(str(script.engine.fsmoe.updated))
+    return found
+
+
+def test_what_cannot_be_is_refused_with_its_path_and_choices(tmp_path: Path) -> None:
+    for stage_0, off, collective, at_end in run_on_ranks(refused, 2, tmp_path):
+        assert "fsmoe.gradient_partition.gather_parameters" in stage_0
+        assert "stage 1 and 2" in stage_0
+        assert "at_end" in off
+        assert "fsmoe.gradient_partition.collective" in collective
+        assert "all_reduce" in collective
+        assert at_end == "None"
