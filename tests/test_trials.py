@@ -144,7 +144,7 @@ def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation
     config = case.ds_config() if block is None else case.ds_config(fsmoe={"enabled": True} | block)
     initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
     engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    losses, degrees, has_plan = [], [], []
+    losses, degrees, windows = [], [], []
     for step in range(STEPS * accumulation):
         torch.manual_seed(100 * step + rank)
         loss, _ = engine(*batch(step, rank, torch.float32))
@@ -154,16 +154,30 @@ def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation
         if block is not None:
             pipeline = next(iter(engine.fsmoe.layers.values())).deepspeed_moe.pipeline
             degrees.append((pipeline.forward.block.degree, pipeline.backward.block.degree))
-            has_plan.append(engine.fsmoe.reduction.reducer.plan is not None)
-    found = {"losses": losses, "degrees": degrees, "has_plan": has_plan}
+            windows.append(foreseen_and_sent(engine.fsmoe.reduction))
+    found = {"losses": losses, "degrees": degrees, "windows": windows}
     if block is not None:
         found["open"] = engine.fsmoe.autotune.trials is not None
     engine.destroy()
     return found
 
 
+def foreseen_and_sent(reduction: Any) -> tuple[list[float] | None, list[int] | None]:
+    """The bytes of each window: as the plan of layers that is tried has foreseen it, and as gradients were sent."""
+    tried, plan, flats = reduction._tried, reduction.reducer.plan, reduction.reducer.flats
+    foreseen = None
+    if tried is not None:
+        foreseen = [sum(size for _, size in part) for each in tried for part in (each.moe, each.dense)]
+    if plan is None:
+        return foreseen, None
+    sent = [sum((each.stop - each.first) * flats[each.flat].element_bytes for each in part) for part in plan.parts]
+    return foreseen, sent
+
+
 def tried_and_stock(rank: int, world_size: int, accumulation: int) -> dict[str, Any]:
     block = {"autotune": {"enabled": True, "trials": 2, "watch_every": 3}, "pipeline_degree": {"max": 3}}
+    # All that exists is sent behind each layer, whatever is measured.
+    block |= {"gradient_partition": {"mode": "dense_only"}}
     return train(rank, world_size, block, accumulation) | {
         "stock": train(rank, world_size, None, accumulation)["losses"]
     }
@@ -181,6 +195,16 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
         assert len({tuple(each) for each in found["degrees"]}) >= 3
         assert all(len(set(each[:-1])) <= 1 for each in steps)
         assert len(set(found["degrees"][-5:])) == 1
-        # Gradients are planned by the plan that stays.
-        first_plan = found["has_plan"].index(True)
-        assert len(set(found["degrees"][first_plan:])) == 1
+        # Each was tried with windows of its own; the first step of all was observed for them.
+        windows = found["windows"][accumulation - 1 :: accumulation]
+        tried = [each for each in windows if each[0] is not None]
+        assert tried[0][1] is None
+        for foreseen, sent in tried[1:]:
+            assert sent is not None
+            assert all(b <= a for a, b in zip(foreseen, sent, strict=False))
+        assert any(sum(sent) for _, sent in tried[1:])
+        # What stays is planned by what is measured in its backwards.
+        settled = len(windows) - windows[::-1].index(tried[-1])
+        assert windows[settled] == (None, None)
+        assert windows[-1][1] is not None
+        assert len(set(found["degrees"][accumulation * settled :])) == 1

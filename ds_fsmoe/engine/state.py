@@ -146,11 +146,8 @@ class FSMoEState:
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
         self.uncut.settle(self.inner_layers)
         self.autotune.run(self.inner_layers, self.reduction, dense_ms)
-        if self.reduction is not None:
-            if self.autotune.trials is None:
-                self.reduction.look_at_plans()
-            else:
-                self.reduction.wait()
+        if self.reduction is not None and self.autotune.trials is None:
+            self.reduction.look_at_plans()
         self.plans_changed()
 
     def plans_changed(self) -> None:

@@ -69,12 +69,12 @@ class GradientReducer:
             raise ValueError(f"the last buffer has {len(self.flats[-1].extra)} extra elements: must be {num_extra}")
         self._ready_at = [0] * len(self._numbers)
         self._looks_left = looks
-        self.is_waiting = False
-        """Whether rounds are not observed for now, because backwards will be run otherwise."""
         self._passed: list[list[str]] = []
         """The layers, in the order of the windows they opened, for each observed round."""
         self._windows: tuple[str, ...] = ()
         """The layers that the plan counts on."""
+        self._seen_windows: tuple[str, ...] = ()
+        """The layers that the observed rounds passed."""
         self.on_finish: Callable[[], None] | None = None
         """Called at the end of each backward, before the rest is sent."""
         self.rounds = 0
@@ -331,8 +331,6 @@ class GradientReducer:
 
     def _look(self, was_late: bool) -> None:
         """Record what came when, if this round was an observed one; after the last one agree on it, and plan."""
-        if self.is_waiting:
-            return
         if not self._looks_left:
             self._looks_left = int(was_late)
             return
@@ -350,12 +348,23 @@ class GradientReducer:
         self._ready_at = [max(each) for each in zip(*(ready_at for _, ready_at in facts), strict=True)]
         seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
         # Where not every backward passes the same layers, there is no telling when a window opens.
-        self._new_windows = seen.pop() if len(seen) == 1 else ()
-        self._plan_for(len(self._new_windows))
+        self._new_windows = self._seen_windows = seen.pop() if len(seen) == 1 else ()
+        self._new_plan = self._make_plan(self._supplies(len(self._new_windows)))
 
     def look_again(self, rounds: int) -> None:
         """Observe so many more rounds from now on."""
-        self.is_waiting, self._looks_left = False, rounds
+        self._looks_left = rounds
+
+    def try_plan(self, make_plan: MakePlan) -> None:
+        """Send by another plan from the next round on, if enough has been observed to make one; not a settled one."""
+        if self._seen_windows:
+            self._new_windows = self._seen_windows
+            self._new_plan = make_plan(self._supplies(len(self._new_windows)))
+
+    def forget_plan(self) -> None:
+        """Send all at the end from the next round on, until there is another plan."""
+        self.plan, self._new_plan, self._parts = None, None, ()
+        self._windows, self._passed = (), []
 
     def memory(self) -> dict[str, list]:
         """Return what the plan in force rests on, as plain data: the layers whose windows it counts on, and how many
@@ -375,12 +384,13 @@ class GradientReducer:
         sizes = tuple(flat.numel for flat in self.flats)
         if plan.sizes != sizes or len(ready_at) != len(self._numbers):
             raise ValueError(f"a plan for buffers of {plan.sizes} elements and {len(ready_at)} parameters: has {sizes}")
-        self._looks_left, self.is_waiting = 0, False
+        self._looks_left = 0
         self._ready_at = list(ready_at)
-        self._new_plan, self._new_windows = plan, tuple(windows)
+        self._new_plan = plan
+        self._new_windows = self._seen_windows = tuple(windows)
         self._begin()
 
-    def _plan_for(self, num_windows: int) -> None:
+    def _supplies(self, num_windows: int) -> list[BufferReadiness]:
         supplies = []
         for flat in self.flats:
             ready = tuple(
@@ -388,7 +398,7 @@ class GradientReducer:
                 for window in range(num_windows)
             )
             supplies.append(BufferReadiness(flat.kind, flat.element_bytes, ready, flat.numel))
-        self._new_plan = self._make_plan(supplies)
+        return supplies
 
     def _in_order(self, flat: FlatGradients) -> list[nn.Parameter]:
         ready_at: dict[int, list[nn.Parameter]] = {}

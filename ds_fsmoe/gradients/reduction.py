@@ -35,7 +35,7 @@ from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, plan_by_rule
+from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, WindowBytes, plan_by_bytes, plan_by_rule
 from ds_fsmoe.planning.gradients import Mode
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
@@ -109,25 +109,45 @@ class Reduction:
             looks=1 if self._by_rule else LOOKS,
             all_used=block.gradient_partition.all_used,
         )
+        self._tried: tuple[WindowBytes, ...] | None = None
+        """What is sent in the windows of a plan of layers that is tried."""
+        self._tried_levels: tuple[bool, ...] | None = None
         self._idle = IdleTimes(engine.device)
         self.reducer.on_finish = self._idle.next_round
         self.look_at_plans()
         self._door.take(self.reducer)
         log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
 
-    def wait(self) -> None:
-        """Take note that plans are not settled: do not measure in the layers' backwards, nor plan by those."""
-        if self.reducer.plan is None:
-            self.reducer.is_waiting, self.reducer.on_finish = True, None
-            self._watch_no_more()
+    def try_windows(self, windows: Sequence[WindowBytes]) -> None:
+        """Send as much in each window as a plan of layers has foreseen, while that is tried: each is judged with its
+        own. Until it is known what there is before which window, one more round is observed.
+
+        Args:
+            windows: the windows in the order of the backward.
+        """
+        is_first, self._tried = self._tried is None, tuple(windows)
+        self.reducer.on_finish = None
+        self._watch_no_more()
+        if is_first:
+            self.reducer.look_again(1)
+        self.reducer.try_plan(self._plan_tried)
 
     def go_on(self) -> None:
         """Take note that plans are settled."""
-        if self.reducer.plan is None:
+        if self._tried is not None:
+            self._tried = None
+            self.reducer.forget_plan()
             self._idle = IdleTimes(self._idle.device)
             self.reducer.on_finish = self._idle.next_round
             self.reducer.look_again(LOOKS)
             self.look_at_plans()
+
+    def _plan_tried(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
+        assert self._tried is not None
+        # Which way is faster depends on the links alone.
+        if self._tried_levels is None:
+            self._tried_levels = self._costs()[1]
+        return replace(plan_by_bytes(supplies, self._tried), two_levels=self._tried_levels)
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
         """See :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
@@ -150,6 +170,8 @@ class Reduction:
 
     def _plan(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
         """Return the plan, the same on every rank: rank 0 of those that share dense gradients decides."""
+        if self._tried is not None:
+            return self._plan_tried(supplies)
         self.reducer.on_finish = None
         self._watch_no_more()
         num_windows = len(supplies[-1].ready)

@@ -20,9 +20,12 @@ from ds_fsmoe.distributed.fail_together import from_first_rank, raise_on_all_ran
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
+from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.gradient_plan import WindowBytes
 from ds_fsmoe.planning.layer_plan import LayerPlan
-from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of
+from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.plan import Planner, Settings, mode_of
 from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure
 from ds_fsmoe.tuning.table import Row, Told, bad_fits, describe, describe_plan, rows_of
@@ -54,6 +57,7 @@ class Autotune:
         self._num_forwards = 0
         self._is_wanted = True
         self._why_again: str | None = None
+        self._reduction: Reduction | None = None
         self.took_s = 0.0
         """The seconds that the stage took when it ran last."""
         self.num_measured = 0
@@ -116,6 +120,7 @@ class Autotune:
         plans = self._on_first(lambda: model.search.candidates())
         sharded = self._on_first(model.other_esp_sizes)
         self.num_measured = measured.num_measured
+        self._reduction = reduction
         self.trials = self._start(model, plans)
         can_refine = self.trials is not None and model.search.space.asked == (None, None)
         self._refine = (lambda kept, halves: self._start_again(model, plans, kept, halves)) if can_refine else None
@@ -150,7 +155,15 @@ class Autotune:
         if not rounds or clock is None or not model.labels or len(plans) == 1:
             return None
         names = [describe_plan(model.labels, plan) for plan in plans]
-        return Trials(names, rounds, lambda number: self._apply(model, plans[number]), clock, self._group)
+
+        def use(number: int) -> None:
+            self._apply(model, plans[number])
+            if self._reduction is not None:
+                self._reduction.try_windows(windows_of(plans[number]))
+
+        if self._reduction is not None:
+            self._reduction.try_windows(windows_of(plans[0]))
+        return Trials(names, rounds, use, clock, self._group)
 
     def _start_again(
         self, model: _Model, plans: Sequence[ModelPlan], kept: int, halves: tuple[int, int]
@@ -184,6 +197,15 @@ class Autotune:
         if bad := bad_fits(self.rows):
             log_on_rank_0(bad, logging.WARNING)
         self._why_again = None
+
+
+def windows_of(plan: ModelPlan) -> list[WindowBytes]:
+    """Return the gradients that a plan sends in each window, in the order of the backward."""
+
+    def bytes_of(slices: Sequence[Slice]) -> tuple[tuple[str, float], ...]:
+        return tuple((each.kind, each.size_bytes) for each in slices)
+
+    return [WindowBytes(bytes_of(each.moe_slices), bytes_of(each.dense_slices)) for each in plan.backward]
 
 
 class _Model:
