@@ -38,7 +38,7 @@ class Work:
     expert_flops: int = 0
     attention_flops: int = 0
     sent_bytes: int = 0
-    """By all-to-alls between nodes."""
+    """By all-to-alls of tokens between nodes."""
 
     def of_expert(self, module: nn.Module, args: tuple[torch.Tensor, ...], *_: Any) -> None:
         x_RM = args[0].detach().flatten(0, -2)
@@ -57,7 +57,8 @@ def work_of(steps: Any) -> tuple[Work, float]:
 
     def counted(*args: Any, **options: Any) -> Any:
         ranks = dist.get_process_group_ranks(options["group"])
-        if len({TWO_NODES[rank] for rank in ranks}) > 1:
+        is_of_tokens = not options["group"].group_desc.startswith(("fsmoe_gradients", "fsmoe_parameters"))
+        if is_of_tokens and len({TWO_NODES[rank] for rank in ranks}) > 1:
             work.sent_bytes += (options["input"] if "input" in options else args[1]).nbytes
         return send(*args, **options)
 

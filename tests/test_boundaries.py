@@ -100,6 +100,7 @@ DEEPSPEED: dict[str, str] = {
     "engine/run_record.py": "finds the layers of DeepSpeed's own engine",
     "gradients/reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
     "gradients/zero_stages.py": "has in itself the methods of DeepSpeed's optimizers that it replaces",
+    "gradients/updated_parameters.py": "takes the gather of updated parameters over from DeepSpeed's optimizers",
     "gradients/norm.py": "clips where DeepSpeed's optimizers would clip by another norm",
     "checkpoint/ranks.py": "stands in for the barriers of DeepSpeed's saving",
     "checkpoint/saving.py": "asks DeepSpeed's groups for the rank whose file holds the states of an optimizer",

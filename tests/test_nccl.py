@@ -24,6 +24,7 @@ from ds_fsmoe.distributed.launch_order import VARIABLE
 from ds_fsmoe.engine import entry_points
 from ds_fsmoe.engine.engine import FSMoEEngine
 from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.gradients.beside import make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients, Scaling
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -189,8 +190,10 @@ def test_a_run_says_what_its_links_do_and_plans_for_it(
 def test_gradients_go_in_the_callers_stream_where_links_take_turns(
     beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    cpu = torch.device("cpu")
     flat = FlatGradients(
-        GRAD, [torch.nn.Parameter(torch.ones(3))], torch.float32, None, Scaling(), torch.device("cpu"), beside=beside
+        *(GRAD, [torch.nn.Parameter(torch.ones(3))], torch.float32, None, Scaling(), cpu),
+        beside=make_beside(cpu) if beside else None,
     )
     calls: list[bool] = []
     monkeypatch.setattr(dist, "all_reduce", lambda message, group, async_op=False: calls.append(async_op))
@@ -206,7 +209,8 @@ def test_a_stream_of_deepspeeds_own_is_warned_of_where_links_take_turns(
     monkeypatch.setattr("ds_fsmoe.engine.engine.log_on_rank_0", lambda sentence, level=0: said.append(sentence))
     block = FSMoEBlock(enabled=True, gradient_partition={"mode": "off"})
     state = SimpleNamespace(block=block, running=SimpleNamespace(one_link=one_link), groups=dict, reduction=None)
-    engine = SimpleNamespace(fsmoe=state, zero_overlap_comm=lambda: overlaps)
+    none: Any = lambda *_: None  # noqa: E731
+    engine = SimpleNamespace(fsmoe=state, zero_overlap_comm=lambda: overlaps, _take_over_gather=none)
     with fake_ranks(0, 2):
         FSMoEEngine._take_over_reduction(engine)
     assert [each.partition(":")[0] for each in said] == ["zero_optimization.overlap_comm = true"] * (

@@ -181,8 +181,11 @@ class Gradients:
         sizes = ((GRAD, 0, 3, 1003), (EXPERT_GRAD, 1, 0, 3001))
         return tuple(SimpleNamespace(kind=kind, flat=flat, first=first, stop=stop) for kind, flat, first, stop in sizes)
 
-    def send(self, parcel: Any) -> None:
-        self.sent.append(parcel.kind)
+    def tasks(self, parcel: Any) -> tuple[str, ...]:
+        return (parcel.kind,)
+
+    def send(self, parcel: Any, task: str) -> None:
+        self.sent.append(task)
 
     def close(self) -> None:
         self.sent.append("closed")

@@ -108,11 +108,12 @@ class BesideStreams(Beside):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self._streams = {between: torch.cuda.Stream(device) for between in (False, True)}
 
     def _now(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _give(self, between: bool, step: Callable[[], None], after: torch.cuda.Event) -> torch.cuda.Event:
@@ -123,12 +124,12 @@ class BesideStreams(Beside):
             return self._now()
 
     def _await(self, done: torch.cuda.Event) -> None:
-        torch.cuda.current_stream().wait_event(done)
+        torch.cuda.current_stream(self._device).wait_event(done)
 
     def close(self) -> None:
         """Leave the streams to torch."""
 
 
-def beside(device: torch.device) -> Beside:
+def make_beside(device: torch.device) -> Beside:
     """Return what runs the messages of a device's buffers."""
     return BesideStreams(device) if device.type == "cuda" else BesideThreads()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from ds_fsmoe.gradients.ways import (
     Stretch,
     Way,
 )
-from ds_fsmoe.planning.gradient_plan import ALIGNED_ELEMENTS
+from ds_fsmoe.planning.gradient_plan import ALIGNED_ELEMENTS, BufferReadiness
 from ds_fsmoe.planning.schedule import GRAD
 
 MOST_PIECES, PIECE_NUMEL = 8, 1 << 16
@@ -78,8 +79,11 @@ class FlatGradients:
         self.group = group
         self._scaling = scaling
         self.numel = sum(each.numel() for each in parameters)
-        self._buffer = torch.zeros(self.numel + extra, dtype=dtype, device=device)
-        self.extra = self._buffer[self.numel :]
+        self._in_one_message = nodes is None and owners is None
+        together = torch.zeros(self.numel + extra, dtype=dtype, device=device)
+        self._buffer = together if self._in_one_message else together[: self.numel].clone()
+        self.extra = together[self.numel :] if self._in_one_message else together[self.numel :].clone()
+        self._given = tuple(parameters)
         self.arrange(parameters)
 
     @property
@@ -141,6 +145,18 @@ class FlatGradients:
             return (way or self.way).alone(task, torch.zeros(numel, dtype=self.dtype, device=self.device))
 
         return prepare
+
+    def readiness(self, ready_of: Callable[[nn.Parameter], int], num_windows: int) -> BufferReadiness:
+        """Return how much there is before each window, if ``ready_of`` tells ahead of which one a gradient comes."""
+        ready = tuple(
+            sum(each.numel() for each in self.parameters if ready_of(each) <= window) for window in range(num_windows)
+        )
+        return BufferReadiness(self.kind, self.element_bytes, ready, self.numel)
+
+    def in_order(self, ready_of: Callable[[nn.Parameter], int]) -> list[nn.Parameter]:
+        """Return the parameters in the order in which their gradients come, those of one window spread over owners."""
+        in_order = sorted(self._given, key=ready_of)
+        return [each for _, those in groupby(in_order, ready_of) for each in self.spread(list(those))]
 
     def spread(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return parameters in an order in which those of one owner do not come all at once."""
@@ -216,7 +232,7 @@ class FlatGradients:
             work = dist.all_reduce(message, group=self.group, async_op=self._beside is not None)
             waits.extend([] if work is None else [work.wait])
 
-        if self.nodes is None and self._owners is None:
+        if self._in_one_message:
             all_reduce(self._buffer[first:] if with_extra else gradients)
         else:
             for piece in self._pieces(first, stop):

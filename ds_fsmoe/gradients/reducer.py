@@ -217,7 +217,8 @@ class GradientReducer:
             self._under_way.append(flat.start(parcel.first, parcel.stop, with_extra=flat is last))
         self._wait()
         if self._all_used:
-            self._refuse_late(marks[len(self._numbers) :])
+            late = marks[len(self._numbers) :]
+            _refuse([tuple(each.shape) for each in self.parameters if late[self._numbers[id(each)]]])
         # The one look from the host at what the ranks have in common.
         present_on, late_on = ([1.0] * len(self._numbers), []) if self._all_used else last.extra.view(2, -1).tolist()
         self._send_again([number for number, count in enumerate(late_on) if count])
@@ -237,14 +238,6 @@ class GradientReducer:
                 late[number] = float(has_own and self._sent[flat] > each.starts[index])
         return present + late
 
-    def _refuse_late(self, late: Sequence[float]) -> None:
-        if any(late):
-            sizes = [tuple(each.shape) for each in self.parameters if late[self._numbers[id(each)]]]
-            raise RuntimeError(
-                f"gradients of parameters of shape {sizes} came after their slices had left, or twice, and "
-                "fsmoe.gradient_partition.all_used = true says that this does not happen: leave it out"
-            )
-
     def _begin_if_over(self) -> None:
         if self._is_over:
             self._begin()
@@ -255,7 +248,7 @@ class GradientReducer:
             self._take_out()
             self.plan, self._new_plan = self._new_plan, None
             for index, flat in enumerate(self.flats):
-                flat.arrange(self._in_order(flat), self.plan.is_in_levels(index))
+                flat.arrange(flat.in_order(self._ready_of), self.plan.is_in_levels(index))
             self._locate()
             self._parts = self.plan.parts
             self._windows, self._new_windows = self._new_windows, ()
@@ -391,20 +384,15 @@ class GradientReducer:
         self._begin()
 
     def _supplies(self, num_windows: int) -> list[BufferReadiness]:
-        supplies = []
-        for flat in self.flats:
-            ready = tuple(
-                sum(each.numel() for each in flat.parameters if self._ready_of(each) <= window)
-                for window in range(num_windows)
-            )
-            supplies.append(BufferReadiness(flat.kind, flat.element_bytes, ready, flat.numel))
-        return supplies
-
-    def _in_order(self, flat: FlatGradients) -> list[nn.Parameter]:
-        ready_at: dict[int, list[nn.Parameter]] = {}
-        for each in sorted(flat.parameters, key=lambda each: self._numbers[id(each)]):
-            ready_at.setdefault(self._ready_of(each), []).append(each)
-        return [each for window in sorted(ready_at) for each in flat.spread(ready_at[window])]
+        return [flat.readiness(self._ready_of, num_windows) for flat in self.flats]
 
     def _ready_of(self, parameter: nn.Parameter) -> int:
         return self._ready_at[self._numbers[id(parameter)]]
+
+
+def _refuse(late: Sequence[tuple[int, ...]]) -> None:
+    if late:
+        raise RuntimeError(
+            f"gradients of parameters of shape {list(late)} came after their slices had left, or twice, and "
+            "fsmoe.gradient_partition.all_used = true says that this does not happen: leave it out"
+        )

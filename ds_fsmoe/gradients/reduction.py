@@ -25,8 +25,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.execution.node_links import NodeLinks
-from ds_fsmoe.gradients.beside import Beside
-from ds_fsmoe.gradients.beside import beside as make_beside
+from ds_fsmoe.gradients.beside import Beside, make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
 from ds_fsmoe.gradients.reducer import GradientReducer

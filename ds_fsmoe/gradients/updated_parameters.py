@@ -17,16 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
 import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero import stage_1_and_2
 from torch import nn
 
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_parts
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.gradients.arriving import can_be_waited_for, let_arrive, wait_for
-from ds_fsmoe.gradients.beside import beside
+from ds_fsmoe.gradients.beside import make_beside
 from ds_fsmoe.gradients.ways import Steps
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
@@ -143,7 +143,7 @@ class UpdatedParameters:
     def __init__(self, engine: Any, groups: Mapping[str, FSMoEGroups]) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._beside = beside(engine.device)
+        self._beside = make_beside(engine.device)
         self._waits: list[Callable[[], None]] = []
         number_of = {id(each): number for number, each in enumerate(engine.module.parameters())}
         self._messages, self._parameters = self._planned(groups, number_of)
@@ -153,12 +153,14 @@ class UpdatedParameters:
             for number in {part.number for part in message.parts}:
                 self._brought_by.setdefault(number, []).append(index)
         self._numbers = {id(each): number_of[id(each)] for each in self._parameters}
-        self._hooks = [
-            module.register_forward_pre_hook(_wait_for_own)
-            for module in engine.module.modules()
-            # torch's own modules go through operations that torch asks about; others may hand memory to a kernel.
-            if not type(module).__module__.startswith("torch.") and module._parameters
-        ]
+        # torch's own modules go through operations that torch asks about; others may hand memory to a kernel, and ours
+        # look which class the parameters of experts are of.
+        self._hooks = []
+        for module in engine.module.modules():
+            if _is_ours(module):
+                self._hooks.append(module.register_forward_pre_hook(_wait_for_all_in))
+            elif not type(module).__module__.startswith("torch.") and module._parameters:
+                self._hooks.append(module.register_forward_pre_hook(_wait_for_own))
         self._step = self._optimizer.step
         self._optimizer.step = self._stepping
         for name in _READERS:
@@ -266,6 +268,15 @@ def _among(groups: FSMoEGroups, kind: str) -> _Among | None:
     group = make_parts("parameters", getattr(groups.layout, kind), groups.max_ctas)
     nodes = node_links(groups, kind, "parameters")
     return None if group is None else _Among(group, nodes)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return any(each.__module__.startswith("ds_fsmoe.") for each in type(module).__mro__)
+
+
+def _wait_for_all_in(module: nn.Module, _: Any) -> None:
+    for each in module.parameters():
+        wait_for(each)
 
 
 def _wait_for_own(module: nn.Module, _: Any) -> None:
