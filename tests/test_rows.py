@@ -32,6 +32,7 @@ from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.tensor_parallel import SelfSplitWires
 from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.execution.wires import FULL, Wires
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.runtime import block_of
@@ -133,6 +134,7 @@ def run_layer(
     whole: bool = False,
     callbacks: tuple[CallbackBase, ...] = (),
     exact: bool = False,
+    wires: Wires = FULL,
 ) -> list[torch.Tensor]:
     """Output and gradients of one forward and backward of this rank; ``exact`` in float64."""
     rank, layout = groups.rank, groups.layout
@@ -164,6 +166,7 @@ def run_layer(
         block=block_of(groups),
         passes_on=exchange.passes_on,
         nodes=exchange.nodes,
+        wires=wires,
     )
     pipeline = Pipeline(lanes, collectives, *plans, recompute=case.recompute)
     num_experts = case.experts_per_rank * layout.ep_size

@@ -193,6 +193,16 @@ class GradientPartitionBlock(_Block):
     )
 
 
+Wire = Literal["model", "fp8"]
+
+
+class WiresBlock(_Block):
+    """``fsmoe.wires``: what rows are on their way between the ranks that share the experts."""
+
+    dispatch: Wire = Field("model", description="to the experts, and of gradients back from them")
+    combine: Wire = Field("model", description="from the experts, and of gradients to them")
+
+
 class AutotuneBlock(_Block):
     """``fsmoe.autotune``: measuring this cluster and choosing degrees from it."""
 
@@ -272,6 +282,12 @@ class FSMoEBlock(_Block):
         description="what travels: rows, as many as tokens have chosen an expert, or slots, as many as the fullest "
         "expert has; auto: rows where nothing is dropped",
     )
+    wires: Annotated[
+        WiresBlock,
+        _OrAlone(
+            *("dispatch", "combine"), kinds=(str,), words='"model" or "fp8"', json_types=({"enum": ["model", "fp8"]},)
+        ),
+    ] = Field(WiresBlock(), description="fp8: 8-bit numbers with a scale for each row; model: the layer's own type")
     ep_size: Count = Field(
         "auto",
         description="ranks over which the experts of a Hugging Face model are spread; auto: as many of a node as "

@@ -163,6 +163,12 @@ class FSMoEState:
         if self.telemetry is not None:
             self.telemetry.plans_changed()
 
+    def wait_for_parameters(self) -> None:
+        """Wait for all updated parameters that are still on their way: for code that reads memory behind torch's back,
+        by an address from before. Everything else waits by itself."""
+        if self.updated is not None:
+            self.updated.wait()
+
     def look_again(self) -> None:
         """Check again whether layers may be cut: to be called by every rank, between two steps, after experts have been
         changed, hooks put on their module, or dropout turned on. Collective."""

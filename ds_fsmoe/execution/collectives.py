@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.row_sizes import ALONE, Block, ChunkSizes
+from ds_fsmoe.execution.wires import FULL, Wires
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
 # torch renamed them in 2.13, and warns about the names that 2.11 has.
@@ -61,6 +62,8 @@ class Collectives:
     """Whether rows rest on other ranks on their way, which have to know how many they are."""
     nodes: NodeLinks | None = None
     """The two levels of the EP group, where each token crosses to a node once; rows of their own kind go there."""
+    wires: Wires = FULL
+    """What rows are on their way between the ranks of the EP group."""
 
     @property
     def num_exchanging(self) -> int:

@@ -22,6 +22,7 @@ from ds_fsmoe.execution.node_sizes import NodePhase
 from ds_fsmoe.execution.phase import Direction
 from ds_fsmoe.execution.row_chunks import RowChunks
 from ds_fsmoe.execution.row_sizes import RowSizes
+from ds_fsmoe.execution.wires import carry
 
 
 class AddUp(Protocol):
@@ -87,7 +88,7 @@ class NodeChunks(RowChunks):
         sizes = layout.sizes
         self._phase: NodePhase = getattr(sizes, direction)
         order = sizes.source_order if direction == "backward" else None
-        super().__init__(collectives, self._phase, sizes.num_rows, order, rows_RM)
+        super().__init__(collectives, self._phase, sizes.num_rows, order, rows_RM, direction)
         self._links = links
         self._call = layout.call
         self._add_up = layout.add_up
@@ -103,13 +104,14 @@ class NodeChunks(RowChunks):
     def dispatch(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the relays of its nodes."""
         sizes = self._phase.chunks[chunk]
-        return self._links.exchange_between(x_RM, sizes.sends, sizes.receives)
+        return carry(self._wire_in, x_RM, lambda x: self._links.exchange_between(x, sizes.sends, sizes.receives))
 
     def gather(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send copies of the rows that came to the ranks of this node."""
         sizes = self._phase.chunks[chunk]
         copies_RM = x_RM.index_select(0, self._phase.to_ranks.rows(chunk))
-        return self._links.exchange_inside(copies_RM, sizes.spreads, sizes.arrives)
+        # What was narrow between nodes loses nothing more: its scale is the same, or nearly.
+        return carry(self._wire_in, copies_RM, lambda x: self._links.exchange_inside(x, sizes.spreads, sizes.arrives))
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
         """Call ``body(chunk, rows)`` with a copy for each expert, expert by expert, and add up the results of a row; in
@@ -145,13 +147,13 @@ class NodeChunks(RowChunks):
     def reduce(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the sums back to the relays of their rows, and add those up."""
         sizes = self._phase.chunks[chunk]
-        back_RM = self._links.exchange_inside(y_RM, sizes.arrives, sizes.spreads)
+        back_RM = carry(self._wire_out, y_RM, lambda y: self._links.exchange_inside(y, sizes.arrives, sizes.spreads))
         return self._add_up(back_RM, self._phase.to_ranks.copies(chunk), None)
 
     def combine(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the sums to the ranks that have the tokens."""
         sizes = self._phase.chunks[chunk]
-        return self._links.exchange_between(y_RM, sizes.receives, sizes.sends)
+        return carry(self._wire_out, y_RM, lambda y: self._links.exchange_between(y, sizes.receives, sizes.sends))
 
     def weight_gradients(self) -> torch.Tensor:
         """Return the gradients of the weights of this rank's choices, after all tasks of a backward. Collective."""

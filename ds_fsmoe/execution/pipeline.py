@@ -27,6 +27,7 @@ from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.unchunked import WholeExperts, run_whole
+from ds_fsmoe.execution.wires import FULL
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
@@ -154,6 +155,8 @@ class CallSizes:
     """The number of tokens by which rows are cut; ``None`` where slots are."""
     num_choices: int = 0
     """The number of choices of a token, K, where rows are sent."""
+    wires: tuple[float, float] = (1.0, 1.0)
+    """The bytes of a row on its way to experts and back, as shares of what it has in its own type."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +259,9 @@ class Pipeline:
             slots = layout.slots_per_expert(num_ranks, max(1, num_experts // num_exchanging))
             same = layout.same_cuts
             of_rows = x_RM.shape[-1], x_RM.dtype, self.degrees[0], same, num_experts, layout.num_tokens
-            sizes = CallSizes(num_ranks, slots, *of_rows, getattr(layout, "num_choices", 0))
+            wires = FULL if isinstance(layout, SlotLayout) else self.collectives.wires
+            shares = wires.shares(x_RM.shape[-1], x_RM.dtype.itemsize)
+            sizes = CallSizes(num_ranks, slots, *of_rows, getattr(layout, "num_choices", 0), shares)
             for tell in self.on_call:
                 tell(sizes)
         if isinstance(experts, WholeExperts):

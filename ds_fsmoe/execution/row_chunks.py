@@ -17,7 +17,8 @@ import torch
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.phase import Direction
 from ds_fsmoe.execution.row_sizes import PhaseSizes, RowSizes
-from ds_fsmoe.planning.schedule import A2A_OUT, A2A_OUT_NODE
+from ds_fsmoe.execution.wires import carry, narrowed, widened
+from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RowLayout:
         """Return the chunks of a phase that starts with these rows, those that are sent first."""
         sizes = self.sizes
         order = sizes.source_order if direction == "backward" else None
-        return RowChunks(collectives, getattr(sizes, direction), sizes.num_rows, order, rows_RM)
+        return RowChunks(collectives, getattr(sizes, direction), sizes.num_rows, order, rows_RM, direction)
 
 
 class RowChunks:
@@ -57,6 +58,7 @@ class RowChunks:
         num_rows: how many of the rows are sent.
         order: for each row as the phase sends it, its place among those given; ``None``: they lie as they are sent.
         rows_RM: the rows that the phase starts with. Those behind the ones that are sent come back as zeros.
+        direction: the phase.
     """
 
     def __init__(
@@ -66,8 +68,12 @@ class RowChunks:
         num_rows: int,
         order: torch.Tensor | None,
         rows_RM: torch.Tensor,
+        direction: Direction,
     ) -> None:
-        self._wires = collectives
+        self._collectives = collectives
+        self._wire_in, self._wire_out = collectives.wires.of(direction)
+        # Of the chunks that are between the two parts of an all-to-all: as they were before the first.
+        self._between: dict[int, torch.Tensor] = {}
         self._sizes = sizes
         self._num_rows = num_rows
         self._order = order
@@ -98,12 +104,20 @@ class RowChunks:
 
     def dispatch(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the ranks that have the experts."""
-        return self._wires.send_rows(x_RM, self._sizes.chunks[chunk])
+        return carry(self._wire_in, x_RM, lambda x: self._collectives.send_rows(x, self._sizes.chunks[chunk]))
 
     def leg(self, kind: str, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Do one of the two parts of :meth:`dispatch` or :meth:`combine`."""
-        sizes = self._sizes.chunks[chunk]
-        return self._wires.row_legs[kind](x_RM, sizes.back if kind in (A2A_OUT, A2A_OUT_NODE) else sizes)
+        sizes, leaves = self._sizes.chunks[chunk], kind in (A2A_OUT, A2A_OUT_NODE)
+        leg = self._collectives.row_legs[kind]
+        sizes_now = sizes.back if leaves else sizes
+        if (self._wire_out if leaves else self._wire_in) == "model":
+            return leg(x_RM, sizes_now)
+        # Narrow over both parts.
+        if kind in (A2A_IN_NODE, A2A_OUT):
+            self._between[chunk] = x_RM[:0]
+            return leg(narrowed(x_RM), sizes_now)
+        return widened(leg(x_RM, sizes_now), self._between.pop(chunk))
 
     def dispatched(self, x_RM: torch.Tensor) -> torch.Tensor:
         """Return what :meth:`dispatch` returns."""
@@ -111,7 +125,7 @@ class RowChunks:
 
     def gather(self, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Gather the rows of the ranks that share the experts."""
-        return self._wires.gather_rows(x_RM, self._sizes.chunks[chunk])
+        return self._collectives.gather_rows(x_RM, self._sizes.chunks[chunk])
 
     def compute(self, body: Callable[..., torch.Tensor], chunk: int, x_RM: torch.Tensor) -> torch.Tensor:
         """Call ``body(chunk, rows)`` with the rows expert by expert."""
@@ -156,7 +170,7 @@ class RowChunks:
 
     def reduce(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Sum the rows over the ranks that share the experts."""
-        return self._wires.reduce_rows(y_RM, self._sizes.chunks[chunk])
+        return self._collectives.reduce_rows(y_RM, self._sizes.chunks[chunk])
 
     def leaving(self, y_RM: torch.Tensor) -> torch.Tensor:
         """Return the results as :meth:`combine` takes them."""
@@ -164,7 +178,7 @@ class RowChunks:
 
     def combine(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Send the chunk to the ranks that have the tokens."""
-        return self._wires.send_rows(y_RM, self._sizes.chunks[chunk].back)
+        return carry(self._wire_out, y_RM, lambda y: self._collectives.send_rows(y, self._sizes.chunks[chunk].back))
 
     def write(self, y_RM: torch.Tensor, chunk: int) -> None:
         """Write the result where its tokens are.

@@ -22,6 +22,7 @@ from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.row_sizes import ALONE, Block
 from ds_fsmoe.execution.tensor_parallel import PLAIN, SelfSplitWires, TensorParallelUse
+from ds_fsmoe.execution.wires import Wires
 from ds_fsmoe.layer.alltoall_tasks import Exchange, exchange_in
 from ds_fsmoe.layer.recomputed import tape_torchs_functions
 from ds_fsmoe.layer.replay import Replay
@@ -189,6 +190,16 @@ class LayerRuntime:
             self._said.add(why)
             log_on_rank_0(f"fsmoe.alltoall = {shown(alltoall)} is run as flat: {why}", logging.WARNING)
 
+    def say_in_slots(self, path: str) -> None:
+        """Say once, for all layers, that wires are for rows, if any is asked for."""
+        wires = self.block.wires
+        if (wires.dispatch, wires.combine) != ("model", "model") and "wires" not in self._said:
+            self._said.add("wires")
+            log_on_rank_0(
+                f"fsmoe.wires is for layers that send rows: {path}, and others like it, send slots in their own type",
+                logging.WARNING,
+            )
+
     def pipeline(self, label: str, groups: FSMoEGroups, plan: LayerPlan, exchange: Exchange) -> Pipeline:
         """Return the pipeline that runs one layer by a plan.
 
@@ -214,6 +225,7 @@ class LayerRuntime:
             block_of(groups),
             exchange.passes_on,
             exchange.nodes,
+            Wires(self.block.wires.dispatch, self.block.wires.combine),
         )
         return Pipeline(self.lanes, collectives, *phases, label, self.block.recompute)
 

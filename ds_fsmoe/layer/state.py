@@ -129,6 +129,8 @@ class LayerState:
                 )
             self.duplicates = TensorParallelTokens(groups.mp_group)
         self.is_in_slots = self.duplicates is not None or not takes_rows(self.parts.dispatch, gate)
+        if self.is_in_slots:
+            self.running.say_in_slots(self.path)
         self.apply(self.running.plan)
         self.running.observer.meet(self.pipeline, groups)
         return groups

@@ -126,7 +126,8 @@ def sizes_of(at: CalledWith, experts: Experts | WholeExperts) -> CallShape:
     """Return the sizes of what a call moves and multiplies."""
     matrices = [each.numel() for each in experts.parameters if each.dim() > 1]
     products = len(matrices), sum(matrices)
-    return CallShape(at.num_experts, at.capacity, at.width, at.dtype.itemsize, *products, num_tokens=at.num_tokens)
+    of_rows = at.num_experts, at.capacity, at.width, at.dtype.itemsize, *products
+    return CallShape(*of_rows, num_tokens=at.num_tokens, wires=at.wires)
 
 
 class _MeasuredWindow:

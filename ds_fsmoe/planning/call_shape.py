@@ -15,7 +15,17 @@ from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT_DW, GRADIENT_TASKS, REST, Lane, Schedule, Task
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, simulate
-from ds_fsmoe.planning.workload import AllToAll, BlockWork, Gradient, Layer, MoEWork, Shape, Work, layer_work
+from ds_fsmoe.planning.workload import (
+    ONCE_PER_NODE,
+    AllToAll,
+    BlockWork,
+    Gradient,
+    Layer,
+    MoEWork,
+    Shape,
+    Work,
+    layer_work,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ class CallShape:
     """The number of tokens by which rows are cut into chunks; ``None``: slots are cut, by the capacity."""
     crossings: Crossings | None = None
     """The crossings of a token for each of its choices, where it crosses once per node."""
+    wires: tuple[float, float] = (1.0, 1.0)
+    """The bytes of a row on its way to experts and back, as shares of ``width * dtype_bytes``."""
 
 
 def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAll = "flat") -> MoEWork:
@@ -66,13 +78,24 @@ def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAl
     def expert(work: Work | None, times: int = 1) -> Work | None:
         return work and replace(work, size=times * flops, launches=times * launches)
 
+    way_in, way_out = shape.wires[::-1] if backward else shape.wires
+    # Inside a node a token's copies go over the same wire; what is summed over shards of experts does not.
+    is_once = alltoall == ONCE_PER_NODE and shape.crossings is not None
     return replace(
         moe,
+        enter=_shared(moe.enter, way_in),
+        gather=_shared(moe.gather, way_in) if is_once else moe.gather,
+        reduce=_shared(moe.reduce, way_out) if is_once else moe.reduce,
+        leave=_shared(moe.leave, way_out),
         expert=expert(moe.expert, 1 + backward),
         expert_dx=expert(moe.expert_dx),
         expert_dw=expert(moe.expert_dw),
         capacity=max(1, shape.capacity if shape.num_tokens is None else shape.num_tokens),
     )
+
+
+def _shared(works: tuple[Work, ...], share: float) -> tuple[Work, ...]:
+    return works if share == 1.0 else tuple(replace(each, size=each.size * share) for each in works)
 
 
 def layer_of_call(

@@ -63,7 +63,7 @@ class LayerKind:
         """The sizes for the planner. Experts are one product of all weights: their cost was measured as a whole."""
         at, subject = self.subject.sizes, self.subject
         sizes = subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights
-        return CallShape(*sizes, num_tokens=at.num_tokens, crossings=self._crossings)
+        return CallShape(*sizes, num_tokens=at.num_tokens, crossings=self._crossings, wires=at.wires)
 
     @property
     def _crossings(self) -> Crossings | None:

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that travel as 8-bit numbers with a scale for each row."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_fsmoe
+from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.distributed.groups import make_groups
+from ds_fsmoe.execution.lanes import make_lanes
+from ds_fsmoe.execution.wires import FULL, Wires, carry, narrowed, widened
+from tests.ranks import run_on_ranks
+from tests.small_model import Case as Training
+from tests.small_model import SmallModel, batch
+from tests.test_alltoalls import on_nodes
+from tests.test_rows import Case, differences, mixtral, run_layer
+
+EVERY = [Wires(*each) for each in itertools.product(("model", "fp8"), repeat=2)]
+BOTH = Wires("fp8", "fp8")
+
+
+def there_and_back(x_RM: torch.Tensor) -> torch.Tensor:
+    return carry("fp8", x_RM, lambda sent: sent)
+
+
+def by_hand(x_RM: torch.Tensor) -> torch.Tensor:
+    """Row by row, to the nearest of all numbers of the format."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    every = every[every.isfinite()]
+    rows = []
+    for row in x_RM.float():
+        largest = row.abs().max()
+        scale = (largest / 448.0).double() if largest else torch.ones((), dtype=torch.float64)
+        nearest = (row.double().unsqueeze(1) / scale - every).abs().argmin(dim=1)
+        rows.append(every[nearest] * scale)
+    return torch.stack(rows).to(x_RM.dtype) if rows else x_RM
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_becomes_the_nearest_8_bit_numbers_times_its_scale(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    for rows, width in ((0, 5), (1, 1), (7, 13), (5, 64)):
+        x_RM = (torch.randn(rows, width) * torch.logspace(-3, 3, max(1, rows))[:rows, None]).to(dtype)
+        found = there_and_back(x_RM)
+        assert (found.shape, found.dtype) == (x_RM.shape, dtype)
+        # Where a quotient lies half-way between two, either is as near.
+        torch.testing.assert_close(found, by_hand(x_RM), rtol=0.07, atol=1e-6)
+        largest_R1 = x_RM.abs().amax(dim=1, keepdim=True).float() if rows else x_RM.float()
+        off = (found.float() - x_RM.float()).abs()
+        # Half of the last of four bits; below the least normal number half of the least one.
+        assert bool((off <= 0.0645 * x_RM.float().abs() + largest_R1 / 448 * 2**-9).all())
+
+
+def test_rows_of_zeros_of_tiny_and_of_huge_numbers_survive() -> None:
+    x_RM = torch.tensor([[0.0, 0.0], [1e-38, -1e-38], [3e38, 1e38], [448.0, -448.0], [1e-45, 0.0]])
+    found = there_and_back(x_RM)
+    assert found.isfinite().all()
+    assert found[0].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(found[1:4], x_RM[1:4], rtol=0.065, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_stays_seen_and_spoils_no_other_row(wrong: float) -> None:
+    x_RM = torch.ones(3, 4)
+    x_RM[1, 2] = wrong
+    found = there_and_back(x_RM)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], x_RM[[0, 2]])
+
+
+def test_a_row_travels_as_its_width_and_four_bytes() -> None:
+    assert narrowed(torch.ones(3, 13)).shape == (3, 17)
+    assert widened(narrowed(torch.ones(2, 3, 4)), torch.ones(2, 3, 4)).shape == (2, 3, 4)
+    assert Wires("fp8", "model").shares(60, 2) == (64 / 120, 1.0)
+
+
+# ---- layers on ranks
+
+
+class Rounding(CallbackBase):
+    """Rounds what is about to be sent, in the place of the wires."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
+
+    def _rounded(self, args: CallbackArgs, wire: str) -> torch.Tensor:
+        return args.tensor if wire == "model" else there_and_back(args.tensor)
+
+    def before_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor:
+        return self._rounded(args, self._wires.of(args.direction)[0])
+
+    def before_combine_hook(self, args: CallbackArgs) -> torch.Tensor:
+        return self._rounded(args, self._wires.of(args.direction)[1])
+
+
+CASES = [Case(), Case((1, 1)), Case((4, 3), recompute=True, expert=mixtral), Case((3, 4), tokens=(0, 7, 0, 5) * 2, k=4)]
+
+
+def compare(rank: int, world_size: int, ep: int, esp: int) -> list[str]:
+    with on_nodes(*(each // 2 for each in range(world_size))):
+        groups = make_groups(ep, esp)
+    lanes, found = make_lanes(torch.device("cpu")), []
+    for case, wires in itertools.product(CASES, EVERY):
+        wanted = run_layer(case, groups, lanes, True, callbacks=(Rounding(wires),))
+        for alltoall in ("flat", "2dh"):
+            ours = run_layer(case, groups, lanes, True, alltoall=alltoall, wires=wires)
+            found += [f"{case}, {wires}, {alltoall}: {each}" for each in differences(ours, wanted, 1e-12)]
+    lanes.close()
+    return found
+
+
+@pytest.mark.parametrize(("ep", "esp"), [(4, 1), (2, 2)])
+def test_a_layer_has_the_numbers_of_rows_rounded_where_they_are_sent(ep: int, esp: int, tmp_path: Path) -> None:
+    assert [each for found in run_on_ranks(compare, 4, tmp_path, ep, esp) for each in found][:3] == []
+
+
+def once(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """How far once per node is from itself uncut, and from rows in their own type, as a share of the largest number."""
+    with on_nodes(0, 0, 1, 1):
+        groups = make_groups(4, 1)
+    lanes, found = make_lanes(torch.device("cpu")), []
+
+    def off(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+        # Of the output and the tokens' gradients: those that have come over wires last.
+        shares = [
+            ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours[:2], theirs[:2], strict=True) if len(a)
+        ]
+        return max(shares, default=0.0)
+
+    for wires in EVERY:
+        whole = run_layer(Case((1, 1), k=4), groups, lanes, True, alltoall="once_per_node", wires=wires)
+        full = run_layer(Case((1, 1), k=4), groups, lanes, True, alltoall="once_per_node")
+        for degrees in ((3, 2), (2, 5)):
+            cut = run_layer(Case(degrees, k=4), groups, lanes, True, alltoall="once_per_node", wires=wires)
+            found.append(("uncut", off(cut, whole)))
+        found.append((f"{wires.dispatch} {wires.combine}", off(whole, full)))
+    lanes.close()
+    return found
+
+
+def test_once_per_node_a_row_means_the_same_in_every_chunk_and_is_as_near_as_its_bits(tmp_path: Path) -> None:
+    for found in run_on_ranks(once, 4, tmp_path):
+        assert all(off < 1e-12 for name, off in found if name == "uncut")
+        errors = {name: off for name, off in found if name != "uncut"}
+        assert errors.pop("model model") == 0.0
+        assert all(1e-4 < off < 0.15 for off in errors.values()), errors
+
+
+def payload(rank: int, world_size: int) -> dict[str, list[int]]:
+    """The bytes of rows that this rank gives to each all-to-all of a layer."""
+    with on_nodes(0, 0, 1, 1):
+        groups = make_groups(4, 1)
+    lanes, found = make_lanes(torch.device("cpu"), overlap=False), {}
+    send = dist.all_to_all_single
+    for name, wires in (("model", FULL), ("fp8", BOTH), ("dispatch", Wires("fp8"))):
+        given: list[int] = []
+
+        def counted(y: torch.Tensor, x: torch.Tensor, *args: Any, given: list[int] = given, **kwargs: Any) -> Any:
+            if x.dim() == 2 and x.dtype in (torch.bfloat16, torch.uint8):
+                given.append(x.nbytes)
+            return send(y, x, *args, **kwargs)
+
+        dist.all_to_all_single = counted
+        run_layer(Case((1, 1), dtype=torch.bfloat16), groups, lanes, True, wires=wires)
+        dist.all_to_all_single = send
+        found[name] = given
+    return found
+
+
+def test_as_many_messages_carry_as_many_rows_in_fewer_bytes(tmp_path: Path) -> None:
+    from tests.test_rows import WIDTH
+
+    for found in run_on_ranks(payload, 4, tmp_path):
+        rows = [each // (2 * WIDTH) for each in found["model"]]
+        assert len(rows) == 4, "there and back, in both phases"
+        assert found["fp8"] == [each * (WIDTH + 4) for each in rows]
+        narrow, wide = found["fp8"], found["model"]
+        assert found["dispatch"] == [narrow[0], wide[1], wide[2], narrow[3]]
+
+
+# ---- in a config
+
+
+def test_wires_are_written_as_one_word_or_two() -> None:
+    def of(written: Any) -> tuple[str, str]:
+        block = read_block({"fsmoe": {"enabled": True, "wires": written}})
+        assert block is not None
+        return block.wires.dispatch, block.wires.combine
+
+    assert of("fp8") == ("fp8", "fp8")
+    assert of({"dispatch": "fp8"}) == ("fp8", "model")
+    with pytest.raises(ConfigError, match=r"fsmoe\.wires\.combine = \"fp4\".*'model' or 'fp8'"):
+        of({"combine": "fp4"})
+
+
+def losses(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, block in (
+        ("model", {"dispatch": "rows"}),
+        ("fp8", {"dispatch": "rows", "wires": "fp8"}),
+        ("slots", {"dispatch": "slots", "wires": "fp8"}),
+        ("in slots", {"dispatch": "slots"}),
+    ):
+        torch.manual_seed(0)
+        case = Training(2, 0, "fp32", 2, 2, False)
+        model = SmallModel(case, rank)
+        config = case.ds_config(fsmoe={"enabled": True} | block)
+        said: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "ds_fsmoe.layer.runtime.log_on_rank_0", lambda sentence, level=0, said=said: said.append(sentence)
+            )
+            engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        of_run = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss, _ = engine(*batch(step, rank, torch.float32))
+            engine.backward(loss)
+            engine.step()
+            of_run.append(loss.item())
+        engine.destroy()
+        found[name] = of_run, sum("fsmoe.wires" in each for each in said)
+    return found
+
+
+def test_training_goes_on_nearly_as_before_and_slots_say_that_they_stay_wide(tmp_path: Path) -> None:
+    for found in run_on_ranks(losses, 2, tmp_path):
+        (model, _), (fp8, said_of_rows) = found["model"], found["fp8"]
+        assert fp8 != model
+        assert fp8 == pytest.approx(model, rel=0.05)
+        assert found["slots"][0] == found["in slots"][0]
+        assert (said_of_rows, found["slots"][1], found["in slots"][1]) == (0, 1, 0)
