@@ -231,7 +231,13 @@ def test_every_field_is_used() -> None:
     used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path", "trace.cluster"}
     used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts", "debug.check_router"}
     used |= {"debug.check_results"}
-    used |= {"gradient_partition.collective", "gradient_partition.levels", "gradient_partition.gather_parameters"}
+    used |= {
+        "wires.dispatch",
+        "wires.combine",
+        "gradient_partition.collective",
+        "gradient_partition.levels",
+        "gradient_partition.gather_parameters",
+    }
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
     used |= {"gradient_partition.all_used", "checkpoint.trusted"}
     used |= {"routing.record", "routing.weights", "routing.every", "routing.replay"}

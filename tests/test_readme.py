@@ -94,6 +94,8 @@ MEASURE_FOR_MINUTES = tuple(
         "wire",
         "alltoall",
         "once",
+        "levels",
+        "fp8",
         "autotune",
         "unchunked",
         "ops",

@@ -52,7 +52,7 @@ def test_a_row_becomes_the_nearest_8_bit_numbers_times_its_scale(dtype: torch.dt
         found = there_and_back(x_RM)
         assert (found.shape, found.dtype) == (x_RM.shape, dtype)
         # Where a quotient lies half-way between two, either is as near.
-        torch.testing.assert_close(found, by_hand(x_RM), rtol=0.07, atol=1e-6)
+        torch.testing.assert_close(found, by_hand(x_RM), rtol=0.13, atol=1e-6)
         largest_R1 = x_RM.abs().amax(dim=1, keepdim=True).float() if rows else x_RM.float()
         off = (found.float() - x_RM.float()).abs()
         # Half of the last of four bits; below the least normal number half of the least one.

@@ -3,7 +3,7 @@
 
 ``cluster.py up --nodes 2 --ranks-per-node 2 --inter 25mbit --intra 100mbit``, then
 ``cluster.py run -- benchmarks/cases/bench_fp8.py``. A layer in bf16 whose experts are spread over all ranks, nothing
-dropped; whole steps of an engine. Times go to ``benchmarks/results/fp8.csv``, the errors to ``fp8_error.csv`` beside it.
+dropped; whole steps of an engine. Times go to ``benchmarks/results/fp8.csv``, errors to ``fp8_error.csv`` beside it.
 """
 
 from __future__ import annotations
