@@ -94,6 +94,14 @@ BEFORE = _gradients("all_reduce", 1, "at_end") | _chunks(2)
 LEVELS = _gradients("reduce_scatter", 2, "at_end") | _chunks(2)
 ALL = _gradients("reduce_scatter", 2, "overlapped")
 ONCE = {"alltoall": "once_per_node"} | _chunks(4)
+
+
+def _by(schedule: str) -> dict[str, Any]:
+    """The last but one of the ways below, in another order: the same all-to-all, chunks, and gradients in windows."""
+    gradients = {"gradient_partition": ALL["gradient_partition"] | {"mode": "adaptive"}}
+    return ALL | ONCE | gradients | {"schedule": schedule}
+
+
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "stock": ({"enabled": False}, False),
     "all-reduce, gathered at the end": (BEFORE, False),
@@ -102,6 +110,8 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "and gathered under the forward": (ALL | _chunks(2), False),
     "and tokens once per node": (ALL | ONCE, False),
     "and owners in turns": (ALL | ONCE, True),
+    "the same by tutel": (_by("tutel"), False),
+    "the same by fsmoe": (_by("fsmoe"), False),
 }
 """Name -> the block, and whether ZeRO deals parameters out to owners in turns."""
 

@@ -131,7 +131,9 @@ class FSMoEEngine(SavingEngine):
                 'choices are "auto" and "at_end"'
             )
         if asked != "at_end" and reason is None:
-            state.updated = UpdatedParameters(self, groups)
+            state.updated = UpdatedParameters(self, groups, [each.deepspeed_moe for each in state.layers.values()])
+            # Before others look at what experts are.
+            state.running.checks.insert(0, state.updated.before_layer)
 
     def _watch_results(self) -> None:
         state = self.fsmoe

@@ -142,6 +142,7 @@ class FSMoEState:
         """
         if self.autotune is None or not self.autotune.counts_forward():
             return
+        self.wait_for_parameters()
         clock = self.running.step_clock
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
         self.uncut.settle(self.inner_layers)

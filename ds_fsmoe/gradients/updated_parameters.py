@@ -138,9 +138,10 @@ class UpdatedParameters:
     Args:
         engine: with ZeRO stage 1 or 2.
         groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
+        layers: the engine's MoE layers; :meth:`before_layer` is called ahead of each of their calls.
     """
 
-    def __init__(self, engine: Any, groups: Mapping[str, FSMoEGroups]) -> None:
+    def __init__(self, engine: Any, groups: Mapping[str, FSMoEGroups], layers: Sequence[nn.Module]) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._beside = make_beside(engine.device)
@@ -153,14 +154,14 @@ class UpdatedParameters:
             for number in {part.number for part in message.parts}:
                 self._brought_by.setdefault(number, []).append(index)
         self._numbers = {id(each): number_of[id(each)] for each in self._parameters}
-        # torch's own modules go through operations that torch asks about; others may hand memory to a kernel, and ours
-        # look which class the parameters of experts are of.
-        self._hooks = []
-        for module in engine.module.modules():
-            if _is_ours(module):
-                self._hooks.append(module.register_forward_pre_hook(_wait_for_all_in))
-            elif not type(module).__module__.startswith("torch.") and module._parameters:
-                self._hooks.append(module.register_forward_pre_hook(_wait_for_own))
+        # torch's own modules go through operations that torch asks about; others may hand memory to a kernel. In our
+        # layers a hook would change how experts are computed: see :meth:`before_layer`.
+        within = {id(module) for layer in layers for module in layer.modules()}
+        self._hooks = [
+            module.register_forward_pre_hook(_wait_for_own)
+            for module in engine.module.modules()
+            if module._parameters and id(module) not in within and not type(module).__module__.startswith("torch.")
+        ]
         self._step = self._optimizer.step
         self._optimizer.step = self._stepping
         for name in _READERS:
@@ -231,7 +232,7 @@ class UpdatedParameters:
         self._beside.flush()
 
     def _mark(self) -> None:
-        if getattr(self._engine, "is_compiled", False):
+        if any(map(_is_compiled, self._engine.module.modules())):
             # Compiled code is made for parameters of one class.
             self.wait()
             return
@@ -241,6 +242,11 @@ class UpdatedParameters:
                 let_arrive(parameter, lambda messages=messages: self._wait_for(messages))
             else:
                 self._wait_for(messages)
+
+    def before_layer(self, layer: nn.Module, *_: Any) -> None:
+        """Wait for all that an MoE layer has: it looks which class its experts' parameters are of."""
+        for each in layer.parameters():
+            wait_for(each)
 
     def _wait_for(self, messages: Sequence[int]) -> None:
         for each in messages:
@@ -270,13 +276,8 @@ def _among(groups: FSMoEGroups, kind: str) -> _Among | None:
     return None if group is None else _Among(group, nodes)
 
 
-def _is_ours(module: nn.Module) -> bool:
-    return any(each.__module__.startswith("ds_fsmoe.") for each in type(module).__mro__)
-
-
-def _wait_for_all_in(module: nn.Module, _: Any) -> None:
-    for each in module.parameters():
-        wait_for(each)
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _wait_for_own(module: nn.Module, _: Any) -> None:
