@@ -53,6 +53,7 @@ from ds_fsmoe.engine.whole_models import save_whole_models
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, obstacle_to, wanted_mode
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
+from ds_fsmoe.gradients.zero_stages import partitions_are_ours
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -124,6 +125,8 @@ class FSMoEEngine(SavingEngine):
         state, asked = self.fsmoe, self.fsmoe.block.gradient_partition.gather_parameters
         if type(self.optimizer) is not DeepSpeedZeroOptimizer:
             reason = "updated parameters are gathered at zero_optimization.stage 1 and 2"
+        elif not partitions_are_ours(self.optimizer, groups):
+            reason = "ZeRO has cut parameters over other ranks than those that share them"
         reason = reason or state.running.one_link
         if asked == "overlapped" and reason is not None:
             raise ConfigError(

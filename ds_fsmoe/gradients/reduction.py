@@ -29,7 +29,7 @@ from ds_fsmoe.gradients.beside import Beside, make_beside
 from ds_fsmoe.gradients.flat_buffers import FlatGradients
 from ds_fsmoe.gradients.idle_times import Idle, IdleTimes, TimedWindow, cost_of, plan_by_time
 from ds_fsmoe.gradients.reducer import GradientReducer
-from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2
+from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2, partitions_are_ours
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
@@ -284,6 +284,8 @@ def _flats(
     made: list[FlatGradients] = []
     count = sum(map(len, (*dense.values(), *experts.values())))
     owners = door.owners if asked.collective != "all_reduce" else None
+    if isinstance(door, Stages1And2) and not partitions_are_ours(door.optimizer, groups):
+        owners = None
 
     def among(of: FSMoEGroups, kind: str) -> tuple[dist.ProcessGroup | None, NodeLinks | None]:
         return communicator_like(of, kind), None if asked.levels == 1 else node_links(of, kind, "gradients")

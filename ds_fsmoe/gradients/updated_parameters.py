@@ -190,10 +190,6 @@ class UpdatedParameters:
             ranks = among[name]
             if ranks is None:
                 continue
-            if dist.get_process_group_ranks(optimizer.real_dp_process_group[group]) != dist.get_process_group_ranks(
-                ranks.group
-            ):
-                raise RuntimeError("ZeRO's partitions lie on other ranks than those that share the parameters")
             size, flat = int(optimizer.partition_size[group]), optimizer.bit16_groups_flat[group]
             for parameter, offset in zip(members, optimizer.round_robin_bit16_offsets[group], strict=True):
                 parameters.append(parameter)

@@ -30,6 +30,7 @@ DP, both divided by dp (``_reduce_expert_gradients`` of runtime/engine.py, ``ave
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +41,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
+from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.gradients.flat_buffers import Scaling
 from ds_fsmoe.gradients.reducer import GradientReducer
 
@@ -152,10 +154,10 @@ class Stages1And2:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._optimizer: DeepSpeedZeroOptimizer = engine.optimizer
+        self.optimizer: DeepSpeedZeroOptimizer = engine.optimizer
         self.device = engine.device
         self._group_of = {
-            id(parameter): index for index, group in enumerate(self._optimizer.bit16_groups) for parameter in group
+            id(parameter): index for index, group in enumerate(self.optimizer.bit16_groups) for parameter in group
         }
         self._is_reduced = False
         """Whether the gradients that go through ZeRO's buckets now are already reduced."""
@@ -169,16 +171,16 @@ class Stages1And2:
         ]
 
     def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
-        return self._optimizer.get_param_comm_dtype(parameter)
+        return self.optimizer.get_param_comm_dtype(parameter)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        return self._optimizer.get_gradient_for_reduction(parameter)
+        return self.optimizer.get_gradient_for_reduction(parameter)
 
     def replace(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        setattr(parameter, "grad_accum" if self._optimizer.use_grad_accum_attribute else "grad", gradient)
+        setattr(parameter, "grad_accum" if self.optimizer.use_grad_accum_attribute else "grad", gradient)
 
     def is_sending(self) -> bool:
-        engine, optimizer = self._engine, self._optimizer
+        engine, optimizer = self._engine, self.optimizer
         reduces = optimizer.partition_gradients or engine.is_gradient_accumulation_boundary()
         return reduces and not engine.inside_no_sync_ctxt and not optimizer._coalesce_grad_reduction
 
@@ -188,7 +190,7 @@ class Stages1And2:
         ``None`` where ZeRO reads more of it than a rank's own part (Muon makes whole matrices orthogonal, ZenFlow keeps
         columns of all), or its order in memory is not that of the partitions.
         """
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if not parameter.is_contiguous() or optimizer.zenflow or getattr(parameter, "use_muon", False):
             return None
         size, at = self._place_of[id(parameter)]
@@ -203,7 +205,7 @@ class Stages1And2:
     @cached_property
     def _place_of(self) -> dict[int, tuple[int, int]]:
         """Return parameter -> (elements of a partition of its group, where it begins in the group)."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         of_groups = zip(
             optimizer.round_robin_bit16_groups,
             optimizer.round_robin_bit16_offsets,
@@ -218,11 +220,11 @@ class Stages1And2:
 
     def scaling(self) -> Scaling:
         """Divide as ``average_tensor`` does, for experts too: by the data-parallel size, ahead of the sum."""
-        size = dist.get_world_size(self._optimizer.dp_process_group)
-        return Scaling(before=lambda message: message.div_(size)) if self._optimizer.gradient_average else Scaling()
+        size = dist.get_world_size(self.optimizer.dp_process_group)
+        return Scaling(before=lambda message: message.div_(size)) if self.optimizer.gradient_average else Scaling()
 
     def take(self, reducer: GradientReducer) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         # Its second bucket and its stream are for a communication that is not its own any more.
         self._overlap_comm, optimizer.overlap_comm = optimizer.overlap_comm, False
         stock_process = optimizer.process_gradients
@@ -272,7 +274,7 @@ class Stages1And2:
 
     def _hand_over(self, reducer: GradientReducer) -> None:
         """Pass everything that has a gradient on some rank through ZeRO's buckets, in one order on all ranks."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         present = reducer.finish()
         optimizer.setup_buckets()
         optimizer.reduce_ipg_grads()  # what ZeRO has been given so far, and reduces itself
@@ -286,15 +288,31 @@ class Stages1And2:
 
     def _give(self, parameter: nn.Parameter, reduced: torch.Tensor) -> None:
         """Give ZeRO what it takes for the gradient; the numbers come from :meth:`take`'s ``average_tensor``."""
-        uses_own = self._optimizer.use_grad_accum_attribute
-        dtype = self._optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
+        uses_own = self.optimizer.use_grad_accum_attribute
+        dtype = self.optimizer._gradient_reduction_buffer_dtype() if uses_own else parameter.dtype
         self.replace(parameter, reduced if reduced.dtype == dtype else torch.zeros_like(parameter, dtype=dtype))
 
     def give_back(self) -> None:
         for name in _METHODS:
-            vars(self._optimizer).pop(name, None)
+            vars(self.optimizer).pop(name, None)
         vars(self._engine).pop("_flush_coalesced_reduction_zero12", None)
-        self._optimizer.overlap_comm = self._overlap_comm
+        self.optimizer.overlap_comm = self._overlap_comm
+
+
+def partitions_are_ours(optimizer: DeepSpeedZeroOptimizer, groups: Mapping[str, FSMoEGroups]) -> bool:
+    """Return whether ZeRO has cut every group of parameters over the ranks that share them here, in their order.
+
+    Args:
+        optimizer: of stage 1 or 2.
+        groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
+    """
+    everyone = next(iter(groups.values()))
+    for members, group in zip(optimizer.round_robin_bit16_groups, optimizer.real_dp_process_group, strict=True):
+        is_moe = bool(members) and is_moe_param(members[0])
+        ranks = groups[members[0].group_name].ranks_of("edp") if is_moe else everyone.ranks_of("dp")
+        if tuple(dist.get_process_group_ranks(group)) != tuple(ranks):
+            return False
+    return True
 
 
 _METHODS = (
