@@ -63,7 +63,7 @@ class Collectives:
     nodes: NodeLinks | None = None
     """The two levels of the EP group, where each token crosses to a node once; rows of their own kind go there."""
     wires: Wires = FULL
-    """What rows are on their way between the ranks of the EP group."""
+    """The wires say in which format rows travel between the ranks of the EP group."""
 
     @property
     def num_exchanging(self) -> int:

@@ -116,7 +116,7 @@ class FlatGradients:
             self.starts.append(at)
             at += each.numel()
         self.way = self.way_in(in_levels)
-        """How stretches are added up."""
+        """The way in which stretches are added up."""
         self._steps: dict[tuple[int, int], Steps] = {}
 
     @cached_property
@@ -236,7 +236,7 @@ class FlatGradients:
             all_reduce(self._buffer[first:] if with_extra else gradients)
         else:
             for piece in self._pieces(first, stop):
-                self._run(self.way.steps(self._buffer, *piece), waits)
+                self._run(self._prepared(*piece), waits)
             if with_extra and len(self.extra):
                 # Behind what ranks of this group are sending, on the same lane.
                 extra = AllReduce(self.group).steps(self.extra, 0, len(self.extra))

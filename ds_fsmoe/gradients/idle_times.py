@@ -151,9 +151,9 @@ class ReducingCost:
     """The measured costs of reducing bytes of a buffer in one way."""
 
     on_lane: LinearCost
-    """Of the task on the lane of gradients."""
+    """What the task on the lane of gradients costs."""
     alone_ms: float
-    """Of the largest message that was timed, in pieces that follow each other over the links."""
+    """What the largest message that was timed takes, in pieces that follow each other over the links."""
 
 
 def cost_of(flat: FlatGradients, in_levels: bool, host: Clock = HOST) -> ReducingCost:

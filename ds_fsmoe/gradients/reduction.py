@@ -109,7 +109,7 @@ class Reduction:
             all_used=block.gradient_partition.all_used,
         )
         self._tried: tuple[WindowBytes, ...] | None = None
-        """What is sent in the windows of a plan of layers that is tried."""
+        """The bytes that are sent in each window of the plan of layers that is tried now."""
         self._tried_levels: tuple[bool, ...] | None = None
         self._idle = IdleTimes(engine.device)
         self.reducer.on_finish = self._idle.next_round

@@ -28,6 +28,7 @@ from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.gradients.arriving import can_be_waited_for, let_arrive, wait_for
 from ds_fsmoe.gradients.beside import make_beside
 from ds_fsmoe.gradients.ways import Steps
+from ds_fsmoe.gradients.zero_stages import cut_by_owner
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
 
@@ -193,12 +194,9 @@ class UpdatedParameters:
             size, flat = int(optimizer.partition_size[group]), optimizer.bit16_groups_flat[group]
             for parameter, offset in zip(members, optimizer.round_robin_bit16_offsets[group], strict=True):
                 parameters.append(parameter)
-                at, end = offset, offset + parameter.numel()
-                while at < end:
-                    stop = min(end, (at // size + 1) * size)
-                    part = Part(number_of[id(parameter)], group, at, stop, at // size)
-                    parts.setdefault((name, flat.dtype), []).append(part)
-                    at = stop
+                stretches = cut_by_owner(offset, parameter.numel(), size)
+                of_parameter = [Part(number_of[id(parameter)], group, *each) for each in stretches]
+                parts.setdefault((name, flat.dtype), []).extend(of_parameter)
         messages = []
         for (name, _), of_ranks in parts.items():
             ranks = among[name]

@@ -39,7 +39,7 @@ class Way(ABC):
     """A way to add up stretches of one buffer, in place."""
 
     words: str
-    """What it is called in logs and in the names of measurements."""
+    """The words by which logs and measurements call it."""
     most_kinds: tuple[str, ...]
     """The kinds of tasks that a stretch may take, in their order: GRAD is the one on the lane of gradients."""
 

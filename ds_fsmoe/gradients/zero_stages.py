@@ -44,6 +44,7 @@ from torch import nn
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.gradients.flat_buffers import Scaling
 from ds_fsmoe.gradients.reducer import GradientReducer
+from ds_fsmoe.gradients.ways import Stretch
 
 
 class Stage0:
@@ -193,14 +194,8 @@ class Stages1And2:
         optimizer = self.optimizer
         if not parameter.is_contiguous() or optimizer.zenflow or getattr(parameter, "use_muon", False):
             return None
-        size, at = self._place_of[id(parameter)]
-        found: list[tuple[int, int]] = []
-        end = at + parameter.numel()
-        while at < end:
-            stop = min(end, (at // size + 1) * size)
-            found.append((stop - at, at // size))
-            at = stop
-        return found
+        size, offset = self._place_of[id(parameter)]
+        return [(stop - first, owner) for first, stop, owner in cut_by_owner(offset, parameter.numel(), size)]
 
     @cached_property
     def _place_of(self) -> dict[int, tuple[int, int]]:
@@ -297,6 +292,17 @@ class Stages1And2:
             vars(self.optimizer).pop(name, None)
         vars(self._engine).pop("_flush_coalesced_reduction_zero12", None)
         self.optimizer.overlap_comm = self._overlap_comm
+
+
+def cut_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch]:
+    """Cut elements of one of ZeRO's flat groups, ``numel`` from ``offset`` on, at the ends of its partitions."""
+    found, at, end = [], offset, offset + numel
+    while at < end:
+        owner = at // partition_size
+        stop = min(end, (owner + 1) * partition_size)
+        found.append(Stretch(at, stop, owner))
+        at = stop
+    return found
 
 
 def partitions_are_ours(optimizer: DeepSpeedZeroOptimizer, groups: Mapping[str, FSMoEGroups]) -> bool:
