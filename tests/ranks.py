@@ -47,6 +47,7 @@ def run_on_ranks(
     # what torch and DeepSpeed import when the first optimizer is made: seconds for each rank.
     slow_modules = ["torch", "torch.distributed", "deepspeed", "ds_fsmoe.engine.entry_points"]
     slow_modules += ["pytest", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
+    slow_modules += ["transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"]
     context.set_forkserver_preload(slow_modules)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
