@@ -7,13 +7,14 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from ds_fsmoe.files.traces import merge_traces
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import BATCH, LENGTH, Case, SmallModel, batch
 
 CASE = Case(4, 1, "fp32", 2, 2, False, moe_options=(("top2_2nd_expert_sampling", False),))
 
@@ -145,35 +146,70 @@ def alone(rank: int, world_size: int, alltoall: str) -> bool:
     return torch.equal(*losses)
 
 
-def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> tuple[set[str], str, bool]:
-    """The all-to-alls that the autotuner compared and the one that runs; and whether training went on as without it."""
+def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, Any]:
+    """What the autotuner compared, took and planned with; whether training went on as without it; and the experts of
+    each of this rank's tokens in the first forward."""
     import ds_fsmoe
+    from ds_fsmoe.layer.stock_layer import FSMoELayer
+    from ds_fsmoe.tuning.layer_kinds import LayerKind
+
+    planned_with: list[Any] = []
+    chosen: list[list[list[int]]] = []
+    sizes: Any = LayerKind.sizes.fget
+
+    def seen(kind: LayerKind) -> Any:
+        found = sizes(kind)
+        planned_with.append(None if found.crossings is None else (found.crossings.nodes, found.crossings.ranks))
+        return found
+
+    def look(module: Any, args: Any, routed: tuple[torch.Tensor, ...]) -> None:
+        # Stock's gate returns [K, S], the experts of each token; -1 where one was dropped.
+        chosen.append([[expert for expert in experts if expert >= 0] for experts in routed[3].t().tolist()])
 
     losses = []
     for alltoall in ("flat", "auto"):
         torch.manual_seed(0)
         model = SmallModel(CASE, rank)
-        is_tuned = alltoall == "auto"
         asked = block(alltoall, dispatch=dispatch)
-        if is_tuned:
+        if alltoall == "auto":
             del asked["pipeline_degree"]
             asked["autotune"] = {"enabled": True, "trials": 0, "cache_dir": folder}
         config = CASE.ds_config(fsmoe=asked)
         engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        for step in range(6):
-            loss = engine(*batch(step, rank, torch.float32))[0]
-            losses.append(loss.detach())
-            engine.backward(loss)
-            engine.step()
-        rows = engine.fsmoe.autotune.rows if is_tuned else []
+        layers = [each for each in model.modules() if isinstance(each, FSMoELayer)]
+        hooks = [each.gate.register_forward_hook(look) for each in layers if alltoall == "auto"]
+        with patch.object(LayerKind, "sizes", property(seen)):
+            for step in range(6):
+                loss = engine(*batch(step, rank, torch.float32))[0]
+                losses.append(loss.detach())
+                engine.backward(loss)
+                engine.step()
+                for hook in hooks:
+                    hook.remove()
+        rows = engine.fsmoe.autotune.rows if alltoall == "auto" else []
         engine.destroy()
     is_same = all(torch.allclose(*each, rtol=1e-5) for each in zip(losses[:6], losses[6:], strict=True))
-    return set(rows[0].alltoalls_ms), rows[0].alltoall, is_same
+    found = {"compared": set(rows[0].alltoalls_ms), "taken": rows[0].alltoall, "is_same": is_same}
+    return found | {"planned_with": planned_with, "chosen": chosen}
 
 
 @pytest.mark.parametrize("dispatch", ["rows", "slots"])
 def test_the_autotuner_compares_once_per_node_where_rows_are_sent(dispatch: str, tmp_path: Path) -> None:
+    """It plans with the crossings that the tokens of the first forward had."""
     found = run_on_ranks(tuned, 4, tmp_path / "ranks", str(tmp_path / "cache"), dispatch)
     of_all = {"flat", "1dh", "2dh"} | ({"once_per_node"} if dispatch == "rows" else set())
-    assert [(each[0], each[2]) for each in found] == [(of_all, True)] * 4
-    assert len({each[1] for each in found}) == 1
+    assert [(each["compared"], each["is_same"]) for each in found] == [(of_all, True)] * 4
+    assert len({each["taken"] for each in found}) == 1
+    if dispatch == "slots":
+        assert all(set(each["planned_with"]) == {None} for each in found)
+        return
+    # One expert on each of four ranks, two ranks in each of two nodes.
+    tokens = [experts for each in found for layer in each["chosen"] for experts in layer]
+    assert len(tokens) == 4 * 2 * BATCH * LENGTH
+    choices = sum(map(len, tokens))
+    in_nodes = sum(len({expert // 2 for expert in experts}) for experts in tokens)
+    assert choices > in_nodes
+    for each in found:
+        assert each["planned_with"]
+        for crossings in each["planned_with"]:
+            assert crossings == pytest.approx((in_nodes / choices, 1.0))

@@ -16,6 +16,7 @@ from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import ManualExpert
 from ds_fsmoe.components.gate import in_backward
+from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.agreement import DisagreementError, check_agreement
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.log import log_on_rank_0
@@ -33,6 +34,8 @@ class FirstCall:
     autocast: AutocastState
     num_tokens: int
     """The number of tokens S on this rank."""
+    expert_KS: torch.Tensor | None = None
+    """[K, S] int64: the expert of each choice, E where it was dropped; ``None``: the gate's experts choose tokens."""
 
 
 class FirstForwards:
@@ -47,6 +50,8 @@ class FirstForwards:
         self.calls: dict[str, FirstCall] = {}
         """Label of the layer -> its first call."""
         self._seen: set[str] = set()
+        self._expert_KS: dict[str, torch.Tensor] = {}
+        """Label of the layer -> see :attr:`FirstCall.expert_KS`."""
         self._compared: set[tuple[str, bool]] = set()
         self._kept: dict[bool, list[SavedBytes]] = {False: [], True: []}
         """Bytes kept per call, by whether all but the rows is computed again."""
@@ -70,6 +75,8 @@ class FirstForwards:
         if call.is_training and call.local_experts is not None and call.label not in self._seen:
             self._seen.add(call.label)
             self._recompute = call.pipeline.recompute
+            if self._keeps_calls:
+                call.gate = self._keeping_choices(call.gate, call.label)
             call.pipeline = call.pipeline.watched(on_call=partial(self._note, call, call.local_experts))
 
     def _note(self, call: LayerCall, experts: ExpertSet, sizes: CallSizes) -> None:
@@ -84,7 +91,17 @@ class FirstForwards:
         if self._keeps_calls:
             autocast = AutocastState.now(dict.fromkeys(("cpu", device.type)))
             num_tokens = call.x.shape[:-1].numel()
-            self.calls[call.label] = FirstCall(experts, experts.written_now(), sizes, autocast, num_tokens)
+            forms, expert_KS = experts.written_now(), self._expert_KS.pop(call.label, None)
+            self.calls[call.label] = FirstCall(experts, forms, sizes, autocast, num_tokens, expert_KS)
+
+    def _keeping_choices(self, gate: Gate, label: str) -> Gate:
+        def kept(*args: Any) -> Any:
+            routing = gate(*args)
+            if isinstance(routing, Routing):
+                self._expert_KS[label] = routing.slots_KS.div(max(1, routing.capacity), rounding_mode="floor")
+            return routing
+
+        return kept
 
     def _comparing(self, gate: Gate, key: tuple[str, bool], path: str, group: dist.ProcessGroup, in_rows: bool) -> Gate:
         def compared(x_SM: torch.Tensor, *args: Any) -> Any:

@@ -52,9 +52,10 @@ class Search:
 
     def candidates(self) -> list[ModelPlan]:
         """Return plans to try: first the one with the shortest prediction; then the best one if lanes did not slow each
-        other down; and both phases uncut and in two, three and four chunks, in each allowed order."""
+        other down; the best with each other all-to-all; and both phases uncut and in two, three and four chunks, in
+        each allowed order."""
         isolated = Planner(self.planner.costs, replace(self.planner.settings, contention=IDEAL))
-        found = [self.fastest(), self._again(self.fastest(planner=isolated))]
+        found = [self.fastest(), self._again(self.fastest(planner=isolated)), *self._by_alltoall()]
         if self.space.asked == (None, None):
             capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]
             most = max(1, min((each for each in capacities if each is not None), default=0))
@@ -71,6 +72,13 @@ class Search:
                 if each > 1
             ]
         return _distinct(found)
+
+    def _by_alltoall(self) -> list[ModelPlan]:
+        """Return the fastest plan with each all-to-all, where there are several: layers that lack it keep their own."""
+        names = dict.fromkeys(name for each in self.options for name in each)
+        spaces = self._spaces(self.space)
+        with_each = [[name if name in each else next(iter(each)) for each in self.options] for name in names]
+        return [self.planner.plan_options(self.options, spaces, self.mode, used) for used in with_each]
 
     def refinements(self, kept: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
         """Return neighbours of the fastest plan tried, which comes first: one that combines the fastest forward with

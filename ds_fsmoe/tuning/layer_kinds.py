@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,12 +16,13 @@ from ds_fsmoe import registry
 from ds_fsmoe.checks.first_forwards import FirstCall
 from ds_fsmoe.distributed.agreement import check_agreement
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.measuring.profiler import Subject
 from ds_fsmoe.planning.call_shape import CallShape
-from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
+from ds_fsmoe.planning.crossings import Crossings, counted_crossings, expected_crossings
 from ds_fsmoe.planning.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll
@@ -37,6 +39,8 @@ class Way:
     """The layer with this all-to-all."""
     planned: AllToAll
     """The planner's name for it."""
+    crossings: Crossings | None = None
+    """The crossings of a token for each of its choices, as in the first forward, where it crosses once per node."""
 
 
 @dataclass
@@ -51,6 +55,8 @@ class LayerKind:
     """S, on this rank."""
     ways: dict[str, Way] = field(default_factory=dict)
     """The all-to-alls that may be chosen, the one that is run first."""
+    choices: list[torch.Tensor] = field(default_factory=list)
+    """The choices of each layer, see :attr:`FirstCall.expert_KS`."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -63,16 +69,28 @@ class LayerKind:
         """The sizes for the planner. Experts are one product of all weights: their cost was measured as a whole."""
         at, subject = self.subject.sizes, self.subject
         sizes = subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights
-        return CallShape(*sizes, num_tokens=at.num_tokens, crossings=self._crossings, wires=at.wires)
+        crossings = next((way.crossings for way in self.ways.values() if way.crossings is not None), None)
+        return CallShape(*sizes, num_tokens=at.num_tokens, crossings=crossings, wires=at.wires)
 
-    @property
-    def _crossings(self) -> Crossings | None:
-        """The crossings of a token for each of its choices, with balanced routing; ``None``: none crosses once."""
-        groups, k = self.pipeline.forward.groups, self.subject.sizes.num_choices
-        if not k or not crosses_once(groups):
-            return None
-        at = groups.placements["ep"]
-        found = expected_crossings(self.subject.num_experts, min(k, self.subject.num_experts), at.nodes, at.per_node)
+    def _way(self, subject: Subject, planned: AllToAll, group: dist.ProcessGroup | None) -> Way:
+        nodes = subject.collectives.nodes
+        return Way(subject, planned, None if nodes is None else self._crossings(nodes, group))
+
+    def _crossings(self, nodes: NodeLinks, group: dist.ProcessGroup | None) -> Crossings:
+        """Count how often the tokens of these layers crossed, for each of their choices. Collective over the group."""
+        device = next(self.layer.parameters()).device
+        counted = torch.zeros(3, dtype=torch.float64, device=device)
+        for expert_KS in self.choices:
+            counted += torch.tensor(_places_of(expert_KS, self.subject, nodes), dtype=torch.float64, device=device)
+        if world_size_now() > 1:
+            dist.all_reduce(counted, group=group)
+        in_nodes, on_ranks, num_choices = counted.tolist()
+        if num_choices:
+            return Crossings(in_nodes / num_choices, on_ranks / num_choices)
+        # Nobody had a token: as with balanced routing.
+        num_experts = self.subject.num_experts
+        k = max(1, min(self.subject.sizes.num_choices, num_experts))
+        found = expected_crossings(num_experts, k, nodes.num_nodes, nodes.per_node)
         return Crossings(found.nodes / k, found.ranks / k)
 
     def lane_of(self, name: str) -> Lane:
@@ -82,12 +100,12 @@ class LayerKind:
         group = "esp" if name in (ALL_GATHER, REDUCE_SCATTER) else "ep"
         return self.pipeline.forward.groups.placements[group].lanes[0]
 
-    def find_ways(self, running: LayerRuntime) -> None:
-        """Fill in :attr:`ways`. Collective: communicators may be made."""
+    def find_ways(self, running: LayerRuntime, group: dist.ProcessGroup | None) -> None:
+        """Fill in :attr:`ways`. Collective over the ranks that have these layers: communicators may be made."""
         asked, own = running.block.alltoall, self.pipeline.forward.alltoall
         if asked != "auto" or len(self.pipeline.forward.groups.placements["ep"].lanes) < 2:
             name = asked if asked != "auto" else "flat"
-            self.ways = {name: Way(replace(self.subject, alltoall=name), own)}
+            self.ways = {name: self._way(replace(self.subject, alltoall=name), own, group)}
             return
         groups = running.groups(self.layer.ep_size, self.layer.fsmoe.tensor_parallel)
         for name in ("flat", *(each for each in registry.known("alltoall") if each != "flat")):
@@ -96,7 +114,8 @@ class LayerKind:
                 continue
             nodes = exchange.nodes
             collectives = replace(self.subject.collectives, exchange=exchange.whole, legs=exchange.legs, nodes=nodes)
-            self.ways[name] = Way(replace(self.subject, collectives=collectives, alltoall=name), exchange.planned)
+            subject = replace(self.subject, collectives=collectives, alltoall=name)
+            self.ways[name] = self._way(subject, exchange.planned, group)
 
 
 def find_kinds(
@@ -128,6 +147,8 @@ def find_kinds(
         key = subject.kind, subject.measured_capacity
         kind = found.setdefault(key, LayerKind([], layers[label], subject, calls[label].num_tokens))
         kind.labels.append(label)
+        expert_KS = calls[label].expert_KS
+        kind.choices += [] if expert_KS is None else [expert_KS]
         if capacity > kind.subject.sizes.capacity:
             kind.subject = subject
     return list(found.values())
@@ -166,6 +187,18 @@ def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> Subject:
         call.autocast.restored,
         places,
     )
+
+
+def _places_of(expert_KS: torch.Tensor, subject: Subject, nodes: NodeLinks) -> tuple[float, float, int]:
+    """Return in how many nodes and on how many ranks tokens of this rank had experts, and how many choices they had."""
+    per_rank, num_experts = subject.num_local_experts, subject.num_experts
+    # Experts are numbered rank by rank; node by node they may lie in another order.
+    place_of_rank = np.argsort(np.array(nodes.ranks).reshape(-1))
+    expert_SK = expert_KS.t().cpu().numpy()
+    is_sent = expert_SK < num_experts
+    by_node = place_of_rank[np.where(is_sent, expert_SK, 0) // per_rank] * per_rank
+    found = counted_crossings(np.where(is_sent, by_node, num_experts), num_experts, nodes.num_nodes, nodes.per_node)
+    return found.nodes * len(expert_SK), found.ranks * len(expert_SK), int(is_sent.sum())
 
 
 def _places(pipeline: Pipeline) -> dict[str, str]:

@@ -149,7 +149,7 @@ def measure(
     with Progress(rank_now() == 0) as progress:
         for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
         cluster = profile_cluster(for_all, topology, running.lanes, _dtype(kinds, group), max_ctas=max_ctas)
-        profiles, links, slowed = _layers(of_stage, kinds, reduction, running)
+        profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
     num_measured = everyone.num_timed + stage.num_timed
     if cache is not None and everyone.any_rank(num_measured > 0):
         _keep(everyone, cache, fingerprint, known, cluster, group)
@@ -161,12 +161,16 @@ def measure(
 
 
 def _layers(
-    measuring: Measuring, kinds: list[LayerKind], reduction: Reduction | None, running: LayerRuntime
+    measuring: Measuring,
+    kinds: list[LayerKind],
+    reduction: Reduction | None,
+    running: LayerRuntime,
+    group: dist.ProcessGroup | None,
 ) -> tuple[dict[tuple[str, str], LayerProfile], LinkTimes, Slowdowns]:
     """Measure each collective once for all layers that share its ranks, experts once for layers that are equal."""
     largest = largest_of_each(kinds)
     for kind in largest:
-        kind.find_ways(running)
+        kind.find_ways(running, group)
     links = time_links(measuring, [way.subject for kind in largest for way in kind.ways.values()])
     profiles: dict[tuple[str, str], LayerProfile] = {}
     for kind in largest:
