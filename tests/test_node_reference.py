@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each token once per node, against plain loops that were written without looking at it: numbers, gradients, rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.layer.moe_layer import MoEOutput, token_path
+from tests.node_reference import Leg, NodeResult, once_per_node
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.test_alltoalls import on_nodes
+from tests.test_rows import HIDDEN, WIDTH, Case, differences, mixtral, run_layer
+
+TOLERANCE = 1e-12
+
+
+def gpt_formula(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    first_HM, first_H, second_MH, second_M = weights
+    return F.gelu(x @ first_HM.t() + first_H) @ second_MH.t() + second_M
+
+
+def mixtral_formula(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    gate_HM, down_MH, up_HM = weights
+    return (F.silu(x @ gate_HM.t()) * (x @ up_HM.t())) @ down_MH.t()
+
+
+def tanh_formula(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    first_HM, second_MH = weights
+    return torch.tanh(x @ first_HM.t()) @ second_MH.t()
+
+
+# ---- the reference itself
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the reference takes, of all ranks."""
+
+    x_per_rank: list[torch.Tensor]
+    choices_per_rank: list[torch.Tensor]
+    weights_per_rank: list[torch.Tensor]
+    dy_per_rank: list[torch.Tensor]
+    node_of_rank: tuple[int, ...]
+    formula: Callable[..., torch.Tensor]
+    experts: list[tuple[torch.Tensor, ...]]
+
+    def result(self) -> NodeResult:
+        return once_per_node(**vars(self))
+
+
+def drawn_inputs(nodes: tuple[int, ...], tokens: tuple[int, ...], k: int, experts_per_rank: int) -> Inputs:
+    generator = torch.Generator().manual_seed(k)
+    randn = partial(torch.randn, dtype=torch.float64, generator=generator)
+    num_experts = experts_per_rank * len(nodes)
+    choices_per_rank = []
+    for num_tokens in tokens:
+        choices_SK = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :k]
+        choices_SK[torch.rand(num_tokens, k, generator=generator) < 0.2] = -1
+        choices_SK[::4] = -1
+        choices_per_rank.append(choices_SK)
+    return Inputs(
+        [randn(num_tokens, WIDTH) for num_tokens in tokens],
+        choices_per_rank,
+        [randn(num_tokens, k) for num_tokens in tokens],
+        [randn(num_tokens, WIDTH) for num_tokens in tokens],
+        nodes,
+        tanh_formula,
+        [(randn(HIDDEN, WIDTH) / 3, randn(WIDTH, HIDDEN) / 3) for _ in range(num_experts)],
+    )
+
+
+def dense(inputs: Inputs) -> list[torch.Tensor]:
+    """The formula of a layer: outputs, and the gradients of tokens, of the choices' weights and of the experts."""
+    x_per_rank, weights_per_rank = (
+        [each.clone().requires_grad_() for each in tensors] for tensors in (inputs.x_per_rank, inputs.weights_per_rank)
+    )
+    experts = [[each.clone().requires_grad_() for each in expert] for expert in inputs.experts]
+    y_per_rank = []
+    for x_SM, choices_SK, weights_SK in zip(x_per_rank, inputs.choices_per_rank, weights_per_rank, strict=True):
+        y_ESM = torch.stack([inputs.formula(x_SM, *expert) for expert in experts])
+        chosen_SKE = choices_SK.unsqueeze(2) == torch.arange(len(experts))
+        y_per_rank.append(torch.einsum("sk,ske,esm->sm", weights_SK, chosen_SKE.double(), y_ESM))
+    wanted = [*x_per_rank, *weights_per_rank, *(each for expert in experts for each in expert)]
+    return [
+        *(each.detach() for each in y_per_rank),
+        *torch.autograd.grad(y_per_rank, wanted, inputs.dy_per_rank, materialize_grads=True),
+    ]
+
+
+def in_a_row(result: NodeResult) -> list[torch.Tensor]:
+    of_experts = [each for expert in result.dexperts for each in expert]
+    return [*result.y_per_rank, *result.dx_per_rank, *result.dweights_per_rank, *of_experts]
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("k", range(1, 9))
+def test_the_reference_has_the_numbers_of_the_dense_formula(k: int, nodes: tuple[int, ...]) -> None:
+    inputs = drawn_inputs(nodes, (7, 0, 5, 3, 1, 2)[: len(nodes)], k, experts_per_rank=2 + k % 2)
+    result = inputs.result()
+    assert differences(in_a_row(result), dense(inputs), TOLERANCE) == []
+    assert torch.cat(result.dx_per_rank).abs().max() > 1e-2
+    choices = torch.cat([each.reshape(-1) for each in inputs.choices_per_rank])
+    assert result.computed == Counter(choices[choices >= 0].tolist())
+
+
+def test_the_reference_goes_through_where_nobody_has_a_token() -> None:
+    inputs = drawn_inputs((0, 0, 1, 1), (0, 0, 0, 0), k=2, experts_per_rank=2)
+    result = inputs.result()
+    assert differences(in_a_row(result), dense(inputs), 0.0) == []
+    assert not result.rows
+    assert not result.computed
+
+
+@pytest.mark.parametrize(
+    ("rank", "choices", "ways"),
+    [
+        # Two experts of each rank; ranks 0 and 1 in one node, 2 and 3 in the other.
+        (0, [0, 1], []),
+        (0, [2, 3], [("inside", 0, 1)]),
+        (0, [4, 5], [("between", 0, 2)]),
+        (0, [6, 7], [("between", 0, 2), ("inside", 2, 3)]),
+        (1, [5, 6], [("between", 1, 3), ("inside", 3, 2)]),
+        (3, [0, 3, 5, -1], [("between", 3, 1), ("inside", 1, 0), ("inside", 3, 2)]),
+        (2, range(8), [("between", 2, 0), ("inside", 0, 1), ("inside", 2, 3)]),
+        (2, [-1, -1], []),
+    ],
+)
+def test_the_reference_sends_a_row_to_each_node_and_a_copy_to_each_rank(
+    rank: int, choices: list[int], ways: list[tuple[str, int, int]]
+) -> None:
+    """In the forward to the experts and back, and in the backward again."""
+    tokens = tuple(int(each == rank) for each in range(4))
+    inputs = drawn_inputs((0, 0, 1, 1), tokens, len(choices), experts_per_rank=2)
+    inputs.choices_per_rank[rank] = torch.tensor([list(choices)])
+    expected = Counter()
+    for phase in ("forward", "backward"):
+        for hop, source, target in ways:
+            expected[Leg(phase, "in", hop, source, target)] += 1
+            expected[Leg(phase, "out", hop, target, source)] += 1
+    assert inputs.result().rows == expected
+
+
+# ---- the layer on ranks
+
+
+class Noting(nn.Module):
+    """An expert of one's own that counts its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.second = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.rows = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += x.numel() // WIDTH
+        return self.second(torch.tanh(self.first(x)))
+
+
+FORMULAS = {"GPTFeedForward": gpt_formula, "MixtralFeedForward": mixtral_formula, "Noting": tanh_formula}
+CASES = [
+    Case((1, 1), k=2),
+    Case((3, 2), k=1, tokens=(5, 0, 1, 7, 3, 2), expert=mixtral),
+    Case((2, 3), k=3, masked=True, expert=Noting),
+    Case((4, 1), k=5, tokens=(13, 2, 0, 11, 1, 4), experts_per_rank=3, masked=True),
+    Case((2, 5), k=8, tokens=(7, 3, 5, 1, 0, 11), links="reduce_first", late_dw=1, expert=mixtral, recompute=True),
+    Case((3, 4), k=8, tokens=(0, 0, 9, 0, 0, 5), experts_per_rank=3, expert=Noting),
+]
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """One rank's part of a call: what went in, what came out, and which rows it sent where."""
+
+    x_SM: torch.Tensor
+    choices_SK: torch.Tensor
+    weights_SK: torch.Tensor
+    dy_SM: torch.Tensor
+    gate_weight_EM: torch.Tensor
+    experts: list[tuple[torch.Tensor, ...]]
+    kind: str
+    """The name of the experts' class."""
+    computed: list[int]
+    """How many rows each expert was given in the forward, where they count."""
+    sent: list[tuple[str, str, int, torch.Tensor]]
+    """Of each message to another rank its phase, its hop, that rank and its rows, [R, M]."""
+    y_SM: torch.Tensor
+    dx_SM: torch.Tensor
+    dgate_EM: torch.Tensor
+    dweights_SK: torch.Tensor
+    dexperts: list[torch.Tensor]
+
+
+def weights_of(x_SM: torch.Tensor, choices_SK: torch.Tensor, gate_weight_EM: torch.Tensor) -> torch.Tensor:
+    """[S, K]: what choices are weighed with, by a gate as simple as one that learns can be."""
+    scores_SE = torch.sigmoid(x_SM @ gate_weight_EM.t())
+    return scores_SE.gather(1, choices_SK.clamp(min=0)) * (choices_SK >= 0)
+
+
+def drawn_choices(rank: int, case: Case, used_S: torch.Tensor | None, num_experts: int) -> torch.Tensor:
+    """[S, K]: different experts; -1 where unused tokens, and some choices of the others, are dropped."""
+    generator = torch.Generator().manual_seed(1000 * case.k + rank)
+    choices_SK = torch.rand(case.tokens[rank], num_experts, generator=generator).argsort(dim=1)[:, : case.k]
+    if used_S is not None:
+        is_dropped_SK = torch.rand(choices_SK.shape, generator=generator) < 0.3
+        choices_SK[is_dropped_SK | ~used_S.unsqueeze(1)] = -1
+    return choices_SK
+
+
+def as_routing(choices_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int) -> Routing:
+    choices_KS = choices_SK.t().contiguous()
+    counts_E = torch.bincount(choices_KS[choices_KS >= 0], minlength=num_experts)
+    capacity = int(counts_E.max())
+    slots_KS = torch.full_like(choices_KS, num_experts * capacity)
+    for expert in range(num_experts):
+        slots_KS[choices_KS == expert] = expert * capacity + torch.arange(int(counts_E[expert]))
+    return Routing(slots_KS, weights_SK.t(), weights_SK.new_zeros(()), counts_E, capacity, num_experts)
+
+
+def run_case(case: Case, nodes: tuple[int, ...], groups: FSMoEGroups, lanes: Lanes) -> OfRank:
+    """Run the layer of tests/test_rows.py on choices drawn here, and note what its collectives send."""
+    seen: dict[str, Any] = {"sent": []}
+    watched: list[torch.Tensor] = []
+    send = dist.all_to_all_single
+
+    def path(x_SM: torch.Tensor, used_S: torch.Tensor | None, *, gate: Any, experts: Any, **parts: Any) -> MoEOutput:
+        gate_weight_EM = gate.wg.weight
+        num_experts = len(gate_weight_EM)
+        choices_SK = drawn_choices(groups.rank, case, used_S, num_experts)
+        weights_SK = weights_of(x_SM, choices_SK, gate_weight_EM)
+        routing = as_routing(choices_SK, weights_SK, num_experts)
+        result = token_path(x_SM, used_S, gate=lambda *_: routing, experts=experts, **parts)
+        watched.extend([result.output, weights_SK])
+        for each in watched:
+            each.retain_grad()
+        seen["x_SM"], seen["choices_SK"], seen["weights_SK"] = x_SM.detach(), choices_SK, weights_SK.detach()
+        seen["gate_weight_EM"] = gate_weight_EM.detach()
+        seen["experts"] = [tuple(each.detach() for each in expert.parameters()) for expert in experts.experts]
+        seen["kind"] = type(experts.experts[0]).__name__
+        seen["computed"] = [expert.rows for expert in experts.experts if isinstance(expert, Noting)]
+        return result
+
+    def sending(y: torch.Tensor, x: torch.Tensor, receives: Any = None, sends: Any = None, **options: Any) -> Any:
+        if x.is_floating_point() and x.dim() == 2:
+            ranks = dist.get_process_group_ranks(options["group"])
+            hop = "inside" if len({nodes[each] for each in ranks}) == 1 else "between"
+            for other, rows_RM in zip(ranks, x.clone().split(list(sends)), strict=True):
+                if other != groups.rank:
+                    seen["sent"].append(("backward" if watched else "forward", hop, other, rows_RM))
+        return send(y, x, receives, sends, **options)
+
+    with patch("tests.test_rows.token_path", path), patch.object(dist, "all_to_all_single", sending):
+        y_SM, dx_SM, dgate_EM, *dexperts = run_layer(case, groups, lanes, True, alltoall="once_per_node")
+    dy_SM, dweights_SK = (each.grad for each in watched)
+    return OfRank(
+        **seen, dy_SM=dy_SM, y_SM=y_SM, dx_SM=dx_SM, dgate_EM=dgate_EM, dweights_SK=dweights_SK, dexperts=dexperts
+    )
+
+
+def run_cases(rank: int, world_size: int, placements: list[tuple[int, ...]]) -> list[OfRank]:
+    found = []
+    for nodes in placements:
+        with on_nodes(*nodes):
+            groups = make_groups(world_size, 1)
+        lanes = make_lanes(torch.device("cpu"))
+        found += [run_case(case, nodes, groups, lanes) for case in CASES]
+        lanes.close()
+    return found
+
+
+def wrong_numbers(of_ranks: list[OfRank], result: NodeResult) -> list[str]:
+    found = []
+    for rank, of in enumerate(of_ranks):
+        x_SM, gate_weight_EM = of.x_SM.clone().requires_grad_(), of.gate_weight_EM.clone().requires_grad_()
+        dweights_SK = result.dweights_per_rank[rank]
+        through_gate_SM, dgate_EM = torch.autograd.grad(
+            weights_of(x_SM, of.choices_SK, gate_weight_EM), (x_SM, gate_weight_EM), dweights_SK
+        )
+        first = rank * len(of.experts)
+        dexperts = [each for expert in result.dexperts[first : first + len(of.experts)] for each in expert]
+        pairs = {
+            "output": ([of.y_SM], [result.y_per_rank[rank]]),
+            "gradient of tokens": ([of.dx_SM], [result.dx_per_rank[rank] + through_gate_SM]),
+            "gradient of the gate": ([of.dgate_EM], [dgate_EM]),
+            "gradient of the choices' weights": ([of.dweights_SK], [dweights_SK]),
+            "gradient of experts": (of.dexperts, dexperts),
+        }
+        for name, pair in pairs.items():
+            found += [f"rank {rank}: {name}: {each}" for each in differences(*pair, TOLERANCE)]
+    return found
+
+
+def rows_sent(of_ranks: list[OfRank]) -> Counter[Leg]:
+    """The rows that were sent. What is sent to experts is a token, or the gradient of an output, to the bit."""
+    going_in = {
+        (phase, row_M.numpy().tobytes())
+        for of in of_ranks
+        for phase, rows_SM in (("forward", of.x_SM), ("backward", of.dy_SM))
+        for row_M in rows_SM
+    }
+    return Counter(
+        Leg(phase, "in" if (phase, row_M.numpy().tobytes()) in going_in else "out", hop, rank, other)
+        for rank, of in enumerate(of_ranks)
+        for phase, hop, other, rows_RM in of.sent
+        for row_M in rows_RM
+    )
+
+
+PLACEMENTS = [
+    [(0, 0, 1, 1), (0, 1, 0, 1)],
+    [(0, 0, 1, 1, 2, 2), (0, 1, 2, 0, 1, 2), (0, 0, 0, 1, 1, 1)],
+]
+
+
+@sampled("placements", PLACEMENTS, kept=[0], ids=["4 ranks", "6 ranks"])
+def test_the_layer_has_the_numbers_of_the_reference_and_sends_its_rows(
+    placements: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    of_cases = list(zip(*run_on_ranks(run_cases, len(placements[0]), tmp_path, placements), strict=True))
+    found, crossed = [], Counter[str]()
+    numbered = itertools.product(placements, enumerate(CASES))
+    for (nodes, (number, case)), of_ranks in zip(numbered, of_cases, strict=True):
+        where = f"case {number} on nodes {nodes}"
+        inputs = Inputs(
+            [of.x_SM for of in of_ranks],
+            [of.choices_SK for of in of_ranks],
+            [of.weights_SK for of in of_ranks],
+            [of.dy_SM for of in of_ranks],
+            nodes,
+            FORMULAS[of_ranks[0].kind],
+            [expert for of in of_ranks for expert in of.experts],
+        )
+        result = inputs.result()
+        found += [f"{where}: {each}" for each in wrong_numbers(of_ranks, result)]
+        sent = rows_sent(of_ranks)
+        for leg in sorted(sent | result.rows):
+            if sent[leg] != result.rows[leg]:
+                found.append(f"{where}: {leg}: {sent[leg]} rows, not {result.rows[leg]}")
+            crossed[leg.hop] += result.rows[leg]
+        if case.expert is Noting:
+            computed = [rows for of in of_ranks for rows in of.computed]
+            wanted = [result.computed[expert] for expert in range(len(inputs.experts))]
+            if computed != wanted:
+                found.append(f"{where}: experts were given {computed} rows, not {wanted}")
+    assert not found, f"{len(found)}, the first are {found[:5]}"
+    assert min(crossed["between"], crossed["inside"]) > 100
