@@ -112,6 +112,15 @@ def test_what_of_a_step_is_in_no_run_of_a_layer_is_dense(model: Model) -> None:
     assert sizes == CallShape(EXPERTS, 4, WIDTH, 4, EXPERTS, EXPERTS * WIDTH * WIDTH)
 
 
+def test_the_dense_part_is_never_below_zero(model: Model) -> None:
+    """The marks of a device are off by more than nothing takes."""
+    model.clock.start()
+    model.backward(model.forward())
+    step = model.clock.read()
+    short = replace(step, forward_ms=0.9 * step.phases_ms["L07/forward"], backward_ms=0.0)
+    assert (short.dense_forward_ms, short.dense_backward_ms) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_forward_that_is_run_again_belongs_to_its_backward(model: Model, reentrant: bool) -> None:
     model.clock.start()

@@ -68,15 +68,17 @@ class MeasuredStep:
     @property
     def dense_forward_ms(self) -> float:
         """The time of the forwards outside of layers' runs."""
-        return self.forward_ms - self._inside_ms(in_backward=False)
+        return self._outside_ms(self.forward_ms, in_backward=False)
 
     @property
     def dense_backward_ms(self) -> float:
         """The time of the backwards outside of layers' runs; with gradients that no layer's run has sent."""
-        return self.backward_ms - self._inside_ms(in_backward=True)
+        return self._outside_ms(self.backward_ms, in_backward=True)
 
-    def _inside_ms(self, in_backward: bool) -> float:
-        return sum(run.timeline.makespan_ms for run in self.runs if run.in_backward is in_backward)
+    def _outside_ms(self, whole_ms: float, in_backward: bool) -> float:
+        inside_ms = sum(run.timeline.makespan_ms for run in self.runs if run.in_backward is in_backward)
+        # Where there is nothing outside, the marks of a device are off by more than it takes.
+        return max(0.0, whole_ms - inside_ms)
 
 
 @dataclass

@@ -161,7 +161,14 @@ def play(
         work_ms: what each task takes alone.
         issue_ms: when the host has issued each task.
         contention: how lanes slow each other down.
+
+    Raises:
+        ValueError: a task that takes less than nothing, or for ever.
     """
+    for task, time_ms in zip(schedule.tasks, work_ms, strict=True):
+        # Time would stand still or run back, and the simulation would not end.
+        if not 0 <= time_ms < math.inf:
+            raise ValueError(f"{task.kind} {task.chunk} takes {time_ms} ms: must be a finite number of at least 0")
     if contention == IDEAL:
         return _walk(schedule, work_ms, issue_ms)
     return _play(schedule, work_ms, issue_ms, contention)

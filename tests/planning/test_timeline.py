@@ -13,7 +13,7 @@ from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, HOLD, REDUCE, Draft, Lane, Schedule, Task
-from ds_fsmoe.planning.timeline import Contention, simulate
+from ds_fsmoe.planning.timeline import Contention, play, simulate
 from tests.planning.layers import (
     LAYOUTS,
     bare_block,
@@ -41,6 +41,17 @@ def random_schedule(rng: random.Random, layout: str) -> Schedule:
     links = rng.choice(["shared", "paper", "reduce_first"])
     plan = BlockPlan(degree, links, late, *grads)
     return block_schedule(work, plan)
+
+
+@pytest.mark.parametrize("time_ms", [-1e-9, float("inf"), float("nan")])
+@pytest.mark.parametrize("contention", CONTENTIONS[:2], ids=str)
+def test_a_task_that_takes_less_than_nothing_or_for_ever_is_refused(contention: Contention, time_ms: float) -> None:
+    """Time would stand still or run back, and the simulation would not end."""
+    schedule = random_schedule(random.Random(0), next(iter(LAYOUTS)))
+    work_ms = [1.0] * len(schedule.tasks)
+    work_ms[-1] = time_ms
+    with pytest.raises(ValueError, match="must be a finite number of at least 0"):
+        play(schedule, work_ms, [0.0] * len(work_ms), contention)
 
 
 @pytest.mark.parametrize("contention", CONTENTIONS, ids=str)
