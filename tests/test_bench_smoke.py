@@ -27,6 +27,7 @@ VARIANTS = {
     "cases/bench_gates.py": {"gates": {"stock", "ours", "ours, uncut", "stock, best layout", "ours, best layout"}},
     "cases/bench_interference.py": {"interference": {"alone", "uncoordinated", "on the lane"}},
     "cases/bench_timeline.py": {"timeline": {"deepspeed", "best"}},
+    "cases/bench_choice.py": {"choice": {"flat", "once", "chosen", "once, tutel", "once, fsmoe", "AutoEP"}},
 }
 """Of each file, where there are some."""
 JOBS = {
@@ -37,6 +38,7 @@ JOBS = {
     "cases/bench_gates.py": (["--smoke", "--only", "xmoe"], ["gates"]),
     "cases/bench_interference.py": (["--steps", "3", "--tokens-bytes", "32768"], ["interference"]),
     "cases/bench_timeline.py": (["--smoke"], ["timeline", "fits"]),
+    "cases/bench_choice.py": (["--smoke"], ["choice", "choice_predicted"]),
 }
 
 

@@ -116,7 +116,8 @@ def main() -> None:
     every = old_grid() if args.old_grid else cases()
     chosen = every if args.only is None else tuple(every[i] for i in args.only)
     if args.smoke:
-        chosen = (Case(f"{TINY}, all ranks", replace(TINY, f=None, ffn="mixtral")),)
+        tiny = replace(TINY, f=None, ffn="mixtral")
+        chosen = (Case(f"{tiny}, all ranks", tiny),)
     # Files of their own: a mean over two kinds of links, or over both grids, would mean nothing.
     name = "choice" + "_grid" * args.old_grid + "_shared" * bool(links())
     effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)

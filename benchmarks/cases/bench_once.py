@@ -4,7 +4,9 @@
 ``cluster.py up --nodes 2 --ranks-per-node 2 --inter 25mbit --intra 100mbit``, then
 ``cluster.py run -- benchmarks/cases/bench_once.py``. Experts are spread over all ranks, nothing is dropped; whole steps
 of an engine, forward, backward and optimizer. Times go to ``benchmarks/results/once.csv``; what the collectives'
-arguments send to other nodes, and what the node's interface has sent meanwhile, to ``once_counted.csv`` beside it.
+arguments send to other nodes, and what the node's interface has sent meanwhile, to ``once_counted.csv`` beside it. A
+step has gradients and DeepSpeed's own messages in it, too: what the interface sends in a forward and backward without
+them stands in ``once_interfaces.csv``, beside what it sends for as many bytes in a plain transfer.
 """
 
 from __future__ import annotations
@@ -129,9 +131,63 @@ def count(case: Case, name: str, results: Path) -> None:
         print(f"{case.name}, {name}: rows {found[0]:.0f}, other {found[1]:.0f}, interface {found[2]:.0f} bytes")
 
 
+def compare_interfaces(case: Case, name: str, results: Path) -> None:
+    """Write what the interfaces send for the all-to-alls of a forward and backward, and for a transfer of as much."""
+    step = training_step(WAYS[name], case.settings)
+    step()
+    engine = step.engine
+
+    def run() -> None:
+        # Gradients stay where they are, so that all-to-alls are all that travels.
+        with engine.no_sync():
+            engine.backward(engine(step.x_SM))
+
+    with counting(2) as sent:
+        of_layer = _sent_by_interfaces(run)
+    payload = torch.tensor(float(sum(sent.values())), dtype=torch.float64)
+    dist.all_reduce(payload)
+    step.close()
+    of_transfer, transferred = _transfer(int(payload) // dist.get_world_size())
+    if dist.get_rank() == 0:
+        row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "grid": GRID.digest, "case": case.name}
+        row |= {"variant": name, "payload_bytes": int(payload), "interface_bytes": int(of_layer)}
+        off = of_layer / float(payload) / (of_transfer / transferred)
+        row |= {"transfer": f"{of_transfer / transferred:.4f}", "over_transfer": f"{off:.4f}"}
+        append_rows(results / "once_interfaces.csv", tuple(row), [row])
+        print(f"{case.name}, {name}: interfaces send {off:.4f} times what they send in a plain transfer", flush=True)
+
+
+def _sent_by_interfaces(run: Callable[[], object]) -> float:
+    """What all nodes' interfaces send while all ranks run this."""
+    dist.barrier()
+    before = interface_bytes()
+    run()
+    dist.barrier()
+    # Each node is counted once, by the first of its two ranks.
+    sent = torch.tensor(float(interface_bytes() - before) * (dist.get_rank() % 2 == 0), dtype=torch.float64)
+    dist.all_reduce(sent)
+    return sent.item()
+
+
+def _transfer(bytes_of_rank: int, times: int = 8) -> tuple[float, float]:
+    """Send so many bytes from each rank to other nodes, in messages as long as those of rows; what was sent, and it."""
+    ranks = dist.get_world_size()
+    others = ranks - 2
+    each = max(1, bytes_of_rank // (4 * others * times))
+    x = torch.zeros(ranks * each)
+    y = torch.empty_like(x)
+
+    def run() -> None:
+        for _ in range(times):
+            dist.all_to_all_single(y, x)
+
+    return _sent_by_interfaces(run), 4.0 * each * others * times * ranks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10, help="of 1 step of each variant")
+    parser.add_argument("--only-bytes", action="store_true", help="count, and time nothing")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
@@ -141,8 +197,10 @@ def main() -> None:
     for case in GRID.cases:
         for name in ("flat, uncut", "once, uncut"):
             count(case, name, args.results)
-    variants = tuple(Variant(name, partial(training_step, block)) for name, block in WAYS.items())
-    run_grid(GRID, variants, baseline="flat, uncut", effort=Effort(args.blocks, 1), results=args.results)
+            compare_interfaces(case, name, args.results)
+    if not args.only_bytes:
+        variants = tuple(Variant(name, partial(training_step, block)) for name, block in WAYS.items())
+        run_grid(GRID, variants, baseline="flat, uncut", effort=Effort(args.blocks, 1), results=args.results)
     dist.destroy_process_group()
 
 
