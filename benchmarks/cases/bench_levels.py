@@ -3,8 +3,8 @@
 
 ``cluster.py up --nodes 2 --ranks-per-node 2 --inter 25mbit --intra 100mbit``, then
 ``cluster.py run -- benchmarks/cases/bench_levels.py``. Attention and MoE layer, block after block; experts are spread
-over all ranks and nothing is dropped. The first variant is stock DeepSpeed on the same model. Rows go to
-``benchmarks/results/levels.csv``.
+over all ranks and nothing is dropped. The first variant is stock DeepSpeed on the same model; the last one is what
+``"autotune": {"enabled": true}`` alone makes of it. Rows go to ``benchmarks/results/levels.csv``.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "and owners in turns": (ALL | ONCE, True),
     "the same by tutel": (_by("tutel"), False),
     "the same by fsmoe": (_by("fsmoe"), False),
+    "by one word": ({"autotune": {"enabled": True, "watch_every": 0}}, False),
 }
 """Name -> the block, and whether ZeRO deals parameters out to owners in turns."""
 
@@ -134,9 +135,17 @@ class TrainingStep:
         self.engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
         torch.manual_seed(dist.get_rank())
         self.x_BLM = torch.randn(2, sizes.S // 2, sizes.M)
-        # Gradients are planned after some steps.
+        # Gradients are planned after some steps; plans are measured and tried first, if that is asked for.
         for _ in range(LOOKS + 1):
             self()
+        while self._is_trying():
+            self()
+
+    def _is_trying(self) -> bool:
+        state = getattr(self.engine, "fsmoe", None)
+        if state is None or state.autotune is None:
+            return False
+        return state.autotune.trials is not None or state.reduction.reducer.plan is None
 
     def __call__(self) -> None:
         self.engine.backward(self.engine(self.x_BLM))
@@ -150,14 +159,19 @@ class TrainingStep:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10, help="of 1 step of each variant")
+    parser.add_argument("--only", nargs="*", choices=[each for each in WAYS if each != "stock"], help="ways (all)")
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to measure (all)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    variants = tuple(Variant(name, partial(TrainingStep, *way)) for name, way in WAYS.items())
-    run_grid(GRID, variants, baseline="stock", effort=Effort(args.blocks, 1), results=args.results)
+    chosen = WAYS if args.only is None else {name: WAYS[name] for name in ("stock", *args.only)}
+    variants = tuple(Variant(name, partial(TrainingStep, *way)) for name, way in chosen.items())
+    every = GRID.cases
+    grid = Grid(GRID.name, every if args.cases is None else tuple(every[number] for number in args.cases))
+    run_grid(grid, variants, baseline="stock", effort=Effort(args.blocks, 1), results=args.results)
     dist.destroy_process_group()
 
 
