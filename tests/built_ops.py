@@ -20,14 +20,14 @@ def build_ops() -> None:
 
     What goes wrong is for the ranks to say, or to do without.
     """
-    if not _ops_are_built():
+    if not ops_are_built():
         print("compiling the ops, about a minute, once", file=sys.stderr, flush=True)
         command = [sys.executable, "-c", "from ds_fsmoe.ops import load_ops; load_ops('auto', 'cpu')"]
         environment = _ENVIRONMENT | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
         subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=900, check=False)
 
 
-def _ops_are_built() -> bool:
+def ops_are_built() -> bool:
     """As the build itself decides it: by dates of files. Imports no DeepSpeed, which takes seconds."""
     from ds_fsmoe.ops.loading import LIBRARIES, import_op_builder
 
@@ -36,3 +36,10 @@ def _ops_are_built() -> bool:
     library = folder / name / f"{name}.so"
     sources = [each for each in (builders.SOURCE_ROOT / "csrc").rglob("*") if each.is_file()]
     return library.is_file() and library.stat().st_mtime >= max(each.stat().st_mtime for each in sources)
+
+
+def forget_ops() -> None:
+    """Have this process load them again, for tests of how that is done: ranks begin with those of the fork server."""
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    OpBuilder._loaded_ops.clear()

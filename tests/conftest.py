@@ -4,6 +4,8 @@ which tests it left out."""
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +13,8 @@ from typing import Any
 
 import pytest
 
+# One thread for each rank and test, as ranks share the cores and as sums keep their bits; read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
@@ -35,6 +39,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             what = "a CUDA device" if wanted == 1 else f"{wanted} CUDA devices"
             there = {0: "there is none", 1: "there is one"}.get(found, f"there are {found}")
             item.add_marker(pytest.mark.skip(reason=f"needs {what}: {there}"))
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector look no more at what was imported, which lives as long as the tests: half a second each time
+    that one of them calls it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -49,11 +49,11 @@ class LiveMemory(TorchDispatchMode):
             if not isinstance(leaf, torch.Tensor):
                 continue
             storage = leaf.untyped_storage()
-            key, size = storage._cdata, self.size_of(storage) if is_made else 0
+            key = storage._cdata
             with self._lock:
                 if key in self._sizes:
                     continue
-                self._sizes[key] = size
+                self._sizes[key] = size = self.size_of(storage) if is_made else 0
                 self.live += size
                 self.peak = max(self.peak, self.live)
             # Called when the memory goes, not this object: torch keeps the one with the other. Another storage may

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -33,7 +34,7 @@ def run_on_ranks(
     Args:
         function: at the top level of a module, so that it can be sent to another process.
         world_size: number of ranks.
-        folder: an empty folder of this call, for the ranks to meet in.
+        folder: an empty folder of this call, for what the ranks return.
         args: anything that pickles.
         limit_s: after this long the ranks are ended and the test fails. It bounds a hang.
         grace_s: once a rank has failed the others are ended after this long, if they have not ended by themselves.
@@ -41,6 +42,8 @@ def run_on_ranks(
     Raises:
         RuntimeError: with the traceback of every rank that failed.
     """
+    import torch.distributed as dist
+
     build_ops()
     context = multiprocessing.get_context("forkserver")
     # The fork server imports the slow modules once; every rank after that starts as a copy of it. The last two are
@@ -48,11 +51,14 @@ def run_on_ranks(
     slow_modules = ["torch", "torch.distributed", "deepspeed", "ds_fsmoe.engine.entry_points"]
     slow_modules += ["pytest", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"]
     slow_modules += ["transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"]
+    slow_modules += ["tests.loaded_ops"]
     context.set_forkserver_preload(slow_modules)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # Through files they would meet too, but look for each other every ten milliseconds, at every group that they make.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_be_rank, args=(function, rank, world_size, str(folder), args), daemon=True)
+        context.Process(target=_be_rank, args=(function, rank, world_size, str(folder), store.port, args), daemon=True)
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -82,7 +88,10 @@ def _read(file: Path) -> tuple[str | None, Any]:
     return pickle.loads(file.read_bytes())
 
 
-def _be_rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple) -> None:
+def _be_rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, port: int, args: tuple) -> None:
+    # What the fork server has imported stays. DeepSpeed calls the collector several times for each engine of stage 3,
+    # and it would look at all of that each time, and get a copy of its own of every page.
+    gc.freeze()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -101,7 +110,7 @@ def _be_rank(function: Callable[..., Any], rank: int, world_size: int, folder: s
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(f"{folder}/store", world_size),
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),

@@ -274,14 +274,14 @@ class Delays(Observer):
         pause(self.random, 0, 0, 0.001, 0.004)
 
 
-def delayed(rank: int, world_size: int) -> int:
+def delayed(rank: int, world_size: int, runs: int) -> int:
     found = []
     for ep, esp, nodes in ((4, 1, (0, 0, 1, 1)), (4, 1, (0, 1, 1, 1)), (2, 1, (0, 0, 0, 1))):
         with on_nodes(*nodes):
             found.append(make_groups(ep, esp))
     lanes, serial = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False)
     delays, different = Delays(rank), 0
-    for number in range(60):
+    for number in range(runs):
         groups, name = found[number % 3], ("2dh", "2dh", "1dh")[number // 3 % 3]
         case = Case(1 + number % 5, 1 + number % 4, LINKS[number % 7 % 3], number % 3)
         ours = run_layer(case, groups, named(name), lanes, observer=delays)
@@ -291,8 +291,9 @@ def delayed(rank: int, world_size: int) -> int:
     return different
 
 
-def test_whoever_is_late_the_numbers_are_those_of_flat_one_task_after_another(tmp_path: Path) -> None:
-    assert run_on_ranks(delayed, 4, tmp_path) == [0] * 4
+@sampled("runs", [20, 60], kept=[0])
+def test_whoever_is_late_the_numbers_are_those_of_flat_one_task_after_another(runs: int, tmp_path: Path) -> None:
+    assert run_on_ranks(delayed, 4, tmp_path, runs) == [0] * 4
 
 
 # ---- hooks and lanes

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from ds_fsmoe.files.traces import merge_traces
+from tests.hurry import hurry
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import BATCH, LENGTH, Case, SmallModel, batch
 
 CASE = Case(4, 1, "fp32", 2, 2, False, moe_options=(("top2_2nd_expert_sampling", False),))
@@ -54,33 +56,41 @@ def train(rank: int, block: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-def train_all(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "1dh": ("1dh", {}),
+    "2dh": ("2dh", {}),
+    "2dh, one after another": ("2dh", {"overlap": False}),
+    "2dh, recomputed, with hooks": (
+        "2dh",
+        {"recompute": True, "hooks": ["tests.test_chunked_training.Doubtful"]},
+    ),
+    "2dh in nodes of one rank": ("2dh", {"topology": {"ranks_per_node": 1}}),
+    "2dh in one node": ("2dh", {"topology": {"ranks_per_node": 4}}),
+    "once per node, of slots": ("once_per_node", {"dispatch": "slots"}),
+    "once per node": ("once_per_node", {}),
+}
+
+
+def train_all(rank: int, world_size: int, folder: str, ways: list[str]) -> dict[str, bool]:
     trace = {"enabled": True, "start_step": 1, "num_steps": 1, "path": f"{folder}/trace", "cluster": "testbed_a"}
     flat = train(rank, block("flat"))
     assert all(each.isfinite().all() for each in flat)
-    found = {
-        "1dh": train(rank, block("1dh")),
-        "2dh": train(rank, block("2dh", trace=trace)),
-        "2dh, one after another": train(rank, block("2dh", overlap=False)),
-        "2dh, recomputed, with hooks": train(
-            rank, block("2dh", recompute=True, hooks=["tests.test_chunked_training.Doubtful"])
-        ),
-        "2dh in nodes of one rank": train(rank, block("2dh", topology={"ranks_per_node": 1})),
-        "2dh in one node": train(rank, block("2dh", topology={"ranks_per_node": 4})),
-    }
-    equal = {name: all(map(torch.equal, each, flat)) for name, each in found.items()}
-    of_slots = [train(rank, block(each, dispatch="slots")) for each in ("flat", "once_per_node")]
-    equal["once per node, of slots"] = all(map(torch.equal, *of_slots))
-    # Sums in another order.
-    once = train(rank, block("once_per_node"))
-    equal["once per node"] = all(torch.allclose(*each, rtol=0.0, atol=1e-5) for each in zip(once, flat, strict=True))
+    equal = {}
+    for way in ways:
+        alltoall, others = WAYS[way]
+        found = train(rank, block(alltoall, **others, **({"trace": trace} if way == "2dh" else {})))
+        if way == "once per node":  # sums in another order
+            equal[way] = all(torch.allclose(*each, rtol=0.0, atol=1e-5) for each in zip(found, flat, strict=True))
+            continue
+        of_slots = "dispatch" in others
+        equal[way] = all(map(torch.equal, found, train(rank, block("flat", **others)) if of_slots else flat))
     return equal
 
 
-def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(tmp_path: Path) -> None:
-    for equal in run_on_ranks(train_all, 4, tmp_path / "ranks", str(tmp_path)):
-        assert equal == dict.fromkeys(equal, True)
-        assert len(equal) == 8
+@sampled("ways", [["2dh", "once per node"], list(WAYS)], kept=[0], ids=["both in steps", "all"])
+def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(ways: list[str], tmp_path: Path) -> None:
+    for equal in run_on_ranks(train_all, 4, tmp_path / "ranks", str(tmp_path), ways):
+        assert equal == dict.fromkeys(ways, True)
     events = json.loads(merge_traces(tmp_path / "trace").read_text())["traceEvents"]
     tasks = [each for each in events if each["ph"] == "X"]
     for category in ("measured", "predicted"):
@@ -153,6 +163,7 @@ def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, A
     from ds_fsmoe.layer.stock_layer import FSMoELayer
     from ds_fsmoe.tuning.layer_kinds import LayerKind
 
+    hurry()
     planned_with: list[Any] = []
     chosen: list[list[list[int]]] = []
     sizes: Any = LayerKind.sizes.fget
@@ -193,7 +204,7 @@ def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, A
     return found | {"planned_with": planned_with, "chosen": chosen}
 
 
-@pytest.mark.parametrize("dispatch", ["rows", "slots"])
+@sampled("dispatch", ["rows", "slots"], kept=[0])
 def test_the_autotuner_compares_once_per_node_where_rows_are_sent(dispatch: str, tmp_path: Path) -> None:
     """It plans with the crossings that the tokens of the first forward had."""
     found = run_on_ranks(tuned, 4, tmp_path / "ranks", str(tmp_path / "cache"), dispatch)

@@ -27,7 +27,7 @@ from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
-STEPS = 5
+STEPS = 3
 
 
 class Said(logging.Handler):
@@ -149,6 +149,8 @@ def rewrite(folder: Path, factors: dict[str, float]) -> None:
 
 
 FACTORS = {"all-to-all": 8.0, "experts forward": 16.0, "experts backward": 20.0, "experts dX": 7.0, "experts dW": 13.0}
+# Next to nothing: by what gradients took here, one layer's backward may come to be cut otherwise than the other's.
+FACTORS |= {"all-reduce of gradients": 1e-3}
 
 
 def tune_and_keep(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -292,7 +294,7 @@ def test_a_rank_that_fails_while_measuring_ends_all_of_them_with_its_error(tmp_p
 
 def train_sharded(rank: int, world_size: int) -> tuple[Run, Run]:
     case = Case(2, 1, "fp32", 2, 1, False, expert="gpt")
-    return train(rank, tuned(esp_size=2), case), train(rank, {"esp_size": 2}, case)
+    return train(rank, tuned(esp_size=2), case, steps=2), train(rank, {"esp_size": 2}, case, steps=2)
 
 
 def test_sharded_experts_on_four_ranks_are_tuned_while_gradients_are_looked_at(tmp_path: Path) -> None:

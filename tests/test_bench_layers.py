@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
 
 TWO_NODES = (0, 0, 1, 1)
@@ -180,7 +181,7 @@ def test_a_gate_in_stocks_layer_decides_as_in_ours(tmp_path: Path) -> None:
         )
 
 
-def compare_models(rank: int, world_size: int) -> dict[str, list[float]]:
+def compare_models(rank: int, world_size: int, layouts: list[str]) -> dict[str, list[float]]:
     from benchmarks.models.language_model import LanguageModel, batches
     from benchmarks.models.layer_steps import Found, Steps
     from benchmarks.models.layers import Layer, Mpu, fix_capacity, fix_gather, ranks_per_node
@@ -192,7 +193,8 @@ def compare_models(rank: int, world_size: int) -> dict[str, list[float]]:
         mpu = Mpu(ranks_per_node())
         layer = Layer(B=2, L=16, M=16, ratio=2, f=None, ffn="mixtral")
         cut = {"schedule": "fsmoe", "pipeline_degree": {"forward": 2, "backward": 3}}
-        for layout, block in (("node", {"esp_size": 2} | cut), ("ranks", cut)):
+        for layout in layouts:
+            block = {"esp_size": 2} | cut if layout == "node" else cut
             for name, of in (("stock", None), ("ours", block)):
                 read = batches(layer, layout)
                 steps = Steps(layer, layout, mpu, Found(), of, make_model=LanguageModel, batches=read, lr=0.2)
@@ -205,9 +207,11 @@ def compare_models(rank: int, world_size: int) -> dict[str, list[float]]:
     return found
 
 
-def test_language_models_of_both_systems_lose_alike_in_both_layouts(tmp_path: Path) -> None:
-    (found, *_) = run_on_ranks(compare_models, 4, tmp_path)
-    first = found["stock, node"]
+@sampled("layouts", [["ranks"], ["node", "ranks"]], kept=[0], ids=" and ".join)
+def test_language_models_of_both_systems_lose_alike_in_both_layouts(layouts: list[str], tmp_path: Path) -> None:
+    (found, *_) = run_on_ranks(compare_models, 4, tmp_path, layouts)
+    assert len(found) == 2 * len(layouts)
+    first = found[f"stock, {layouts[0]}"]
     assert len(first) == 3
     assert first[2] < first[0]
     for name, losses in found.items():

@@ -7,6 +7,7 @@ Imports inside functions count, those for type checkers only do not.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import re
@@ -179,6 +180,7 @@ def imports_of(source: str, module: str, is_package: bool, at_import: bool = Fal
     return found
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     parts = ["ds_fsmoe", *file.with_suffix("").parts]
     is_package = parts[-1] == "__init__"

@@ -74,10 +74,21 @@ def go_round(rank: int, world_size: int, cases: list[Case], folder: str) -> list
     return found
 
 
-@sampled(("world_size", "ep_size"), [(2, 2), (4, 2)], kept=[0])
-def test_stock_to_ours_to_stock_goes_on_with_the_same_losses(world_size: int, ep_size: int, tmp_path: Path) -> None:
-    cases = [Case(stage=stage, k=1 + stage, use_residual=stage == 1) for stage in (0, 1, 2)]
-    cases += [Case(stage=1, dtype="bf16", k=2), Case(stage=2, dtype="bf16", k=1)]
+CASES = [Case(stage=stage, k=1 + stage, use_residual=stage == 1) for stage in (0, 1, 2)]
+CASES += [Case(stage=1, dtype="bf16", k=2), Case(stage=2, dtype="bf16", k=1)]
+# Each stage, both precisions, and a residual.
+SAMPLE = [CASES[0], CASES[1], CASES[4]]
+
+
+@sampled(
+    ("world_size", "ep_size", "cases"),
+    [(2, 2, SAMPLE), (2, 2, CASES), (4, 2, CASES)],
+    kept=[0],
+    ids=["2", "2 all", "4"],
+)
+def test_stock_to_ours_to_stock_goes_on_with_the_same_losses(
+    world_size: int, ep_size: int, cases: list[Case], tmp_path: Path
+) -> None:
     cases = [replace(case, ep_size=ep_size) for case in cases]
     for found in run_on_ranks(go_round, world_size, tmp_path, cases, str(tmp_path / "checkpoints")):
         assert not found

@@ -25,6 +25,7 @@ from benchmarks.bed.bed import Bed, BedError, check_machine, down, found_bed, na
 from benchmarks.bed.job import run_job
 from benchmarks.bed.self_test import contention
 from tests.bed_messages import bucket, connected, passes
+from tests.samples import sampled
 from tests.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -273,7 +274,7 @@ def test_two_beds_do_not_disturb_each_other(clean: None) -> None:
 
 
 @needs_bed
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@sampled("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], kept=[0])
 def test_nothing_is_left_of_a_build_that_was_killed(number: int, clean: None) -> None:
     arguments = ["--name", NAME, "up", "--nodes", "12", "--ranks-per-node", "4", "--mode", "shared"]
     building = subprocess.Popen(
@@ -287,26 +288,54 @@ def test_nothing_is_left_of_a_build_that_was_killed(number: int, clean: None) ->
     until(lambda: not namespaces(NAME) and not (beds.STATE / f"{NAME}.json").exists())
 
 
+JOB = """
+import datetime, os, signal, socket, sys, torch, torch.distributed as dist
+dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=600))
+x = torch.full((3,), float(dist.get_rank())); dist.all_reduce(x)
+print(socket.gethostname(), x.tolist(), sys.argv[-1], torch.get_num_threads(), flush=True)
+dist.barrier()
+"""
+
+
+def said_by_ranks(lines: list[str]) -> list[str]:
+    return sorted(line for line in lines if "live" in line and "rank" in line.split("]")[0])
+
+
 @needs_bed
-def test_a_job_runs_on_every_rank_with_its_nodes_name(clean: None, tmp_path: Path) -> None:
+def test_a_job_runs_on_every_rank_with_its_nodes_name_until_one_of_them_dies(
+    clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "job.py"
-    script.write_text(
-        "import datetime, socket, sys, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=600))\n"
-        "x = torch.full((3,), float(dist.get_rank())); dist.all_reduce(x)\n"
-        "print(socket.gethostname(), x.tolist(), sys.argv[-1], torch.get_num_threads(), flush=True)\n"
-        "dist.barrier()\n"
-    )
+    script.write_text(f"{JOB}if dist.get_rank() == 1: os._exit(7)\nsignal.pause()\n")
+    monkeypatch.setattr(job, "GRACE_S", 1.0)
+    bed = Bed(NAME, ranks_per_node=1)
+    bed.up()
+    lines: list[str] = []
+    assert run_job(bed, [str(script), "live"], LIMIT_S, lines.append) == 7
+    assert said_by_ranks(lines) == [f"[node{rank} rank{rank}] node{rank} [1.0, 1.0, 1.0] live 1" for rank in range(2)]
+    assert any(re.search(r"\[bed\] node\d failed with status \d+; ending the others", line) for line in lines)
+    assert any("rank 1 ended with status 7" in line for line in lines)
+    until(lambda: has_no_processes(bed))
+
+
+@needs_bed
+@pytest.mark.slow
+def test_a_job_runs_on_several_ranks_of_each_node(clean: None, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
     bed = Bed(NAME)
     bed.up()
     lines: list[str] = []
     assert run_job(bed, [str(script), "live"], LIMIT_S, lines.append) == 0
-    said = sorted(line for line in lines if "live" in line and "rank" in line.split("]")[0])
-    assert said == [f"[node{rank // 2} rank{rank}] node{rank // 2} [6.0, 6.0, 6.0] live 1" for rank in range(4)]
+    wanted = [f"[node{rank // 2} rank{rank}] node{rank // 2} [6.0, 6.0, 6.0] live 1" for rank in range(4)]
+    assert said_by_ranks(lines) == wanted
 
 
 @needs_bed
-def test_a_dead_rank_ends_its_job(clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_dead_rank_beside_others_of_its_node_ends_its_job(
+    clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The others do not notice by themselves.
     script = tmp_path / "job.py"
     script.write_text("import os, signal\nif os.environ['RANK'] == '1': os._exit(7)\nsignal.pause()\n")

@@ -52,7 +52,7 @@ def test_in_the_order_of_issue_no_layer_gets_stuck_and_two_slots_do_without_it(l
 ON_ROWS = [*ALL, *ONCE]
 
 
-@sampled("layout", ON_ROWS, [ON_ROWS.index(each) for each in (FOUR, Layout(4, 4, 1, 2, "2dh"), *ONCE)], ids=str)
+@sampled("layout", ON_ROWS, [ON_ROWS.index(each) for each in (FOUR, Layout(4, 4, 1, 2, "2dh"), ONCE[-1])], ids=str)
 def test_layers_on_rows_get_stuck_no_more_than_those_on_slots(layout: Layout) -> None:
     asked = [replace(each, in_rows=True) for each in ways(2) if each.degree == 2 and len(each.slices) < 2]
     recorded = list(programs(layout, asked).values())

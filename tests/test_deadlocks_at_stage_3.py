@@ -19,6 +19,7 @@ from tests.deadlocks import Devices, Program, common_order, difference, search_a
 from tests.hf_families import WIDTH, batch, loss_of, model_of
 from tests.ranks import run_on_ranks
 from tests.recorded_collectives import record, record_deepspeed
+from tests.samples import sampled
 from tests.test_deadlocks_in_steps import check
 from tests.test_hugging_face import OfTwice, Twice, ds_config, engine_of, gradients
 
@@ -86,17 +87,21 @@ def _issued(rank: int, step: Step) -> Program:
     return program
 
 
-def test_gathers_ahead_come_in_one_order_on_all_ranks_and_without_the_fence_they_get_stuck(tmp_path: Path) -> None:
-    steps = [Step(), Step(ahead=5000), Step(ahead=5000, is_fenced=False)]
-    fenced, further, as_it_comes = zip(*run_on_ranks(issued, 4, tmp_path, steps), strict=True)
+# One parameter ahead, and several.
+@sampled("ahead", [5000, 1000], kept=[0])
+def test_gathers_ahead_come_in_one_order_on_all_ranks(ahead: int, tmp_path: Path) -> None:
+    [fenced] = zip(*run_on_ranks(issued, 4, tmp_path, [Step(ahead=ahead)]), strict=True)
     check(fenced)
-    check(further)
     kinds = [each.kind.partition(" ")[0] for each in fenced[0]]
     gathers = [at for at, kind in enumerate(kinds) if kind.startswith("all_gather")]
     rows = [at for at, each in enumerate(fenced[0]) if each.stream == "link 1"]
     assert any(rows[0] < at < rows[-1] for at in gathers), "nothing is gathered between the lanes' collectives"
     groups = {fenced[0][at].group for at in gathers}
     assert len(groups) == 2, "dense parameters and experts' are gathered in communicators of their own"
+
+
+def test_gathers_ahead_get_stuck_without_the_fence(tmp_path: Path) -> None:
+    [as_it_comes] = zip(*run_on_ranks(issued, 4, tmp_path, [Step(ahead=5000, is_fenced=False)]), strict=True)
     # Each communicator's collectives are the same on all of its ranks; they are mixed in other orders.
     assert difference(as_it_comes) is None
     assert common_order(as_it_comes) is None

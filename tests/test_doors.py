@@ -21,7 +21,7 @@ from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 import ds_fsmoe
 from ds_fsmoe.engine import compat, entry_points
 from tests.ranks import run_on_ranks
-from tests.scripts import START, Start, launch
+from tests.scripts import ROOT, START, Start, launch
 from tests.small_model import Case, SmallModel, batch
 
 UNTOUCHED_SCRIPT = """
@@ -190,7 +190,8 @@ def test_every_door_leads_to_our_layer_exactly_when_the_block_is_enabled(tmp_pat
         }
 
 
-def test_an_untouched_script_trains_with_our_layer_through_run(tmp_path: Path) -> None:
+@START
+def test_an_untouched_script_trains_with_our_layer_through_run(start: Start, tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(UNTOUCHED_SCRIPT)
     (tmp_path / "scripts" / "neighbour.py").write_text("WIDTH = 7\n")
@@ -199,8 +200,8 @@ def test_an_untouched_script_trains_with_our_layer_through_run(tmp_path: Path) -
         '{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},\n'
         ' // DeepSpeed reads comments, and so do we\n "fsmoe": {"enabled": true}}'
     )
-    arguments = ["--module", "ds_fsmoe.run", "scripts/train.py", "--say", "hello", "--deepspeed_config", str(config)]
-    said = launch(tmp_path, *arguments)
+    run = ("--module", "ds_fsmoe.run") if start is launch else (str(ROOT / "ds_fsmoe" / "run.py"),)
+    said = start(tmp_path, *run, "scripts/train.py", "--say", "hello", "--deepspeed_config", str(config))
     for rank in range(2):
         assert f"rank {rank} says hello: FSMoEEngine, FSMoELayer" in said
     assert "is on for 1 MoE layer(s)" in said

@@ -10,6 +10,7 @@ import pytest
 
 from ds_fsmoe.cli import main
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.scripts import ROOT, START, Start, be_script, free_port
 
 EXAMPLES = ROOT / "examples"
@@ -57,7 +58,7 @@ def test_a_run_is_tuned_planned_from_and_reported(
 
 
 @START
-@pytest.mark.parametrize("with_ours", [False, True], ids=["stock", "ours"])
+@sampled("with_ours", [False, True], kept=[1], ids=["stock", "ours"])
 def test_an_untouched_script_trains_with_either(with_ours: bool, start: Start, tmp_path: Path) -> None:
     config = ["--deepspeed_config", str(ROOT / "ds_configs" / "cpu.json"), "--steps", "30"]
     if with_ours:
@@ -71,14 +72,21 @@ def test_an_untouched_script_trains_with_either(with_ours: bool, start: Start, t
     assert float(found[1][1]) < float(found[0][1])
 
 
+FINETUNE = {"ours": ["--stage", "3", "--chunks", "2"], "stock": ["--stage", "2", "--stock"]}
+
+
 @START
-def test_a_hugging_face_model_has_the_losses_of_stock_deepspeed(start: Start, tmp_path: Path) -> None:
+@sampled("names", [["ours"], ["ours", "stock"]], kept=[0], ids=["learns", "as stock"])
+def test_a_hugging_face_model_learns_and_has_the_losses_of_stock_deepspeed(
+    names: list[str], start: Start, tmp_path: Path
+) -> None:
     script, losses = str(EXAMPLES / "hf_finetune.py"), {}
-    for name, arguments in {"ours": ["--stage", "3", "--chunks", "2"], "stock": ["--stage", "2", "--stock"]}.items():
+    for name in names:
+        arguments = FINETUNE[name]
         (tmp_path / name).mkdir()
         printed = start(tmp_path / name, script, *arguments, "--steps", "20")
         losses[name] = [float(each) for each in re.findall(r"step +\d+: loss ([\d.]+)", printed)]
         assert ("takes over the experts of olmoe, over ep_size = 2" in printed) == (name == "ours")
     assert len(losses["ours"]) == 3
-    assert losses["ours"] == pytest.approx(losses["stock"], rel=1e-4)
+    assert losses["ours"] == pytest.approx(losses[names[-1]], rel=1e-4)
     assert losses["ours"][-1] < 0.7 * losses["ours"][0]

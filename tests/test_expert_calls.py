@@ -27,6 +27,7 @@ from tests.expert_cases import (
     make_experts,
     rows,
 )
+from tests.samples import sampled
 
 CUTS = ((13,), (6, 7), (5, 5, 3), (0, 12, 1), (3, 3, 3, 0, 4))
 # Forward, backward, recomputed or not, gradients of weights with those of rows or after them.
@@ -187,8 +188,12 @@ def test_experts_may_share_parameters() -> None:
 # ---- bits
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@EVERY
+# In the sample each kind in one type, in turns.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+IN_TYPES = [(name, dtype) for name in (*WRITTEN, *GRAPH) for dtype in DTYPES]
+
+
+@sampled(("name", "dtype"), IN_TYPES, kept=[3 * at + at % 3 for at in range(len(IN_TYPES) // 3)], ids=str)
 def test_one_chunk_has_the_bits_of_autograd(name: str, dtype: torch.dtype) -> None:
     width, hidden = (67, 131) if name != "linear" else (67, 67)
     # Rows from one rank or two, one expert or three, contiguous or a strided view.

@@ -14,6 +14,7 @@ import torch
 from benchmarks.gpu import bench_gpu, first_gpu
 from benchmarks.gpu.first_gpu import REPORT, read_tests, run_tests
 from tests.fake_clock import FakeClock
+from tests.waiting import LIMIT_S
 
 ABOUT = {"devices": "a GPU | of sorts", "driver": "1.2.3", "torch": "2.13.0", "NCCL": "2.29.3"}
 XML = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest">
@@ -175,7 +176,7 @@ def test_the_real_pytest_leaves_what_is_read(tmp_path: Path) -> None:
     names = ["tests/test_first_gpu.py::test_all_is_well_only_if_tests_and_benchmark_are"]
     names += ["tests/test_gpu_engine.py::test_engines_of_ranks_that_set_no_device_are_each_on_their_own"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", str(xml), *names]
-    subprocess.run(command, cwd=first_gpu.ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=first_gpu.ROOT, check=True, capture_output=True, timeout=LIMIT_S)
     groups = read_tests(xml)
     assert (groups["test_first_gpu"].passed, groups["test_first_gpu"].failed) == (1, [])
     if torch.cuda.device_count() < 2:

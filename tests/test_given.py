@@ -23,6 +23,7 @@ from ds_fsmoe.engine.command_line import read_given, take_option
 from ds_fsmoe.log import logger
 from tests.logged import Said
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.scripts import ROOT, START, launch
 
 ENABLED = '{"enabled": true}'
@@ -178,7 +179,7 @@ def test_a_block_from_outside_takes_the_place_of_every_other(tmp_path: Path) -> 
 
 
 @START
-@pytest.mark.parametrize(("block", "order"), [(ENABLED, "auto"), ('{"enabled": false}', "stock")])
+@sampled(("block", "order"), [(ENABLED, "auto"), ('{"enabled": false}', "stock")], kept=[0])
 def test_a_script_with_its_config_inside_is_given_a_block(start: Any, block: str, order: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     door_in = ["--module", "ds_fsmoe.run"] if start is launch else [str(ROOT / "ds_fsmoe" / "run.py")]

@@ -19,8 +19,8 @@ from tests.gpu_engine_job import STEPS, train
 from tests.lane_cases import NEEDS_GPU, NEEDS_GPUS
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT
+from tests.waiting import LIMIT_S
 
-LIMIT_S = 100.0
 JOB = str(ROOT / "tests" / "gpu_engine_job.py")
 
 

@@ -14,7 +14,7 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 
-STEPS = 3
+STEPS = 2
 SPREADS = [(1, 1), (2, 1), (4, 1), (2, 2)]  # (ep, esp)
 
 

@@ -25,6 +25,7 @@ from ds_fsmoe.gradients.reducer import GradientReducer
 from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, WindowBytes, plan_by_bytes, plan_by_rule
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.waiting import pause
 
 SIZES = (13, 7, 1, 29, 11, 3)
@@ -217,22 +218,25 @@ def check_messages(outcomes: Sequence[tuple[Any, dict[tuple[int, ...], list], in
             assert of_rank == outcomes[ranks[0]][1][ranks], f"ranks {ranks[0]} and {rank} sent different messages"
 
 
+def calm_and_delayed(rank: int, world_size: int, mode: str, kinds: str) -> list[Any]:
+    return [go_through(rank, world_size, mode, kinds, delays) for delays in (False, True)]
+
+
 @pytest.mark.parametrize("mode", [*MODES, "both"])
 def test_sums_are_exact_and_messages_alike_whatever_arrives_when(mode: str, tmp_path: Path) -> None:
-    calm = run_on_ranks(go_through, 2, tmp_path / "calm", mode, "one group", False)
+    calm, delayed = zip(*run_on_ranks(calm_and_delayed, 2, tmp_path, mode, "one group"), strict=True)
     check_messages(calm)
     assert calm[0][2] > 0  # something was late, or the test shows nothing
-    delayed = run_on_ranks(go_through, 2, tmp_path / "delayed", mode, "one group", True)
     assert delayed == calm
 
 
-@pytest.mark.parametrize("mode", ["adaptive", "both"])
+@sampled("mode", ["adaptive", "both"], kept=[1])
 def test_sums_are_exact_over_two_kinds_of_groups(mode: str, tmp_path: Path) -> None:
-    calm = run_on_ranks(go_through, 4, tmp_path / "calm", mode, "two groups", False)
+    calm, delayed = zip(*run_on_ranks(calm_and_delayed, 4, tmp_path, mode, "two groups"), strict=True)
     check_messages(calm)
     assert calm[0][2] > 0
     assert {len(ranks) for ranks in calm[0][1]} == {2, 4}
-    assert run_on_ranks(go_through, 4, tmp_path / "delayed", mode, "two groups", True) == calm
+    assert delayed == calm
 
 
 def look_and_look_again(rank: int, world_size: int) -> list[list[tuple[int, int]]]:

@@ -7,6 +7,7 @@ stage 0 with ep_size > 1 is not the true one, so it is left out where DeepSpeed 
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import defaultdict
@@ -19,6 +20,7 @@ import torch
 
 from tests.gradient_cases import LOOPS, STEPS, Run, Seen, compare, in_modes, train, training
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.test_gradient_reducer import Wiretap
 from tests.waiting import pause
 
@@ -87,12 +89,21 @@ def check(pairs: list[Pair], world_size: int, folder: Path, tolerance: float = 0
         assert not found, f"rank {rank}: not what it is held against: {found}"
 
 
-def test_every_mode_and_stage_equals_stock_bit_for_bit(tmp_path: Path) -> None:
-    runs = [run for stage in STAGES for run in in_modes(Run(stage), *MODES)]
-    runs += [Run(stage, "bf16", mode) for stage, mode in zip(STAGES, MODES, strict=True)]
-    # As users have it: nothing said, so the plan is made from what is measured, after some steps.
-    measured = [Run(stage, mode="unsaid", block=(("metrics", "off"),)) for stage in (0, 2)]
-    check(with_stock(*runs, *measured), 2, tmp_path)
+IN_TURNS = [Run(stage, mode=mode) for stage, mode in zip(STAGES, MODES, strict=True)]
+IN_BF16 = [Run(stage, "bf16", mode) for stage, mode in zip(STAGES, (*MODES[1:], MODES[0]), strict=True)]
+# As users have it: nothing said, so the plan is made from what is measured, after some steps.
+MEASURED = [Run(stage, mode="unsaid", block=(("metrics", "off"),)) for stage in (0, 2)]
+IN_EVERY_MODE = [run for stage in STAGES for run in in_modes(Run(stage), *MODES)]
+
+
+@sampled(
+    "runs",
+    [[*IN_TURNS, *IN_BF16, MEASURED[1]], [*IN_EVERY_MODE, *IN_BF16, *MEASURED]],
+    kept=[0],
+    ids=["in turns", "all"],
+)
+def test_every_mode_and_stage_equals_stock_bit_for_bit(runs: list[Run], tmp_path: Path) -> None:
+    check(with_stock(*runs), 2, tmp_path)
 
 
 def wire_runs() -> list[Run]:
@@ -166,8 +177,9 @@ def covering(runs: list[Run]) -> list[Run]:
     return [same[index % len(same)] for index, same in enumerate(kinds.values())]
 
 
-def test_training_equals_stock_bit_for_bit(tmp_path: Path) -> None:
-    check(with_stock(*covering(whole_list())[::2]), 2, tmp_path)
+@sampled(("first", "every"), [(2, 4), (0, 1)], kept=[0])
+def test_training_equals_stock_bit_for_bit(first: int, every: int, tmp_path: Path) -> None:
+    check(with_stock(*covering(whole_list())[first::every]), 2, tmp_path)
 
 
 def restless_pairs() -> list[Pair]:
@@ -193,14 +205,18 @@ def beyond_stock() -> list[Pair]:
     return pairs
 
 
-def test_late_missing_and_unheard_of_gradients_are_exact(tmp_path: Path) -> None:
+@sampled("is_all", [False, True], kept=[0])
+def test_late_missing_and_unheard_of_gradients_are_exact(is_all: bool, tmp_path: Path) -> None:
     # Without a batch there are no dense gradients, and DeepSpeed's own reduction only knows at stage 0 what that means.
     absent = Run(block=BY_RULE, loop="without a batch", steps=7, config=NO_CLIPPING)
     without = [
         (replace(absent, stage=stage, mode=mode), replace(absent, mode="off"))
         for stage, mode in zip(STAGES, MODES, strict=True)
     ]
-    check([*restless_pairs(), *beyond_stock()[::2], *without], 2, tmp_path)
+    restless, beyond = restless_pairs(), beyond_stock()
+    # Of each kind one, at several stages and in all modes.
+    pairs = [*restless, *beyond, *without] if is_all else [*restless[4::2], *beyond[::3], *without[::2]]
+    check(pairs, 2, tmp_path)
 
 
 def runs_of_four() -> list[Pair]:
@@ -255,49 +271,66 @@ def test_the_comparison_sees_one_slice_that_is_not_sent(tmp_path: Path) -> None:
         assert any(each.startswith("parameter") for each in found)
 
 
-def fp16_runs(rank: int, world_size: int) -> list[tuple[str, list[str], list[float], int]]:
+Overflows = dict[str, tuple[list[str], list[float], int]]
+
+
+def fp16_runs(rank: int, world_size: int, modes: list[tuple[int, str]]) -> Overflows:
     """Dynamic loss scale, and in one step an overflow on one rank."""
     from deepspeed.accelerator import get_accelerator
 
     # Here the CPU says no, for want of speed; the arithmetic is there.
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    loop = LOOPS["plain"]
-    outcomes = []
-    for stage in (1, 2):
-        for mode in MODES:
-            config = (("fp16.initial_scale_power", 8), ("fp16.loss_scale_window", 2), ("fp16.hysteresis", 1))
-            seen, scales, skipped = [], [], []
-            for stock in (True, False):
-                with training(Run(stage, "fp16", mode, config=config, block=BY_RULE), rank, stock) as script:
-                    of_run = []
-                    for step in range(STEPS + 1):
-                        if step == 3 and rank == 1:
-                            handle = script.model.last.weight.register_hook(lambda gradient: gradient * float("inf"))
-                        loop(script)
-                        if step == 3 and rank == 1:
-                            handle.remove()
-                        of_run.append(float(script.engine.optimizer.cur_scale))
-                seen.append(script.seen)
-                scales.append(of_run)
-                skipped.append(script.engine.skipped_steps)
-            wrong = compare(seen[1], seen[0])
-            wrong += [f"scales {scales[1]} and {scales[0]}"] if scales[0] != scales[1] else []
-            wrong += [f"{skipped} steps skipped"] if skipped[0] != skipped[1] else []
-            wrong += [] if seen[1].hidden else ["nothing travels in windows"]
-            outcomes.append((f"{stage} {mode}", wrong, scales[1], skipped[1]))
+    config = (("fp16.initial_scale_power", 8), ("fp16.loss_scale_window", 2), ("fp16.hysteresis", 1))
+
+    def run(stage: int, mode: str, stock: bool) -> tuple[Seen, list[float], int]:
+        scales = []
+        with training(Run(stage, "fp16", mode, config=config, block=BY_RULE), rank, stock) as script:
+            for step in range(STEPS + 1):
+                if step == 3 and rank == 1:
+                    handle = script.model.last.weight.register_hook(lambda gradient: gradient * float("inf"))
+                LOOPS["plain"](script)
+                if step == 3 and rank == 1:
+                    handle.remove()
+                scales.append(float(script.engine.optimizer.cur_scale))
+        return script.seen, scales, script.engine.skipped_steps
+
+    of_stock = {stage: run(stage, "", True) for stage in sorted({stage for stage, _ in modes})}
+    outcomes: Overflows = {}
+    for stage, mode in modes:
+        (seen, scales, skipped), (theirs, their_scales, they_skipped) = run(stage, mode, False), of_stock[stage]
+        wrong = compare(seen, theirs)
+        wrong += [f"scales {scales} and {their_scales}"] if scales != their_scales else []
+        wrong += [f"{skipped} and {they_skipped} steps skipped"] if skipped != they_skipped else []
+        wrong += [] if seen.hidden else ["nothing travels in windows"]
+        outcomes[f"{stage} {mode}"] = wrong, scales, skipped
     return outcomes
 
 
-def test_an_overflow_skips_the_same_step_as_stock(tmp_path: Path) -> None:
-    for outcomes in run_on_ranks(fp16_runs, 2, tmp_path):
-        for name, wrong, scales, skipped in outcomes:
+@sampled(
+    "modes",
+    [[(1, "adaptive"), (2, "fixed_chunk"), (1, "dense_only")], [(stage, mode) for stage in (1, 2) for mode in MODES]],
+    kept=[0],
+    ids=["in turns", "all"],
+)
+def test_an_overflow_skips_the_same_step_as_stock(modes: list[tuple[int, str]], tmp_path: Path) -> None:
+    for outcomes in run_on_ranks(fp16_runs, 2, tmp_path, modes):
+        assert len(outcomes) == len(modes)
+        for name, (wrong, scales, skipped) in outcomes.items():
             assert not wrong, f"{name}: {wrong}"
             assert skipped == 1
             assert scales[3] < scales[2]
 
 
-def taps(rank: int, world_size: int, runs: list[Run], delays: bool) -> list[dict[tuple[int, ...], list]]:
-    """The messages of this rank in each run, by group, with a pause before some of them and some gradients."""
+Messages = list[dict[tuple[int, ...], list]]
+"""Of each run, what one rank has sent, by group."""
+
+
+def calm_and_delayed(rank: int, world_size: int, runs: list[Run]) -> tuple[Messages, Messages]:
+    return taps(rank, runs, False), taps(rank, runs, True)
+
+
+def taps(rank: int, runs: list[Run], delays: bool) -> Messages:
+    """The messages of this rank in each run; ``delays``: with a pause before some of them and some gradients."""
     seen = []
     for run in runs:
         with Wiretap(seed=rank if delays else None) as tap, training(run, rank) as script:
@@ -311,10 +344,13 @@ def taps(rank: int, world_size: int, runs: list[Run], delays: bool) -> list[dict
     return seen
 
 
-def test_ranks_send_the_same_messages_however_they_are_delayed(tmp_path: Path) -> None:
+@sampled(
+    "modes", [[(0, "adaptive"), (2, "dense_only")], [*zip(STAGES, MODES, strict=True)]], kept=[0], ids=["two", "all"]
+)
+def test_ranks_send_the_same_messages_however_they_are_delayed(modes: list[tuple[int, str]], tmp_path: Path) -> None:
     features = frozenset({"sometimes", "wanders"})
-    runs = [Run(stage, mode=mode, features=features, block=BY_RULE) for stage, mode in zip(STAGES, MODES, strict=True)]
-    calm = run_on_ranks(taps, 4, tmp_path / "calm", runs, False)
+    runs = [Run(stage, mode=mode, features=features, block=BY_RULE) for stage, mode in modes]
+    calm, delayed = zip(*run_on_ranks(calm_and_delayed, 4, tmp_path, runs), strict=True)
     for of_run in zip(*calm, strict=True):
         sizes = [len(messages) for messages in of_run[0].values()]
         assert len(sizes) > 1
@@ -322,7 +358,7 @@ def test_ranks_send_the_same_messages_however_they_are_delayed(tmp_path: Path) -
         for messages in of_run:
             for ranks, of_rank in messages.items():
                 assert of_rank == of_run[ranks[0]][ranks]
-    assert run_on_ranks(taps, 4, tmp_path / "delayed", runs, True) == calm
+    assert delayed == calm
 
 
 def traced(rank: int, world_size: int, folder: str) -> None:
@@ -349,32 +385,31 @@ def test_slices_travel_inside_the_backwards_of_moe_layers(tmp_path: Path) -> Non
             assert max(stop for _, stop in slices) <= min(start for start, _ in found[layer, "bwd", "A2A_OUT"])
 
 
-def take_over_and_give_back(rank: int, world_size: int) -> list[str]:
+def take_over_and_give_back(rank: int, world_size: int, every: int) -> list[str]:
     import deepspeed
 
     wrong = []
-    for stage in STAGES:
-        for mode in (*MODES, "off"):
-            run = Run(stage, mode=mode, block=BY_RULE, steps=2)
-            with training(run, rank) as script:
-                LOOPS["plain"](script)
-                engine, model = script.engine, script.model
-                layers = list(engine.fsmoe.layers.values())
-                has_windows = [layer.deepspeed_moe.pipeline.window is not None for layer in layers]
-            wrong += [f"{run.name}: a window is missing, or too many"] if set(has_windows) != {mode != "off"} else []
-            left = [name for name in vars(engine) if name in dir(type(engine)) and callable(getattr(engine, name))]
-            optimizer = vars(engine).get("optimizer")
-            left += [name for name in vars(optimizer) if name in dir(type(optimizer))] if stage else []
-            left += [
-                f"a hook of {name}"
-                for name, parameter in model.named_parameters()
-                if any(
-                    getattr(hook, "__module__", "").startswith("ds_fsmoe")
-                    for hook in (parameter._post_accumulate_grad_hooks or {}).values()
-                )
-            ]
-            left += ["a window"] if any(layer.deepspeed_moe.pipeline.window is not None for layer in layers) else []
-            wrong += [f"{run.name}: {left} left behind"] if [each for each in left if each not in _OF_STOCK] else []
+    for stage, mode in [*itertools.product(STAGES, (*MODES, "off"))][::every]:
+        run = Run(stage, mode=mode, block=BY_RULE, steps=2)
+        with training(run, rank) as script:
+            LOOPS["plain"](script)
+            engine, model = script.engine, script.model
+            layers = list(engine.fsmoe.layers.values())
+            has_windows = [layer.deepspeed_moe.pipeline.window is not None for layer in layers]
+        wrong += [f"{run.name}: a window is missing, or too many"] if set(has_windows) != {mode != "off"} else []
+        left = [name for name in vars(engine) if name in dir(type(engine)) and callable(getattr(engine, name))]
+        optimizer = vars(engine).get("optimizer")
+        left += [name for name in vars(optimizer) if name in dir(type(optimizer))] if stage else []
+        left += [
+            f"a hook of {name}"
+            for name, parameter in model.named_parameters()
+            if any(
+                getattr(hook, "__module__", "").startswith("ds_fsmoe")
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values()
+            )
+        ]
+        left += ["a window"] if any(layer.deepspeed_moe.pipeline.window is not None for layer in layers) else []
+        wrong += [f"{run.name}: {left} left behind"] if [each for each in left if each not in _OF_STOCK] else []
     assert isinstance(engine, deepspeed.DeepSpeedEngine)
     return wrong
 
@@ -383,8 +418,9 @@ def take_over_and_give_back(rank: int, world_size: int) -> list[str]:
 _OF_STOCK: set[str] = set()
 
 
-def test_closing_an_engine_gives_everything_back_and_another_works(tmp_path: Path) -> None:
-    for wrong in run_on_ranks(take_over_and_give_back, 2, tmp_path):
+@sampled("every", [3, 1], kept=[0])
+def test_closing_an_engine_gives_everything_back_and_another_works(every: int, tmp_path: Path) -> None:
+    for wrong in run_on_ranks(take_over_and_give_back, 2, tmp_path, every):
         assert not wrong
 
 

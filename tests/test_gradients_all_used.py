@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 from tests.test_stock_parity import differences, train
 from tests.waiting import LIMIT_S
@@ -19,21 +20,22 @@ BLOCK = {"enabled": True, "deterministic": True, "gradient_partition": {"mode": 
 CASES = [Case(1, 0, "fp32", 1, 2), Case(2, 1, "fp32", 2, 1), Case(2, 2, "bf16", 1, 2), Case(1, 2, "fp32", 2, 2)]
 
 
-def compare_with_stock(rank: int, world_size: int) -> list[str]:
+def compare_with_stock(rank: int, world_size: int, cases: list[Case]) -> list[str]:
     import deepspeed
 
     import ds_fsmoe
 
     found = []
-    for case in CASES:
+    for case in cases:
         stocks = train(case, rank, deepspeed.initialize, None)
         ours = train(case, rank, ds_fsmoe.initialize, BLOCK)
         found += [f"{case}: {name}" for name in differences(ours, stocks)]
     return found
 
 
-def test_training_equals_stock_bit_for_bit(tmp_path: Path) -> None:
-    for found in run_on_ranks(compare_with_stock, 2, tmp_path):
+@sampled("cases", [CASES[1:3], CASES], kept=[0], ids=["with experts spread", "all"])
+def test_training_equals_stock_bit_for_bit(cases: list[Case], tmp_path: Path) -> None:
+    for found in run_on_ranks(compare_with_stock, 2, tmp_path, cases):
         assert not found
 
 

@@ -23,6 +23,7 @@ from ds_fsmoe.gradients.ways import AllReduce, AllReduceByNodes, ReduceScatter, 
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
 from tests.gradient_cases import Run, train
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.test_gradients_against_stock import BY_RULE, STAGES, TOLERANCE, Pair, check, with_mode_off, with_stock
 
 CPU = torch.device("cpu")
@@ -81,7 +82,7 @@ def sums(rank: int, world_size: int, per_node: int) -> int:
     return checked
 
 
-@pytest.mark.parametrize(("world_size", "per_node"), [(4, 2), (6, 2), (6, 3)])
+@sampled(("world_size", "per_node"), [(4, 2), (6, 2), (6, 3)], kept=[1])
 def test_every_way_adds_up_exactly_where_the_sum_is_needed(world_size: int, per_node: int, tmp_path: Path) -> None:
     assert min(run_on_ranks(sums, world_size, tmp_path, per_node)) >= 40
 
@@ -141,7 +142,7 @@ def crossing(rank: int, world_size: int, per_node: int, numel: int) -> list[floa
     return found
 
 
-@pytest.mark.parametrize(("n", "p", "levels", "owners"), [(2, 2, 2 / 3, 1 / 3), (3, 2, 4 / 5, 2 / 5)])
+@sampled(("n", "p", "levels", "owners"), [(2, 2, 2 / 3, 1 / 3), (3, 2, 4 / 5, 2 / 5)], kept=[1])
 def test_between_nodes_a_half_and_a_third_of_a_flat_rings_bytes_are_sent(
     n: int, p: int, levels: float, owners: float, tmp_path: Path
 ) -> None:
@@ -218,12 +219,31 @@ def test_a_step_that_fails_is_told_to_whoever_waits() -> None:
 NODES = (("topology.ranks_per_node", 2), ("gradient_partition.levels", 2))
 
 
+ALL_REDUCED = (("gradient_partition.collective", "all_reduce"),)
+ROUND_ROBIN = (("zero_optimization.round_robin_gradients", True),)
+
+
+def block(*more):
+    return BY_RULE + NODES + more
+
+
+def of_each_kind() -> list[Pair]:
+    """One of each kind that has ranks send something else: to owners, for all, late, and to shards."""
+    runs = [
+        Run(0, mode="dense_only", block=block()),
+        Run(1, mode="fixed_chunk", block=block()),
+        Run(2, mode="adaptive", block=block(*ALL_REDUCED)),
+        Run(2, mode="dense_only", block=block()),
+        Run(2, block=block(), features=frozenset({"sometimes", "twice"})),
+        Run(1, config=ROUND_ROBIN, block=block(), accumulation=3),
+    ]
+    [late] = without_clipping([Run(2, features=frozenset({"wanders"}), steps=9, block=block())])
+    sharded = Run(1, features=frozenset({"gpt"}), block=(("esp_size", 2), *NODES))
+    return [*with_stock(*runs), (late, replace(late, mode="", block=(), stage=0)), *with_mode_off(sharded)]
+
+
 def on_two_nodes() -> list[Pair]:
     """Four ranks as two nodes, against stock, in everything that has an own path through the levels."""
-
-    def block(*more):
-        return BY_RULE + NODES + more
-
     runs = [
         Run(stage, mode=mode, block=block()) for stage in STAGES for mode in ("adaptive", "fixed_chunk", "dense_only")
     ]
@@ -233,9 +253,8 @@ def on_two_nodes() -> list[Pair]:
         runs.append(Run(stage, mode="dense_only", loop="retained", accumulation=2, block=block()))
     for stage in (1, 2):
         runs.append(Run(stage, loop="coalesced", block=block()))
-        runs.append(Run(stage, config=(("zero_optimization.round_robin_gradients", True),), block=block()))
-        all_reduced = (("gradient_partition.collective", "all_reduce"),)
-        runs.append(Run(stage, block=block(*all_reduced)))
+        runs.append(Run(stage, config=ROUND_ROBIN, block=block()))
+        runs.append(Run(stage, block=block(*ALL_REDUCED)))
     pairs = with_stock(*runs)
     # By what is measured, after some steps.
     measured = [Run(stage, mode="unsaid", block=(("metrics", "off"), *NODES)) for stage in (0, 1)]
@@ -250,15 +269,16 @@ def without_clipping(runs: Sequence[Run]) -> list[Run]:
     return [replace(each, config=(*each.config, ("gradient_clipping", 0.0))) for each in runs]
 
 
-def test_training_in_two_levels_equals_stock_to_rounding(tmp_path: Path) -> None:
-    check(on_two_nodes(), 4, tmp_path, TOLERANCE)
+@sampled("pairs", [of_each_kind(), on_two_nodes()], kept=[0], ids=["of each kind", "all"])
+def test_training_in_two_levels_equals_stock_to_rounding(pairs: list[Pair], tmp_path: Path) -> None:
+    check(pairs, 4, tmp_path, TOLERANCE)
 
 
 def ways_of(rank: int, world_size: int) -> dict[str, list[str]]:
     runs = {
         "stage 0": Run(0, block=BY_RULE + NODES),
         "stage 2": Run(2, block=BY_RULE + NODES),
-        "for all": Run(2, block=(*BY_RULE, *NODES, ("gradient_partition.collective", "all_reduce"))),
+        "for all": Run(2, block=block(*ALL_REDUCED)),
         "one level": Run(1, block=(*BY_RULE, NODES[0], ("gradient_partition.levels", 1))),
         "one node": Run(1, block=(*BY_RULE, ("topology.ranks_per_node", 4))),
         "stock's": Run(1, mode="off", block=(*BY_RULE, *NODES)),

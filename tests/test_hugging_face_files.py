@@ -18,6 +18,7 @@ from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.cli import main
 from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.test_hugging_face import ds_config, engine_of
 
 SEQUENCES = 4
@@ -123,9 +124,7 @@ def load_stock(rank: int, world_size: int, folder: str, stages: list[tuple[int, 
     return said
 
 
-@pytest.mark.parametrize(
-    "stages", [[(3, 2)], pytest.param([(0, 0), (0, 3), (2, 2), (3, 3), (3, 1)], marks=pytest.mark.slow)]
-)
+@sampled("stages", [[(3, 2)], [(0, 0), (0, 3), (2, 2), (3, 3), (3, 1)]], kept=[0])
 def test_weights_of_stock_deepspeed_are_a_warm_start_at_every_stage(
     stages: list[tuple[int, int]], tmp_path: Path
 ) -> None:
@@ -162,38 +161,58 @@ FOUR = [
     *(Layout(4, 2, 2, **PARTLY), Layout(4, 2, 3, **PARTLY), Layout(4, 2, 1, family="gpt_oss", esp=2)),
     Layout(4, 4, 3, family="gpt_oss"),
 ]
+SAMPLE = [1, 4, 6, 7]
+"""Those of two ranks that are saved in every run of the tests."""
+
+
+class Saved:
+    """What was saved on two ranks. The rest of the layouts is saved when one of them is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.losses: dict[str, list[float]] = {}
+
+    def of(self, *layouts: Layout) -> Path:
+        """The folder in which these are."""
+        sample = [TWO[each] for each in SAMPLE]
+        wanted = sample if set(layouts) <= set(sample) else TWO
+        missing = [each for each in wanted if each.name not in self.losses]
+        if missing:
+            ranks = self.folder / f"ranks {len(self.losses)}"
+            self.losses |= run_on_ranks(save_each, 2, ranks, missing, str(self.folder))[0]
+        return self.folder
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
-    folder = tmp_path_factory.mktemp("saved")
-    of_ranks = run_on_ranks(save_each, 2, folder, TWO, str(folder))
-    return folder, of_ranks[0]
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
 
 
 def folder_of(layout: Layout, root: Path) -> dict[str, torch.Tensor]:
     return torch.load(root / f"{layout.name}-16bit" / "pytorch_model.bin", weights_only=True)
 
 
-@pytest.mark.parametrize("layout", TWO, ids=lambda each: each.name)
+@sampled("layout", TWO, kept=SAMPLE, ids=lambda each: each.name)
 def test_one_file_of_weights_has_those_of_the_checkpoint_under_the_models_own_names(
-    saved: tuple[Path, dict], layout: Layout
+    saved: Saved, layout: Layout
 ) -> None:
-    weights = folder_of(layout, saved[0])
-    whole = Whole(saved[0] / layout.name / "global_step2")
+    folder = saved.of(layout)
+    weights = folder_of(layout, folder)
+    whole = Whole(folder / layout.name / "global_step2")
     assert list(weights) == list(model_of(layout.family).state_dict())
     assert set(whole.names()) == set(weights)
     assert [name for name, each in weights.items() if not torch.equal(whole.weights(name), each)] == []
 
 
-@pytest.mark.parametrize("layout", TWO, ids=lambda each: each.name)
+@sampled("layout", TWO, kept=SAMPLE, ids=lambda each: each.name)
 def test_convert_writes_what_save_pretrained_of_the_whole_model_writes(
-    saved: tuple[Path, dict], layout: Layout, tmp_path: Path
+    saved: Saved, layout: Layout, tmp_path: Path
 ) -> None:
+    folder = saved.of(layout)
     model = model_of(layout.family).to(getattr(torch, layout.dtype))
-    model.load_state_dict(folder_of(layout, saved[0]))
+    model.load_state_dict(folder_of(layout, folder))
     model.save_pretrained(tmp_path / "theirs")
-    assert main(["convert", str(saved[0] / layout.name), str(tmp_path / "ours"), "--to", "huggingface"]) == 0
+    assert main(["convert", str(folder / layout.name), str(tmp_path / "ours"), "--to", "huggingface"]) == 0
     theirs, ours = (load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "ours"))
     assert {name: (each.dtype, each.shape) for name, each in ours.items()} == {
         name: (each.dtype, each.shape) for name, each in theirs.items()
@@ -206,10 +225,10 @@ def test_convert_writes_what_save_pretrained_of_the_whole_model_writes(
 
 @pytest.mark.parametrize("layout", [TWO[1], TWO[4]], ids=lambda each: each.name)
 def test_convert_takes_the_folder_of_one_tag_and_the_config_names_the_data_type_that_was_asked_for(
-    saved: tuple[Path, dict], layout: Layout, tmp_path: Path
+    saved: Saved, layout: Layout, tmp_path: Path
 ) -> None:
     asked = "float32" if layout.dtype == "bfloat16" else "bfloat16"
-    source = saved[0] / layout.name / "global_step2"
+    source = saved.of(layout) / layout.name / "global_step2"
     assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "huggingface", "--dtype", asked]) == 0
     loaded = type(model_of(layout.family)).from_pretrained(tmp_path / "ours")
     assert {each.dtype for each in loaded.parameters()} == {getattr(torch, asked)}
@@ -218,10 +237,11 @@ def test_convert_takes_the_folder_of_one_tag_and_the_config_names_the_data_type_
         assert torch.equal(each, whole.state(name, "fp32").to(each.dtype)), name
 
 
-def test_a_run_that_is_resumed_goes_on_to_the_bit(saved: tuple[Path, dict], tmp_path: Path) -> None:
-    folder, losses = saved
-    found = run_on_ranks(load_each, 2, tmp_path, [(each, each) for each in TWO], str(folder))[0]
-    assert found == {(each.name, each.name): losses[each.name] for each in TWO}
+@sampled("layouts", [[TWO[each] for each in SAMPLE], TWO], kept=[0], ids=["a sample", "all"])
+def test_a_run_that_is_resumed_goes_on_to_the_bit(layouts: list[Layout], saved: Saved, tmp_path: Path) -> None:
+    folder = saved.of(*layouts)
+    found = run_on_ranks(load_each, 2, tmp_path, [(each, each) for each in layouts], str(folder))[0]
+    assert found == {(each.name, each.name): saved.losses[each.name] for each in layouts}
 
 
 PAIRS = [(TWO[0], FOUR[1]), (TWO[1], FOUR[2]), (TWO[2], FOUR[0]), (TWO[3], FOUR[2]), (TWO[4], FOUR[3])]
@@ -229,18 +249,21 @@ PAIRS += [(TWO[5], FOUR[5]), (TWO[6], FOUR[4]), (TWO[5], FOUR[4]), (TWO[6], FOUR
 PAIRS += [(TWO[7], FOUR[6]), (TWO[7], FOUR[7])]
 
 
-@pytest.mark.parametrize("pairs", [PAIRS[1:7:5] + PAIRS[2:10:7], pytest.param(PAIRS, marks=pytest.mark.slow)])
-def test_a_run_goes_on_in_another_layout(pairs: list, saved: tuple[Path, dict], tmp_path: Path) -> None:
-    folder, losses = saved
+@sampled("pairs", [[PAIRS[6], PAIRS[9]], PAIRS], kept=[0], ids=["frozen and cut", "all"])
+def test_a_run_goes_on_in_another_layout(pairs: list, saved: Saved, tmp_path: Path) -> None:
+    folder = saved.of(*(source for source, _ in pairs))
     found = run_on_ranks(load_each, 4, tmp_path, pairs, str(folder))[0]
     for (source, target), then in found.items():
         rtol = 1e-2 if "bfloat16" in target else 1e-5
-        assert then == pytest.approx(losses[source], rel=rtol), (source, target)
+        assert then == pytest.approx(saved.losses[source], rel=rtol), (source, target)
 
 
-def test_a_run_goes_on_on_one_rank(saved: tuple[Path, dict], tmp_path: Path) -> None:
-    folder, losses = saved
-    pairs = [(TWO[0], Layout(1, 1, 0)), (TWO[1], Layout(1, 1, 3)), (TWO[2], Layout(1, 1, 2))]
+TO_ONE = [(TWO[1], Layout(1, 1, 3)), (TWO[0], Layout(1, 1, 0)), (TWO[2], Layout(1, 1, 2))]
+
+
+@sampled("pairs", [TO_ONE[:1], TO_ONE], kept=[0], ids=["from stage 2", "all"])
+def test_a_run_goes_on_on_one_rank(pairs: list, saved: Saved, tmp_path: Path) -> None:
+    folder = saved.of(*(source for source, _ in pairs))
     found = run_on_ranks(load_each, 1, tmp_path, pairs, str(folder))[0]
     for (source, target), then in found.items():
-        assert then == pytest.approx(losses[source], rel=1e-5), (source, target)
+        assert then == pytest.approx(saved.losses[source], rel=1e-5), (source, target)

@@ -15,6 +15,7 @@ from ds_fsmoe.checkpoint.relaid import Relaid
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
 from tests.hf_families import model_of
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.test_hugging_face import ds_config, engine_of
 from tests.test_hugging_face_files import train
 
@@ -61,7 +62,8 @@ CASES: dict[str, tuple[Job, dict[str, Any], list[Load]]] = {
     "weights in another order": (Job(3, kind="client"), {}, [Load(Job(3), WEIGHTS), Load(Job(3), MODULE)]),
     "weights of 2": (Job(2), {}, [Load(Job(3), MODULE), Load(Job(3, 1), WEIGHTS), Load(Job(2), WEIGHTS)]),
 }
-SAMPLE = ("client 1", "lora client, frozen left out", "client, experts frozen", "weights in another order")
+SAMPLE = {"lora client, frozen left out": [1], "client, experts frozen": [0], "weights in another order": [0]}
+"""Those of every run of the tests, and which of their loads."""
 
 
 def make(job: Job, scale: float = 1.0) -> Any:
@@ -102,9 +104,11 @@ def make(job: Job, scale: float = 1.0) -> Any:
     return ds_fsmoe.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
 
 
-def save_and_load(rank: int, world_size: int, name: str, folder: str) -> tuple[list[float], list[list[float]]]:
+def save_and_load(
+    rank: int, world_size: int, name: str, loads: list[Load], folder: str
+) -> tuple[list[float], list[list[float]]]:
     """The losses of the two steps after a save; the same after each load of it into an engine that is elsewhere."""
-    job, options, loads = CASES[name]
+    job, options, _ = CASES[name]
     engine = make(job)
     train(engine, 0, 2)
     engine.save_checkpoint(folder, **options)
@@ -119,13 +123,16 @@ def save_and_load(rank: int, world_size: int, name: str, folder: str) -> tuple[l
     return went_on, found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[] if each in SAMPLE else [pytest.mark.slow]) for each in CASES]
+@sampled(
+    ("name", "which"),
+    [*SAMPLE.items(), *((name, [*range(len(loads))]) for name, (_, _, loads) in CASES.items())],
+    kept=range(len(SAMPLE)),
 )
-def test_what_was_saved_goes_on(name: str, tmp_path: Path) -> None:
-    job, _, loads = CASES[name]
+def test_what_was_saved_goes_on(name: str, which: list[int], tmp_path: Path) -> None:
+    job, _, all_loads = CASES[name]
+    loads = [all_loads[each] for each in which]
     folder = tmp_path / "saved"
-    went_on, found = run_on_ranks(save_and_load, 2, tmp_path, name, str(folder))[0]
+    went_on, found = run_on_ranks(save_and_load, 2, tmp_path, name, loads, str(folder))[0]
     for load, losses in zip(loads, found, strict=True):
         if load.options in (WEIGHTS, MODULE):
             # The first step begins from the weights that were saved; the second knows of no moments.

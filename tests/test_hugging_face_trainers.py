@@ -50,7 +50,7 @@ def be_scripts(rank: int, world_size: int, folder: str, runs: list[Run], port: i
 def on_ranks(folder: Path, world_size: int, runs: list[Run]) -> None:
     ranks = folder / f"ranks{len(list(folder.glob('ranks*')))}"
     ranks.mkdir()
-    run_on_ranks(be_scripts, world_size, ranks, str(folder), runs, free_port(), limit_s=280)
+    run_on_ranks(be_scripts, world_size, ranks, str(folder), runs, free_port())
 
 
 def be_plain(rank: int, world_size: int, folder: str, runs: list[Run]) -> None:
@@ -69,7 +69,7 @@ def be_plain(rank: int, world_size: int, folder: str, runs: list[Run]) -> None:
 def in_one_process(folder: Path, runs: list[Run]) -> None:
     ranks = folder / f"ranks{len(list(folder.glob('ranks*')))}"
     ranks.mkdir()
-    run_on_ranks(be_plain, 1, ranks, str(folder), runs, limit_s=280)
+    run_on_ranks(be_plain, 1, ranks, str(folder), runs)
 
 
 def history(folder: Path) -> list[dict[str, float]]:
@@ -92,6 +92,8 @@ def trainer(out: str, world: int, *more: str, stage: int | None = 3, steps: int 
 
 
 LORA = ("--lora=experts", "--save_steps=2")
+FULL = ("--max_grad_norm=0.1", "--gradient_accumulation_steps=2", "--save_steps=2")
+CHECKPOINTING = ("--gradient_checkpointing", '--gradient_checkpointing_kwargs={"use_reentrant": true}')
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +109,30 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_lora_on_experts_is_trained_at_stage_3_resumed_elsewhere_merged_and_read_by_transformers(base: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    on_ranks(base, 2, [trainer("lora", 2, *LORA)])
-    assert_alike(base / "lora", base / "plain-lora")
-    # Two steps in, on as many ranks again, with another stage and all experts on each rank.
-    (base / "moved").mkdir()
-    (base / "lora" / "checkpoint-2").rename(base / "moved" / "checkpoint-2")
+@pytest.fixture(scope="module")
+def trained(base: Path) -> Path:
+    """What two ranks train in one start, and what goes on from two steps in, on as many ranks started anew."""
+    accelerate = ("accelerate_loop.py", "--model=base", f"--deepspeed={SCRIPTS}/zero2.json", "--save=accelerate")
+    full = trainer("full", 2, *FULL, *CHECKPOINTING, stage=2)
+    on_ranks(base, 2, [trainer("lora", 2, *LORA), full, accelerate])
+    for name, then in (("lora", "moved"), ("full", "again")):
+        (base / then).mkdir()
+        (base / name / "checkpoint-2").rename(base / then / "checkpoint-2")
+    # With another stage and all experts on each rank.
     whole = json.loads((SCRIPTS / "zero2.json").read_text())
     whole["fsmoe"]["ep_size"] = 1
     (base / "whole.json").write_text(json.dumps(whole))
-    on_ranks(base, 2, [(*trainer("moved", 2, *LORA, stage=2), "--resume=true", "--deepspeed=whole.json")])
+    moved = (*trainer("moved", 2, *LORA, stage=2), "--resume=true", "--deepspeed=whole.json")
+    on_ranks(base, 2, [moved, trainer("again", 2, *FULL, *CHECKPOINTING, "--resume=true", stage=2)])
+    return base
+
+
+def test_lora_on_experts_is_trained_at_stage_3_resumed_elsewhere_merged_and_read_by_transformers(trained: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = trained
+    assert_alike(base / "lora", base / "plain-lora")
     assert_alike(base / "moved", base / "plain-lora")
     theirs = load_file(base / "plain-lora" / "adapter_model.safetensors")
     for name in ("lora", "moved"):
@@ -138,27 +151,28 @@ def test_lora_on_experts_is_trained_at_stage_3_resumed_elsewhere_merged_and_read
         torch.testing.assert_close(merged["lora"](input_ids=x).logits, wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_trainers_own_optimizer_clips_accumulates_evaluates_saves_and_resumes_as_on_one_process(base: Path) -> None:
-    more = ("--max_grad_norm=0.1", "--gradient_accumulation_steps=2", "--save_steps=2")
-    checkpointing = ("--gradient_checkpointing", '--gradient_checkpointing_kwargs={"use_reentrant": true}')
-    on_ranks(base, 2, [trainer("full", 2, *more, *checkpointing, stage=2), trainer("full3", 2, *more)])
-    for name in ("full", "full3"):
-        assert_alike(base / name, base / "plain")
-        whole = load_file(base / name / "model.safetensors")
-        for key, each in load_file(base / "plain" / "model.safetensors").items():
-            torch.testing.assert_close(whole[key], each, rtol=1e-3, atol=1e-4)
-    (base / "again").mkdir()
-    (base / "full" / "checkpoint-2").rename(base / "again" / "checkpoint-2")
-    on_ranks(base, 2, [trainer("again", 2, *more, *checkpointing, "--resume=true", stage=2)])
-    assert history(base / "again") == history(base / "full")
-    full, again = ((base / name / "model.safetensors").read_bytes() for name in ("full", "again"))
+def assert_as_on_one_process(base: Path, name: str) -> None:
+    assert_alike(base / name, base / "plain")
+    whole = load_file(base / name / "model.safetensors")
+    for key, each in load_file(base / "plain" / "model.safetensors").items():
+        torch.testing.assert_close(whole[key], each, rtol=1e-3, atol=1e-4)
+
+
+def test_trainers_own_optimizer_clips_accumulates_evaluates_saves_and_resumes_as_on_one_process(trained: Path) -> None:
+    assert_as_on_one_process(trained, "full")
+    assert history(trained / "again") == history(trained / "full")
+    full, again = ((trained / name / "model.safetensors").read_bytes() for name in ("full", "again"))
     assert full == again
 
 
-def test_accelerate_saves_the_weights_that_one_process_trains(base: Path) -> None:
-    run = ("accelerate_loop.py", "--model=base", f"--deepspeed={SCRIPTS}/zero2.json", "--save=accelerate")
-    on_ranks(base, 2, [run])
-    ours, theirs = (load_file(base / each / "model.safetensors") for each in ("accelerate", "plain-accelerate"))
+@pytest.mark.slow
+def test_trainers_own_optimizer_clips_accumulates_and_evaluates_at_stage_3_as_on_one_process(base: Path) -> None:
+    on_ranks(base, 2, [trainer("full3", 2, *FULL)])
+    assert_as_on_one_process(base, "full3")
+
+
+def test_accelerate_saves_the_weights_that_one_process_trains(trained: Path) -> None:
+    ours, theirs = (load_file(trained / each / "model.safetensors") for each in ("accelerate", "plain-accelerate"))
     assert ours.keys() == theirs.keys()
     for key, each in theirs.items():
         torch.testing.assert_close(ours[key], each, rtol=1e-3, atol=1e-4)

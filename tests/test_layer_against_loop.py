@@ -173,7 +173,7 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, A
     return [run_case(rank, world_size, case) for case in cases]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4], ids="{} ranks".format)
 def of_ranks_by_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list]:
     cases = EVERYWHERE + SPREAD
     of_ranks = run_on_ranks(run_cases, request.param, tmp_path_factory.mktemp("ranks"), cases)

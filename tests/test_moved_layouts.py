@@ -88,26 +88,39 @@ def move(rank: int, world_size: int, pairs: list[tuple[int, int]], folder: str) 
     return losses
 
 
+# Each source and each target, and one pair with the same ranks and fp32.
+SAMPLE = [(0, 0), (1, 3), (2, 2), (3, 1), (4, 4), (3, 5), (2, 6)]
+# So that each pair of kinds is met; to one rank from everywhere.
+MANY = [
+    (source, target)
+    for source in range(len(SOURCES))
+    for target, layout in enumerate(TARGETS)
+    if layout[0] == 1 or (source + target) % 2 == 0
+]
+
+
+def save_and_move(
+    rank: int, world_size: int, numbers: list[int], pairs: list[tuple[int, int]], folder: str
+) -> tuple[dict[int, list[float]], dict[tuple[int, int], list[float]]]:
+    return save_sources(rank, world_size, numbers, folder), move(rank, world_size, pairs, folder)
+
+
 @pytest.fixture(
     scope="module",
-    params=[4, pytest.param(2, marks=pytest.mark.slow)],
-    ids=["every fourth target", "every second target"],
+    params=[SAMPLE, pytest.param(MANY, marks=pytest.mark.slow)],
+    ids=["each target", "every second target"],
 )
 def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
-    """Every source in some of the targets, so that each pair of kinds is met."""
+    """Every source in some of the targets."""
     root = tmp_path_factory.mktemp("moved")
-    folder, before, after = str(root / "saved"), {}, {}
-    for ranks in (4, 2):
-        numbers = [at for at, layout in enumerate(SOURCES) if layout[0] == ranks]
-        before |= run_on_ranks(save_sources, ranks, root / f"from{ranks}", numbers, folder)[0]
-    for ranks in (4, 2, 1):
-        pairs = [
-            (source, target)
-            for source in range(len(SOURCES))
-            for target, layout in enumerate(TARGETS)
-            if layout[0] == ranks and (ranks == 1 or (source + target) % request.param == 0)
-        ]
-        after |= run_on_ranks(move, ranks, root / f"to{ranks}", pairs, folder)[0]
+    folder = str(root / "saved")
+    sources = {ranks: [at for at, layout in enumerate(SOURCES) if layout[0] == ranks] for ranks in (4, 2)}
+    pairs = {ranks: [pair for pair in request.param if TARGETS[pair[1]][0] == ranks] for ranks in (4, 2, 1)}
+    before = run_on_ranks(save_sources, 2, root / "from2", sources[2], folder)[0]
+    saved, after = run_on_ranks(save_and_move, 4, root / "from4", sources[4], pairs[4], folder)[0]
+    before |= saved
+    for ranks in (2, 1):
+        after |= run_on_ranks(move, ranks, root / f"to{ranks}", pairs[ranks], folder)[0]
     return root / "saved", before, after
 
 

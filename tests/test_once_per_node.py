@@ -43,11 +43,12 @@ MORE = [
 ]
 
 
-def compare_with_flat(rank: int, world_size: int, ep: int, nodes: tuple[int, ...], pairs: bool = False) -> list[str]:
+def compare_with_flat(rank: int, world_size: int, ep: int, nodes: tuple[int, ...], cases: str) -> list[str]:
     with on_nodes(*nodes):
         groups = make_groups(ep, 1)
     lanes, serial, found = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False), []
-    for case in PAIRS if pairs else (*CASES, *MORE):
+    every = (*CASES, *MORE)
+    for case in {"pairs": PAIRS, "all": every, "even": every[::2], "odd": every[1::2]}[cases]:
         exact = run_layer(replace(case, degrees=(1, 1)), groups, serial, True, exact=True)
         for ours in (lanes, serial):
             once = run_layer(case, groups, ours, True, alltoall="once_per_node")
@@ -56,11 +57,15 @@ def compare_with_flat(rank: int, world_size: int, ep: int, nodes: tuple[int, ...
     return found
 
 
-@sampled(("world_size", "ep", "nodes"), NODES, kept=[0, 2])
+@sampled(
+    ("world_size", "ep", "nodes", "cases"),
+    [(*NODES[0], "even"), (*NODES[2], "odd"), *((*each, "all") for each in NODES)],
+    kept=[0, 1],
+)
 def test_once_per_node_has_the_numbers_of_the_flat_way(
-    world_size: int, ep: int, nodes: tuple[int, ...], tmp_path: Path
+    world_size: int, ep: int, nodes: tuple[int, ...], cases: str, tmp_path: Path
 ) -> None:
-    for rank, found in enumerate(run_on_ranks(compare_with_flat, world_size, tmp_path, ep, nodes)):
+    for rank, found in enumerate(run_on_ranks(compare_with_flat, world_size, tmp_path, ep, nodes, cases)):
         assert not found, f"rank {rank}: {found[:5]}"
 
 
@@ -74,7 +79,7 @@ PAIRS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 1, 1, 2, 2)])
 def test_every_pair_of_degrees_has_these_numbers(nodes: tuple[int, ...], tmp_path: Path) -> None:
-    found = run_on_ranks(compare_with_flat, len(nodes), tmp_path, len(nodes), nodes, True, limit_s=300)
+    found = run_on_ranks(compare_with_flat, len(nodes), tmp_path, len(nodes), nodes, "pairs")
     assert [each for of_rank in found for each in of_rank] == []
 
 
@@ -98,12 +103,16 @@ def test_experts_called_as_one_module_are_reached_once_per_node_too(tmp_path: Pa
 ON_TWO_NODES = {"ep_size": 4, "alltoall": "once_per_node", "topology": {"ranks_per_node": 2}}
 
 
-@sampled(("stage", "forward", "backward"), [(0, 1, 1), (2, 3, 2), (3, 2, 3)], kept=[1])
+@sampled(
+    ("stage", "forward", "backward", "names"),
+    [(0, 1, 1, SIX), (2, 3, 2, SIX), (3, 2, 3, SIX), (2, 3, 2, SIX[1::2])],
+    kept=[-1],
+)
 def test_hugging_face_models_have_the_losses_and_gradients_of_eager_experts(
-    stage: int, forward: int, backward: int, tmp_path: Path
+    stage: int, forward: int, backward: int, names: tuple[str, ...], tmp_path: Path
 ) -> None:
     degrees = {"forward": forward, "backward": backward}
-    found = run_on_ranks(gradients, 4, tmp_path, list(SIX), stage, degrees, ON_TWO_NODES)
+    found = run_on_ranks(gradients, 4, tmp_path, list(names), stage, degrees, ON_TWO_NODES)
     assert [each for of_rank in found for each in of_rank] == []
 
 
@@ -134,10 +143,14 @@ def recorded_rows(node_of_rank: tuple[int, ...]) -> Iterator[list[int]]:
         yield sent
 
 
-def rows_sent(rank: int, world_size: int, nodes: tuple[int, ...], alltoall: str, k: int) -> tuple[int, int]:
+def rows_sent_either_way(rank: int, world_size: int, nodes: tuple[int, ...], k: int) -> list[tuple[int, int]]:
+    return [rows_sent(rank, nodes, alltoall, k) for alltoall in ("flat", "once_per_node")]
+
+
+def rows_sent(rank: int, nodes: tuple[int, ...], alltoall: str, k: int) -> tuple[int, int]:
     """The rows that this rank sent across in a forward and backward; and how often its own tokens are to cross."""
     with on_nodes(*nodes):
-        groups = make_groups(world_size, 1)
+        groups = make_groups(len(nodes), 1)
     lanes = make_lanes(torch.device("cpu"), overlap=False)
     case, places = Case((3, 2), k=k, experts_per_rank=4), []
 
@@ -153,15 +166,16 @@ def rows_sent(rank: int, world_size: int, nodes: tuple[int, ...], alltoall: str,
     return sum(sent), 4 * (choices if alltoall == "flat" else sum(map(len, others)))
 
 
-@pytest.mark.parametrize("k", [2, 8])
-@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 1, 1, 2, 2)])
+TWO_NODES, THREE_NODES = (0, 0, 1, 1), (0, 0, 1, 1, 2, 2)
+
+
+@sampled(("nodes", "k"), [(TWO_NODES, 2), (TWO_NODES, 8), (THREE_NODES, 2), (THREE_NODES, 8)], kept=[0, 3])
 def test_a_token_crosses_to_each_node_of_its_experts_once_and_back(
     nodes: tuple[int, ...], k: int, tmp_path: Path
 ) -> None:
     """Twice in the forward and twice in the backward; each gradient of a token crosses once, too."""
-    for alltoall in ("flat", "once_per_node"):
-        found = run_on_ranks(rows_sent, len(nodes), tmp_path / alltoall, nodes, alltoall, k)
-        sent, expected = map(sum, zip(*found, strict=True))
+    for of_ranks in zip(*run_on_ranks(rows_sent_either_way, len(nodes), tmp_path, nodes, k), strict=True):
+        sent, expected = map(sum, zip(*of_ranks, strict=True))
         assert sent == expected > 0
 
 

@@ -7,14 +7,13 @@ so that they say what the file says.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from ds_fsmoe import cli
 from ds_fsmoe.config.reading import read_block
@@ -33,6 +32,7 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import GEMMS, Layer, Shape, Work, kind_costs, layer_work
 from ds_fsmoe.tuning.autotune import _Model
 from ds_fsmoe.tuning.measure import Measured
+from tests.samples import sampled
 
 LAYERS = 4
 
@@ -202,8 +202,12 @@ def as_printed(block: BlockPlan) -> tuple[int, str]:
     return block.degree, order_text(block)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", MODELS)
+# Each preset with one of the models, in turns.
+EVERY = list(itertools.product(MODELS, NAMES))
+IN_TURNS = [EVERY.index((list(MODELS)[at % len(MODELS)], name)) for at, name in enumerate(NAMES)]
+
+
+@sampled(("case", "name"), EVERY, kept=IN_TURNS)
 def test_what_is_printed_is_what_layers_are_run_by_field_by_field(case: str, name: str, tmp_path: Path) -> None:
     model = MODELS[case]
     table = printed(model, name, tmp_path)

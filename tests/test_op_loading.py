@@ -19,6 +19,7 @@ pytest.importorskip("deepspeed")
 
 from ds_fsmoe.ops import load_ops, loading  # noqa: E402
 from tests import built_ops, ranks  # noqa: E402
+from tests.built_ops import forget_ops  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
 from tests.waiting import LIMIT_S, make_older  # noqa: E402
 
@@ -211,6 +212,7 @@ def load_three_times(rank: int, world_size: int, folder: Path) -> dict[str, str]
     """What came of three attempts on this rank: the name of the ops, or the error."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
+    forget_ops()
     # A library without ops is enough here, and compiled in a second: a process that waits for a minute is given up.
     builder = type(loading.import_op_builder().builders("cpu")["fsmoe_cpu"])
     builder.sources = lambda self: ["csrc/python_module.cpp"]

@@ -114,7 +114,7 @@ def assert_takes_slots(case: tuple, scores, strides: tuple[int, int, int], expec
     assert torch.equal(counts_E, expected.counts_E)
 
 
-@sampled(("shape_SEkC", "priority"), SLOT_CASES, kept=[0, 4, 8, 9, 13, 17], ids=str)
+@sampled(("shape_SEkC", "priority"), SLOT_CASES, kept=[0, 4, 8, 13], ids=str)
 def test_slots_equal_reference(shape_SEkC: tuple[int, int, int, int], priority: str) -> None:
     num_tokens, num_experts, k, capacity = shape_SEkC
     kernels = build("slots.cu", CHECKED)

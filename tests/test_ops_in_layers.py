@@ -106,10 +106,13 @@ def test_weights_of_a_users_gate_may_be_in_16_bits(dtype: torch.dtype) -> None:
     assert torch.equal(restored_SM, x_SM)
 
 
-def trained(rank: int, world_size: int) -> dict[str, Any]:
+GATES: list[dict[str, Any] | None] = [None, {"type": "expert_choice"}, {"type": "sigmoid", "k": 2}]
+
+
+def trained(rank: int, world_size: int, gates: list[dict[str, Any] | None]) -> dict[str, Any]:
     found = {}
     for ops in ("reference", "required", "auto"):
-        for gate in (None, {"type": "sigmoid", "k": 2}, {"type": "expert_choice"}):
+        for gate in gates:
             torch.manual_seed(rank)
             case = Case(ep_size=2, stage=1)
             model = SmallModel(case, rank)
@@ -127,8 +130,10 @@ def trained(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @needs_compiler
-def test_training_is_the_same_and_the_report_says_which_ops_it_has(tmp_path: Path) -> None:
-    for found in run_on_ranks(trained, 2, tmp_path):
+@sampled("gates", [GATES[:2], GATES], kept=[0], ids=["of each kind", "all"])
+def test_training_is_the_same_and_the_report_says_which_ops_it_has(gates: list, tmp_path: Path) -> None:
+    for found in run_on_ranks(trained, 2, tmp_path, gates):
+        assert len(found) == 3 * len(gates)
         for (ops, gate), (losses, names) in found.items():
             assert losses == found["reference", gate][0]
             assert names == {"reference" if ops == "reference" else "compiled"}

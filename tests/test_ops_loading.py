@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 from ds_fsmoe.ops import load_ops, loading, report  # noqa: E402
+from tests.built_ops import forget_ops  # noqa: E402
 from tests.logged import Said  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
 from tests.waiting import make_older  # noqa: E402
@@ -140,6 +141,7 @@ def test_our_locks_are_looked_for_where_torch_puts_them(tmp_path: Path, monkeypa
 
 def load_where_rank_1_cannot(rank: int, world_size: int, folder: Path) -> dict[str, object]:
     """What two attempts gave on this rank, and what it said; nothing stands in the way of rank 0, it seems."""
+    forget_ops()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / f"extensions{rank}")
     if rank == 1:
         os.environ["CXX"] = "no-such-compiler"

@@ -244,7 +244,7 @@ def test_backward_degree_may_differ_from_forward(world_size: int, ep: int, esp: 
     assert_equal_to_the_loop(world_size, ep, esp, cases, tmp_path)
 
 
-@sampled(("world_size", "ep", "esp"), LAYOUTS, kept=[1, 3])
+@sampled(("world_size", "ep", "esp"), LAYOUTS, kept=[3])
 def test_rows_have_the_numbers_of_the_loop_whatever_the_degrees(
     world_size: int, ep: int, esp: int, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_fsmoe.files.runs import read_run
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import BATCH, LENGTH, WIDTH
 
 STEPS = 3
@@ -160,7 +161,7 @@ def record(rank: int, world_size: int, stages: tuple[str, ...], folder: str) -> 
     train(rank, 0, stages, CHUNKED | {"metrics_every": 2, "record": {"dir": folder}})
 
 
-@pytest.mark.parametrize("stages", [("moe", "moe"), ("dense", "moe")])
+@sampled("stages", [("moe", "moe"), ("dense", "moe")], kept=[1])
 def test_routers_of_all_stages_are_recorded(stages: tuple[str, ...], tmp_path: Path) -> None:
     run_on_ranks(record, 4, tmp_path / "ranks", stages, str(tmp_path / "run"))
     run = read_run(tmp_path / "run")

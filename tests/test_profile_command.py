@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ds_fsmoe import cli
 from ds_fsmoe.planning.cluster import UNITS, load_cluster
-from tests.scripts import ROOT, free_port
+from tests.samples import sampled
+from tests.scripts import ROOT, free_port, on_ranks
 
 COMPUTING = {name for name in UNITS if "." not in name}
 SMALL = ["--max-bytes", "4099"]
@@ -29,16 +31,54 @@ def typed(*arguments: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_two_ranks_write_a_file_that_a_plan_is_made_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "ours.json"
-    done = typed("profile", "--out", str(out), *SMALL, "--ranks-per-node", "1", "--dtype", "bf16", ranks=2)
-    assert done.returncode == 0, done.stderr
+def by_torchrun(folder: Path, fails: bool, *arguments: str) -> str:
+    """What two ranks print that torchrun has started."""
+    done = typed(*arguments, ranks=2)
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stdout + done.stderr
+
+
+IN_HASTE = """
+import sys
+from ds_fsmoe import cli
+from tests.hurry import hurry
+
+hurry()
+local_rank, status, *arguments = sys.argv[1:]
+assert cli.main([local_rank, *arguments]) == int(status)
+"""
+
+
+def in_haste(folder: Path, fails: bool, *arguments: str) -> str:
+    """The same in processes that are ranks already, measured as briefly as can be."""
+    script = folder / "typed.py"
+    script.write_text(IN_HASTE)
+    return on_ranks(folder, str(script), "2" if fails else "0", *arguments)
+
+
+STARTS = sampled("start", [in_haste, by_torchrun], kept=[0])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """An empty folder, for what is written."""
+    (tmp_path / "written").mkdir()
+    return tmp_path / "written"
+
+
+@STARTS
+def test_two_ranks_write_a_file_that_a_plan_is_made_from(
+    start: Callable[..., str], tmp_path: Path, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = written / "ours.json"
+    asked = ("profile", "--out", str(out), *SMALL, "--ranks-per-node", "1", "--dtype", "bf16")
+    printed = start(tmp_path, False, *asked)
     cluster = load_cluster(str(out))
     assert (cluster.name, cluster.num_nodes, cluster.gpus_per_node) == ("ours", 2, 1)
     assert set(cluster.operations) == COMPUTING | {name for name in UNITS if name.startswith("inter.")}
     assert "; 2 ranks of " in cluster.source
     assert ", bf16; hosts " in cluster.source
-    lines = done.stdout.splitlines()
+    lines = printed.splitlines()
     assert sum("2 nodes of 1 rank" in line for line in lines) == 1, "one rank tells it"
     rows = {line.split()[0]: line.split() for line in lines if line.startswith(tuple(UNITS))}
     assert set(rows) == set(cluster.operations)
@@ -47,13 +87,13 @@ def test_two_ranks_write_a_file_that_a_plan_is_made_from(tmp_path: Path, capsys:
         # Messages so small may well take the same time all.
         assert any(each.endswith("/s") for each in row) == (cluster.operations[name].cost.beta_ms > 0)
     assert any("operation" in line and "alpha ms" in line and "r^2" in line for line in lines)
-    assert "beside each other, computing takes " in done.stdout
-    assert "while both links" not in done.stdout, "there is one"
-    assert f"{out} is written, after " in done.stdout
+    assert "beside each other, computing takes " in printed
+    assert "while both links" not in printed, "there is one"
+    assert f"{out} is written, after " in printed
     measured = json.loads(out.read_text())["measured"]
     assert measured["fingerprint"]["ranks_per_node"] == [1, 1]
     assert len(measured["timings"]) == len(cluster.operations)
-    assert [each.name for each in tmp_path.iterdir()] == [out.name]
+    assert [each.name for each in written.iterdir()] == [out.name]
 
     assert cli.main(["plan", "--cluster", str(out), *MODEL]) == 0
     planned = capsys.readouterr().out
@@ -70,12 +110,14 @@ def test_one_process_measures_computing_and_says_so(tmp_path: Path) -> None:
     assert "beside each other" not in done.stdout
 
 
-def test_what_does_not_fit_the_ranks_is_one_sentence_from_one_of_them(tmp_path: Path) -> None:
-    done = typed("profile", "--out", str(tmp_path / "x.json"), *SMALL, "--ranks-per-node", "3", ranks=2)
-    assert done.returncode != 0
+@STARTS
+def test_what_does_not_fit_the_ranks_is_one_sentence_from_one_of_them(
+    start: Callable[..., str], tmp_path: Path, written: Path
+) -> None:
+    printed = start(tmp_path, True, "profile", "--out", str(written / "x.json"), *SMALL, "--ranks-per-node", "3")
     sentence = "ds_fsmoe profile: error: --ranks-per-node = 3: must divide the 2 ranks; the choices are 1, 2"
-    assert done.stderr.count(sentence) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert printed.count(sentence) == 1
+    assert list(written.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from ds_fsmoe.planning.measured import (
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
 from tests.fake_clock import FakeClock
+from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 
 WIDTH, HIDDEN, CAPACITY, LOCAL = 13, 29, 97, 2
@@ -121,6 +122,7 @@ def slowed_as_measured(ep: int, esp: int) -> tuple[Slowdowns, Slowdowns, int]:
 
 
 def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]:
+    hurry()
     written = profile_of([GPTFeedForward(WIDTH, HIDDEN) for _ in range(LOCAL)], ep, esp)
     experts = [Counting() for _ in range(LOCAL)]
     torch.manual_seed(rank)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
 import torch
 
 from ds_fsmoe.execution.lanes import Observer
 from ds_fsmoe.planning.schedule import Task
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 from tests.waiting import pause
 
@@ -62,8 +62,7 @@ def compare(rank: int, world_size: int, steps: int, case: Case) -> tuple[bool, i
     return all(torch.equal(a, b) for a, b in zip(serial, paused, strict=True)), count
 
 
-@pytest.mark.parametrize("drop_tokens", [True, False], ids=["slots", "rows"])
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
+@sampled(("steps", "drop_tokens"), [(20, False), (20, True), (200, False), (200, True)], kept=[0])
 def test_training_steps_with_random_pauses_equal_the_serial_run(steps: int, drop_tokens: bool, tmp_path: Path) -> None:
     for equal, count in run_on_ranks(compare, 2, tmp_path, steps, Case(ep_size=2, k=2, drop_tokens=drop_tokens)):
         assert equal

@@ -16,6 +16,7 @@ from ds_fsmoe.cli import main
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
 from ds_fsmoe.planning.schedule import Lane, Task
+from tests.samples import sampled
 
 TASKS = [Task("A2A_IN", Lane.INTER), Task("EXPERT", Lane.COMPUTE, after=(0,)), Task("A2A_OUT", Lane.INTER, after=(1,))]
 
@@ -276,7 +277,7 @@ def browser() -> Iterator[Any]:
     driver.quit()
 
 
-@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desk"])
+@sampled("width", [390, 1280], kept=[0], ids=["phone", "desk"])
 def test_a_browser_shows_every_picture_and_nothing_is_wider_than_the_screen(
     width: int, browser: Any, both: Path
 ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import math
 import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +69,19 @@ def train(rank: int, world_size: int, folder: str, metrics: str) -> dict[str, An
     return said
 
 
+def train_at_every_level(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
+    return {level: train(rank, world_size, folder, level) for level in ("off", "brief", "detailed")}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("monitored")
 
 
 @pytest.fixture(scope="module")
-def said(folder: Path) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    return {
-        level: run_on_ranks(train, 2, folder / f"ranks_{level}", str(folder), level)
-        for level in ("off", "brief", "detailed")
-    }
+def said(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    of_ranks = run_on_ranks(train_at_every_level, 2, folder / "ranks", str(folder))
+    return {level: [each[level] for each in of_ranks] for level in of_ranks[0]}
 
 
 def written(folder: Path, level: str, name: str) -> dict[int, float]:

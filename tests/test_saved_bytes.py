@@ -244,7 +244,7 @@ def said_by_an_engine(rank: int, world_size: int, block: dict[str, Any]) -> tupl
     return [each for each in said if "MoE layer(s) keep" in each], of_first_forward
 
 
-@pytest.mark.parametrize("block", [{}, {"recompute": True}, {"esp_size": 2}], ids=str)
+@sampled("block", [{}, {"recompute": True}, {"esp_size": 2}], kept=[1, 2], ids=str)
 def test_an_engine_says_once_before_the_first_backward_what_its_layers_keep(block: dict, tmp_path: Path) -> None:
     (said, kept), (by_others, _) = run_on_ranks(said_by_an_engine, 2, tmp_path, block)
     assert len(said) == 1

@@ -15,6 +15,7 @@ from ds_fsmoe.components.gates.softmoe import SoftMoEGate
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.engine import convert_layers
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import WIDTH, Case, SmallModel, batch
 from tests.tensor_parallel import begin, degrees
 from tests.test_duplicates import differences, train
@@ -24,7 +25,6 @@ GATES: dict[str, dict[str, Any]] = {
     "softmoe": {"type": "softmoe", "slots_per_expert": 5, "causal": False},
 }
 ORDER_OF = {"expert_choice": "sparse", "softmoe": "dense"}
-BY_NAME = pytest.mark.parametrize("name", list(GATES))
 
 
 def run(rank: int, case: Case, block: dict[str, Any], num_steps: int, client_optimizer: bool = False) -> dict[str, Any]:
@@ -62,16 +62,24 @@ def run(rank: int, case: Case, block: dict[str, Any], num_steps: int, client_opt
     return seen
 
 
-def train_by_config(rank: int, world_size: int, name: str) -> list[dict[str, Any]]:
+def train_by_config(rank: int, world_size: int, name: str, ways: list[tuple[int, bool]]) -> list[dict[str, Any]]:
     return [
         run(rank, Case(ep_size=2, stage=stage), {"gate": GATES[name]} | degrees(3, 2), 12, client_optimizer)
-        for stage, client_optimizer in ((0, True), (1, False), (2, True))
+        for stage, client_optimizer in ways
     ]
 
 
-@BY_NAME
-def test_a_config_trains_it_at_every_stage(name: str, tmp_path: Path) -> None:
-    for of_one, of_other in zip(*run_on_ranks(train_by_config, 2, tmp_path, name), strict=True):
+WAYS = [(0, True), (1, False), (2, True)]
+"""(stage, whether the optimizer is the script's own)"""
+
+
+@sampled(
+    ("name", "ways"),
+    [("expert_choice", WAYS[:2]), ("softmoe", WAYS[2:]), *((name, WAYS) for name in GATES)],
+    kept=[0, 1],
+)
+def test_a_config_trains_it_at_every_stage(name: str, ways: list[tuple[int, bool]], tmp_path: Path) -> None:
+    for of_one, of_other in zip(*run_on_ranks(train_by_config, 2, tmp_path, name, ways), strict=True):
         assert torch.equal(of_one["gate"], of_other["gate"])
         for seen in (of_one, of_other):
             assert seen["chosen"]["order"] == ORDER_OF[name]
@@ -95,7 +103,7 @@ def train_in_every_way(rank: int, world_size: int, name: str) -> dict[str, list[
     }
 
 
-@BY_NAME
+@sampled("name", list(GATES), kept=[0])
 def test_however_it_is_run_the_training_is_the_same(name: str, tmp_path: Path) -> None:
     for of_rank in run_on_ranks(train_in_every_way, 2, tmp_path, name):
         whole = of_rank.pop("whole")
@@ -116,7 +124,7 @@ def compare_with_no_tensor_parallelism(rank: int, world_size: int, name: str) ->
     return differences({each: ours[each] for each in ours if "gradient of moes" not in each}, theirs)
 
 
-@BY_NAME
+@sampled("name", list(GATES), kept=[1])
 def test_tensor_parallel_ranks_share_the_slots_out(name: str, tmp_path: Path) -> None:
     assert run_on_ranks(compare_with_no_tensor_parallelism, 2, tmp_path, name) == [[], []]
 

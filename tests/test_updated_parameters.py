@@ -23,6 +23,7 @@ from ds_fsmoe.gradients.arriving import ArrivingParameter, let_arrive, wait_for
 from ds_fsmoe.gradients.updated_parameters import Part, in_messages
 from tests.gradient_cases import LOOPS, Run, training
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.test_gradients_against_stock import BY_RULE
 
 NODES = (("topology.ranks_per_node", 2),)
@@ -181,15 +182,18 @@ def ours_and_stocks(rank: int, world_size: int, runs: list[Run]) -> list[str]:
     return wrong
 
 
-def test_one_rank_may_read_alone_what_the_others_have_updated(tmp_path: Path) -> None:
-    runs = [
-        Run(stage, dtype, block=BY_RULE + NODES, config=config)
-        for stage, dtype, config in (
-            (1, "fp32", ()),
-            (2, "bf16", ()),
-            (1, "bf16", (("zero_optimization.round_robin_gradients", True),)),
-        )
-    ]
+READ_ALONE = [
+    Run(stage, dtype, block=BY_RULE + NODES, config=config)
+    for stage, dtype, config in (
+        (1, "fp32", ()),
+        (2, "bf16", ()),
+        (1, "bf16", (("zero_optimization.round_robin_gradients", True),)),
+    )
+]
+
+
+@sampled("runs", [READ_ALONE[:2], READ_ALONE[2:]], kept=[0], ids=["each stage", "in turns"])
+def test_one_rank_may_read_alone_what_the_others_have_updated(runs: list[Run], tmp_path: Path) -> None:
     assert run_on_ranks(ours_and_stocks, 4, tmp_path, runs) == [[]] * 4
 
 
@@ -233,27 +237,26 @@ def test_the_step_is_over_before_anything_has_travelled_and_a_value_is_not_known
         assert events.index("a value is known") > events.index("a message")
 
 
-def saved(rank: int, world_size: int, folder: str) -> list[bool]:
+def saved(rank: int, world_size: int, stage: int, folder: str) -> list[bool]:
     """A checkpoint, a state dict and another round of training, each right behind a step."""
-    found = []
-    for stage in (1, 2):
-        with training(Run(stage, block=BY_RULE + NODES), rank) as script:
-            LOOPS["plain"](script)
-            state = {name: each.clone() for name, each in script.engine.module.state_dict().items()}
-            LOOPS["plain"](script)
-            script.engine.save_checkpoint(f"{folder}/{stage}")
-            wanted = {name: each.clone() for name, each in script.engine.module.state_dict().items()}
-            LOOPS["plain"](script)
-            # Into the middle of what is on its way.
-            script.engine.load_checkpoint(f"{folder}/{stage}")
-            now = script.engine.module.state_dict()
-            found += [torch.equal(now[name], each) for name, each in wanted.items()]
-            found.append(any(not torch.equal(state[name], each) for name, each in wanted.items()))
+    with training(Run(stage, block=BY_RULE + NODES), rank) as script:
+        LOOPS["plain"](script)
+        state = {name: each.clone() for name, each in script.engine.module.state_dict().items()}
+        LOOPS["plain"](script)
+        script.engine.save_checkpoint(folder)
+        wanted = {name: each.clone() for name, each in script.engine.module.state_dict().items()}
+        LOOPS["plain"](script)
+        # Into the middle of what is on its way.
+        script.engine.load_checkpoint(folder)
+        now = script.engine.module.state_dict()
+        found = [torch.equal(now[name], each) for name, each in wanted.items()]
+        found.append(any(not torch.equal(state[name], each) for name, each in wanted.items()))
     return found
 
 
-def test_what_is_saved_and_loaded_right_behind_a_step_is_whole(tmp_path: Path) -> None:
-    for found in run_on_ranks(saved, 4, tmp_path, str(tmp_path / "saved")):
+@sampled("stage", [1, 2], kept=[1])
+def test_what_is_saved_and_loaded_right_behind_a_step_is_whole(stage: int, tmp_path: Path) -> None:
+    for found in run_on_ranks(saved, 4, tmp_path, stage, str(tmp_path / "saved")):
         assert found
         assert all(found)
 
