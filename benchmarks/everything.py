@@ -31,7 +31,7 @@ ON_THE_BED = (
     ("cases/bench_interference.py", "--steps 20"),
     ("cases/bench_timeline.py", ""),
 )
-NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2 = 24, 12
+NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_CHOICES = 24, 12, 5
 ONLY_IN_FULL = (
     *(
         "cases/bench_models.py",
@@ -46,9 +46,13 @@ ONLY_IN_FULL = (
     ),
     *("cases/bench_gradients.py", "cases/bench_autotune.py", "cases/bench_wire.py"),
     *("cases/bench_rows.py", "cases/bench_bed.py"),
+    *("cases/bench_once.py", "cases/bench_levels.py", "cases/bench_fp8.py"),
+    *(f"cases/bench_choice.py --only {number}" for number in range(NUM_CHOICES)),
+    *(f"cases/bench_choice.py --old-grid --only {number}" for number in range(NUM_LAYERS)),
 )
 ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"mode": "shared"}, "cases/bench_layer.py --only 1 4 13"),
+    *(({"mode": "shared"}, f"cases/bench_choice.py --only {number}") for number in range(NUM_CHOICES)),
     ({"nodes": 3}, "cases/bench_models.py --only mixtral"),
     ({"nodes": 4}, "cases/bench_models.py --only mixtral"),
     ({"nodes": 4}, "cases/bench_models.py --only gpt2 mixtral --stages 2"),

@@ -102,18 +102,18 @@ def tuned_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]
     early = f"{folder}/early"
     train(engine, rank, case, 0, 1)
     engine.save_checkpoint(early)
-    train(engine, rank, case, 1, 24)
+    train(engine, rank, case, 1, 30)
     assert engine.fsmoe.autotune.trials is None
     engine.save_checkpoint(folder)
     plans = dict(engine.fsmoe.facts())
-    expected = train(engine, rank, case, 25, AFTER)
+    expected = train(engine, rank, case, 31, AFTER)
     gradients = engine.fsmoe.reduction.reducer.plan
     engine.destroy()
 
     engine = make(rank, case, block, scale=0.3)
     engine.load_checkpoint(folder)
     same = dict(engine.fsmoe.facts()) == plans and engine.fsmoe.reduction.reducer.plan == gradients
-    losses = train(engine, rank, case, 25, AFTER)
+    losses = train(engine, rank, case, 31, AFTER)
     measured = engine.fsmoe.autotune.num_measured
     engine.destroy()
 

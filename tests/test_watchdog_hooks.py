@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,11 +112,18 @@ def sigterm_calls(handler: Any) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def our_threads() -> list[str]:
-    return sorted(each.name for each in threading.enumerate() if each.name.startswith("fsmoe-"))
+@pytest.fixture
+def our_threads() -> Callable[[], list[str]]:
+    """Names those of our threads that the test has made: one of an earlier test, which nobody joins, may be ending."""
+    before = set(threading.enumerate())
+
+    def names() -> list[str]:
+        return sorted(each.name for each in set(threading.enumerate()) - before if each.name.startswith("fsmoe-"))
+
+    return names
 
 
-def test_close_ends_the_threads_and_puts_the_hooks_back() -> None:
+def test_close_ends_the_threads_and_puts_the_hooks_back(our_threads: Callable[[], list[str]]) -> None:
     before = signal.getsignal(signal.SIGTERM), sys.excepthook
     with closing(SerialLanes()) as lanes:
         watchdog = Watchdog(lanes, 300)
@@ -130,7 +137,9 @@ def test_close_ends_the_threads_and_puts_the_hooks_back() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_handler_that_was_there_is_called_once_the_report_is_written(file: Path) -> None:
+def test_a_handler_that_was_there_is_called_once_the_report_is_written(
+    file: Path, our_threads: Callable[[], list[str]]
+) -> None:
     found: list[str] = []
     with (
         sigterm_calls(lambda number, frame: found.append(file.read_text())),
@@ -169,7 +178,9 @@ def test_ending_a_job_by_hand_is_no_error_unless_it_was_in_a_run(file: Path) -> 
         assert "reason: error: KeyboardInterrupt" in file.read_text()
 
 
-def test_sigterm_that_is_ignored_or_looked_after_by_an_event_loop_is_left_alone(file: Path) -> None:
+def test_sigterm_that_is_ignored_or_looked_after_by_an_event_loop_is_left_alone(
+    file: Path, our_threads: Callable[[], list[str]]
+) -> None:
     with sigterm_calls(signal.SIG_IGN), closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, file)):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     out, into = os.pipe()
@@ -221,7 +232,7 @@ def test_a_watchdog_that_is_not_made_in_the_main_thread_leaves_signals_alone(fil
     assert sys.excepthook is before
 
 
-def test_lanes_that_are_forgotten_end_their_watchdog(file: Path) -> None:
+def test_lanes_that_are_forgotten_end_their_watchdog(file: Path, our_threads: Callable[[], list[str]]) -> None:
     before = sys.excepthook
     lanes = SerialLanes()
     with Hangs(lanes, file) as hangs:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the autotuner makes of the choice between all-to-alls: each way tuned, and the way that it chooses itself.
 
-``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_choice.py``. Layers of
-attention and experts over all ranks, nothing dropped: k of E narrow experts, width 512. ``flat`` and ``once`` run
-``best`` with the all-to-all given, ``chosen`` leaves it open; ``once, tutel`` and ``once, fsmoe`` differ from ``once``
-by the schedule alone, with the same all-to-all and gradients. AutoEP, of the same package, has a row where it can run.
+``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_choice.py``. One layer
+whose experts lie on all ranks, nothing dropped: k of E narrow experts, width 512; in place of attention it has a norm,
+since with the few tokens that such links carry in a second its gradients alone would take longer than all tokens.
+``flat`` and ``once`` run ``best`` with the all-to-all given, ``chosen`` leaves it open; ``once, tutel`` and ``once,
+fsmoe`` differ from ``once`` by the schedule alone, with the same all-to-all and gradients. AutoEP, of the same package,
+has a row where it can run.
 
 ``--old-grid`` takes the 24 layers of ``bench_layer.py`` instead, whose rows may travel alike in both ways (``dispatch``
 is ``rows``). Give each case a job of its own (``--only``). Rows go to ``benchmarks/results/choice.csv``
@@ -17,12 +19,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -39,6 +43,7 @@ from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, begin
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
 
+Prepare = Callable[[Any], None]
 WAYS: dict[str, dict[str, Any]] = {
     "flat": {"alltoall": "flat"},
     "once": {"alltoall": ONCE_PER_NODE},
@@ -50,12 +55,24 @@ BY_SCHEDULE: dict[str, dict[str, Any]] = {
 }
 
 
+def nothing(model: nn.Module) -> None:
+    """Leave a model as it is."""
+
+
+def without_attention(model: nn.Module) -> None:
+    """Put a norm in place of the attention of each block: what learns ahead of a layer, and hardly any gradients."""
+    attention = model.get_submodule("attention")
+    assert isinstance(attention, nn.ModuleList)
+    for number, each in enumerate(attention):
+        attention[number] = nn.LayerNorm(each.layer.M)
+
+
 def cases() -> tuple[Case, ...]:
     """Return layers with k from 1 to 8 of many experts, as wide as tokens are."""
     found = []
     for E, k, B in ((64, 8, 2), (16, 8, 2), (16, 4, 4), (8, 2, 4), (8, 1, 8)):
         layer = Layer(B=B, L=64, M=512, ratio=1, f=None, ffn="mixtral", E=E, k=k, layers=1)
-        found.append(Case(f"{layer}, all ranks{links()}", layer))
+        found.append(Case(f"{layer}, no attention, all ranks{links()}", layer))
     return tuple(found)
 
 
@@ -71,11 +88,19 @@ class Tuned:
         self.expected: dict[tuple[Layer, str], dict[str, Any]] = {}
         """(layer, variant) -> what is known of its plan."""
 
-    def make(self, name: str, layer: Layer, block: dict[str, Any]) -> Steps:
-        """Return an engine whose plans have been measured, tried and kept."""
+    def make(self, name: str, layer: Layer, block: dict[str, Any], prepare: Prepare) -> Steps:
+        """Return an engine whose plans have been measured, tried and kept.
+
+        Args:
+            name: the variant.
+            layer: the sizes.
+            block: what differs from other variants.
+            prepare: what is done to the model beforehand.
+        """
         common = {"schedule": "best", "dispatch": "rows", "gradient_partition": {"mode": "adaptive"}}
         tuning = {"autotune": {"enabled": True, "cache_dir": self._cache, "watch_every": 0}}
-        steps = Steps(layer, "ranks", None, Found(), common | tuning | {"num_chunks": {"max": MAX_DEGREE}} | block)
+        whole = common | tuning | {"num_chunks": {"max": MAX_DEGREE}} | block
+        steps = Steps(layer, "ranks", None, Found(), whole, prepare)
         (inner, *_) = steps.engine.fsmoe.inner_layers.values()
         plan, expected = inner.fsmoe.plan, steps.engine.fsmoe.autotune.step
         self.expected[layer, name] = {
@@ -86,9 +111,9 @@ class Tuned:
         }
         return steps
 
-    def variants(self, ways: dict[str, dict[str, Any]]) -> list[Variant]:
+    def variants(self, ways: dict[str, dict[str, Any]], prepare: Prepare) -> list[Variant]:
         """Return a variant for each way."""
-        return [Variant(name, partial(self.make, name, block=block)) for name, block in ways.items()]
+        return [Variant(name, partial(self.make, name, block=block, prepare=prepare)) for name, block in ways.items()]
 
 
 def write_expected(result: CaseResult, tuned: Tuned, file: Path) -> None:
@@ -126,9 +151,10 @@ def main() -> None:
             tuned = Tuned(cache)
             # The old grid asks which of two ways is chosen, and nothing else.
             ways = {each: WAYS[each] for each in ("flat", "chosen")} if args.old_grid else WAYS | BY_SCHEDULE
-            variants = tuned.variants(ways)
+            prepare = nothing if args.old_grid else without_attention
+            variants = tuned.variants(ways, prepare)
             if not args.old_grid and can_run(case.settings) is None:
-                variants.append(Variant("AutoEP", partial(AutoEPSteps, found=Found())))
+                variants.append(Variant("AutoEP", partial(AutoEPSteps, found=Found(), prepare=prepare)))
             (result,) = run_grid(Grid(name, (case,)), variants, "flat", effort, results=args.results)
             if dist.get_rank() == 0:
                 write_expected(result, tuned, args.results / f"{name}_predicted.csv")

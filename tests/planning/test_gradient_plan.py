@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.gradient_plan import (
@@ -17,6 +17,8 @@ from ds_fsmoe.planning.gradient_plan import (
     plan_by_rule,
 )
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
+
+UNHURRIED = settings(deadline=None, derandomize=True)
 
 MODES = ("adaptive", "fixed_chunk", "dense_only")
 
@@ -59,6 +61,7 @@ def check(plan: GradientPlan, given_supplies: list[BufferReadiness]) -> list[int
     return sent
 
 
+@UNHURRIED
 @given(supplies(), st.sampled_from(MODES), st.integers(1, 40_000))
 def test_a_plan_by_rule_sends_what_exists_once_and_in_order(
     given_supplies: list[BufferReadiness], mode: str, chunk_bytes: int
@@ -68,6 +71,7 @@ def test_a_plan_by_rule_sends_what_exists_once_and_in_order(
     assert plan.num_windows == len(given_supplies[0].ready)
 
 
+@UNHURRIED
 @given(supplies(), window_bytes())
 def test_a_plan_by_bytes_sends_what_exists_once_and_in_order(
     given_supplies: list[BufferReadiness], windows: list[WindowBytes]
@@ -82,6 +86,7 @@ def test_a_plan_by_bytes_sends_what_exists_once_and_in_order(
                 assert got <= sum(size for of_kind, size in slices if of_kind == kind)
 
 
+@UNHURRIED
 @given(supplies(), st.integers(1, 40_000))
 def test_adaptive_leaves_nothing_that_the_last_window_could_take(
     given_supplies: list[BufferReadiness], chunk_bytes: int
@@ -90,6 +95,7 @@ def test_adaptive_leaves_nothing_that_the_last_window_could_take(
     assert sent == [each.end(each.ready[-1]) if each.ready else 0 for each in given_supplies]
 
 
+@UNHURRIED
 @given(supplies(), st.integers(1, 40_000))
 def test_dense_only_sends_all_that_exists_beside_the_layers(
     given_supplies: list[BufferReadiness], chunk_bytes: int
@@ -100,6 +106,7 @@ def test_dense_only_sends_all_that_exists_beside_the_layers(
     assert sent == [each.end(each.ready[-1]) if each.ready else 0 for each in given_supplies]
 
 
+@UNHURRIED
 @given(supplies(), st.integers(1, 40_000))
 def test_fixed_chunk_sends_at_most_a_chunk_per_buffer_and_window(
     given_supplies: list[BufferReadiness], chunk_bytes: int
