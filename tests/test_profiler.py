@@ -24,7 +24,7 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.measuring import cluster_profile, profiler
-from ds_fsmoe.measuring.link_times import fastest, time_links
+from ds_fsmoe.measuring.link_times import fastest, prepared, time_links
 from ds_fsmoe.measuring.measurements import Measurements, Measuring
 from ds_fsmoe.measuring.profiler import Subject, measured_slots, profile, slowdowns_of
 from ds_fsmoe.measuring.stopwatch import Stopwatch
@@ -35,9 +35,11 @@ from ds_fsmoe.planning.measured import (
     ALL_TO_ALL,
     BACKWARD,
     BACKWARD_ANEW,
+    BETWEEN_NODES,
     DW,
     DX,
     FORWARD,
+    IN_NODES,
     REDUCE_SCATTER,
     LayerProfile,
     Slowdowns,
@@ -329,3 +331,15 @@ def reduce_by(rank: int, world_size: int) -> list[torch.Tensor]:
 def test_every_way_to_reduce_gives_the_same_sum(tmp_path: Path) -> None:
     for found in run_on_ranks(reduce_by, 3, tmp_path / "ranks"):
         assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_between_nodes_the_mean_over_the_groups_of_all_places_counts() -> None:
+    """They share the ports of the same nodes; one of them is through first, and in a step they make up for that."""
+    links = SimpleNamespace(per_node=2, num_nodes=3, inside="of this node", between="of this place")
+    links.exchange_inside = links.exchange_between = lambda x_RM, sends, receives: x_RM
+    collectives: Any = SimpleNamespace(num_exchanging=6, num_sharing=1, ep_group="all", esp_group=None, nodes=links)
+    subject: Any = SimpleNamespace(sizes=SimpleNamespace(width=5, dtype=torch.float32))
+    for name, blocks, ranks in ((BETWEEN_NODES, 3, "all"), (IN_NODES, 2, "of this node")):
+        prepare, row_bytes, counted = prepared(subject, name, collectives, torch.device("cpu"))
+        assert (row_bytes, counted) == (blocks * 5 * 4, ranks)
+        assert prepare(7)().shape == (blocks * 7, 5)

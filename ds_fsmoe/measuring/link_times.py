@@ -92,7 +92,7 @@ def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
 def prepared(
     subject: Subject, name: str, collectives: Collectives, device: torch.device
 ) -> tuple[Prepare, int, dist.ProcessGroup | None]:
-    """Return what prepares rows of a collective, the bytes of a row in its buffer, and its ranks.
+    """Return what prepares rows of a collective, the bytes of a row in its buffer, and the ranks whose mean counts.
 
     The second part of an all-to-all in two needs what the first one gives, so making it ready communicates.
     """
@@ -113,7 +113,9 @@ def prepared(
             # Inside a node rows are copied before they travel, or added up when they have.
             return lambda: send(x_RM.index_select(0, order) if is_inside else x_RM, each, each)
 
-        return prepare_level, row_bytes, nodes.inside if is_inside else nodes.between
+        # Between nodes the groups of all places share the ports of the same nodes. Which of them is through first is
+        # another one each time, and in a step they make up for each other: the mean over all of them counts.
+        return prepare_level, row_bytes, nodes.inside if is_inside else group
 
     def prepare(rows: int) -> Callable[[], object]:
         x_BcM = torch.randn(blocks, rows, width, device=device).to(dtype)
