@@ -233,7 +233,6 @@ def of_each_kind() -> list[Pair]:
         Run(0, mode="dense_only", block=block()),
         Run(1, mode="fixed_chunk", block=block()),
         Run(2, mode="adaptive", block=block(*ALL_REDUCED)),
-        Run(2, mode="dense_only", block=block()),
         Run(2, block=block(), features=frozenset({"sometimes", "twice"})),
         Run(1, config=ROUND_ROBIN, block=block(), accumulation=3),
     ]
