@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.config.reading import ConfigError
     from ds_fsmoe.engine.convert_layers import MoE
     from ds_fsmoe.engine.entry_points import initialize, install, uninstall
+    from ds_fsmoe.engine.inference import inference
     from ds_fsmoe.engine.transformers_seams import own_experts
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
     from ds_fsmoe.layer.parts import LayerError
@@ -96,6 +97,7 @@ _MODULE_OF_NAME = {
     "SwitchGate": "components.gates.switch",
     "TokenChoiceGate": "components.token_choice",
     "XMoEGate": "components.gates.xmoe",
+    "inference": "engine.inference",
     "initialize": "engine.entry_points",
     "install": "engine.entry_points",
     "load_ops": "ops",
@@ -150,6 +152,7 @@ __all__ = [
     "TokenChoiceGate",
     "XMoEGate",
     "__version__",
+    "inference",
     "initialize",
     "install",
     "load_ops",

@@ -70,7 +70,7 @@ class Run:
     def fsmoe_block(self) -> dict[str, Any]:
         """Of ours."""
         of_mode: dict[str, Any] = {"mode": self.mode} if self.mode != "unsaid" else {}
-        if self.mode == "fixed_chunk":
+        if self.mode in ("fixed_chunk", "micro_ops"):
             of_mode["chunk_bytes"] = 700
         return _with({"enabled": True, "gradient_partition": of_mode}, self.block)
 

@@ -98,7 +98,7 @@ def ways_of_preset(name: str, most: int) -> list[Way]:
     if name == BEST:
         return ways(most)
     switches = preset(name)
-    # "dense_only" sends them between the layers.
+    # "dense_only" and "micro_ops" send them between the layers.
     slices = SLICES if switches.gradients in ("adaptive", "fixed_chunk") else SLICES[:1]
     found = []
     for backward in (False, True):

@@ -28,6 +28,9 @@ VARIANTS = {
     "cases/bench_interference.py": {"interference": {"alone", "uncoordinated", "on the lane"}},
     "cases/bench_timeline.py": {"timeline": {"deepspeed", "best"}},
     "cases/bench_choice.py": {"choice": {"flat", "once", "chosen", "once, tutel", "once, fsmoe", "AutoEP"}},
+    "cases/bench_lina.py": {
+        each: {"deepspeed", "lina, not packed", "lina", "best"} for each in ("lina", "lina_alltoalls")
+    },
 }
 """Of each file, where there are some."""
 JOBS = {
@@ -39,6 +42,7 @@ JOBS = {
     "cases/bench_interference.py": (["--steps", "3", "--tokens-bytes", "32768"], ["interference"]),
     "cases/bench_timeline.py": (["--smoke"], ["timeline", "fits"]),
     "cases/bench_choice.py": (["--smoke"], ["choice", "choice_predicted"]),
+    "cases/bench_lina.py": (["--smoke"], ["lina", "lina_alltoalls"]),
 }
 
 

@@ -49,6 +49,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "tutel": degrees(2, 2, schedule="tutel"),
     "tutel_improved": degrees(3, 3, schedule="tutel_improved"),
     "pipemoe_lina": degrees(4, 4, schedule="pipemoe_lina"),
+    "lina": {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 900}},
     "fsmoe_no_iio": degrees(1, 5, schedule="fsmoe_no_iio"),
     "fsmoe": degrees(7, 3, schedule="fsmoe"),
     "one after another": degrees(2, 3, schedule="fsmoe", overlap=False),
@@ -122,7 +123,7 @@ def assert_no_differences(world_size: int, work: Work, folder: Path) -> None:
 
 @sampled(
     ("stage", "names"),
-    [*((stage, list(BLOCKS)) for stage in range(len(CASES))), (1, ["fsmoe", "one after another", "pipemoe_lina"])],
+    [*((stage, list(BLOCKS)) for stage in range(len(CASES))), (1, ["fsmoe", "one after another", "lina"])],
     kept=[-1],
     ids=["stage 0", "stage 1", "stage 2", "a sample at stage 1"],
 )

@@ -178,7 +178,8 @@ def test_the_solver_of_earlier_versions_may_be_written_with_the_one_value_it_cou
     [
         (
             {"gradient_partition": {"mode": "adaptive", "chunk_bytes": 1000}},
-            'fsmoe.gradient_partition.chunk_bytes = 1000: only with mode = "fixed_chunk", and it is "adaptive"',
+            'fsmoe.gradient_partition.chunk_bytes = 1000: only with mode = "fixed_chunk" or "micro_ops", and it is '
+            '"adaptive"',
         ),
         ({"gradient_partition": {"mode": "off", "solver": "de"}}, 'only with mode = "adaptive", and it is "off"'),
     ],
@@ -203,10 +204,39 @@ def test_options_of_the_autotuner_are_refused_where_they_mean_nothing(written: d
     assert sentence in str(caught.value)
 
 
-@pytest.mark.parametrize("schedule", ["deepspeed", "tutel", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best"])
+@pytest.mark.parametrize("schedule", ["deepspeed", "tutel", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best"])
 def test_with_the_autotuner_every_schedule_may_have_its_degrees_chosen(schedule: str) -> None:
     written = {"enabled": True, "schedule": schedule, "autotune": {"enabled": True}, "pipeline_degree": {"max": 8}}
     assert read_block({"fsmoe": written}).pipeline_degree.max == 8
+
+
+def test_lina_needs_no_numbers_and_keeps_to_its_bounds() -> None:
+    block = read_block({"fsmoe": {"enabled": True, "schedule": "lina", "num_chunks": {"max": 3}}})
+    assert (block.pipeline_degree.forward, block.pipeline_degree.max) == ("auto", 3)
+    assert block.gradient_partition.asked_bytes is None
+    # Its micro-ops are all-to-alls too, whoever reduces gradients.
+    partition = {"mode": "off", "chunk_bytes": 1e6}
+    block = read_block({"fsmoe": {"enabled": True, "schedule": "lina", "gradient_partition": partition}})
+    assert block.gradient_partition.asked_bytes == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        (
+            {"schedule": "lina", "num_chunks": {"forward": 2}},
+            'fsmoe.num_chunks = 2 forward and auto backward: must be equal with fsmoe.schedule = "lina"',
+        ),
+        (
+            {"placement": {"policy": "lina"}, "ep_size": 2},
+            'fsmoe.ep_size = 2: must be "auto", or left out, with fsmoe.placement.policy = "lina"',
+        ),
+    ],
+)
+def test_what_lina_chooses_is_not_given_by_hand_as_well(written: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True} | written})
+    assert sentence in str(caught.value)
 
 
 def test_every_field_is_used() -> None:
@@ -241,6 +271,8 @@ def test_every_field_is_used() -> None:
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
     used |= {"gradient_partition.all_used", "checkpoint.trusted"}
     used |= {"routing.record", "routing.weights", "routing.every", "routing.replay"}
+    used |= {f"placement.{name}" for name in ("policy", "spare_experts", "every", "moves_per_step", "pays_within")}
+    used |= {"placement.file", "placement.profile_paths"}
     used |= {"max_ctas", "metrics", "metrics_every", "record.dir", "record.stop_after"}
     assert paths(FSMoEBlock) == used | {f"gate.{name}" for name in GateBlock.model_fields}
 

@@ -114,7 +114,7 @@ def test_whole_steps_of_four_ranks_get_stuck_in_no_order_that_keeps_that_of_issu
 MATRIX = [
     Step(replace(run, stage=stage, mode=mode, block=block, features=features))
     for stage in (0, 1, 2)
-    for mode in ("adaptive", "fixed_chunk", "dense_only", "off")
+    for mode in ("adaptive", "fixed_chunk", "micro_ops", "dense_only", "off")
     for block, features in ((CUT, frozenset()), (SHARDED, GPT), ((*CUT, ("alltoall", "2dh")), frozenset()))
     for run in (Run(ep_size=2), Run(ep_size=2, config=OVERLAP if stage else (), checkpointing="saved"))
 ]

@@ -90,3 +90,25 @@ def test_a_hugging_face_model_learns_and_has_the_losses_of_stock_deepspeed(
     assert len(losses["ours"]) == 3
     assert losses["ours"] == pytest.approx(losses[names[-1]], rel=1e-4)
     assert losses["ours"][-1] < 0.7 * losses["ours"][0]
+
+
+@START
+@sampled("policies", [["balanced"], ["balanced", "off"]], kept=[0], ids=["moves", "as without"])
+def test_experts_move_to_where_the_tokens_are(policies: list[str], start: Start, tmp_path: Path) -> None:
+    losses = {}
+    for policy in policies:
+        (tmp_path / policy).mkdir()
+        printed = start(tmp_path / policy, str(EXAMPLES / "skewed.py"), "--policy", policy)
+        losses[policy] = [float(each) for each in re.findall(r"step +\d+: loss ([\d.]+)", printed)]
+        decided = re.findall(r"after step \d+: L\d\d: (\d+) experts? moves?, (\d+) replicas?: the fullest", printed)
+        found = re.search(r"the fullest rank had ([\d.]+) times the mean at first, and ([\d.]+) at last", printed)
+        if policy == "off":
+            assert not decided
+            assert not found
+        else:
+            assert len(decided) >= 2
+            assert float(found[1]) > 1.3
+            assert float(found[2]) < 1.1
+    assert len(losses["balanced"]) == 4
+    assert losses["balanced"] == pytest.approx(losses[policies[-1]], rel=1e-4)
+    assert losses["balanced"][-1] < losses["balanced"][0]

@@ -29,7 +29,7 @@ from tests.samples import sampled
 from tests.waiting import pause
 
 SIZES = (13, 7, 1, 29, 11, 3)
-MODES = ("adaptive", "fixed_chunk", "dense_only")
+MODES = ("adaptive", "fixed_chunk", "dense_only", "micro_ops")
 OPEN, CLOSE = "open", "close"
 Backward = Sequence[str | int]
 """In order: "open", "close", and the number of a parameter whose gradient arrives."""

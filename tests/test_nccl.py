@@ -224,7 +224,7 @@ def test_the_tuner_takes_links_that_take_turns_for_one() -> None:
             kind_of={}, slowed=Slowdowns({}), is_serial=False, options=lambda *_: [], kinds=[]
         )
         running: Any = SimpleNamespace(one_link=one_link, links="reduce_first")
-        space = _Model(FSMoEBlock(enabled=True), running, {}, measured, [], None).search.space
+        space = _Model(FSMoEBlock(enabled=True), running, {}, measured, [], {}, None).search.space
         return {order.links for order in space.orders(False, False) if order.degree == 2}
 
     assert orders(None) == {"shared", "paper", "reduce_first"}

@@ -35,6 +35,8 @@ from ds_fsmoe.tuning.measure import Measured
 from tests.samples import sampled
 
 LAYERS = 4
+MICRO_OP_BYTES = 3_000_000
+"""Of Lina: with 30 MB no layer here would be cut."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ def printed(model: Model, name: str, folder: Path) -> dict[str, Any]:
     factor = "none" if model.shape.capacity_factor is None else str(model.shape.capacity_factor)
     known = ["--dp", str(model.groups.stage // model.groups.mp), "--capacity-factor", factor, "--json", str(out)]
     arguments = ["--cluster", str(cluster_file(model, folder)), "--layers", str(LAYERS), "--preset", name]
-    assert cli.main(["plan", *arguments, *model.options, *known]) == 0
+    micro_ops = ["--chunk-bytes", str(MICRO_OP_BYTES)] if name == "lina" else []
+    assert cli.main(["plan", *arguments, *model.options, *known, *micro_ops]) == 0
     return json.loads(out.read_text())["plan"]
 
 
@@ -186,15 +189,17 @@ def engine_model(model: Model, name: str, folder: Path) -> tuple[_Model, dict[st
     kept = {("experts", "flat"): LayerCosts.written(costs, cluster.host_ms)}
     links: Any = SimpleNamespace(reduces={})
     measured = Measured([kind], {}, links, Slowdowns(slowed), cluster, None, False, False, _costs=kept)  # type: ignore[list-item, arg-type]
-    block = read_block({"fsmoe": {"enabled": True, "schedule": name, "autotune": True}})
+    micro_ops = {"gradient_partition": {"chunk_bytes": MICRO_OP_BYTES}} if name == "lina" else {}
+    block = read_block({"fsmoe": {"enabled": True, "schedule": name, "autotune": True} | micro_ops})
     assert block is not None
     layers = {label: SimpleNamespace(fsmoe=Applied()) for label in labels}
     gradients = [(each.kind, LAYERS * each.size_bytes) for each in layer.gradients]
+    tensors_bytes = {each.kind: LAYERS * each.tensors_bytes for each in layer.gradients}
     gradients_ms = sum(costs[kind].ms(size) for kind, size in gradients)
     forward_ms, backward_ms = rest_ms(layer, costs)
     running: Any = SimpleNamespace(one_link=None, links=planned_links(block))
     dense_ms = LAYERS * forward_ms, LAYERS * backward_ms + gradients_ms
-    made = _Model(block, running, layers, measured, gradients, dense_ms)  # type: ignore[arg-type]
+    made = _Model(block, running, layers, measured, gradients, tensors_bytes, dense_ms)  # type: ignore[arg-type]
     return made, {label: each.fsmoe for label, each in layers.items()}
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ds_fsmoe.planning.presets import PRESETS
 from tests import gradient_cases
 from tests.gradient_cases import LOOPS, Run, training
 from tests.pretended_gpu import Gpu, pretending
@@ -101,7 +102,7 @@ def layouts() -> list[tuple[int, Run]]:
         (1, Run(0, ep_size=1, block=degrees(2, 2))),
         (2, Run(1, mode="fixed_chunk", block=degrees(2, 2))),
     ]
-    for schedule in ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe"):
+    for schedule in PRESETS:
         block = () if schedule == "deepspeed" else degrees(2, 2)
         of_schedule = (("schedule", schedule), *block, *TWO_NODES)
         some += [(4, Run(stage, features=GPT, block=(*of_schedule, ("esp_size", 2)))) for stage in STAGES]

@@ -40,10 +40,23 @@ def record(folder: Path, schedule: str, step_ms: float = 20.0, num_steps: int = 
     return folder
 
 
+def placement_rows() -> list[dict[str, Any]]:
+    """What was decided twice about two layers: the second one changes once."""
+    stays = {"rows_E": [5.0, 4.0, 5.0, 4.0], "num_swaps": 0, "num_replicas": 0, "gain_ms": 0.0, "why": "stays <so>"}
+    stays |= {"balance": 1.25, "expected_balance": 1.25}
+    places = {"before": [0, 1, -1, 2, 3, -1], "after": [0, 2, -1, 1, 3, 0], "node_of_rank": [0, 0]}
+    moves = {"rows_E": [9.0, 8.0, 2.0, 1.0], "balance": 1.7, "expected_balance": 1.15, "num_swaps": 1}
+    moves |= {"num_replicas": 1, "gain_ms": 2.75, "why": "1 expert moves", "places": places}
+    now = stays | {"balance": 1.35, "expected_balance": 1.35}
+    rows = [{"layer": "L00", **stays}, {"layer": "L01", **moves}, {"layer": "L00", **stays}, {"layer": "L01", **now}]
+    return [{"step": 10 if at < 2 else 20} | row for at, row in enumerate(rows)]
+
+
 def record_details(folder: Path) -> None:
     """What ours tells besides."""
     load = {"tokens_E": [7.0, 1.0, 3.0], "dropped_share": 0.125, "aux_loss": 1.5, "entropy": None}
     run_files.append_lines(folder / run_files.ROUTERS, [{"step": step, "layers": {"L00": load}} for step in (10, 20)])
+    run_files.append_lines(folder / run_files.PLACEMENT, placement_rows())
     both = {"predicted_ms": 4.0, "measured_ms": 5.0}
     compared = {"step": 10, "whole": both, "rest": both, "phases": {"L00/forward": both, "L00/backward": both}}
     run_files.append_lines(folder / run_files.COMPARED, [compared | {"kinds": {}, "busy": {"compute": 0.5}}])
@@ -99,10 +112,13 @@ def test_two_runs_are_shown_beside_each_other(both: Path) -> None:
         "what they took decided",
         "plans tried, round 1",
         "19.5",
+        "decided 2 times, once with a change: 1 exchange(s)",
+        "Last decision: stays &lt;so&gt;.",
+        "<td>1 of 2</td><td>1</td><td>1</td><td>L01</td><td>1.70</td><td>1.15</td><td>1.35</td><td>2.75</td>",
     ):
         assert words in page, words
     names = {file.stem for file in (both / "report").glob("*.png")}
-    assert names == {"losses", "steps", "predicted", "timelines", "loads", "fits"}
+    assert names == {"losses", "steps", "predicted", "timelines", "loads", "fits", "placement", "balance"}
     assert page.count("<img") == len(names)
 
 
@@ -210,6 +226,7 @@ def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
     """Files of a run with one value in each replaced."""
     ours = folder / "ours"
     names = (run_files.RUN, run_files.PLANS, run_files.STEPS, run_files.ROUTERS, run_files.COMPARED)
+    names += (run_files.PLACEMENT,)
     for path in (*(ours / name for name in names), rank_file(ours / run_files.TRACE, 0)):
         whole = path.read_text()
         first, *others = [whole] if path.suffix == ".json" else whole.splitlines(keepends=True)
@@ -234,7 +251,8 @@ def test_a_record_with_any_value_damaged_is_shown_as_far_as_it_goes(
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, '{"half', "7" * 5000, "null", "[[1]]", "\x00", '{"step": NaN}'])
 def test_a_file_of_a_record_that_is_no_more_what_it_was_is_named(text: str, both: Path, undrawn: None, capsys) -> None:
-    names = (run_files.PLANS, run_files.STEPS, run_files.ROUTERS, run_files.COMPARED, "trace/rank0.json")
+    names = (run_files.PLANS, run_files.STEPS, run_files.ROUTERS, run_files.COMPARED, run_files.PLACEMENT)
+    names += ("trace/rank0.json",)
     for name in names:
         (both / "ours" / name).write_text(text)
     assert main(["report", str(both)]) == 0
@@ -255,6 +273,18 @@ def test_numbers_that_contradict_each_other_are_said_to(both: Path, undrawn: Non
     assert "ds_fsmoe, best: what was recorded cannot be shown (loads): ValueError" in page
     assert "Load of experts" not in page
     assert "<b>1.50x</b>" in page
+
+
+def test_places_that_contradict_each_other_are_said_to(both: Path, undrawn: None) -> None:
+    path = both / "ours" / run_files.PLACEMENT
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["places"]["after"] = [0, 0, -1, 1, 3, 2]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["report", str(both)]) == 0
+    page = (both / "report.html").read_text()
+    assert "ds_fsmoe, best: what was recorded cannot be shown (placement): ValueError: experts at home" in page
+    assert "Placement of experts" not in page
+    assert "Load of experts" in page
 
 
 # ---- in a browser
@@ -287,7 +317,7 @@ def test_a_browser_shows_every_picture_and_nothing_is_wider_than_the_screen(
     browser.get((both / "report.html").as_uri())
     assert browser.title == "stock DeepSpeed and ds_fsmoe, best"
     seen = browser.execute_script("return [...document.images].map(i => i.complete && i.naturalWidth)")
-    assert len(seen) == 6
+    assert len(seen) == 8
     assert all(each > 300 for each in seen)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     size = browser.execute_script("return parseFloat(getComputedStyle(document.querySelector('td')).fontSize)")

@@ -54,9 +54,15 @@ CASES = (
 
 
 class Step:
-    """A step of training."""
+    """A step of training.
 
-    def __init__(self, model: Model, more: dict[str, Any]) -> None:
+    Args:
+        model: the sizes.
+        more: what the config has besides.
+        settled_after: the number of steps before the first that is measured; ``None``: as many as an autotuner takes.
+    """
+
+    def __init__(self, model: Model, more: dict[str, Any], settled_after: int | None = None) -> None:
         from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
         torch.manual_seed(0)
@@ -82,18 +88,19 @@ class Step:
             "steps_per_print": 10**9,
         }
         initialize = ds_fsmoe.initialize if "fsmoe" in more else deepspeed.initialize
-        self._engine = initialize(model=made, model_parameters=list(made.parameters()), config=base | more)[0]
+        self.engine = initialize(model=made, model_parameters=list(made.parameters()), config=base | more)[0]
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self._x = torch.randint(256, (model.B, model.L), generator=generator)
-        self.close = self._engine.destroy
-        if more.get("fsmoe", {}).get("autotune"):
-            for _ in range(SETTLED_AFTER):
-                self()
+        self.close = self.engine.destroy
+        if settled_after is None:
+            settled_after = SETTLED_AFTER if more.get("fsmoe", {}).get("autotune") else 0
+        for _ in range(settled_after):
+            self()
 
     def __call__(self) -> None:
-        loss = self._engine(input_ids=self._x, labels=self._x).loss
-        self._engine.backward(loss)
-        self._engine.step()
+        loss = self.engine(input_ids=self._x, labels=self._x).loss
+        self.engine.backward(loss)
+        self.engine.step()
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import Layer, Layout, Mpu, ranks_per_node
 from ds_fsmoe.planning.step_time import StepTimes
 
-PRESETS = ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best")
+PRESETS = ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best")
 COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
 TUNED = ("fsmoe_no_iio", "fsmoe", "best")
 MAX_DEGREE = 4
@@ -75,7 +75,11 @@ class Contenders:
             block["esp_size"] = ranks_per_node()
         if schedule == "pipemoe_lina":
             block["gradient_partition"] = {"mode": "fixed_chunk", "chunk_bytes": self.found[layout].chunk_bytes}
-        if schedule in COMMON_DEGREE:
+        if schedule == "lina":
+            # Its micro-ops are as long as the slices of the other: 30 MB are more than any layer here sends.
+            block["gradient_partition"] |= {"chunk_bytes": self.found[layout].chunk_bytes}
+            block["pipeline_degree"] = {"max": MAX_DEGREE}
+        elif schedule in COMMON_DEGREE:
             degree = self.common_degree(layout, layer)
             block["pipeline_degree"] = {"forward": degree, "backward": degree}
         elif schedule != "deepspeed":

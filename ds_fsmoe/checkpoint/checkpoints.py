@@ -121,6 +121,8 @@ class Checkpoints:
         if manifest is not None:
             differences, recut = self._differences(manifest), self._is_recut(manifest)
             _tell_versions(place, manifest)
+            if with_optimizer:
+                self._check_packing(place, manifest)
             if with_optimizer and not differences:
                 ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
             # At ZeRO 3 weights too are where the optimizer has them.
@@ -313,6 +315,19 @@ class Checkpoints:
         if ep != ep_now and self._engine.fsmoe.running.pp_size == 1:
             differences.append(f"ep_size {sorted(set(ep.values()))} -> {sorted(set(ep_now.values()))}")
         return differences
+
+    def _check_packing(self, place: Path, manifest: Manifest) -> None:
+        """Refuse to go on with another ``ep_size`` than then, where times have chosen it: a job that goes on as it was
+        keeps its layout."""
+        block, parts = self._engine.fsmoe.block, parts_of(self._engine)
+        was = {each.ep for name, each in manifest.parts.items() if name in parts}
+        now = {each.ep for name, each in parts.items() if name in manifest.parts}
+        if block.placement.policy == "lina" and was != now and manifest.sizes.world == dist.get_world_size():
+            raise CheckpointError(
+                f'{place} was saved with ep_size = {max(was)}, and fsmoe.placement.policy = "lina" has chosen '
+                f'{max(now)} now: write "ep_size": {max(was)} in the fsmoe block and leave the policy out, or load it '
+                "with load_optimizer_states=False"
+            )
 
     def _check_files(self, place: Path, manifest: Manifest) -> None:
         names, rank, size = sorted(manifest.files), dist.get_rank(), dist.get_world_size()

@@ -19,6 +19,7 @@ from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.config.blocks import PipelineDegreeBlock
 from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.gradient_plan import GradientPlan, GradientSlice
 from ds_fsmoe.planning.layer_plan import LayerPlan
 
@@ -34,8 +35,11 @@ _MOST_MESSAGES = 100_000
 
 
 def is_settled(state: FSMoEState) -> bool:
-    """Return whether there are plans to keep: the autotuner, if there is one, has chosen and tried them."""
+    """Return whether there are plans to keep: the autotuner, if there is one, has chosen and tried them, and layers
+    that are cut by their bytes have been."""
     tuner = state.autotune
+    if state.micro_ops is not None and state.micro_ops.is_wanted:
+        return False
     return tuner is None or bool(tuner.rows and tuner.trials is None)
 
 
@@ -57,7 +61,11 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
     gradients = None
     if reducer is not None and reducer.plan is not None:
         gradients = reducer.memory() | {"plan": asdict(reducer.plan)}
-    return {"layers": layers, "gradients": gradients}
+    watch = state.placement_watch
+    placement = None if state.placement is None else {"layers": state.placement.as_data()}
+    if placement is not None and watch is not None:
+        placement |= watch.as_data()
+    return {"layers": layers, "gradients": gradients, "placement": placement}
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,10 @@ class ReadPlans:
     layers: Mapping[str, LayerPlan]
     """Maps each layer's label -> its plan."""
     gradients: tuple[GradientPlan, Any, Any] | None
+    placements: Mapping[str, ExpertPlacement] | None = None
+    """Maps each layer's label -> where its experts were; ``None``: they could not move then, or cannot now."""
+    watched: Mapping[str, Any] | None = None
+    """What had been counted for the next decision about them."""
 
 
 def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
@@ -89,7 +101,13 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     read = None
     if gradients is not None:
         read = _gradient_plan(gradients["plan"]), gradients["windows"], gradients["ready_at"]
-    return ReadPlans({label: _layer(layers[label], layer.fsmoe.plan) for label, layer in inner.items()}, read)
+    placements, watched = None, plans.get("placement")
+    if state.placement is not None and watched is not None:
+        placements = state.placement.read_data(watched["layers"])
+        if state.placement_watch is not None:
+            state.placement_watch.check_data(watched)
+    of_layers = {label: _layer(layers[label], layer.fsmoe.plan) for label, layer in inner.items()}
+    return ReadPlans(of_layers, read, placements, watched)
 
 
 @dataclass(frozen=True)
@@ -135,8 +153,14 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
     """
     for label, layer in state.inner_layers.items():
         layer.fsmoe.apply(plans.layers[label])
+    if state.placement is not None and plans.placements is not None:
+        state.placement.go_to(plans.placements)
+        if state.placement_watch is not None and plans.watched is not None:
+            state.placement_watch.go_on_with(plans.watched)
     if state.autotune is not None:
         state.autotune.need_not_run()
+    if state.micro_ops is not None:
+        state.micro_ops.need_not_run()
     if plans.gradients is not None and state.reduction is not None:
         state.reduction.go_on_with(*plans.gradients)
     state.plans_changed()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> di
     Returns:
         ``None`` on all ranks but the first.
     """
+    placement = getattr(getattr(engine, "fsmoe", None), "placement", None)
+    with nullcontext() if placement is None else placement.at_home():
+        return _gathered_state_dict(engine, exclude_frozen_parameters)
+
+
+def _gathered_state_dict(engine: Any, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor] | None:
     is_first = dist.get_rank() == 0
     result: dict[str, torch.Tensor] = {}
     known: dict[int, torch.Tensor] = {}

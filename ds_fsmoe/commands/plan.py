@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.commands.plan_exchange import add_alltoall, exchange_of, print_exchanges
+from ds_fsmoe.commands.plan_placement import add_loads, print_placement, read_loads
 from ds_fsmoe.commands.tables import check_folders, print_table
 
 if TYPE_CHECKING:
@@ -71,11 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--preset", default="best", help="whose plan is shown (best)")
     add_alltoall(how)
+    add_loads(how)
     how.add_argument("--recompute", action="store_true", help="layers run their forward again in the backward")
     how.add_argument("--solver", default="exact", help="degrees: exact or slsqp, the paper's")
     how.add_argument("--gradient-solver", default="dp", help="gradients: dp or de, the paper's")
     how.add_argument("--max-degree", type=int, default=16)
-    how.add_argument("--chunk-bytes", type=int, help="slices of fixed_chunk (31457280)")
+    how.add_argument("--chunk-bytes", type=int, help="slices of fixed_chunk (31457280), micro-ops of lina (30000000)")
     how.add_argument(
         "--contention", default="measured", help="measured (the cluster's), ideal, or kappa of the two links"
     )
@@ -95,12 +97,14 @@ def run(args: argparse.Namespace) -> int:
 
     check_folders(args.trace, args.png, args.json)
     job = _job(args)
+    loads = read_loads(args, job)
     job |= exchange_of(args, job)
     result = report(**job, preset_name=args.preset)
     _print_head(result, args)
     print_exchanges(job, args)
     _print_presets(result)
     _print_plan(result)
+    placed = print_placement(loads, result, job)
     if args.gantt:
         for phase, timeline in result.block_timelines(args.preset):
             print(f"\none layer, {phase}:\n{timeline.gantt(110)}")
@@ -116,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         save_png(drawn.step_timelines(), args.png)
         print(f"\npicture of a step of {num_layers // stages} layer(s) by every preset: {args.png}")
     if args.json is not None:
-        args.json.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+        args.json.write_text(json.dumps(result.as_dict() | placed, indent=1) + "\n")
         print(f"\neverything: {args.json}")
     return 0
 
@@ -206,7 +210,7 @@ def _groups(args: argparse.Namespace, nodes: int, gpus: int, num_experts: int) -
 
 
 def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
-    from ds_fsmoe.planning.gradients import CHUNK_BYTES, SOLVERS
+    from ds_fsmoe.planning.gradients import SOLVERS
     from ds_fsmoe.planning.plan import Settings
     from ds_fsmoe.planning.timeline import IDEAL, Contention
 
@@ -228,7 +232,7 @@ def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
         args.max_degree,
         args.solver,
         args.gradient_solver,
-        CHUNK_BYTES if args.chunk_bytes is None else args.chunk_bytes,
+        args.chunk_bytes,
     )
 
 

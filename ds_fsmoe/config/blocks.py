@@ -170,11 +170,16 @@ class PipelineDegreeBlock(_Block):
 class GradientPartitionBlock(_Block):
     """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
 
-    mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "dense_only", "off"], _NullIsAuto()] = Field(
-        "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
+    mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], _NullIsAuto()] = (
+        Field("auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction")
     )
     solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
-    chunk_bytes: int = Field(31457280, ge=1, description="slice size of fixed_chunk")
+    chunk_bytes: int = Field(
+        31457280,
+        ge=1,
+        description="slice size of fixed_chunk; of micro_ops, and of all-to-alls with the schedule lina, which is "
+        "30000000 where this is left out",
+    )
     collective: Annotated[Literal["auto", "all_reduce", "reduce_scatter"], _NullIsAuto()] = Field(
         "auto",
         description="who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and 2",
@@ -191,6 +196,11 @@ class GradientPartitionBlock(_Block):
     all_used: bool = Field(
         False, description="every parameter gets its gradient once in every backward: ranks need not look for late ones"
     )
+
+    @property
+    def asked_bytes(self) -> int | None:
+        """The slice size that was written; ``None``: each mode has its own."""
+        return self.chunk_bytes if "chunk_bytes" in self.model_fields_set else None
 
 
 Wire = Literal["model", "fp8"]
@@ -246,6 +256,21 @@ class RoutingBlock(_Block):
     replay: str | None = Field(None, description="folder or packed file of recorded choices, by which training goes")
 
 
+class PlacementBlock(_Block):
+    """``fsmoe.placement``: experts move to the ranks where that makes steps shorter, and hot ones get replicas."""
+
+    policy: str = Field(
+        "off",
+        description="off, balanced, lina (chooses ep_size at start), or a function of your own as package.module.name",
+    )
+    spare_experts: int = Field(0, ge=0, description="places on each rank for replicas of experts of other ranks")
+    every: int = Field(50, ge=1, description="optimizer steps of which loads are measured before each decision")
+    moves_per_step: int = Field(2, ge=1, description="exchanges of two experts in one step, over all layers")
+    pays_within: int = Field(1000, ge=1, description="optimizer steps within which what is moved has to pay")
+    file: str | None = Field(None, description="a placement to begin with, as engine.fsmoe.placement.save writes it")
+    profile_paths: bool = Field(False, description="count which experts follow which, for ds_fsmoe.inference")
+
+
 class CheckpointBlock(_Block):
     """``fsmoe.checkpoint``: what is read from files that somebody may have changed."""
 
@@ -270,7 +295,9 @@ class FSMoEBlock(_Block):
     """The whole block."""
 
     enabled: bool = Field(False, description="false is exactly stock DeepSpeed")
-    schedule: Literal["deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best"] = "best"
+    schedule: Literal[
+        "deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best"
+    ] = "best"
     gate: Annotated[
         GateBlock | None,
         _OrAlone("type", kinds=(str,), words="the name of a gate", json_types=({"type": "string"},)),
@@ -329,5 +356,9 @@ class FSMoEBlock(_Block):
     trace: Annotated[TraceBlock, _switch()] = TraceBlock()
     record: RecordBlock = RecordBlock()
     routing: RoutingBlock = RoutingBlock()
+    placement: Annotated[
+        PlacementBlock,
+        _OrAlone("policy", kinds=(str,), words="the name of a policy", json_types=({"type": "string"},)),
+    ] = Field(PlacementBlock(), description="which ranks hold which experts, and when experts move")
     checkpoint: CheckpointBlock = CheckpointBlock()
     debug: DebugBlock = DebugBlock()

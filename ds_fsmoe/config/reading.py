@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from ds_fsmoe import registry
 from ds_fsmoe.config.blocks import AutotuneBlock, FSMoEBlock, GateBlock, block_in, words_for
+from ds_fsmoe.config.placement import unfit_placement
 from ds_fsmoe.config.words import BLOCK, Words, shown, without_gone, words_of
 
 
@@ -60,6 +61,8 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         *_unfit_degrees(block),
         *_unfit_autotune(block),
         *_unfit_gradients(block),
+        *_unfit_packing(block),
+        *unfit_placement(block),
         *_unfit_collective(block, ds_config),
         *_unknown_cluster(block),
     ]
@@ -193,12 +196,14 @@ def _unfit_null(written: Mapping[str, Any]) -> list[str]:
 def _unfit_gradients(block: FSMoEBlock) -> list[str]:
     """Return problems with options of one mode that are written beside another."""
     asked = block.gradient_partition
-    of_mode = {"chunk_bytes": "fixed_chunk", "solver": "adaptive"}
+    of_modes = {"chunk_bytes": ("fixed_chunk", "micro_ops"), "solver": ("adaptive",)}
+    if _pipeline_of(block.schedule) == "by_bytes":
+        del of_modes["chunk_bytes"]  # it is the size of an all-to-all's micro-op
     return [
-        f"{BLOCK}.gradient_partition.{name} = {shown(getattr(asked, name))}: only with mode = {shown(mode)}, and it is "
-        f"{shown(asked.mode)}; leave it out"
-        for name, mode in of_mode.items()
-        if name in asked.model_fields_set and asked.mode not in ("auto", mode)
+        f"{BLOCK}.gradient_partition.{name} = {shown(getattr(asked, name))}: only with mode = "
+        f"{' or '.join(map(shown, modes))}, and it is {shown(asked.mode)}; leave it out"
+        for name, modes in of_modes.items()
+        if name in asked.model_fields_set and asked.mode not in ("auto", *modes)
     ]
 
 
@@ -217,15 +222,13 @@ def _unfit_autotune(block: FSMoEBlock) -> list[str]:
             )
         return problems
     idle = AutotuneBlock()
+    max_is_used = _pipeline_of(block.schedule) == "by_bytes" or "max" not in block.pipeline_degree.model_fields_set
     written = {
         **{
             f"autotune.{name}": (getattr(block.autotune, name), getattr(idle, name))
             for name in ("cache_dir", "trials", "watch_every", "drift_threshold", "retune_on_drift")
         },
-        "num_chunks.max": (
-            block.pipeline_degree.max,
-            1 if "max" in block.pipeline_degree.model_fields_set else 16,
-        ),
+        "num_chunks.max": (block.pipeline_degree.max, block.pipeline_degree.max if max_is_used else 1),
     }
     return [
         f"{BLOCK}.{path} = {shown(value)}: only with {enabled} = true, and it is false; leave it out"
@@ -246,13 +249,15 @@ def _unfit_degrees(block: FSMoEBlock) -> list[str]:
         ]
     if block.schedule == "best":
         return []
+    pipeline = _pipeline_of(block.schedule)
+    needs_numbers = not block.autotune.enabled and pipeline != "by_bytes"
     problems = [
         f'{path}.{phase} = "auto" with {BLOCK}.schedule = {shown(block.schedule)}: must be a number, or '
         f"{BLOCK}.autotune.enabled be true, so that something is measured that it could follow from"
         for phase, degree in degrees.items()
-        if degree == "auto" and not block.autotune.enabled
+        if degree == "auto" and needs_numbers
     ]
-    if not problems and asked.forward != asked.backward and _has_common_degree(block.schedule):
+    if not problems and asked.forward != asked.backward and pipeline in ("common", "by_bytes"):
         problems.append(
             f"{path} = {asked.forward} forward and {asked.backward} backward: must be equal with {BLOCK}.schedule = "
             f"{shown(block.schedule)}, which has one degree for both phases"
@@ -260,10 +265,23 @@ def _unfit_degrees(block: FSMoEBlock) -> list[str]:
     return problems
 
 
-def _has_common_degree(schedule: str) -> bool:
+def _pipeline_of(schedule: str) -> str:
+    """Return what the degrees of a schedule follow from, see :class:`~ds_fsmoe.planning.presets.Switches`."""
+    if schedule == "best":
+        return ""
     from ds_fsmoe.planning.presets import PRESETS
 
-    return schedule in PRESETS and PRESETS[schedule]().pipeline == "common"
+    return PRESETS[schedule]().pipeline if schedule in PRESETS else ""
+
+
+def _unfit_packing(block: FSMoEBlock) -> list[str]:
+    """Return problems with an ``ep_size`` beside the policy that chooses one."""
+    if block.placement.policy != "lina" or block.ep_size == "auto":
+        return []
+    return [
+        f'{BLOCK}.ep_size = {block.ep_size}: must be "auto", or left out, with {BLOCK}.placement.policy = "lina", '
+        "which chooses it at the start; the other policies go with a number"
+    ]
 
 
 def _unknown_cluster(block: FSMoEBlock) -> list[str]:

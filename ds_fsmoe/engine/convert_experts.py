@@ -31,6 +31,7 @@ from ds_fsmoe.distributed.topology import find_topology, world_size_now
 from ds_fsmoe.engine.convert_adapters import adapters_of, convert_wrappers, wrappers_around
 from ds_fsmoe.engine.cut_parameters import cut_parameter, share_out, tag_as_experts
 from ds_fsmoe.engine.experts_shards import contract_of_shard, shards_of
+from ds_fsmoe.engine.packed_experts import packed_ep_size
 from ds_fsmoe.execution.tensor_parallel import PLAIN
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
@@ -55,18 +56,8 @@ def chosen_ep_size(block: FSMoEBlock, num_experts: list[int], world_size: int, r
     Raises:
         ConfigError: the size asked for does not divide the experts or the ranks; names the choices.
     """
+    fitting = fitting_ep_sizes(block, num_experts, world_size)
     esp_size = block.esp_size
-    if world_size % esp_size:
-        sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
-        raise ConfigError(
-            f"{BLOCK}.expert_tensor_parallel_size = {esp_size}: must divide the {world_size} ranks; the choices are "
-            f"{sizes}"
-        )
-    fitting = [
-        size
-        for size in range(1, world_size + 1)
-        if world_size % (size * esp_size) == 0 and not any(each % size for each in num_experts)
-    ]
     if block.ep_size == "auto":
         inside = (size for size in fitting if ranks_per_node % (size * esp_size) == 0)
         return max(inside, default=1)
@@ -80,12 +71,46 @@ def chosen_ep_size(block: FSMoEBlock, num_experts: list[int], world_size: int, r
     return block.ep_size
 
 
-def ep_size_of(block: FSMoEBlock, experts: Mapping[str, nn.Module]) -> int:
-    """Return over how many ranks the experts of a model are spread. Collective where the nodes have to be found.
+def fitting_ep_sizes(block: FSMoEBlock, num_experts: list[int], world_size: int) -> list[int]:
+    """Return the numbers of ranks that divide the job and all experts, ascending; see :func:`chosen_ep_size`.
 
     Raises:
-        ConfigError: see :func:`chosen_ep_size`; on every rank.
+        ConfigError: the ranks that share an expert do not divide the job.
     """
+    esp_size = block.esp_size
+    if world_size % esp_size:
+        sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        raise ConfigError(
+            f"{BLOCK}.expert_tensor_parallel_size = {esp_size}: must divide the {world_size} ranks; the choices are "
+            f"{sizes}"
+        )
+    return [
+        size
+        for size in range(1, world_size + 1)
+        if world_size % (size * esp_size) == 0 and not any(each % size for each in num_experts)
+    ]
+
+
+def ep_size_of(
+    block: FSMoEBlock, experts: Mapping[str, nn.Module], device: torch.device, expert_before_data: bool
+) -> int:
+    """Return over how many ranks the experts of a model are spread. Collective where the nodes have to be found, or
+    experts are packed by what is measured.
+
+    Args:
+        block: the options.
+        experts: the modules of experts, by name.
+        device: the device of this rank.
+        expert_before_data: see :func:`~ds_fsmoe.distributed.topology.layout`.
+
+    Raises:
+        ConfigError: see :func:`chosen_ep_size` and :func:`~ds_fsmoe.engine.packed_experts.packed_ep_size`; on every
+            rank.
+    """
+    if block.placement.policy == "lina":
+        num_experts = [num_experts_of(each) for each in experts.values()]
+        fitting = fitting_ep_sizes(block, num_experts, world_size_now())
+        return packed_ep_size(block, experts.values(), fitting, device, expert_before_data)
     asked = block.topology.ranks_per_node
     topology = find_topology(None if asked == "auto" else asked)
     return chosen_ep_size(

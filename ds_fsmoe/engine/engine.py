@@ -42,6 +42,7 @@ from ds_fsmoe.engine.convert_layers import (
     make_groups_on_every_stage,
 )
 from ds_fsmoe.engine.expert_groups import groups_of_trained
+from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.generation import generate_together
 from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, without_frozen_experts
@@ -84,6 +85,7 @@ class FSMoEEngine(SavingEngine):
         self.fsmoe.routing = RoutingData(
             self.fsmoe, self.module, self.global_steps, isinstance(self.module, PipelineModule)
         )
+        begin_placement(self, isinstance(self.module, PipelineModule))
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
         log_on_rank_0(summary(self.fsmoe))
 
@@ -319,7 +321,7 @@ class FSMoEEngine(SavingEngine):
         for sentence in sentences:
             log_on_rank_0(words.as_written(sentence), logging.WARNING)
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
-        ep_size = ep_size_of(block, experts) if experts else 1
+        ep_size = ep_size_of(block, experts, device, expert_before_data) if experts else 1
         layers: dict[str, StockMoE | HuggingFaceLayer] = {}
         present = {name or type(model).__name__: module for name, module in model.named_modules()}
         names = [name for name in present if name in stock or name in experts]

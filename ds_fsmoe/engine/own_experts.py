@@ -103,7 +103,8 @@ class Build:
         if not experts:
             return
         check_experts_modules(model, experts, {})
-        ep_size = ep_size_of(self.wanted.block, experts)
+        device = torch.device(get_accelerator().current_device_name())
+        ep_size = ep_size_of(self.wanted.block, experts, device, self.wanted.expert_before_data)
         ranks = layout(world_size_now(), ep_size, 1, self.wanted.expert_before_data).group_of("ep", dist.get_rank())
         for name, module in experts.items():
             self.parts[name] = part = ExpertPart(

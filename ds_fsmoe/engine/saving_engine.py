@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,19 @@ class SavingEngine(DeepSpeedEngine):
         save, checkpoints = super().save_checkpoint, Checkpoints(self)
         if not save_dir or self.checkpoint_engine.is_decoupled():
             checkpoints.check_tag(save_dir, tag, save_latest)
-            return save(save_dir, tag, client_state or {}, save_latest, *more, **others)
+            with self._experts_at_home():
+                return save(save_dir, tag, client_state or {}, save_latest, *more, **others)
 
         def write(name: str) -> Any:
             return save(save_dir, name, client_state or {}, False, *more, **others)
 
-        return checkpoints.save(save_dir, tag, write, save_latest, client_state)
+        with self._experts_at_home():
+            return checkpoints.save(save_dir, tag, write, save_latest, client_state)
+
+    def _experts_at_home(self) -> AbstractContextManager[None]:
+        """Have all experts where they are in the model's own order meanwhile. Collective."""
+        placement = self.fsmoe.placement
+        return nullcontext() if placement is None else placement.at_home()
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -72,7 +80,8 @@ class SavingEngine(DeepSpeedEngine):
         """Save the weights in one file as DeepSpeed does; experts that are spread over ranks are put together."""
         save = super().save_16bit_model
         if not self.spreads_experts or self.zero_optimization_partition_weights():
-            return save(save_dir, save_filename, exclude_frozen_parameters)
+            with self._experts_at_home():
+                return save(save_dir, save_filename, exclude_frozen_parameters)
         whole = whole_state_dict(self, exclude_frozen_parameters)
         with replaced(self, "module_state_dict", lambda **options: whole):
             return save(save_dir, save_filename, exclude_frozen_parameters)
@@ -118,6 +127,11 @@ class SavingEngine(DeepSpeedEngine):
                 "reading of that form runs what files ask for; checkpoints move to another layout without it"
             )
         asked = dict(zip(_LOAD_OPTIONS, others, strict=False)) | options
+        if self.fsmoe.placement is not None:
+            # What is loaded is in the model's own order; where experts were is taken from it afterwards.
+            self.fsmoe.placement.go_home()
+        if self.fsmoe.placement_watch is not None:
+            self.fsmoe.placement_watch.forget()
         tag = None if tag is None else str(tag)
         return Checkpoints(self).load(Path(load_dir), tag, super().load_checkpoint, asked)
 

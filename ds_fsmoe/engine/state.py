@@ -24,9 +24,12 @@ from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
 from ds_fsmoe.layer.unchunked import Uncut
 from ds_fsmoe.observing.predicted import Predicts
+from ds_fsmoe.placement.placements import Placements
+from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
 from ds_fsmoe.tuning.autotune import Autotune
 from ds_fsmoe.tuning.drift import PredictionWatch
+from ds_fsmoe.tuning.micro_ops import MicroOps, cuts_by_bytes
 from ds_fsmoe.tuning.step_comparison import StepComparison
 from ds_fsmoe.versions import VERSION
 
@@ -51,6 +54,10 @@ class FSMoEState:
         self.reduction: Reduction | None = None
         """The reduction of gradients, where we do it."""
         self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
+        self.micro_ops = MicroOps(block, stage_group) if cuts_by_bytes(block) else None
+        """What cuts layers by rule, where that is asked for."""
+        if self.micro_ops is not None:
+            running.instruments.append(self.micro_ops.watch)
         running.observer.predictors = self._predictors
         self.watch: PredictionWatch | None = None
         """The watch that compares steps with their predictions, where that is asked for."""
@@ -61,6 +68,8 @@ class FSMoEState:
             )
         self.updated: UpdatedParameters | None = None
         """The gather of updated parameters, where it is ours."""
+        self.why_not_placed = ""
+        """The reason why no expert moves, though that is asked for."""
         self.gradients = "DeepSpeed's own reduction"
         """The way gradients are reduced, in words."""
 
@@ -69,6 +78,10 @@ class FSMoEState:
             running.instruments.append(self._router_check.watch)
         self.expert_results: ExpertResults | None = None
         """The check of experts' results before each optimizer step, where that is asked for."""
+        self.placement: Placements | None = None
+        """Where experts are, if they may move; made with the engine."""
+        self.placement_watch: PlacementWatch | None = None
+        """The watch that decides when experts move, where that is asked for."""
         self.routing: RoutingData | None = None
         """The object that records and replays routing, once the engine is complete."""
         self.telemetry: Telemetry | None = None
@@ -79,7 +92,8 @@ class FSMoEState:
         self._compared_at = 0
         self._first_step: int | None = None
         self._is_settled = False
-        tries, is_tuned, is_sharded = block.debug.check_experts, block.autotune.enabled, block.esp_size > 1
+        is_tuned = block.autotune.enabled or self.micro_ops is not None
+        tries, is_sharded = block.debug.check_experts, block.esp_size > 1
         self.uncut = Uncut(running.device, tries, is_tuned, is_sharded, stage_group, self._layers_uncut)
         running.checks.append(self.uncut.look)
 
@@ -94,7 +108,8 @@ class FSMoEState:
             for label, layer in self.inner_layers.items():
                 for plan in (layer.pipeline.forward, layer.pipeline.backward):
                     self._facts |= facts_of_plan(label, plan)
-        return self._facts | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
+        placed = {} if self.placement is None else self.placement.facts()
+        return self._facts | placed | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
 
     def at_step(self, number: int) -> None:
         """Take note that optimizer step ``number`` is about to begin, or goes on.
@@ -110,6 +125,7 @@ class FSMoEState:
         elif number > self._first_step and not self._is_settled:
             self._is_settled = True
             self.uncut.settle(self.inner_layers)
+            self._cut_by_rule()
         if self._router_check is not None:
             self._router_check.step = number
         every = self.block.debug.check_every
@@ -117,6 +133,16 @@ class FSMoEState:
             self._compared_at = number
             self.uncut.settle(self.inner_layers)
             check_agreement(self.facts(), self.stage_group, f"how MoE layers are run, at step {number}")
+
+    def _cut_by_rule(self) -> None:
+        """Cut layers by their bytes, where that is asked for and a step has told them. Collective."""
+        if self.micro_ops is None or not self.micro_ops.is_wanted:
+            return
+        self.uncut.settle(self.inner_layers)
+        if self.micro_ops.cut(self.inner_layers):
+            if self.reduction is not None:
+                self.reduction.look_at_plans()
+            self.plans_changed()
 
     def replay(self, indices: Any) -> None:
         """Let the next forward route by choices that are given, such as those of a sampling engine. Collective.
@@ -194,6 +220,10 @@ class FSMoEState:
         Returns:
             The comparison, if one was made.
         """
+        self._cut_by_rule()
+        if self.placement_watch is not None:
+            is_tuned = self.autotune is None or bool(self.autotune.rows and self.autotune.trials is None)
+            self.placement_watch.step_is_over(next_step, is_tuned)
         if self.autotune is not None and self.autotune.trials is not None:
             is_settled = self.autotune.trial_is_over()
             self._facts = {}
@@ -218,6 +248,9 @@ class FSMoEState:
         # In a pipeline of stages, the tensor-parallel ranks are apart from the data-parallel ones.
         if self.stage_group is not None and inner and inner[0].fsmoe.mp_group is not None:
             groups.append(inner[0].fsmoe.mp_group)
+        for each in inner:
+            if each.fsmoe.replicas is not None:
+                each.fsmoe.replicas.weights_changed()
         update_gates((each.gate for each in inner if isinstance(each.gate, GateBase)), groups)
 
     def groups(self) -> dict[str, FSMoEGroups]:
@@ -258,7 +291,20 @@ class FSMoEState:
             "dispatch": _describe_dispatch(self),
             "ops": self.parts.ops.name,
             "gradients": self.gradients,
+            "placement": self.describe_placement(),
         }
+
+    def describe_placement(self) -> str:
+        """Describe who decides where experts are, for the log."""
+        block = self.block.placement
+        if block.policy == "off":
+            return "the model's own order" if self.placement is None else "as the file says, and stays"
+        if block.policy == "lina" and self.placement is None:
+            return "lina: ep_size was chosen at the start, and experts stay"
+        if self.placement is None:
+            return f"{block.policy}: {self.why_not_placed}"
+        spare = f", {block.spare_experts} spare place(s) a rank" if block.spare_experts else ""
+        return f"{block.policy}, decided every {block.every} steps{spare}"
 
 
 def summary(state: FSMoEState) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.step_timer import most_of
-from ds_fsmoe.telemetry.events import named, of_routers
+from ds_fsmoe.placement.events import Event, as_rows
+from ds_fsmoe.telemetry.events import named, of_placement, of_routers
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.router_outputs import router_outputs
 from ds_fsmoe.telemetry.routers import RouterMetrics
@@ -44,6 +46,9 @@ class Telemetry:
         """The record of the run, if there is to be one."""
         self.routers: RouterMetrics | None = None
         self._layers = {each.deepspeed_moe.label: each for each in state.layers.values()}
+        self._decided: list[dict[str, Any]] = []
+        if state.placement_watch is not None:
+            state.placement_watch.on_event.append(self._placement_decided)
         if block.metrics == "off":
             return
         # A script may have given its monitor to rank 0 alone; what is shared at the end of steps is shared by all.
@@ -102,12 +107,40 @@ class Telemetry:
             if self.record is not None:
                 self.record.routers(step, loads)
         self._listen(step)
+        if self._decided:
+            values |= of_placement(self._decided, self._is_detailed)
+            if self.record is not None:
+                self.record.placement(self._with_places(self._decided))
+            self._decided = []
         if found is not None:
             values |= found.values(self._is_detailed)
             if self.record is not None:
                 self.record.compared(asdict(found) | {"busy": found.busy})
         if values and self._tells:
             self._monitor.write_events(named(values, num_samples))
+
+    def _placement_decided(self, events: Sequence[Event]) -> None:
+        self._decided += as_rows(events)
+
+    def _with_places(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows of a decision, those of layers that change with where their experts are and will be."""
+        placement, watch = self._state.placement, self._state.placement_watch
+        assert placement is not None
+        assert watch is not None
+        wanted, found = watch.as_data()["wanted"], []
+        for row in rows:
+            label = row["layer"]
+            if label in wanted:
+                groups = placement.layer(label).fsmoe.groups
+                row = row | {
+                    "places": {
+                        "before": placement.now[label].expert_of_place,
+                        "after": wanted[label]["expert_of_place"],
+                        "node_of_rank": [groups.topology.node_of_rank[each] for each in groups.ranks_of("ep")],
+                    }
+                }
+            found.append(row)
+        return found
 
     def _plans(self) -> dict[str, float]:
         """Return the plans as numbers."""

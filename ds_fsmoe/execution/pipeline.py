@@ -233,6 +233,7 @@ class Pipeline:
         experts: Experts | WholeExperts,
         hook: Hook | None = None,
         weights_R: torch.Tensor | None = None,
+        inputs: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Send rows to the experts and back.
 
@@ -241,6 +242,7 @@ class Pipeline:
             layout: how many they are.
             experts, hook: see :meth:`__call__`.
             weights_R: the weights of this rank's choices, with which the layout was made, where it adds results up.
+            inputs: what stands for the experts' parameters in the graph, one for each; ``None``: they themselves.
 
         Returns:
             As many rows in the same order.
@@ -277,7 +279,8 @@ class Pipeline:
         # Autograd takes the youngest node first, so gradients arrive from the last parameter to the first, as they do
         # from stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of
         # a sum depend on where in a bucket it lies.
-        aliases = map(torch.Tensor.view_as, experts.parameters, experts.parameters)
+        inputs = experts.parameters if inputs is None else inputs
+        aliases = map(torch.Tensor.view_as, inputs, inputs)
         return _ExpertsPart.apply(x_RM, weights_R, of_call, *aliases)
 
 

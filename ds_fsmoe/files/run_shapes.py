@@ -27,6 +27,25 @@ COMPARED: Shape = {
     "busy?": Map(is_number),
 }
 
+
+def _is_expert(value: object) -> bool:
+    return type(value) is int and value >= -1  # -1: an empty place
+
+
+_PLACES = {"before": some(_is_expert), "after": some(_is_expert), "node_of_rank": some(is_whole)}
+PLACEMENT: Shape = {
+    "step": is_whole,
+    "layer": is_text,
+    "rows_E": some(is_number),
+    "balance": is_number,
+    "expected_balance": is_number,
+    "num_swaps": is_whole,
+    "num_replicas": is_whole,
+    "gain_ms": or_none(is_number),
+    "why": is_text,
+    "places?": _PLACES,
+}
+
 _CHOICE = {
     "layers": some(is_text),
     "phase": is_text,

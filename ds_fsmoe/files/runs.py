@@ -2,8 +2,9 @@
 """Reads and writes the folder of a run (``fsmoe.record.dir``); writers and readers share the names here.
 
 ``run.json`` says what ran; ``steps.jsonl`` has a line per optimizer step, ``routers.jsonl`` one per step whose routers
-were observed, ``compared.jsonl`` one per step that was compared with its prediction; ``plans.json`` has what was
-measured and decided; ``trace/`` has what each rank has traced.
+were observed, ``compared.jsonl`` one per step that was compared with its prediction, ``placement.jsonl`` one for each
+layer whenever it was decided where its experts should be; ``plans.json`` has what was measured and decided; ``trace/``
+has what each rank has traced.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ds_fsmoe.files.json_shapes import Shape, fits
 from ds_fsmoe.files.whole_files import append_to, read_regular, write_whole
 
 RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl", "compared.jsonl", "plans.json"
+PLACEMENT = "placement.jsonl"
 TRACE = "trace"
 FORMAT = 1
 STOCK = "stock"
@@ -57,6 +59,7 @@ class Run:
     steps: list[dict[str, Any]] = field(default_factory=list)
     routers: list[dict[str, Any]] = field(default_factory=list)
     compared: list[dict[str, Any]] = field(default_factory=list)
+    placement: list[dict[str, Any]] = field(default_factory=list)
     plans: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     title: str = ""
@@ -94,6 +97,7 @@ def read_run(folder: Path) -> Run:
     run.steps = _lines(run, STEPS, run_shapes.STEP)
     run.routers = _lines(run, ROUTERS, run_shapes.ROUTER)
     run.compared = _lines(run, COMPARED, run_shapes.COMPARED)
+    run.placement = _lines(run, PLACEMENT, run_shapes.PLACEMENT)
     if not (run.facts or run.steps or has_trace(folder)):
         names = ", ".join(sorted(each.name for each in folder.iterdir())[:8]) or "nothing"
         raise NoRunError(

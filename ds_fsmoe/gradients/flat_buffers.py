@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
@@ -151,7 +151,8 @@ class FlatGradients:
         ready = tuple(
             sum(each.numel() for each in self.parameters if ready_of(each) <= window) for window in range(num_windows)
         )
-        return BufferReadiness(self.kind, self.element_bytes, ready, self.numel)
+        ends = accumulate(each.numel() for each in self.in_order(ready_of))
+        return BufferReadiness(self.kind, self.element_bytes, ready, self.numel, tuple(ends))
 
     def in_order(self, ready_of: Callable[[nn.Parameter], int]) -> list[nn.Parameter]:
         """Return the parameters in the order in which their gradients come, those of one window spread over owners."""

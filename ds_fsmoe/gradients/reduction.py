@@ -34,8 +34,16 @@ from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, WindowBytes, plan_by_bytes, plan_by_rule
-from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.gradient_plan import (
+    BufferReadiness,
+    GradientPlan,
+    GradientSlice,
+    WindowBytes,
+    plan_by_bytes,
+    plan_by_rule,
+    plan_micro_ops,
+)
+from ds_fsmoe.planning.gradients import Mode, slice_bytes
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 
@@ -95,6 +103,7 @@ class Reduction:
     ) -> None:
         self.mode = mode
         self._asked = block.gradient_partition
+        self._chunk_bytes = slice_bytes(mode, self._asked.asked_bytes)
         self._layers = tuple(layers)
         self._by_rule = block.deterministic
         self._door = (Stages1And2 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else Stage0)(engine)
@@ -146,7 +155,13 @@ class Reduction:
         # Which way is faster depends on the links alone.
         if self._tried_levels is None:
             self._tried_levels = self._costs()[1]
-        return replace(plan_by_bytes(supplies, self._tried), two_levels=self._tried_levels)
+        if self.mode == "micro_ops":
+            # As many bytes as were foreseen, in slices of the tensors that there are.
+            room = [(_total(each.moe), _total(each.dense)) for each in self._tried]
+            plan = plan_micro_ops(supplies, room, lambda each: _bytes_in(each, supplies), self._chunk_bytes)
+        else:
+            plan = plan_by_bytes(supplies, self._tried)
+        return replace(plan, two_levels=self._tried_levels)
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
         """See :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
@@ -159,8 +174,11 @@ class Reduction:
             layer.fsmoe.attach(self.reducer)
 
     def look_at_plans(self) -> None:
-        """Measure in the backwards of the layers' changed plans, until gradients are planned."""
+        """Measure in the backwards of the layers' changed plans, until gradients are planned, unless by rule."""
         if self.reducer.plan is not None:
+            return
+        if self._by_rule:
+            self._watch_no_more()
             return
         for layer in self._layers:
             # A graph that is older keeps the window of its own plan.
@@ -178,22 +196,37 @@ class Reduction:
         if self._by_rule:
             # In two levels wherever that can be, unless it was asked for otherwise.
             two_levels = [each.nodes is not None and self._asked.levels != 1 for each in self.reducer.flats]
-            plan = plan_by_rule(supplies, self.mode, self._asked.chunk_bytes)
+            plan = plan_by_rule(supplies, self.mode, self._chunk_bytes)
             return replace(plan, two_levels=tuple(two_levels))
         costs, two_levels = self._costs()
         if not num_windows:
-            plan = plan_by_rule(supplies, self.mode, self._asked.chunk_bytes)
+            plan = plan_by_rule(supplies, self.mode, self._chunk_bytes)
             return from_first_rank(replace(plan, two_levels=two_levels), group)
         idle = self._idle.typical(num_windows, group)
+        plan = self._plan_by_time(supplies, costs, idle)
+        plan = from_first_rank(replace(plan, two_levels=two_levels), group)
+        log_on_rank_0(_describe(plan, supplies, idle, self.mode, self.reducer.flats))
+        return plan
+
+    def _plan_by_time(
+        self, supplies: Sequence[BufferReadiness], costs: Sequence[LinearCost], idle: Sequence[Idle]
+    ) -> GradientPlan:
+        """Return a plan for the time that was measured to be left, and what sending costs."""
+        if self.mode == "micro_ops":
+            # Inside a layer there is room where no all-to-all comes that could have to wait.
+            has_alltoalls = any(each.pipeline.backward.groups.ep > 1 for each in self._layers)
+            room = [(0.0 if has_alltoalls else each.moe_ms, each.dense_ms) for each in idle]
+
+            def took_ms(each: GradientSlice) -> float:
+                return costs[each.flat].ms(_bytes_in(each, supplies))
+
+            return plan_micro_ops(supplies, room, took_ms, self._chunk_bytes)
         placements = self._layers[0].pipeline.backward.groups.placements
         # Experts of the first layer may have nobody to be summed with, and those of another with another ep_size do.
         lanes_of = {GRAD: placements["dp"].lanes, EXPERT_GRAD: placements["edp"].lanes or placements["dp"].lanes}
         lanes = [lanes_of[each.kind] for each in supplies]
-        solver, chunk_bytes = self._asked.solver, self._asked.chunk_bytes
-        plan = plan_by_time(supplies, lanes, costs, idle, self.mode, solver=solver, chunk_bytes=chunk_bytes)
-        plan = from_first_rank(replace(plan, two_levels=two_levels), group)
-        log_on_rank_0(_describe(plan, supplies, idle, self.mode, self.reducer.flats))
-        return plan
+        solver, chunk_bytes = self._asked.solver, self._chunk_bytes
+        return plan_by_time(supplies, lanes, costs, idle, self.mode, solver=solver, chunk_bytes=chunk_bytes)
 
     def _costs(self) -> tuple[list[LinearCost], tuple[bool, ...]]:
         """Return what sending costs, and which buffers are added up in two levels. Collective.
@@ -239,6 +272,16 @@ def _memory_of(flats: Sequence[FlatGradients], is_partitioned: bool) -> str:
             'wanted: "gradient_partition": {"mode": "off"}'
         )
     return sentence
+
+
+def _total(slices: Sequence[tuple[str, float]]) -> float:
+    """Return the bytes of several slices."""
+    return sum(size_bytes for _, size_bytes in slices)
+
+
+def _bytes_in(each: GradientSlice, supplies: Sequence[BufferReadiness]) -> int:
+    """Return the bytes of a slice."""
+    return (each.stop - each.first) * supplies[each.flat].element_bytes
 
 
 def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, int]:

@@ -180,7 +180,9 @@ class FSMoEExperts(nn.Module):
         state.gate.k = top_k_index.shape[-1]
         shape = hidden_states.shape
         x_SM = hidden_states.reshape(-1, shape[-1])
-        index_SK, weights_SK = (each.reshape(len(x_SM), -1) for each in (top_k_index, top_k_weights))
+        # Of no tokens torch cannot tell how many choices each has.
+        sizes = [len(x_SM), -1] if len(x_SM) else [0, top_k_index.shape[-1]]
+        index_SK, weights_SK = (each.reshape(sizes) for each in (top_k_index, top_k_weights))
         if weights_SK.shape != index_SK.shape:
             # Some families of the first releases mean a weight for each expert, and some the first k of those.
             raise LayerError(
@@ -198,6 +200,7 @@ class FSMoEExperts(nn.Module):
             return replace(routing_of_choices(index_SK, weights_SK, state.total_experts), experts_KS=chosen_KS)
 
         local = self.local_experts()
+        placed = state.placed_call(local.parameters)
         group = state.capacity_group
         of_layer = state.label, state.path, self.training, x_SM, group, route, state.pipeline, local, local
         call = LayerCall(*of_layer, in_rows=True)
@@ -214,6 +217,7 @@ class FSMoEExperts(nn.Module):
             callbacks=state.parts.callbacks,
             name=state.path,
             in_rows=True,
+            placed=placed,
         )
         return result.output.view(shape).to(hidden_states.dtype)
 
@@ -223,7 +227,8 @@ class FSMoEExperts(nn.Module):
         if state.adapters:
             return StackedExperts(self, state.contract, state.own_forward, state.path, state.adapters)
         if state.known_experts is None:
-            experts = StackedExperts(self, state.contract, state.own_forward, state.path)
+            spare = None if state.replicas is None else state.replicas.modules[0]
+            experts = StackedExperts(self, state.contract, state.own_forward, state.path, spare=spare)
             state.known_experts = list(experts.parameters), experts
         return state.known_experts[1]
 

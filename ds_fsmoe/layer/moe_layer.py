@@ -40,6 +40,7 @@ from ds_fsmoe.execution.token_cuts import TokenCuts
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_checks import agreed, by_class, by_trial
 from ds_fsmoe.layer.node_routing import number_by_node
+from ds_fsmoe.layer.placed import Placed
 from ds_fsmoe.layer.recomputed import remembering, take, tape_torchs_functions
 from ds_fsmoe.layer.row_routing import number_rows, sends_rows
 from ds_fsmoe.layer.widths import check_width, naming_widths
@@ -79,6 +80,7 @@ def token_path(
     width: int | None = None,
     name: str = "",
     in_rows: bool = False,
+    placed: Placed | None = None,
 ) -> MoEOutput:
     """Run gate, order, the way to the experts and back chunk by chunk, i-order.
 
@@ -95,6 +97,7 @@ def token_path(
         width: M, as the layer was made; ``None`` where it is not known.
         name: the layer's name for messages; the pipeline's label unless given.
         in_rows: whether rows travel, as many as tokens were given to each expert, or all slots.
+        placed: where experts are, if not in the model's own order; the gate then gives a :class:`Routing`.
 
     Raises:
         LayerError: an input or an expert has another width.
@@ -116,11 +119,14 @@ def token_path(
     check_width(name, x, width)
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
-    run = partial(pipeline.run, experts=experts, hook=hooked if callbacks else None)
+    inputs = None if placed is None else placed.inputs
+    run = partial(pipeline.run, experts=experts, hook=hooked if callbacks else None, inputs=inputs)
+    # What hooks, losses and counts see is about experts; what is sent is about places.
+    sent = routing if placed is None else placed.routing(routing)
     if in_rows:
-        y_SM = _through_rows(x_SM, routing, order, run, pipeline, name, experts)
+        y_SM = _through_rows(x_SM, sent, order, run, pipeline, name, experts)
     else:
-        y_SM = _through_slots(x_SM, routing, order, run, pipeline, name, experts, duplicates)
+        y_SM = _through_slots(x_SM, sent, order, run, pipeline, name, experts, duplicates)
     y = hooked("before_moe_end_hook", y_SM.reshape(x.shape))
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
 

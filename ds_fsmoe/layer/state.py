@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.order import OrderBase
@@ -21,11 +22,14 @@ from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParal
 from ds_fsmoe.layer.alltoall_tasks import Exchange
 from ds_fsmoe.layer.moe_layer import pipeline_without_engine
 from ds_fsmoe.layer.parts import Parts
+from ds_fsmoe.layer.placed import Placed
 from ds_fsmoe.layer.recomputed import runs_again, take
+from ds_fsmoe.layer.replicas import Replicas
 from ds_fsmoe.layer.row_routing import sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.unsharded import UnshardedExperts
 from ds_fsmoe.observing.instruments import Check, Instrument
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.layer_plan import LayerPlan
 
 
@@ -66,6 +70,10 @@ class LayerState:
     """The modules and parameters of the experts, and the set that was made of them."""
     is_in_slots: bool = False
     """Whether slots are sent, whatever the all-to-all, as far as was known when groups were made."""
+    placed: Placed | None = None
+    """Where the experts are; ``None``: in the model's own order."""
+    replicas: Replicas | None = None
+    """The spare places for experts of other ranks, where there are any."""
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
 
     @property
@@ -134,6 +142,44 @@ class LayerState:
         self.apply(self.running.plan)
         self.running.observer.meet(self.pipeline, groups)
         return groups
+
+    def make_spare_places(self, experts: nn.Module | Sequence[nn.Module], num_spare: int) -> None:
+        """Make room for replicas of experts of other ranks.
+
+        Args:
+            experts: the module with the weights of this rank's experts, or these one by one.
+            num_spare: the places.
+        """
+        assert self.groups is not None
+        self.replicas = Replicas(experts, num_spare, self.groups.block_group)
+        self.known_experts = None
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Send rows to where this placement has the experts, from the next call on. The same on every rank.
+
+        Args:
+            placement: the placement; the experts themselves have been moved already.
+        """
+        assert self.groups is not None
+        ranks, node_of_rank = self.groups.ranks_of("ep"), self.groups.topology.node_of_rank
+        is_as_ever = placement.is_at_start and not placement.num_spare
+        nodes = tuple(node_of_rank[each] for each in ranks)
+        rank = ranks.index(self.groups.rank)
+        self.placed = None if is_as_ever else Placed(placement, rank, nodes)
+        if self.replicas is not None:
+            self.replicas.place(placement, rank)
+
+    def placed_call(self, parameters: Sequence[torch.Tensor]) -> Placed | None:
+        """Return where rows go in a call that begins. Collective where replicas get their weights.
+
+        Args:
+            parameters: those of the experts that are called, replicas among them.
+        """
+        if self.placed is None or self.replicas is None:
+            return self.placed
+        given = zip(self.replicas.weights, self.replicas.inputs(), strict=True)
+        of_spare = {id(weight): each for weight, each in given}
+        return replace(self.placed, inputs=tuple(of_spare.get(id(each), each) for each in parameters))
 
     def run_alone(self, group: dist.ProcessGroup | None) -> None:
         """Run the layer without an engine of ours: one task after another, among the ranks of ``group``."""

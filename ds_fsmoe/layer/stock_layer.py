@@ -155,6 +155,7 @@ class FSMoELayer(StockMOELayer):
         if isinstance(self.gate, (FSMoEGate, GateBase)):
             self.gate.needs_capacity = not in_rows
         call = self._call(hidden_states, in_rows)
+        placed = state.placed_call(call.experts.parameters)
         given = state.next_given()
         state.check_given(given, hidden_states.shape[:-1].numel())
         call.gate = remembering(call.gate, self.gate, state, given)
@@ -174,6 +175,7 @@ class FSMoELayer(StockMOELayer):
                 width=getattr(self.gate, "takes_width", None),
                 name=state.path,
                 in_rows=in_rows,
+                placed=placed,
             )
         self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
         if state.mp_group is not None and not state.tensor_parallel.same_tokens:
@@ -193,7 +195,9 @@ class FSMoELayer(StockMOELayer):
         """Return the next call of the layer, as it is made where no instrument changes it."""
         state, local = self.fsmoe, self.local_experts()
         experts: ExpertSet | WholeExperts | None = local
-        if why_called(self.experts) is not None:
+        if (why := why_called(self.experts)) is not None:
+            if state.replicas is not None:
+                raise LayerError(f"{state.path}: {why}, and replicas of experts are no part of it: use spare_experts 0")
             if not state.pipeline.is_cut:
                 experts = whole_experts(self.experts, state.path)
             elif local is None:
@@ -233,7 +237,8 @@ class FSMoELayer(StockMOELayer):
         # Compared by identity: whoever puts other modules or parameters in their place gets a new set.
         present = [*modules, *(parameter for module in modules for parameter in module.parameters())]
         if state.known_experts is None or [*map(id, present)] != [*map(id, state.known_experts[0])]:
-            state.known_experts = present, ExpertSet(modules, keep_expert_dim=True, path=state.path)
+            spare = () if state.replicas is None else state.replicas.modules
+            state.known_experts = present, ExpertSet((*modules, *spare), keep_expert_dim=True, path=state.path)
         return state.known_experts[1]
 
     def _set_ep_group(self, ep_group: dist.ProcessGroup) -> None:

@@ -173,10 +173,21 @@ def call_timeline(
     Raises:
         ValueError: a cost is missing.
     """
-    run = sized(schedule, plan, shape)
+    return sized_timeline(sized(schedule, plan, shape), plan.backward, costs, same_chunks, contention, is_serial)
+
+
+def sized_timeline(
+    run: Schedule,
+    backward: bool,
+    costs: LayerCosts,
+    same_chunks: bool = True,
+    contention: Contention = IDEAL,
+    is_serial: bool = False,
+) -> Timeline:
+    """Simulate one phase of one call whose tasks have their sizes already; see :func:`call_timeline`."""
     if not costs.is_per_launch:
         run = Schedule(tuple(replace(task, launches=min(1, task.launches)) for task in run.tasks))
-    of_phase, host_ms = costs.of(plan.backward, same_chunks)
+    of_phase, host_ms = costs.of(backward, same_chunks)
     if is_serial:
         return simulate(run.in_one_lane(), of_phase, IDEAL, host_ms)
     return simulate(run, of_phase, contention, host_ms)

@@ -56,7 +56,7 @@ class Search:
         each allowed order."""
         isolated = Planner(self.planner.costs, replace(self.planner.settings, contention=IDEAL))
         found = [self.fastest(), self._again(self.fastest(planner=isolated)), *self._by_alltoall()]
-        if self.space.asked == (None, None):
+        if self.space.asked == (None, None) and self.space.micro_op_bytes is None:
             capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]
             most = max(1, min((each for each in capacities if each is not None), default=0))
             orders = [order for backward in (False, True) for order in self.space.orders(backward, False)]

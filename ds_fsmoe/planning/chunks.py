@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module cuts a capacity into chunks of whole slots, the same for the planner's prices and for the run."""
+"""This module cuts a capacity into chunks of whole slots, and bytes into micro-ops of one size, the same for the
+planner's prices and for the run."""
 
 from __future__ import annotations
 
 import itertools
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.workload import MoEWork
+
+MICRO_OP_BYTES = 30_000_000
+"""The size of a micro-op in Lina (ATC'23, section 7.1: a partition size of 30 MB), in bytes."""
 
 
 @lru_cache(maxsize=4096)
@@ -32,3 +40,28 @@ def chunk_shares(capacity: int | None, degree: int) -> tuple[float, ...]:
     if not capacity:
         return (1.0 / degree,) * degree
     return tuple((stop - start) / capacity for start, stop in itertools.pairwise(chunk_bounds(capacity, degree)))
+
+
+def num_micro_ops(size_bytes: float, micro_op_bytes: int) -> int:
+    """Return into how many micro-ops of this size or less bytes are cut; at least one."""
+    return max(1, -int(-size_bytes // micro_op_bytes))
+
+
+def micro_op_ends(size: int, count: int) -> tuple[int, ...]:
+    """Return where each of so many micro-ops ends that are as equal as whole units allow (Lina, section 4.2)."""
+    return tuple(size * place // count for place in range(1, count + 1))
+
+
+def degree_by_bytes(moe: MoEWork, micro_op_bytes: int, max_degree: int) -> int:
+    """Return the number of chunks in which no all-to-all of a layer has more bytes than a micro-op.
+
+    It is the same in both phases, as what goes in in one of them comes out in the other.
+
+    Args:
+        moe: the experts' part of the layer in one phase; without all-to-alls it is not cut.
+        micro_op_bytes: the bytes of a micro-op.
+        max_degree: the largest number; no more than there are slots.
+    """
+    size_bytes = max((each.size for each in (*moe.enter, *moe.leave)), default=0.0)
+    most = max_degree if moe.capacity is None else min(max_degree, moe.capacity)
+    return max(1, min(most, num_micro_ops(size_bytes, micro_op_bytes)))

@@ -7,9 +7,11 @@ what comes between it and the next MoE layer (``dense``). Gradients in no window
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ds_fsmoe.planning.chunks import micro_op_ends, num_micro_ops
 from ds_fsmoe.planning.gradients import Mode
 
 # Where a slice begins in its buffer, which is itself aligned to more: at 256 bytes or 512, so that NCCL loads 16 bytes
@@ -44,6 +46,8 @@ class BufferReadiness:
     ready: tuple[int, ...]
     """Window -> how many elements, counted from the start, exist when it opens; it never falls."""
     numel: int
+    tensor_ends: tuple[int, ...] = ()
+    """Where each tensor ends, ascending, the last at ``numel``; empty: it is one tensor."""
 
     @property
     def step(self) -> int:
@@ -53,6 +57,21 @@ class BufferReadiness:
     def end(self, stop: int) -> int:
         """Return where a slice ends that should end here at the latest. The remainder goes with the next slice."""
         return stop if stop >= self.numel else stop // self.step * self.step
+
+    def micro_ops(self, chunk_bytes: int) -> list[int]:
+        """Return where slices of single tensors end, ascending: those of a tensor are as equal as steps allow.
+
+        Args:
+            chunk_bytes: the bytes of a slice, to within a step.
+        """
+        found, first = [0], 0
+        for end in self.tensor_ends or (self.numel,):
+            count = min(end - first, num_micro_ops((end - first) * self.element_bytes, chunk_bytes))
+            ends = [self.end(first + each) for each in micro_op_ends(end - first, count)] if count else []
+            # A tensor's own end need not be a whole step.
+            found += dict.fromkeys(each for each in (*ends[:-1], end) if each > found[-1])
+            first = end
+        return found[1:]
 
 
 @dataclass(frozen=True)
@@ -102,19 +121,23 @@ def plan_by_rule(supplies: Sequence[BufferReadiness], mode: Mode, chunk_bytes: i
 
     ``adaptive`` gives each remaining window the same share of what exists; ``fixed_chunk`` one slice of
     ``chunk_bytes`` (of :attr:`BufferReadiness.step` elements at the least) from each buffer to each window;
-    ``dense_only`` all that exists to the parts beside the layers. Each does so as nearly as whole steps allow.
+    ``dense_only`` all that exists to the parts beside the layers; ``micro_ops`` the oldest slice of a tensor to each of
+    these parts, as one that has just begun is all that the next all-to-all may have to wait for. Each does so as nearly
+    as whole steps allow.
 
     Args:
         supplies: the supplies of the buffers.
         mode: any mode but "off".
-        chunk_bytes: the slice size for ``fixed_chunk``.
+        chunk_bytes: the slice size for ``fixed_chunk`` and ``micro_ops``.
 
     Raises:
         ValueError: another mode.
     """
-    if mode not in ("adaptive", "fixed_chunk", "dense_only"):
-        raise ValueError(f"mode = {mode!r}: the choices are adaptive, fixed_chunk, dense_only")
     num_windows = max((len(each.ready) for each in supplies), default=0)
+    if mode == "micro_ops":
+        return plan_micro_ops(supplies, [(0.0, 1.0)] * num_windows, lambda each: 1.0, chunk_bytes)
+    if mode not in ("adaptive", "fixed_chunk", "dense_only"):
+        raise ValueError(f"mode = {mode!r}: the choices are adaptive, fixed_chunk, dense_only, micro_ops")
     sent = [0] * len(supplies)
     moe: list[tuple[GradientSlice, ...]] = []
     dense: list[tuple[GradientSlice, ...]] = []
@@ -177,3 +200,45 @@ def plan_by_bytes(supplies: Sequence[BufferReadiness], windows: Sequence[WindowB
         moe.append(take(wanted.moe, window))
         dense.append(take(wanted.dense, window))
     return GradientPlan(tuple(moe), tuple(dense), tuple(each.numel for each in supplies))
+
+
+def plan_micro_ops(
+    supplies: Sequence[BufferReadiness],
+    room: Sequence[tuple[float, float]],
+    cost_of: Callable[[GradientSlice], float],
+    chunk_bytes: int,
+) -> GradientPlan:
+    """Return a plan of slices that have a part of one tensor each, the oldest first (Lina, sections 4.2 and 6.1).
+
+    Args:
+        supplies: the supplies of the buffers.
+        room: for each window in the order of the backward, how much there is room for inside the layer and beside what
+            follows it: a slice is sent where those before it have not used that up. Missing windows have none.
+        cost_of: what a slice takes of it.
+        chunk_bytes: the bytes of a slice.
+    """
+    num_windows = max((len(each.ready) for each in supplies), default=0)
+    ends = [each.micro_ops(chunk_bytes) for each in supplies]
+    # A slice exists from the first window on that finds its end there; in no window it is left for the end.
+    oldest = sorted(
+        (bisect_left(supply.ready, end), index, place)
+        for index, supply in enumerate(supplies)
+        for place, end in enumerate(ends[index])
+    )
+    parts: list[tuple[tuple[GradientSlice, ...], ...]] = []
+    at = 0
+    for window in range(num_windows):
+        num_there = bisect_right(oldest, window, key=lambda each: each[0])
+        of_window = []
+        for left in room[window] if window < len(room) else (0.0, 0.0):
+            parcels: list[GradientSlice] = []
+            while at < num_there and left > 0:
+                _, index, place = oldest[at]
+                first = ends[index][place - 1] if place else 0
+                parcels.append(GradientSlice(supplies[index].kind, index, first, ends[index][place]))
+                left -= cost_of(parcels[-1])
+                at += 1
+            of_window.append(tuple(parcels))
+        parts.append(tuple(of_window))
+    moe, dense = (tuple(each[part] for each in parts) for part in (0, 1))
+    return GradientPlan(moe, dense, tuple(each.numel for each in supplies))

@@ -9,62 +9,22 @@ then, so nothing is ever sent before it exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
+from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
+from ds_fsmoe.planning.gradient_queue import Partition, QueuedGradient, Window
+from ds_fsmoe.planning.gradient_slices import by_priority, of_one_size
+from ds_fsmoe.planning.schedule import EXPERT_GRAD
 
 CHUNK_BYTES = 30 * 2**20
-"""The best slice size according to Lina (its section 4)."""
-Mode = Literal["off", "dense_only", "fixed_chunk", "adaptive"]
-MODES: tuple[Mode, ...] = ("off", "dense_only", "fixed_chunk", "adaptive")
+"""The size of the slices of ``fixed_chunk``: the paper's reading of Lina's 30 MB."""
+Mode = Literal["off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"]
+MODES: tuple[Mode, ...] = ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive")
 SOLVERS = ("dp", "de")
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedGradient:
-    """The gradients of one layer and one kind, which wait in a queue until they are sent."""
-
-    kind: str
-    lanes: tuple[Lane, ...]
-    size_bytes: int
-    cost: LinearCost
-    layer: int = -1
-    """The layer in the order of the backward; -1: the gradients existed before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A part of the backward during which gradients can be sent."""
-
-    layer: int
-    kind: Literal["moe", "dense"]
-    num_pieces: int
-    """How many pieces of the queue exist when the window opens."""
-    extra_ms: Callable[[np.ndarray], np.ndarray]
-    """Time of gradients sent in it -> how much longer the layer gets. The function never falls and is 0 for nothing."""
-
-
-@dataclass(frozen=True)
-class Partition:
-    """The gradients that each window sends."""
-
-    slices: tuple[tuple[Slice, ...], ...]
-    """The slices of each window, one entry per window."""
-    tail: tuple[Slice, ...]
-    """The slices that are sent after the backward."""
-    extra_ms: float
-    """How much longer all layers get, including the tail."""
-
-    @property
-    def size_bytes(self) -> float:
-        """The bytes of everything that is sent."""
-        return sum(each.size_bytes for slices in (*self.slices, self.tail) for each in slices)
 
 
 class _Queue:
@@ -151,7 +111,7 @@ def partition(
     mode: Mode,
     *,
     solver: str = "dp",
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     num_steps: int | None = None,
     seed: int = 0,
 ) -> Partition:
@@ -161,10 +121,11 @@ def partition(
         pieces: the queue, in the order in which the gradients are produced.
         windows: the windows, in the order of the backward.
         mode: send all at the end; all that exists beside each layer's dense part; slices of one size wherever the
-            link would be idle (Lina); or slices where they cost least.
+            link would be idle; slices of single tensors where no all-to-all waits (Lina); or slices where they cost
+            least.
         solver: the solver for ``adaptive``: "dp", exact up to the queue's steps, or "de", the paper's two steps with
             differential evolution.
-        chunk_bytes: the slice size for ``fixed_chunk``.
+        chunk_bytes: the slice size for ``fixed_chunk`` and ``micro_ops``; ``None``: each one's own.
         num_steps: the number of steps in the queue; ``None``: 16 to 256 per layer, so that large models stay fast.
         seed: the random seed for "de".
 
@@ -186,12 +147,20 @@ def partition(
     if mode == "dense_only":
         return _evaluated(queue, windows, _dense_only(queue, windows))
     if mode == "fixed_chunk":
-        return _fixed_chunk(pieces, windows, chunk_bytes)
+        return of_one_size(pieces, windows, slice_bytes(mode, chunk_bytes))
+    if mode == "micro_ops":
+        return by_priority(pieces, windows, slice_bytes(mode, chunk_bytes))
     cuts = _dp(queue, windows) if solver == "dp" else _de(queue, windows, seed)
     return _evaluated(queue, windows, cuts)
 
 
-def check_solver(solver: str, chunk_bytes: int) -> None:
+def slice_bytes(mode: Mode, asked: int | None) -> int:
+    """Return the slice size of a mode: as asked for, or the mode's own where that is ``None``."""
+    own = MICRO_OP_BYTES if mode == "micro_ops" else CHUNK_BYTES
+    return own if asked is None else asked
+
+
+def check_solver(solver: str, chunk_bytes: int | None) -> None:
     """Check that gradients can be placed with these settings.
 
     Raises:
@@ -199,6 +168,8 @@ def check_solver(solver: str, chunk_bytes: int) -> None:
     """
     if solver not in SOLVERS:
         raise ValueError(f"gradient_partition.solver = {solver!r}: the choices are {', '.join(SOLVERS)}")
+    if chunk_bytes is None:
+        return
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
         raise ValueError(f"gradient_partition.chunk_bytes = {chunk_bytes}: must be a whole number of at least 1")
 
@@ -337,32 +308,3 @@ def _evaluated_ms(queue: _Queue, windows: Sequence[Window], cuts: Sequence[int])
     pairs = zip(windows, times_ms, strict=True)
     extra_ms = sum(float(window.extra_ms(np.array([time_ms]))[0]) for window, time_ms in pairs)
     return extra_ms + queue.tail_ms(int(last[-1]))
-
-
-def _fixed_chunk(pieces: Sequence[QueuedGradient], windows: Sequence[Window], chunk_bytes: int) -> Partition:
-    """Lina's rule as a static list: while a window's link would be idle, send one more slice; the last may overrun."""
-    waiting: list[Slice] = []
-    costs = {each.kind: each.cost for each in pieces}
-
-    def arrive(first: int, last: int) -> None:
-        for piece in pieces[first:last]:
-            whole, rest = divmod(piece.size_bytes, chunk_bytes)
-            sizes = [chunk_bytes] * whole + ([rest] if rest else [])
-            waiting.extend(Slice(piece.kind, piece.lanes, size, piece.layer) for size in sizes)
-
-    def ms(slices: Sequence[Slice]) -> float:
-        return sum(costs[each.kind].ms(each.size_bytes) for each in slices)
-
-    sent, total_ms, arrived = [], 0.0, 0
-    moment_ms = 1e-6 * max((each.cost.ms(each.size_bytes) for each in pieces), default=0.0) or 1e-9
-    for window in windows:
-        arrive(arrived, window.num_pieces)
-        arrived = max(arrived, window.num_pieces)
-        here: list[Slice] = []
-        # Idle is a link on which a moment more would cost nothing.
-        while waiting and float(window.extra_ms(np.array([ms(here) + moment_ms]))[0]) <= 0.5 * moment_ms:
-            here.append(waiting.pop(0))
-        total_ms += float(window.extra_ms(np.array([ms(here)]))[0]) if here else 0.0
-        sent.append(tuple(here))
-    arrive(arrived, len(pieces))
-    return Partition(tuple(sent), tuple(waiting), total_ms + ms(waiting))

@@ -15,8 +15,10 @@ import numpy as np
 
 from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.cost import Cost
-from ds_fsmoe.planning.gradients import CHUNK_BYTES, Mode, Partition, QueuedGradient, Window, check_solver, partition
+from ds_fsmoe.planning.gradient_queue import Partition, QueuedGradient, Window
+from ds_fsmoe.planning.gradients import Mode, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.presets import BEST, Switches, preset
@@ -49,7 +51,9 @@ class Settings:
     max_degree: int = 16
     solver: str = "exact"
     gradient_solver: str = "dp"
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None
+    """The bytes of a slice of gradients, and of a micro-op of an all-to-all; ``None``: as each mode and schedule has
+    them."""
     seed: int = 0
     is_serial: bool = False
     """Whether tasks run one after another, whatever their lane."""
@@ -76,9 +80,19 @@ class Settings:
         """
         shared = self.shared_link or self.contention.links >= SHARED_LINK
         found = SearchSpace.of(
-            schedule, self.max_degree, shared_link=shared, min_gain=self.min_gain, without=tuple(without)
+            schedule,
+            self.max_degree,
+            shared_link=shared,
+            min_gain=self.min_gain,
+            without=tuple(without),
+            micro_op_bytes=self.micro_op_bytes,
         )
         return replace(found, solver=self.solver)
+
+    @property
+    def micro_op_bytes(self) -> int:
+        """The bytes of a micro-op of an all-to-all."""
+        return MICRO_OP_BYTES if self.chunk_bytes is None else self.chunk_bytes
 
 
 @dataclass
@@ -236,7 +250,8 @@ class Planner:
     ) -> Partition:
         def piece(gradient: Gradient, layer: Layer, index: int) -> QueuedGradient:
             cost = (layer.costs or self._written).backward[gradient.kind]
-            return QueuedGradient(gradient.kind, gradient.lanes, gradient.size_bytes, cost, index)
+            of_gradient = gradient.kind, gradient.lanes, gradient.size_bytes, cost, index
+            return QueuedGradient(*of_gradient, gradient.tensors_bytes)
 
         grads = [*carried, *(each for layer in layers for each in layer.gradients)]
         # What is sent at the end has no use for windows, and finding out what they cost takes time.
@@ -246,14 +261,17 @@ class Planner:
                 self._windows(layer, pair[1], space, _lanes(grads))
                 for layer, pair, space in zip(layers, alone, spaces, strict=True)
             ]
+        rooms_ms = [(0.0, 0.0)] * len(layers)
+        if mode == "micro_ops":
+            rooms_ms = [self._rooms_ms(*each, _lanes(grads)) for each in zip(layers, alone, strict=True)]
         pieces = [piece(each, layers[kinds[0]], -1) for each in carried]
         windows = []
         for index, kind in enumerate(kinds):
             layer = layers[kind]
-            windows.append(Window(index, "moe", len(pieces), prices[kind][0]))
+            windows.append(Window(index, "moe", len(pieces), prices[kind][0], rooms_ms[kind][0]))
             # The experts' gradients of a layer exist before the layer is through, the others only then.
             pieces += [piece(each, layer, index) for each in layer.gradients if each.kind == EXPERT_GRAD]
-            windows.append(Window(index, "dense", len(pieces), prices[kind][1]))
+            windows.append(Window(index, "dense", len(pieces), prices[kind][1], rooms_ms[kind][1]))
             pieces += [piece(each, layer, index) for each in layer.gradients if each.kind != EXPERT_GRAD]
         settings = self.settings
         return partition(
@@ -264,6 +282,17 @@ class Planner:
             chunk_bytes=settings.chunk_bytes,
             seed=settings.seed,
         )
+
+    def _rooms_ms(self, layer: Layer, alone: tuple[Choice, Choice], lanes: tuple[Lane, ...]) -> tuple[float, float]:
+        """Return how long gradients may begin inside a layer and beside what follows it, with no all-to-all that waits
+        for their link: inside it only where tokens stay on their rank."""
+        if self.settings.is_serial:
+            return 0.0, 0.0
+        # What is under way meanwhile may make all of them take longer, by so much at the most.
+        slower = self.settings.contention.slowdown(lanes[0], set(Lane))
+        costs, moe = layer.costs or self._written, layer.backward.moe
+        after_ms = self.times(layer.backward, costs, True, lanes).after_ms
+        return 0.0 if (*moe.enter, *moe.leave) else alone[1].time_ms / slower, after_ms / slower
 
     def _windows(
         self, layer: Layer, alone: Choice, space: SearchSpace, lanes: tuple[Lane, ...]
@@ -324,7 +353,8 @@ def plan_by_switches(
 ) -> ModelPlan:
     """Plan a step the way a system with these switches would."""
     settings = planner.settings
-    space = replace(SearchSpace.of_switches(switches, settings.max_degree), solver=settings.solver)
+    space = SearchSpace.of_switches(switches, settings.max_degree, settings.micro_op_bytes)
+    space = replace(space, solver=settings.solver)
     return planner.plan(layers, space, switches.gradients, carried)
 
 

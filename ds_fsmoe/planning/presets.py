@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The named systems, as points among four switches that go together in any way.
 
-The sources are the paper's figure 3 and its section 6.1 (the systems compared); ``reduce_first`` and ``split_dw`` go
-beyond it. ``best`` is no point: it takes whichever is the fastest (see ``best.py``).
+The sources are the paper's figure 3 and its section 6.1 (the systems compared), and for ``lina`` its own paper;
+``reduce_first`` and ``split_dw`` go beyond them. ``best`` is no point: it takes whichever is the fastest.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ BEST = "best"
 class Switches:
     """What a system does. Every field is usable alone; a named preset is one combination."""
 
-    pipeline: Literal["off", "common", "per_phase"] = "off"
-    """Chunks: none, one degree for both phases, a degree per phase."""
+    pipeline: Literal["off", "common", "per_phase", "by_bytes"] = "off"
+    """Chunks: none, one degree for both phases, a degree per phase, or one for both phases that follows from the bytes
+    of the all-to-all (see :func:`~ds_fsmoe.planning.chunks.degree_by_bytes`)."""
     links: Links = "shared"
     """Traffic inside and between nodes: in one stream; side by side, all gathers before all reduces; or with each
     reduce ahead of the gathers that come two chunks later."""
     gradients: Mode = "off"
-    """Gradients: after the backward; beside the dense part of each layer; in slices of one size; in slices that fit."""
+    """Gradients: after the backward; beside the dense part of each layer; in slices of one size; in slices of one
+    tensor, behind all-to-alls; in slices that fit."""
     split_dw: bool = False
     """Whether weight gradients of the experts may wait until the input gradients are on their way."""
 
@@ -72,6 +74,11 @@ def pipemoe_lina() -> Switches:
     return Switches(pipeline="common", gradients="fixed_chunk")
 
 
+def lina() -> Switches:
+    """Lina's training (ATC'23, section 4.2): all-to-alls and gradients in micro-ops of one size, all-to-alls first."""
+    return Switches(pipeline="by_bytes", gradients="micro_ops")
+
+
 def fsmoe_no_iio() -> Switches:
     """The paper's system without its overlap of traffic inside and between nodes."""
     return Switches(pipeline="per_phase", gradients="adaptive")
@@ -83,7 +90,7 @@ def fsmoe() -> Switches:
 
 
 PRESETS: dict[str, Callable[[], Switches]] = {
-    each.__name__: each for each in (deepspeed, tutel, tutel_improved, pipemoe_lina, fsmoe_no_iio, fsmoe)
+    each.__name__: each for each in (deepspeed, tutel, tutel_improved, pipemoe_lina, lina, fsmoe_no_iio, fsmoe)
 }
 NAMES = (*PRESETS, BEST)
 

@@ -13,11 +13,13 @@ from functools import lru_cache
 
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, Links, Slice, block_schedule
 from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
 from ds_fsmoe.planning.presets import BEST, Switches, late_choices, preset
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
+from ds_fsmoe.planning.workload import MoEWork
 
 MIN_GAIN = 0.03
 """``best`` cuts a layer where that is predicted to gain more than this share of its time; less is lost in the noise."""
@@ -44,12 +46,16 @@ class SearchSpace:
     is still told beside them."""
     solver: str = "exact"
     """Degrees by a search of all, or ``"slsqp"``: by the paper's algorithm 1, where it applies."""
+    micro_op_bytes: int | None = None
+    """The bytes of an all-to-all's micro-op, from which the degree follows; ``None``: any may be chosen."""
 
     @classmethod
-    def of_switches(cls, switches: Switches, max_degree: int) -> SearchSpace:
+    def of_switches(cls, switches: Switches, max_degree: int, micro_op_bytes: int = MICRO_OP_BYTES) -> SearchSpace:
         """Return the choices that a system allows."""
         return cls(
-            lambda backward, splits: switches.orders(max_degree, backward and splits), switches.pipeline == "common"
+            lambda backward, splits: switches.orders(max_degree, backward and splits),
+            switches.pipeline in ("common", "by_bytes"),
+            micro_op_bytes=micro_op_bytes if switches.pipeline == "by_bytes" else None,
         )
 
     @classmethod
@@ -61,6 +67,7 @@ class SearchSpace:
         shared_link: bool = False,
         min_gain: float = MIN_GAIN,
         without: Sequence[str] = (),
+        micro_op_bytes: int = MICRO_OP_BYTES,
     ) -> SearchSpace:
         """Return the choices that a schedule by name allows.
 
@@ -70,16 +77,26 @@ class SearchSpace:
             shared_link: whether both links are one wire, so that ``best`` takes them for one lane.
             min_gain: what ``best`` has to gain by cutting.
             without: of "reduce_first" and "late_dw", what ``best`` is not to use.
+            micro_op_bytes: of an all-to-all's micro-op, where degrees follow from it.
 
         Raises:
             ValueError: an unknown schedule.
         """
-        return _space(schedule, max_degree, shared_link, min_gain, tuple(without))
+        return _space(schedule, max_degree, shared_link, min_gain, tuple(without), micro_op_bytes)
 
     @classmethod
     def fixed(cls, forward: Order, backward: Order) -> SearchSpace:
         """Return a space with only the given way to run a layer."""
         return _fixed(forward, backward)
+
+    def orders_of(self, moe: MoEWork, backward: bool) -> Sequence[Order]:
+        """Return the ways to run a layer in a phase that its slots, and its bytes where they count, leave open."""
+        orders = self.orders(backward, backward and moe.expert_dw is not None)
+        if self.micro_op_bytes is not None:
+            degree = degree_by_bytes(moe, self.micro_op_bytes, max(each.degree for each in orders))
+            return [each for each in orders if each.degree == degree]
+        # More chunks than slots gain nothing; where only such a degree is open, it was asked for.
+        return [each for each in orders if moe.capacity is None or each.degree <= moe.capacity] or orders
 
     def with_degrees(self, forward: Degree, backward: Degree, links: Links) -> SearchSpace:
         """Return the same space with these degrees given."""
@@ -101,9 +118,11 @@ class SearchSpace:
 
 # Spaces are kept, so that equal ones are one: planners remember choices by them.
 @lru_cache(maxsize=1024)
-def _space(schedule: str, max_degree: int, shared_link: bool, min_gain: float, without: tuple[str, ...]) -> SearchSpace:
+def _space(
+    schedule: str, max_degree: int, shared_link: bool, min_gain: float, without: tuple[str, ...], micro_op_bytes: int
+) -> SearchSpace:
     if schedule != BEST:
-        return SearchSpace.of_switches(preset(schedule), max_degree)
+        return SearchSpace.of_switches(preset(schedule), max_degree, micro_op_bytes)
     links = ("shared",) if shared_link else tuple(each for each in ORDERS if each not in without)
     late = "late_dw" not in without
     return SearchSpace(
@@ -118,7 +137,7 @@ def _uncut(space: SearchSpace, links: Links) -> SearchSpace:
         orders = space.orders(backward, splits)
         return [each for each in orders if each.degree == 1 and not each.late_dw] or [Order(1, links)]
 
-    return replace(space, orders=orders, asked=(None, None))
+    return replace(space, orders=orders, asked=(None, None), micro_op_bytes=None)
 
 
 @lru_cache(maxsize=1024)
@@ -287,11 +306,7 @@ def choose(
 
 def _open_phase(times: PhaseTimes, backward: bool, space: SearchSpace, min_gain: float) -> _Phase:
     """Return all ways that a space allows in one phase."""
-    moe = times.same.work.moe
-    orders = space.orders(backward, backward and moe.expert_dw is not None)
-    # More chunks than slots gain nothing; where only such a degree is open, it was asked for.
-    useful = [each for each in orders if moe.capacity is None or each.degree <= moe.capacity]
-    return _Phase(times, useful or list(orders), min_gain)
+    return _Phase(times, list(space.orders_of(times.same.work.moe, backward)), min_gain)
 
 
 def _papers(times: PhaseTimes, phase: _Phase, exact: int) -> int:

@@ -176,6 +176,8 @@ class Gradient:
     """GRAD: exists when the layer is through. EXPERT_GRAD: exists when its experts' weight gradients do."""
     lanes: tuple[Lane, ...]
     size_bytes: int
+    tensors_bytes: tuple[int, ...] = ()
+    """The bytes of its tensors, in the order in which they exist; empty: it is one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +288,22 @@ def _moe_work(
 def _gradients(shape: Shape, groups: Groups) -> tuple[Gradient, ...]:
     """Return the gradients that a layer's backward leaves to be reduced."""
     at = groups.placements
-    dense_bytes = round(shape.attention_weights / groups.mp + shape.M * shape.E) * shape.dtype_bytes
-    weights = shape.E // groups.ep * GEMMS[shape.ffn] * shape.M * (shape.H // groups.esp)
+    dense = round(shape.attention_weights / groups.mp + shape.M * shape.E)
+    # The backward comes to the gate first, then to what attention gives, its values and keys, and its queries.
+    kv_share = (shape.kv_heads or shape.heads) / shape.heads
+    projections = [int(share * shape.M**2 / groups.mp) for share in (1.0, kv_share, kv_share, 1.0)]
+    of_expert = [shape.M * (shape.H // groups.esp)] * GEMMS[shape.ffn]
     return tuple(
         # Where a group crosses both kinds of links, slices hold the slower one alone.
-        Gradient(kind, at[group].lanes[:1], size_bytes)
-        for kind, group, size_bytes in (
-            (GRAD, "dp", dense_bytes),
-            (EXPERT_GRAD, "edp", weights * shape.dtype_bytes),
+        Gradient(
+            kind,
+            at[group].lanes[:1],
+            sum(tensors) * shape.dtype_bytes,
+            tuple(each * shape.dtype_bytes for each in tensors),
+        )
+        for kind, group, tensors in (
+            (GRAD, "dp", [dense - sum(projections), *projections]),
+            (EXPERT_GRAD, "edp", of_expert * (shape.E // groups.ep)),
         )
         if at[group].size > 1
     )

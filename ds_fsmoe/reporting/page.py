@@ -14,6 +14,7 @@ from ds_fsmoe.files.runs import Run, has_trace, trace_folder
 from ds_fsmoe.reporting import pictures
 from ds_fsmoe.reporting.comparison import losses_of, pair, settled_after, times_of
 from ds_fsmoe.reporting.critical_path import Phase
+from ds_fsmoe.reporting.loads import loads, placement
 from ds_fsmoe.reporting.merged_trace import merged
 
 _STYLE = """
@@ -117,7 +118,8 @@ def make_page(runs: Sequence[Run], folder: Path) -> Page:
         page.section(_compared, run)
     page.section(_timelines, runs)
     for run in runs:
-        page.section(_loads, run)
+        page.section(loads, run)
+        page.section(placement, run)
         page.section(_fits, run)
     return page
 
@@ -343,34 +345,6 @@ def _added(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, value in values.items():
             found[name] = found.get(name, 0.0) + value
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _loads(page: Page, run: Run) -> None:
-    if not run.routers:
-        return
-    page.heading("Load of experts")
-    rows = run.routers
-    page.picture("loads", "tokens per expert over steps", lambda file: pictures.draw_loads(rows, file))
-    last = rows[-1]
-    page.table(
-        (f"step {last['step']}", "tokens per expert", "fullest", "variation", "dropped", "aux loss", "entropy"),
-        ((name, *_load_cells(load)) for name, load in last["layers"].items()),
-    )
-
-
-def _load_cells(load: Mapping[str, Any]) -> tuple[str, ...]:
-    tokens = load["tokens_E"]
-    mean = sum(tokens) / len(tokens)
-    deviation = (sum((each - mean) ** 2 for each in tokens) / len(tokens)) ** 0.5
-    entropy = "" if load["entropy"] is None else f"{load['entropy']:.3f}"
-    return (
-        f"{mean:.1f}",
-        f"{max(tokens):.0f}",
-        f"{deviation / mean:.2f}" if mean else "0",
-        f"{load['dropped_share']:.1%}",
-        f"{load['aux_loss']:.4g}",
-        entropy,
-    )
 
 
 def _fits(page: Page, run: Run) -> None:

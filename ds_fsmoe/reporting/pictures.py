@@ -17,6 +17,8 @@ from ds_fsmoe.planning.schedule import Lane, Task
 from ds_fsmoe.planning.timeline import Span, Timeline
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#79706e")
+_LABEL_SHARE, _MOST_LABELLED = 0.08, 32
+"""The share of the highest bar from which on a part of a bar says what it is, and the bars of a row where any does."""
 
 
 @contextmanager
@@ -154,6 +156,59 @@ def draw_loads(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
             at.set_xlabel("optimizer step", fontsize=7)
         if image is not None:
             axes[0, 0].figure.colorbar(image, ax=axes, label="tokens over the mean", shrink=0.8)
+
+
+def draw_ranks(panels: Sequence[tuple[str, Sequence[Sequence[tuple[int, float]]]]], file: Path) -> None:
+    """Draw the rows that each rank computes as a bar of its experts, in rows of bars to one scale.
+
+    The experts with most rows have colours, the same in all rows of bars; large parts say the number of the expert.
+
+    Args:
+        panels: the title of each row of bars, and for each rank (expert, rows).
+        file: the file to be written.
+    """
+    total: dict[int, float] = {}
+    for expert, rows in (each for ranks in panels[0][1] for each in ranks) if panels else ():
+        total[expert] = total.get(expert, 0.0) + rows
+    hottest = sorted(total, key=lambda each: (-total[each], each))
+    colours = dict(zip(hottest, _COLOURS, strict=False))
+    size = 7, 0.5 + 1.9 * len(panels)
+    with _picture(file, size, nrows=len(panels), sharex=True, sharey=True, squeeze=False) as axes:
+        highest = max(sum(rows for _, rows in ranks) for _, of_ranks in panels for ranks in of_ranks)
+        for at, (title, of_ranks) in zip(axes[:, 0], panels, strict=True):
+            _stack(at, of_ranks, colours, highest)
+            loads = [sum(rows for _, rows in ranks) for ranks in of_ranks]
+            mean = sum(loads) / len(loads)
+            at.axhline(mean, color="black", linewidth=0.8, linestyle=":")
+            over = f": fullest rank {max(loads) / mean:.2f} times the mean" if mean else ""
+            at.set_title(f"{title}{over}", loc="left", fontsize=9)
+            at.set_ylabel("rows of a call", fontsize=8)
+            at.tick_params(labelsize=8)
+            at.spines[["top", "right"]].set_visible(False)
+        axes[-1, 0].set_xlabel("rank", fontsize=8)
+        axes[-1, 0].xaxis.get_major_locator().set_params(integer=True)
+
+
+def _stack(
+    at: Any, of_ranks: Sequence[Sequence[tuple[int, float]]], colours: Mapping[int, str], highest: float
+) -> None:
+    """Draw the bars of one row, from the expert with most rows up."""
+    ordered = [sorted(ranks, key=lambda each: -each[1]) for ranks in of_ranks]
+    bottoms = [0.0] * len(ordered)
+    for level in range(max(map(len, ordered), default=0)):
+        here = [(rank, *parts[level]) for rank, parts in enumerate(ordered) if level < len(parts)]
+        at.bar(
+            [rank for rank, _, _ in here],
+            [rows for _, _, rows in here],
+            bottom=[bottoms[rank] for rank, _, _ in here],
+            color=[colours.get(expert, "#d5d3cf") for _, expert, _ in here],
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        for rank, expert, rows in here:
+            if rows > _LABEL_SHARE * highest and len(ordered) <= _MOST_LABELLED:
+                at.text(rank, bottoms[rank] + rows / 2, str(expert), ha="center", va="center", fontsize=7)
+            bottoms[rank] += rows
 
 
 def timeline_of(trace: Mapping[str, Any], step: int) -> Timeline:

@@ -91,7 +91,7 @@ def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
                 f"the layers are cut by hand ({degrees}), whether or not that pays here: leave fsmoe.num_chunks "
                 'out, or have degrees measured by "autotune": {"enabled": true}'
             )
-        else:
+        elif block.get("schedule") != "lina":  # which cuts by the bytes of layers
             found.append(
                 'the layers are not cut, so nothing of them overlaps: "autotune": {"enabled": true} measures whether '
                 "cutting them pays here"

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ds_fsmoe.telemetry.routers import LayerLoad
 
@@ -34,6 +35,35 @@ def of_routers(loads: Mapping[str, LayerLoad], is_detailed: bool) -> dict[str, f
     if is_detailed:
         for name, load in loads.items():
             found |= {f"{name}/{what}": value for what, value in of_routers({name: load}, False).items()}
+    return found
+
+
+def of_placement(rows: Sequence[Mapping[str, Any]], is_detailed: bool) -> dict[str, float]:
+    """Return the numbers of one decision about where experts are, and each layer's own if details are asked for.
+
+    ``balance`` is the rows of the fullest rank over the mean, and ``expected_balance`` the same with what was decided,
+    both of the layer where it is highest; ``moved`` is the number of exchanges of two experts, ``replicas`` that of the
+    spare places in use, ``gain_ms`` what a step is predicted to become shorter by: sums over layers, the last one left
+    out where nothing is known of times.
+
+    Args:
+        rows: a row of the record for each layer.
+        is_detailed: include each layer's own.
+    """
+    if not rows:
+        return {}
+    found = {
+        "placement/balance": max(row["balance"] for row in rows),
+        "placement/expected_balance": max(row["expected_balance"] for row in rows),
+        "placement/moved": sum(row["num_swaps"] for row in rows),
+        "placement/replicas": sum(row["num_replicas"] for row in rows),
+    }
+    gains_ms = [row["gain_ms"] for row in rows if row["gain_ms"] is not None]
+    if gains_ms:
+        found["placement/gain_ms"] = sum(gains_ms)
+    if is_detailed:
+        for row in rows:
+            found |= {f"{row['layer']}/{what}": value for what, value in of_placement([row], False).items()}
     return found
 
 

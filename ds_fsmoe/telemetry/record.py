@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,19 @@ from typing import Any
 import torch
 
 from ds_fsmoe.distributed.topology import world_size_now
-from ds_fsmoe.files.runs import COMPARED, FORMAT, PLANS, ROUTERS, RUN, STEPS, STOCK, TRACE, append_lines, write_json
+from ds_fsmoe.files.runs import (
+    COMPARED,
+    FORMAT,
+    PLACEMENT,
+    PLANS,
+    ROUTERS,
+    RUN,
+    STEPS,
+    STOCK,
+    TRACE,
+    append_lines,
+    write_json,
+)
 from ds_fsmoe.telemetry.routers import LayerLoad
 from ds_fsmoe.telemetry.steps import StepLog
 from ds_fsmoe.versions import VERSION
@@ -54,7 +66,7 @@ class Record:
             self._folder.mkdir(parents=True, exist_ok=True)
             traces = self._folder / TRACE
             for old in (
-                *(self._folder / name for name in (RUN, STEPS, ROUTERS, COMPARED, PLANS)),
+                *(self._folder / name for name in (RUN, STEPS, ROUTERS, COMPARED, PLANS, PLACEMENT)),
                 *traces.glob("*.json"),
             ):
                 old.unlink(missing_ok=True)
@@ -81,6 +93,10 @@ class Record:
     def compared(self, row: Mapping[str, Any]) -> None:
         """Record a step that was compared with its prediction."""
         self._try(lambda folder: append_lines(folder / COMPARED, [row]))
+
+    def placement(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record what was decided about the experts of each layer, a row for each."""
+        self._try(lambda folder: append_lines(folder / PLACEMENT, rows))
 
     def plans(self, value: Mapping[str, Any]) -> None:
         """Record what was measured and decided; the last call counts."""

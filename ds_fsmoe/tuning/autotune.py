@@ -21,13 +21,14 @@ from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.planning.block import Slice
+from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.candidates import Search
 from ds_fsmoe.planning.gradient_plan import WindowBytes
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, Settings, mode_of
 from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
-from ds_fsmoe.tuning.measure import Measured, gradients_of, measure
+from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
 from ds_fsmoe.tuning.table import Row, Told, bad_fits, describe, describe_plan, rows_of
 from ds_fsmoe.tuning.trials import Trials, Tried
 
@@ -74,6 +75,8 @@ class Autotune:
         """Makes the next round: plan that is kept, and those of the fastest phases -> what is tried beside it."""
         self.predictors: dict[str, MeasuredPredictor] = {}
         """Label of a layer -> the predictor of its phases, since the stage has run."""
+        self.shapes: dict[str, CallShape] = {}
+        """Label of a layer -> the sizes of a call that were measured, since the stage has run."""
 
     def counts_forward(self) -> bool:
         """Count a forward in training that is about to begin, and tell whether the stage is due ahead of it: the same
@@ -116,7 +119,8 @@ class Autotune:
         start_s = time.perf_counter()
         self._is_wanted = False
         measured = measure(self._running, layers, reduction, self._group, reads_cache=self._why_again is None)
-        model = _Model(self._block, self._running, layers, measured, gradients_of(reduction), dense_ms)
+        of_gradients = gradients_of(reduction), tensors_of(reduction)
+        model = _Model(self._block, self._running, layers, measured, *of_gradients, dense_ms)
         plans = self._on_first(lambda: model.search.candidates())
         sharded = self._on_first(model.other_esp_sizes)
         self.num_measured = measured.num_measured
@@ -144,6 +148,7 @@ class Autotune:
     def _apply(self, model: _Model, plan: ModelPlan) -> None:
         """Run layers by a plan from now on."""
         model.apply(plan, self.predictors)
+        self.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
         self.step = model.predict(plan)
         asked = tuple(None if each is None else each.degree for each in model.search.space.asked)
         self.rows = rows_of(model.measured, model.labels, plan, asked)
@@ -217,6 +222,7 @@ class _Model:
         layers: the layers by label, in the order of the forward.
         measured: what was measured of them.
         gradients: the kind and bytes of every buffer that we reduce.
+        tensors_bytes: kind of gradient -> the bytes of its tensors.
         dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
             when it was measured; ``None``: not seen.
     """
@@ -228,6 +234,7 @@ class _Model:
         layers: Mapping[str, FSMoELayer],
         measured: Measured,
         gradients: Sequence[tuple[str, int]],
+        tensors_bytes: Mapping[str, Sequence[int]],
         dense_ms: tuple[float, float] | None,
     ) -> None:
         self.measured = measured
@@ -238,7 +245,7 @@ class _Model:
             contention,
             max_degree=block.pipeline_degree.max,
             gradient_solver=block.gradient_partition.solver,
-            chunk_bytes=block.gradient_partition.chunk_bytes,
+            chunk_bytes=block.gradient_partition.asked_bytes,
             is_serial=measured.is_serial,
             shared_link=running.one_link is not None,
         )
@@ -255,11 +262,12 @@ class _Model:
         forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
         space = settings.space(block.schedule)
         asked_mode = block.gradient_partition.mode
+        mode = mode_of(block.schedule) if asked_mode == "auto" else asked_mode
         self.search = Search(
             Planner({}, settings),
-            measured.options(self.labels, rest_ms, totals),
+            measured.options(self.labels, rest_ms, totals, tensors_bytes if mode == "micro_ops" else None),
             space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
-            mode_of(block.schedule) if asked_mode == "auto" else asked_mode,
+            mode,
             running.links,
             [layers[label].fsmoe.is_uncut for label in self.labels],
         )

@@ -56,7 +56,7 @@ class LayerKind:
     ways: dict[str, Way] = field(default_factory=dict)
     """The all-to-alls that may be chosen, the one that is run first."""
     choices: list[torch.Tensor] = field(default_factory=list)
-    """The choices of each layer, see :attr:`FirstCall.expert_KS`."""
+    """The places of the choices of each layer, see :attr:`FirstCall.expert_KS`."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -147,8 +147,9 @@ def find_kinds(
         key = subject.kind, subject.measured_capacity
         kind = found.setdefault(key, LayerKind([], layers[label], subject, calls[label].num_tokens))
         kind.labels.append(label)
-        expert_KS = calls[label].expert_KS
-        kind.choices += [] if expert_KS is None else [expert_KS]
+        expert_KS, placed = calls[label].expert_KS, layers[label].fsmoe.placed
+        if expert_KS is not None:
+            kind.choices.append(expert_KS if placed is None else placed.place_of(expert_KS))
         if capacity > kind.subject.sizes.capacity:
             kind.subject = subject
     return list(found.values())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -84,7 +85,11 @@ class Measured:
         return self.links.reduces.get(kind.subject.link_name(REDUCE_SCATTER), ())
 
     def options(
-        self, labels: Sequence[str], rest_ms: tuple[float, float], gradients_bytes: Mapping[str, int]
+        self,
+        labels: Sequence[str],
+        rest_ms: tuple[float, float],
+        gradients_bytes: Mapping[str, int],
+        tensors_bytes: Mapping[str, Sequence[int]] | None = None,
     ) -> list[dict[str, Layer]]:
         """Return the model as the planner sees it: layer by layer, name of an all-to-all -> the layer with it.
 
@@ -92,6 +97,8 @@ class Measured:
             labels: the labels of its layers, in the order of the forward.
             rest_ms: the time of all but the experts' parts, forward and backward: each layer is followed by its share.
             gradients_bytes: kind of gradient -> all that is reduced: each layer leaves its share.
+            tensors_bytes: kind of gradient -> the bytes of its tensors, in the order of the backward, where slices keep
+                to them; ``None``: they do not.
         """
         found: dict[int, dict[str, Layer]] = {}
         count = max(1, len(labels))
@@ -99,7 +106,9 @@ class Measured:
         for kind in self.kinds:
             groups = kind.pipeline.forward.groups
             gradients = tuple(
-                Gradient(each, lanes, gradients_bytes[each] // count)
+                Gradient(
+                    each, lanes, gradients_bytes[each] // count, _share((tensors_bytes or {}).get(each, ()), count)
+                )
                 for each, lanes in gradient_lanes(groups).items()
                 if gradients_bytes.get(each, 0) >= count and lanes
             )
@@ -108,6 +117,23 @@ class Measured:
                 for name, way in kind.ways.items()
             }
         return [found[id(self.kind_of[label])] for label in labels]
+
+
+def _share(tensors_bytes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the bytes of the tensors in the middle one of so many equal parts, as all layers are taken to be alike."""
+    share = sum(tensors_bytes) // count
+    first = count // 2 * share
+    ends = list(itertools.accumulate(tensors_bytes, initial=0))
+    cut = (min(end, first + share) - max(start, first) for start, end in itertools.pairwise(ends))
+    return tuple(each for each in cut if each > 0)
+
+
+def tensors_of(reduction: Reduction | None) -> dict[str, list[int]]:
+    """Return kind of gradient -> the bytes of each tensor that we reduce, as they lie in the buffers."""
+    found: dict[str, list[int]] = {}
+    for flat in () if reduction is None else reduction.reducer.flats:
+        found.setdefault(flat.kind, []).extend(each.numel() * flat.element_bytes for each in flat.parameters)
+    return found
 
 
 def gradients_of(reduction: Reduction | None) -> list[tuple[str, int]]:

@@ -17,8 +17,9 @@ INTER = (Lane.INTER,)
 
 
 def window(layer: int, kind: str, num_pieces: int, slack_ms: float, slope: float = 1.0) -> Window:
-    """A window with room for so many milliseconds."""
-    return Window(layer, kind, num_pieces, lambda time_ms: slope * np.maximum(0.0, time_ms - slack_ms))
+    """A window with room for so many milliseconds, in which an all-to-all waits if it is inside a layer."""
+    room_ms = slack_ms if kind == "dense" else 0.0
+    return Window(layer, kind, num_pieces, lambda time_ms: slope * np.maximum(0.0, time_ms - slack_ms), room_ms)
 
 
 def dense(layer: int, size_bytes: int, cost: LinearCost) -> QueuedGradient:

@@ -20,7 +20,7 @@ from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 
 UNHURRIED = settings(deadline=None, derandomize=True)
 
-MODES = ("adaptive", "fixed_chunk", "dense_only")
+MODES = ("adaptive", "fixed_chunk", "dense_only", "micro_ops")
 
 
 @st.composite

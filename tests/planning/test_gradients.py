@@ -13,7 +13,8 @@ from ds_fsmoe.planning.gradients import MODES, Partition, QueuedGradient, Window
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from tests.planning.queues import by_brute_force_ms, dense, expert, extra_ms, random_queue, window
 
-WAYS = [("off", "dp"), ("dense_only", "dp"), ("fixed_chunk", "dp"), ("adaptive", "dp"), ("adaptive", "de")]
+IN_SLICES = ("fixed_chunk", "micro_ops")
+WAYS = [("off", "dp"), ("dense_only", "dp"), *((each, "dp") for each in (*IN_SLICES, "adaptive")), ("adaptive", "de")]
 COST = LinearCost(0.5, 1e-6)
 
 
@@ -122,7 +123,7 @@ def test_the_dynamic_program_is_never_worse_than_any_other_mode(seed: int) -> No
     best_ms = split(pieces, windows, "adaptive").extra_ms
     for mode, solver in WAYS:
         other_ms = split(pieces, windows, mode, solver).extra_ms
-        off_ms = 2 * len(windows) * step_ms if mode == "fixed_chunk" else 1e-5 * step_ms
+        off_ms = 2 * len(windows) * step_ms if mode in IN_SLICES else 1e-5 * step_ms
         assert best_ms <= other_ms + off_ms + 1e-9, (mode, solver)
 
 
@@ -154,7 +155,7 @@ def test_the_dynamic_program_is_the_best_of_all_ways_on_a_small_grid(seed: int) 
     assert found.extra_ms == pytest.approx(best_ms, abs=1e-4)
 
 
-def test_lina_cuts_each_gradient_in_chunks_of_one_size_and_a_rest() -> None:
+def test_fixed_chunks_are_of_one_size_with_a_rest() -> None:
     pieces = [dense(-1, 2500, LinearCost(0.0, 1e-3)), dense(0, 1000, LinearCost(0.0, 1e-3))]
     windows = [
         window(0, "moe", 1, 0.5),
@@ -193,7 +194,7 @@ def test_a_partition_is_the_same_every_time(solver: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "adaptiv"}, "mode = 'adaptiv': the choices are off, dense_only, fixed_chunk, adaptive"),
+        ({"mode": "adaptiv"}, "mode = 'adaptiv': the choices are off, dense_only, fixed_chunk, micro_ops, adapt"),
         ({"solver": "ga"}, "solver = 'ga': the choices are dp, de"),
         ({"chunk_bytes": 0}, "chunk_bytes = 0: must be a whole number of at least 1"),
         ({"num_steps": 0}, "num_steps = 0"),

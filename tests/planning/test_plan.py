@@ -190,11 +190,11 @@ def test_recompute_runs_the_forward_again_ahead_of_the_backward() -> None:
 
 
 @pytest.mark.parametrize("solver", ["exact", "slsqp"])
-@pytest.mark.parametrize("pipeline", ["off", "common", "per_phase"])
+@pytest.mark.parametrize("pipeline", ["off", "common", "per_phase", "by_bytes"])
 @pytest.mark.parametrize("links", ["shared", "paper", "reduce_first"])
 def test_every_switch_goes_with_every_other(links: str, pipeline: str, solver: str) -> None:
     costs, layers = random_costs(random.Random(1)), [layer_of("the paper's")] * 2
-    for mode in ("off", "dense_only", "fixed_chunk", "adaptive"):
+    for mode in ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"):
         for split_dw in (False, True):
             planner = Planner(costs, Settings(max_degree=4, solver=solver))
             plan = plan_by_switches(planner, Switches(pipeline, links, mode, split_dw), layers)

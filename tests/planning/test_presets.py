@@ -125,12 +125,13 @@ def test_the_dense_part_waits_for_every_chunk_to_come_back() -> None:
 
 
 def test_the_presets_are_the_papers_systems() -> None:
-    assert NAMES == ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "fsmoe_no_iio", "fsmoe", "best")
+    assert NAMES == ("deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best")
     assert {name: dataclasses.astuple(make()) for name, make in PRESETS.items()} == {
         "deepspeed": ("off", "shared", "off", False),
         "tutel": ("common", "shared", "off", False),
         "tutel_improved": ("common", "shared", "dense_only", False),
         "pipemoe_lina": ("common", "shared", "fixed_chunk", False),
+        "lina": ("by_bytes", "shared", "micro_ops", False),
         "fsmoe_no_iio": ("per_phase", "shared", "adaptive", False),
         "fsmoe": ("per_phase", "paper", "adaptive", False),
     }
@@ -143,11 +144,11 @@ def test_every_switch_alone_changes_only_what_it_says() -> None:
     assert plain.orders(8, splits=True) == (Order(1, "shared"),)
     for links in ("shared", "paper", "reduce_first"):
         assert Switches(links=links).orders(8, splits=True) == (Order(1, links),)
-    for pipeline in ("common", "per_phase"):
+    for pipeline in ("common", "per_phase", "by_bytes"):
         for backward in (False, True):
             orders = Switches(pipeline=pipeline).orders(8, backward)
             assert orders == tuple(Order(degree, "shared") for degree in range(1, 9))
-    for mode in ("off", "dense_only", "fixed_chunk", "adaptive"):
+    for mode in ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"):
         assert Switches(gradients=mode).orders(8, splits=True) == plain.orders(8, splits=True)
     split = Switches(split_dw=True)
     assert split.orders(8, splits=False) == plain.orders(8, splits=False)

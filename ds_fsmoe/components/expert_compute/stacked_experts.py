@@ -23,7 +23,7 @@ from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, order_of_some
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 from ds_fsmoe.components.expert_compute.stacked_forms import Called, OwnForward, Written
 
@@ -39,6 +39,7 @@ class StackedExperts:
             the written form is right.
         path: of the layer in the model, for messages.
         adapters: what is added to its weights.
+        spare: a module like it, with replicas of experts of other ranks, which come after its own.
     """
 
     keep_expert_dim = False
@@ -52,6 +53,7 @@ class StackedExperts:
         own_forward: OwnForward | None = None,
         path: str = "",
         adapters: Sequence[Adapter] = (),
+        spare: nn.Module | None = None,
     ) -> None:
         self.experts = (module,)
         self.path = path
@@ -59,8 +61,10 @@ class StackedExperts:
         self._contract = contract
         self._own_forward = own_forward
         self._adapters = tuple(adapters)
-        of_adapters = (parameter for each in self._adapters for parameter in each.parameters)
-        self.parameters = tuple(dict.fromkeys((*module.parameters(), *of_adapters)))
+        self._spare = spare
+        of_adapters = [parameter for each in self._adapters for parameter in each.parameters]
+        of_spare = [] if spare is None else list(spare.parameters())
+        self.parameters = tuple(dict.fromkeys((*module.parameters(), *of_adapters, *of_spare)))
         """All parameters of the experts, each once, in a fixed order; whether they require a gradient or not."""
 
     @property
@@ -70,8 +74,8 @@ class StackedExperts:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of this rank."""
-        return int(self._module.num_experts)
+        """The number of experts of this rank, replicas among them."""
+        return int(self._module.num_experts) + (0 if self._spare is None else int(self._spare.num_experts))
 
     @property
     def splits(self) -> bool:
@@ -96,20 +100,40 @@ class StackedExperts:
         self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
     ) -> RowCall:
         """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call_rows`."""
-        bounds = (0, *itertools.accumulate(sum(each.of_experts) for each in rows.backward.chunks))
-        saved = SavedRows(rows.expert_order, bounds)
         sums = GradientSums(self.parameters)
+        own = int(self._module.num_experts)
+        runs = [self._run(self._module, 0, own, sums, needs_backward, rows, x_RM, recompute)]
+        if self._spare is not None:
+            runs.append(self._run(self._spare, own, self.num_experts, sums, needs_backward, rows, x_RM, recompute))
+        autocast = AutocastState.now(dict.fromkeys(("cpu", x_RM.device.type)))
+        return RowCall(runs, sums, autocast, needs_backward, rows)
+
+    def _run(
+        self,
+        module: nn.Module,
+        first: int,
+        last: int,
+        sums: GradientSums,
+        needs_backward: bool,
+        rows: CallRows,
+        x_RM: torch.Tensor,
+        recompute: bool,
+    ) -> RowRun:
+        """Return the call of experts first to last (exclusive), whose weights one module has."""
+        bounds = (0, *itertools.accumulate(sum(each.of_experts[first:last]) for each in rows.backward.chunks))
+        is_all = last - first == self.num_experts
+        saved = SavedRows(rows.expert_order if is_all else order_of_some(rows, first, last), bounds)
+        adapters = self._adapters if module is self._module else ()
         form: Written | Called
         if self._own_forward is None:
             dtype = torch.get_autocast_dtype(x_RM.device.type) if torch.is_autocast_enabled(x_RM.device.type) else None
             of_call = sums, saved, needs_backward, recompute, dtype
-            form = Written(self._module, self._contract, *of_call, self._adapters)
+            form = Written(module, self._contract, *of_call, adapters)
         else:
             keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
             of_call = sums, saved, needs_backward, keeps_graph
-            form = Called(self._module, self._own_forward, *of_call, self._adapters, self._contract.is_transposed)
-        autocast = AutocastState.now(dict.fromkeys(("cpu", x_RM.device.type)))
-        return RowCall([RowRun(0, self.num_experts, form, is_single=False)], sums, autocast, needs_backward, rows)
+            form = Called(module, self._own_forward, *of_call, adapters, self._contract.is_transposed)
+        return RowRun(first, last, form, is_single=False)
 
     def on_few_rows(self, x_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Return the results of rows that lie expert by expert, with nothing kept; ``sizes`` says how many of each."""

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts that a rank holds for one call of a layer in inference, and how their weights come there.
+
+Either all experts' weights lie in the memory of each host, or they are fetched over the group from the ranks where the
+experts are at home, only those that change. On a CPU the host's memory is where experts are computed, so that nothing
+is copied; else, and for what is fetched, there is a buffer with the experts that are held.
+
+Letters: E experts, e experts on this rank, G ranks, W experts with weights in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
+from ds_fsmoe.distributed.partitioned import is_shared_out
+from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.layer.dealt import HeldTable
+from ds_fsmoe.layer.expert_forms import CalledExperts, ExpertForm
+
+Where = Literal["host", "home"]
+"""Where weights are taken from: the memory of each host, or the ranks where experts are at home."""
+
+
+class HeldExperts(Protocol):
+    """The experts of this rank in one layer, by a table that changes from call to call."""
+
+    may_be_early: bool
+    """Whether :meth:`prepare` may be called outside of the layer's forward; the same on every rank."""
+
+    def arranged(self, table: HeldTable) -> HeldTable:
+        """Return the table with the places as they suit these experts."""
+
+    def prepare(self, table: HeldTable) -> None:
+        """Begin to have the experts of this table. Collective over the block where weights are fetched."""
+
+    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+        """Return one call of the experts of the last table, without a backward."""
+
+
+class AllOnHost:
+    """All experts, in memory in which they are computed.
+
+    Args:
+        form: how experts are called.
+        stacks: name -> [E, ...] of each weight.
+        rank: this rank, in the order of the EP group.
+    """
+
+    may_be_early = True
+
+    def __init__(self, form: ExpertForm, stacks: Mapping[str, torch.Tensor], rank: int) -> None:
+        self._called, self._rank = form.called(stacks), rank
+        self._experts: tuple[int, ...] = ()
+
+    def arranged(self, table: HeldTable) -> HeldTable:
+        """Return the table with the experts of each rank ascending, as their weights lie."""
+        return HeldTable(tuple(tuple(sorted(each)) for each in table.experts_of_rank), table.num_experts)
+
+    def prepare(self, table: HeldTable) -> None:
+        """Have the experts of this table."""
+        self._experts = table.experts_of_rank[self._rank]
+
+    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+        """Return one call of the experts of the last table."""
+        return self._called.call_rows(self._experts, rows, x_RM)
+
+
+class Buffered:
+    """Copies of the experts that are held, in one tensor for each weight, that grows as far as it has to.
+
+    Args:
+        form: how experts are called, and the weights of those at home here.
+        homes: of each rank the experts at home, in the order of their weights.
+        block: the ranks that share the experts.
+        stacks: name -> [E, ...] of each weight, in the host's memory; ``None``: they are fetched.
+    """
+
+    def __init__(
+        self,
+        form: ExpertForm,
+        homes: Sequence[Sequence[int]],
+        block: Block,
+        stacks: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._form, self._homes, self._block, self._stacks = form, homes, block, stacks
+        self._rank = block.ep_index
+        self._table = HeldTable(tuple(map(tuple, homes)), sum(map(len, homes)))
+        self._row_of_own = {expert: index for index, expert in enumerate(homes[self._rank])}
+        is_whole = not any(map(is_shared_out, form.parameters))
+        self.may_be_early = stacks is not None or is_whole
+        # What ZeRO 3 has shared out is whole within the layer's forward only.
+        self._reads_own = stacks is None or is_whole
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._held: list[int] = []
+        self._fetching: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        self._coming: list[int] = []
+        self._called: CalledExperts | None = None
+        device = form.device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def arranged(self, table: HeldTable) -> HeldTable:
+        """Return the table with experts that stay in the places that they have."""
+        return table.staying(self._table)
+
+    def prepare(self, table: HeldTable) -> None:
+        """Begin to have the experts of this table. Collective over the block where weights are fetched."""
+        self._finish()
+        before, self._table = self._table, table
+        experts = table.experts_of_rank[self._rank]
+        self._make_room(len(experts))
+        if self._stacks is None:
+            self._fetch(before)
+        if self._side is not None:
+            # Behind the calls that still use what is replaced, and beside what comes until the next one.
+            self._side.wait_stream(torch.cuda.current_stream(self._form.device))
+        with torch.cuda.stream(self._side):
+            for row, expert in enumerate(experts):
+                if row < len(self._held) and self._held[row] == expert:
+                    continue
+                for name, buffer in self._buffers.items():
+                    weight = self._at_hand(name, expert)
+                    if weight is not None:
+                        buffer[row].copy_(weight, non_blocking=True)
+        self._held = list(experts)
+
+    def call_rows(self, rows: CallRows, x_RM: torch.Tensor) -> RowCall:
+        """Return one call of the experts of the last table."""
+        self._finish()
+        if self._called is None:
+            self._called = self._form.called(self._buffers)
+        return self._called.call_rows(tuple(range(len(self._held))), rows, x_RM)
+
+    def _at_hand(self, name: str, expert: int) -> torch.Tensor | None:
+        """Return a weight that need not be fetched."""
+        if expert in self._row_of_own and self._reads_own:
+            return self._form.own(name, self._row_of_own[expert])
+        if expert in self._held:
+            # It was in a place behind those of this table, of which none is written to.
+            return self._buffers[name][self._held.index(expert)]
+        return None if self._stacks is None else self._stacks[name][expert]
+
+    def _make_room(self, num_held: int) -> None:
+        """Make buffers of at least so many experts."""
+        if self._buffers and num_held <= len(next(iter(self._buffers.values()))):
+            return
+        for name in self._form.names:
+            shape, dtype = self._form.shape_of(name), self._form.dtype_of(name)
+            grown = torch.empty(num_held, *shape, dtype=dtype, device=self._form.device)
+            if name in self._buffers:
+                grown[: len(self._buffers[name])] = self._buffers[name]
+            self._buffers[name] = grown
+        self._called = None
+
+    def _fetch(self, before: HeldTable) -> None:
+        """Begin to fetch what ranks neither have at home nor had before. Every rank knows all of that."""
+        tables = zip(self._table.experts_of_rank, before.experts_of_rank, self._homes, strict=True)
+        wanted = [sorted(set(now).difference(then, at_home)) for now, then, at_home in tables]
+        if not any(wanted):
+            return
+        # In the order of the group, which need not be that of EP ranks.
+        eps = [ep for ep, _ in self._block.places]
+        sent = [[each for each in wanted[ep] if each in self._row_of_own] for ep in eps]
+        received = [[each for each in wanted[self._rank] if each in self._homes[ep]] for ep in eps]
+        self._coming = [expert for experts in received for expert in experts]
+        rows = [self._row_of_own[expert] for experts in sent for expert in experts]
+        for name, buffer in self._buffers.items():
+            x = buffer.new_empty(len(rows), buffer[0].numel())
+            for at, row in enumerate(rows):
+                x[at] = self._form.own(name, row).reshape(-1)
+            y = buffer.new_empty(len(self._coming), x.shape[1])
+            sizes = list(map(len, received)), list(map(len, sent))
+            work = dist.all_to_all_single(y, x, *sizes, group=self._block.group, async_op=True)
+            self._fetching[name] = work, x, y
+
+    def _finish(self) -> None:
+        """Wait for what was begun."""
+        if self._side is not None:
+            torch.cuda.current_stream(self._form.device).wait_stream(self._side)
+        fetching, self._fetching = self._fetching, {}
+        for name, (work, _, y) in fetching.items():
+            work.wait()
+            buffer = self._buffers[name]
+            for expert, weight in zip(self._coming, y, strict=True):
+                buffer[self._held.index(expert)] = weight.view(buffer.shape[1:])
+
+
+def gathered_stacks(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block) -> dict[str, torch.Tensor]:
+    """Return name -> [E, ...] of all experts' weights in the host's memory. Collective over the block.
+
+    One expert of each rank travels at a time.
+
+    Args:
+        form: the experts at home here, with whole weights.
+        homes: see :class:`Buffered`.
+        block: the ranks that share the experts.
+    """
+    ranks = len(block.places)
+    stacks = {}
+    for name in form.names:
+        of_all = sum(map(len, homes)), *form.shape_of(name)
+        stacks[name] = torch.empty(of_all, dtype=form.dtype_of(name), pin_memory=form.device.type == "cuda")
+        for index in range(len(homes[0])):
+            own = form.own(name, index).contiguous()
+            parts = [torch.empty_like(own) for _ in range(ranks)]
+            dist.all_gather(parts, own, group=block.group)
+            for (ep, _), part in zip(block.places, parts, strict=True):
+                stacks[name][homes[ep][index]] = part
+    return stacks
+
+
+def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, where: Where) -> HeldExperts:
+    """Return the experts of a layer for inference. Collective over the block.
+
+    Args:
+        form, homes, block: see :class:`Buffered`.
+        where: where weights are taken from.
+    """
+    if where == "home":
+        return Buffered(form, homes, block)
+    stacks = gathered_stacks(form, homes, block)
+    if form.device.type == "cpu":
+        return AllOnHost(form, stacks, block.ep_index)
+    return Buffered(form, homes, block, stacks)
+
+
+class LateExperts:
+    """Takes the place of a layer's experts in a call; which they are is known only when the rows are.
+
+    Args:
+        held: the experts of the call.
+        path: of the layer in the model, for messages.
+    """
+
+    experts: tuple[nn.Module, ...] = ()
+    parameters: tuple[nn.Parameter, ...] = ()
+    keep_expert_dim = False
+
+    def __init__(self, held: HeldExperts, path: str) -> None:
+        self._held, self.path = held, path
+
+    def call_rows(
+        self, needs_backward: bool, rows: CallRows, x_RM: torch.Tensor, *, recompute: bool = False
+    ) -> RowCall:
+        """See :meth:`ds_fsmoe.components.expert_compute.calls.ExpertSet.call_rows`.
+
+        Raises:
+            RuntimeError: there is to be a backward.
+        """
+        if needs_backward:
+            raise RuntimeError(f"{self.path}: a backward within ds_fsmoe.inference, which is for torch.no_grad()")
+        return self._held.call_rows(rows, x_RM)

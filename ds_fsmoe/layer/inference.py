@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs trained layers over many ranks in inference, with experts that come and go in each call, as in Lina (ATC'23).
+
+When a layer has routed, the paths of its tokens say how popular the experts of the next one will be. The sum over ranks
+is begun there, and is there when the layer's call ends: then all ranks make the same table of who holds what, and begin
+to have their experts. After the gate of the next layer the true counts are summed; only if other experts are on top
+than was estimated, a table is made of those. The paper's scheduler on device 0 is not needed: every rank has the same
+integers and comes to the same table.
+
+Letters: S tokens, K choices of a token, E experts, G ranks of an EP group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.layer.dealt import HeldTable, dealt, rows_of_experts
+from ds_fsmoe.layer.held_experts import HeldExperts, LateExperts
+from ds_fsmoe.observing.instruments import LayerCall
+from ds_fsmoe.ops import Ops
+from ds_fsmoe.planning.expert_ranks import differs, num_top, ranks_of_experts
+from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.telemetry.paths import TokenPaths, choices_of
+
+_UNITS = 1 << 20
+"""The units of a token in which popularity is summed over ranks: integers, so that all ranks get the same bits."""
+
+
+@dataclass
+class LayerRecord:
+    """Says what happened in the calls of one layer, the same on every rank."""
+
+    calls: int = 0
+    compared: int = 0
+    """The calls in which an estimate was compared with what the gate decided."""
+    accurate: int = 0
+    """The calls of these in which the same experts were on top."""
+    second_phases: int = 0
+    """The calls in which the table was made after the gate."""
+    copies: int = 0
+    """The experts held by all ranks, copies included, summed over calls."""
+    fullest_at_home: float = 0.0
+    """The rows of the fullest rank over the mean, with each expert at home alone; summed over calls whose counts are
+    known."""
+    fullest: float = 0.0
+    """The same with the table that the call went by."""
+    counted: int = 0
+    """The calls whose counts are known."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of estimates with the same experts on top; ``None``: none was compared."""
+        return self.accurate / self.compared if self.compared else None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of all layers."""
+
+    most_per_rank: int = 4
+    """The most experts of a rank, see :func:`~ds_fsmoe.planning.expert_ranks.ranks_of_experts`."""
+    second_phase: bool = True
+    """Whether estimates are compared with what gates decide."""
+    overlaps: bool = True
+    """Whether a sum may be under way beside the traffic of a layer."""
+
+
+@dataclass(eq=False)
+class InferenceLayer:
+    """One layer with experts that come and go. It is what its calls are ``placed`` by."""
+
+    label: str
+    homes: tuple[tuple[int, ...], ...]
+    """The experts at home on each of G ranks."""
+    block: Block
+    ops: Ops
+    held: HeldExperts
+    experts: LateExperts
+    options: Options
+    profile: PathProfile | None = None
+    """What is known of paths; ``None``: nothing is estimated."""
+    record: LayerRecord = field(default_factory=LayerRecord)
+    k: int | None = None
+    """The number of choices of a token, as the last call had it."""
+    owner: InferenceRun | None = None
+    inputs: None = None
+    """Nothing stands for parameters in a graph, as there is none."""
+    _estimate_E: np.ndarray | None = None
+    _table: HeldTable | None = None
+    _before: HeldTable | None = None
+    """The table of the call before."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return sum(map(len, self.homes))
+
+    def expect(self, estimate_E: np.ndarray) -> None:
+        """Make the table by an estimate, the same on every rank, ahead of the gate."""
+        self._estimate_E = estimate_E
+        self._hold(estimate_E)
+
+    def begin(self, is_expected: bool) -> None:
+        """Begin a call.
+
+        Args:
+            is_expected: whether :meth:`expect` was called for it; else the whole layer's distribution is all that is
+                known of its tokens.
+        """
+        if not is_expected:
+            self._estimate_E = self._table = None
+            if self.profile is not None and self.profile.num_counted:
+                no_path = np.zeros((1, 0), np.int64)
+                self.expect(_in_units(self.profile.estimate(no_path, 1), self.num_experts))
+
+    def routing(self, routing: Routing) -> Routing:
+        """Return the decision with places for experts. Collective over the block where counts are summed."""
+        self.k = routing.slots_KS.shape[0]
+        rows_E = rows_of_experts(routing)
+        self.record.calls += 1
+        if self.options.second_phase or self._table is None:
+            self._correct(self.summed(rows_E).cpu().numpy())
+        assert self._table is not None
+        self.record.copies += int(self._table.copies_E.sum())
+        result = dealt(routing, rows_E, self._table, self.block.ep_index, self.ops)
+        self._estimate_E = None
+        if self.owner is not None:
+            self.owner.routed(self.label, routing)
+        return result
+
+    def summed(self, counts_E: torch.Tensor) -> torch.Tensor:
+        """Return counts summed over the block, on which all ranks wait."""
+        counts_E = counts_E.clone()
+        dist.all_reduce(counts_E, group=self.block.group)
+        return counts_E
+
+    def _correct(self, actual_E: np.ndarray) -> None:
+        """Compare the estimate with the true counts; make another table if other experts are on top."""
+        record = self.record
+        is_off = True
+        if self._estimate_E is not None:
+            is_off = differs(self._estimate_E, actual_E, num_top(self.k or 1, self.num_experts))
+            record.compared += 1
+            record.accurate += not is_off
+        if self._table is None or is_off:
+            record.second_phases += 1
+            self._hold(actual_E)
+        assert self._table is not None
+        if total := actual_E.sum():
+            mean = total / len(self.homes)
+            record.counted += 1
+            record.fullest_at_home += max(actual_E[list(each)].sum() for each in self.homes) / mean
+            record.fullest += self._table.load_of_ranks(actual_E).max() / mean
+
+    def _hold(self, popularity_E: np.ndarray) -> None:
+        held = self.homes if self._before is None else self._before.experts_of_rank
+        ranks = ranks_of_experts(popularity_E, len(self.homes), self.options.most_per_rank, held)
+        # A rank that nothing was given to has a copy of an expert of its own.
+        ranks = tuple(each or home[:1] for each, home in zip(ranks, self.homes, strict=True))
+        self._table = self._before = self.held.arranged(HeldTable(ranks, self.num_experts))
+        self.held.prepare(self._table)
+
+
+class InferenceRun:
+    """Runs the calls of an engine's layers: :meth:`watch` is an instrument, :meth:`after` a hook behind a layer.
+
+    Args:
+        labels: the labels of all layers whose tokens choose experts, in the order of their calls.
+        layers: label -> those of them whose experts come and go.
+        path_length: the layers of a path.
+        most_experts: the most experts that a layer has.
+        overlaps: see :class:`Options`.
+    """
+
+    def __init__(
+        self,
+        labels: Iterable[str],
+        layers: Mapping[str, InferenceLayer],
+        path_length: int,
+        most_experts: int,
+        overlaps: bool = True,
+    ) -> None:
+        every = list(labels)
+        self.layers = dict(layers)
+        self._next = {label: self.layers.get(after) for label, after in itertools.pairwise(every)}
+        self._labels = set(every)
+        self._paths = TokenPaths(every, path_length)
+        self._most_experts, self._overlaps = most_experts, overlaps
+        self._summing: tuple[InferenceLayer, Any, torch.Tensor] | None = None
+        self._expected: InferenceLayer | None = None
+        for layer in self.layers.values():
+            layer.owner = self
+
+    def watch(self, call: LayerCall) -> None:
+        """Begin a call of a layer."""
+        if call.label not in self._labels:
+            return
+        self._settle()
+        expected, self._expected = self._expected, None
+        if self._paths.begins_forward(call.label):
+            expected = None
+        layer = self.layers.get(call.label)
+        if layer is not None:
+            layer.begin(expected is layer)
+            call.experts = layer.experts  # type: ignore[assignment]
+            return
+        gate, label = call.gate, call.label
+
+        def noted(*args: Any) -> Any:
+            routing = gate(*args)
+            if isinstance(routing, Routing):
+                self.routed(label, routing)
+            return routing
+
+        call.gate = noted
+
+    def routed(self, label: str, routing: Routing) -> None:
+        """Note what a layer's tokens chose, and begin to estimate what they will in the next. Collective there."""
+        coming = self._next.get(label)
+        needs_paths = any(each.profile is not None for each in self.layers.values())
+        if not needs_paths:
+            return
+        first_S = choices_of(routing, self._most_experts)[0].cpu()
+        paths = self._paths
+        paths.of(len(first_S))
+        paths.add(first_S)
+        if coming is None or coming.profile is None:
+            return
+        estimate_E = coming.profile.estimate(paths.of(len(first_S)).numpy(), coming.k or routing.slots_KS.shape[0])
+        units_E = torch.from_numpy(_in_units(estimate_E, coming.num_experts)).to(routing.slots_KS.device)
+        work = dist.all_reduce(units_E, group=coming.block.group, async_op=True)
+        self._summing = coming, work, units_E
+        if not self._overlaps:
+            work.wait()
+
+    def after(self, *_: Any) -> None:
+        """End a call of a layer: make the table of the next one, and begin to have its experts."""
+        if self._summing is not None and self._summing[0].held.may_be_early:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the sum that is under way, if one is, and make the table of the layer it is for."""
+        if self._summing is None:
+            return
+        (layer, work, units_E), self._summing = self._summing, None
+        work.wait()
+        layer.expect(units_E.cpu().numpy())
+        self._expected = layer
+
+
+def _in_units(estimate_E: np.ndarray, num_experts: int) -> np.ndarray:
+    """Return [E] int64. A profile may know of more experts, as other layers have."""
+    return np.rint(estimate_E[:num_experts] * _UNITS).astype(np.int64)

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knows where the experts of an engine's layers are, and moves them between two steps, all ranks together.
+
+Checkpoints, and whatever else sees all experts, have them in the model's own order: for as long as one is written
+experts are brought home, and go back afterwards. So nothing but routing has to know of a placement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.components.routing import Routing, kind_of
+from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.distributed.fail_together import device_of, from_first_rank
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.files.whole_files import write_whole
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.step_timer import most_of
+from ds_fsmoe.placement.holdings import ExpertTensor, PlacementError, expert_tensors
+from ds_fsmoe.placement.moving import Mover, Seat, Swap
+from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
+
+FORMAT = 1
+"""The version of the format of a placement's file."""
+_MOST_AT_ONCE = 16
+"""Exchanges of one message where experts go home or back: what is sent at once takes memory twice."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What moving some experts took."""
+
+    num_swaps: int
+    nbytes: int
+    """What the rank with most to send has sent."""
+    took_ms: float
+
+
+def obstacle_to(layer: Any) -> str | None:
+    """Return why the experts of a layer stay where they are, in words; ``None`` where they may move.
+
+    Args:
+        layer: a converted layer whose groups are there.
+    """
+    state = layer.fsmoe
+    if layer.ep_size == 1:
+        return "one rank has all of its experts"
+    if state.groups is None or state.groups.layout.tensor_parallel_experts or state.duplicates is not None:
+        return "its tensor-parallel ranks share tokens or experts"
+    if state.running.block.esp_size > 1:
+        return "its experts are sharded (fsmoe.expert_tensor_parallel_size)"
+    if not isinstance(layer, FSMoEExperts) and not issubclass(kind_of(layer.gate), Routing):
+        return f"{type(layer.gate).__name__} lets experts choose tokens"
+    return None
+
+
+def why_no_replicas(layer: Any) -> str | None:
+    """Return why a layer has no spare places for experts of other ranks, in words; ``None`` where it may have some.
+
+    Args:
+        layer: a converted layer whose experts may move.
+    """
+    if isinstance(layer, FSMoEExperts):
+        return "its experts have adapters" if layer.fsmoe.outermost else None
+    if layer.fsmoe.is_in_slots:
+        return "it sends slots, as many for every place"
+    return layer.why_called()
+
+
+def homes_of(layer: Any) -> Any:
+    """Return the experts that are at home on this rank: a module with their stacked weights, or one by one."""
+    return layer if isinstance(layer, FSMoEExperts) else list(layer.experts.deepspeed_experts)
+
+
+class Placements:
+    """Holds the placements of the layers of one engine. Collective to make, over the ranks that run the layers.
+
+    Args:
+        engine: our engine, complete.
+        layers: label -> converted layer, of those whose experts may move.
+        paths: label -> path in the model, by which files name layers.
+        num_spare: the spare places of a rank.
+        group: the ranks that run the layers; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        layers: Mapping[str, Any],
+        paths: Mapping[str, str],
+        num_spare: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._engine, self._layers, self._paths, self._group = engine, dict(layers), dict(paths), group
+        self.now: dict[str, ExpertPlacement] = {}
+        """Label of a layer -> its placement."""
+        self._intended: dict[str, ExpertPlacement] | None = None
+        """What experts go back to, while they are at home."""
+        for label, layer in self._layers.items():
+            total = layer.num_local_experts * layer.ep_size
+            spare = num_spare if why_no_replicas(layer) is None else 0
+            if spare:
+                layer.fsmoe.make_spare_places(homes_of(layer), spare)
+            self._place(label, ExpertPlacement.at_start(total, layer.ep_size, spare))
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers whose experts may move."""
+        return len(self._layers)
+
+    def layer(self, label: str) -> Any:
+        """Return a layer by its label."""
+        return self._layers[label]
+
+    def seats(self) -> dict[str, Seat]:
+        """Return label of a layer -> this rank's seat among those that share its experts."""
+        found = {}
+        for label, layer in self._layers.items():
+            groups = layer.fsmoe.groups
+            ranks = groups.ranks_of("ep")
+            found[label] = Seat(groups.layout.ep.index(ranks), ranks.index(groups.rank))
+        return found
+
+    def mover(self) -> Mover:
+        """Return what moves experts, as the optimizer's states are now. Collective.
+
+        Raises:
+            PlacementError: on every rank, where states cannot be moved.
+        """
+        self._engine.fsmoe.wait_for_parameters()
+        return Mover(self._engine, self._tensors(), self.seats(), self._group)
+
+    def _tensors(self) -> list[ExpertTensor]:
+        return [each for label, layer in self._layers.items() for each in expert_tensors(label, layer)]
+
+    def swap(self, mover: Mover, swaps: Sequence[tuple[str, int, int]]) -> Moved:
+        """Exchange experts, and send rows to where they are from now on. Collective, between two steps.
+
+        Args:
+            mover: made since the optimizer's states were last made or loaded.
+            swaps: (label, place, place), each home at most once; the same on every rank.
+
+        Raises:
+            PlacementError: on every rank, before anything has changed.
+        """
+        self._engine.fsmoe.wait_for_parameters()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        nbytes = mover.swap([self._swap_of(*each) for each in swaps])
+        for label, first, second in swaps:
+            self._place(label, self.now[label].swapped(first, second))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        # Of the rank that was at it for the longest: others have nothing to send.
+        (took_ms,) = most_of([(time.perf_counter() - began_s) * 1e3], device_of(self._group), self._group)
+        return Moved(len(swaps), nbytes, took_ms)
+
+    def replicate(self, label: str, wanted: ExpertPlacement) -> None:
+        """Have the replicas of a placement from now on; the homes of experts stay.
+
+        Args:
+            label: the label of the layer.
+            wanted: a placement with the replicas; one whose rank has become the home of its expert is left out.
+        """
+        now = self.now[label]
+        at_home = {now.rank_of_place(home): set() for home in now.home_of_expert}
+        for expert, home in enumerate(now.home_of_expert):
+            at_home[now.rank_of_place(home)].add(expert)
+        spare = {
+            place: expert
+            for place, expert in enumerate(wanted.expert_of_place)
+            if place % wanted.per_rank >= wanted.num_local
+            and expert != EMPTY
+            and expert not in at_home[wanted.rank_of_place(place)]
+        }
+        self._place(label, now.with_replicas(spare))
+
+    def go_to(self, wanted: Mapping[str, ExpertPlacement]) -> None:
+        """Bring experts of any layers to other places, all before this returns. Collective, between two steps.
+
+        Args:
+            wanted: label -> placement, the same on every rank.
+
+        Raises:
+            PlacementError: on every rank.
+        """
+        left = {label: self.now[label].swaps_to(placement) for label, placement in wanted.items()}
+        if any(left.values()):
+            mover = self.mover()
+            while any(left.values()):
+                self.swap(mover, next_swaps(left, _MOST_AT_ONCE, self.now))
+        for label, placement in wanted.items():
+            self.replicate(label, placement)
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Have all experts where they are in the model's own order meanwhile. Collective, between two steps."""
+        if self._intended is not None or all(each.is_at_start for each in self.now.values()):
+            yield
+            return
+        self._intended = dict(self.now)
+        try:
+            self.go_to(self._homes())
+            yield
+        finally:
+            intended, self._intended = self._intended, None
+            self.go_to(intended)
+
+    def go_home(self) -> None:
+        """Bring all experts to where they are in the model's own order, for good. Collective, between two steps."""
+        self.go_to(self._homes())
+
+    def _homes(self) -> dict[str, ExpertPlacement]:
+        return {
+            label: ExpertPlacement.at_start(each.num_experts, each.num_ranks, each.num_spare)
+            for label, each in self.now.items()
+        }
+
+    def facts(self) -> dict[str, str]:
+        """Return what all ranks have to have alike, as short texts by name."""
+        return {
+            f"placement of {label}": hashlib.sha256(str(each.expert_of_place).encode()).hexdigest()[:16]
+            for label, each in self.now.items()
+        }
+
+    def as_data(self) -> dict[str, Any]:
+        """Return label -> placement as plain data: where experts are in training."""
+        return {label: each.as_dict() for label, each in (self._intended or self.now).items()}
+
+    def read_data(self, found: Any) -> dict[str, ExpertPlacement]:
+        """Return what :meth:`as_data` gave as placements again.
+
+        Raises:
+            ValueError: it is not that, or is of another model or layout.
+        """
+        if not isinstance(found, Mapping) or set(found) != set(self.now):
+            names = sorted(found) if isinstance(found, Mapping) else found
+            raise ValueError(f"placements of layers {names}: must be of {sorted(self.now)}")
+        read = {label: ExpertPlacement.from_dict(found[label]) for label in self.now}
+        for label, each in read.items():
+            sizes = each.num_experts, each.num_ranks
+            here = self.now[label].num_experts, self.now[label].num_ranks
+            if sizes != here:
+                raise ValueError(
+                    f"{self._paths[label]}: a placement of {sizes[0]} experts on {sizes[1]} ranks: there are {here[0]} "
+                    f"on {here[1]}"
+                )
+            read[label] = self._with_spare_places(each, self.now[label].num_spare)
+        return read
+
+    def save(self, path: str | Path) -> None:
+        """Write where the experts are to a file that ``fsmoe.placement.file`` takes, on the first rank.
+
+        Args:
+            path: the file; it is replaced.
+        """
+        if world_size_now() == 1 or dist.get_rank(self._group) == 0:
+            data = {self._paths[label]: each for label, each in self.as_data().items()}
+            write_whole(Path(path), json.dumps({"format": FORMAT, "layers": data}, indent=1) + "\n")
+
+    def load(self, path: str) -> None:
+        """Bring experts to where a file says. Collective: the first rank reads it.
+
+        Args:
+            path: the file, as :meth:`save` writes it.
+
+        Raises:
+            ConfigError: on every rank, if it cannot be read or is of another model.
+        """
+        told: tuple[dict[str, ExpertPlacement], str] = {}, ""
+        if world_size_now() == 1 or dist.get_rank(self._group) == 0:
+            try:
+                found = json.loads(Path(path).read_text())
+                if not isinstance(found, dict) or found.get("format") != FORMAT:
+                    raise ValueError(f"is no placement of format {FORMAT}")
+                labels = {path: label for label, path in self._paths.items()}
+                layers = found["layers"]
+                told = self.read_data({labels.get(name, name): each for name, each in layers.items()}), ""
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                told = {}, f"{error}" or type(error).__name__
+        wanted, problem = from_first_rank(told, self._group)
+        if problem:
+            raise ConfigError(f"fsmoe.placement.file = {path!r}: {problem}")
+        self.go_to(wanted)
+        moved = sum(
+            len(ExpertPlacement.at_start(e.num_experts, e.num_ranks, e.num_spare).swaps_to(e)) for e in wanted.values()
+        )
+        log_on_rank_0(f"{path}: experts of {len(wanted)} layer(s) placed, with {moved} exchange(s)", logging.INFO)
+
+    @staticmethod
+    def _with_spare_places(placement: ExpertPlacement, num_spare: int) -> ExpertPlacement:
+        """Return a placement with so many spare places; replicas that find none are left out."""
+        rows = placement.by_rank.tolist()
+        local = placement.num_local
+        wanted = [row[:local] + (row[local:] + [EMPTY] * num_spare)[:num_spare] for row in rows]
+        places = tuple(each for row in wanted for each in row)
+        return ExpertPlacement(places, placement.num_experts, placement.num_ranks)
+
+    def _swap_of(self, label: str, first: int, second: int) -> Swap:
+        now = self.now[label]
+        return Swap(label, *(divmod(each, now.per_rank) for each in (first, second)))
+
+    def _place(self, label: str, placement: ExpertPlacement) -> None:
+        self.now[label] = placement
+        self._layers[label].fsmoe.place(placement)
+
+
+def next_swaps(
+    left: dict[str, list[tuple[int, int]]], most: int, now: Mapping[str, ExpertPlacement]
+) -> list[tuple[str, int, int]]:
+    """Take the exchanges that are made at once from those that are left, and return them: each home at most once.
+
+    Args:
+        left: label -> exchanges in their order; those taken are removed.
+        most: how many to take.
+        now: label -> placement.
+
+    Raises:
+        PlacementError: an exchange of a place that is no home.
+    """
+    taken: list[tuple[str, int, int]] = []
+    for label, swaps in left.items():
+        used: set[int] = set()
+        while swaps and len(taken) < most and not used & set(swaps[0]):
+            first, second = swaps.pop(0)
+            if any(each % now[label].per_rank >= now[label].num_local for each in (first, second)):
+                raise PlacementError(f"{label}: places {first} and {second}: must both be homes of experts")
+            used |= {first, second}
+            taken.append((label, first, second))
+    return taken

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides from which experts tokens choose where experts should be, and has them moved, some per step.
+
+Ranks count by themselves and share their counts once in ``every`` steps; the first rank decides, and all do as it says.
+So nothing depends on what one rank alone has seen, and every rank issues the same messages at the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from ds_fsmoe.config.blocks import PlacementBlock
+from ds_fsmoe.distributed.fail_together import from_first_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.placement.events import Event, if_it_lasts, in_one_line
+from ds_fsmoe.placement.holdings import PlacementError
+from ds_fsmoe.placement.loads import Loads
+from ds_fsmoe.placement.moving import Mover
+from ds_fsmoe.placement.placements import Placements, next_swaps
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
+from ds_fsmoe.planning.placement_costs import Prices, Seen
+from ds_fsmoe.planning.placement_decision import Decision, decide
+from ds_fsmoe.planning.placement_policies import Allowed, policy
+
+PriceOf = Callable[[str, int, np.ndarray], Prices | None]
+"""(label, bytes of an expert with its states, rows of a call [G, E]) -> what a layer's steps and moves cost; ``None``:
+nothing was measured."""
+
+
+class PlacementWatch:
+    """Decides for one engine.
+
+    Args:
+        block: the options.
+        placements: the layers whose experts may move.
+        price_of: what is known of costs; ``None`` where decisions must not depend on a clock.
+        group: the ranks that run the layers; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        block: PlacementBlock,
+        placements: Placements,
+        price_of: PriceOf | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._block, self._placements, self._group = block, placements, group
+        self._price_of = price_of
+        self._policy = policy(block.policy)
+        self._loads = Loads(placements, group)
+        self.watch = self._loads.watch
+        self._since: int | None = None
+        self._rows_before: dict[str, np.ndarray] = {}
+        self._pending: dict[str, list[tuple[int, int]]] = {}
+        self._wanted: dict[str, ExpertPlacement] = {}
+        self._mover: Mover | None = None
+        self.on_event: list[Callable[[Sequence[Event]], None]] = []
+        """Functions that receive the events of each decision, on every rank."""
+
+    def step_is_over(self, step: int, is_tuned: bool) -> None:
+        """Decide, or go on with what was decided. Collective where something is due, the same on every rank.
+
+        Args:
+            step: the number of the next optimizer step.
+            is_tuned: whether the plans of layers are settled.
+
+        Raises:
+            PlacementError: on every rank, where experts cannot be moved.
+        """
+        if self._wanted:
+            self._go_on()
+            return
+        if self._since is None or not is_tuned:
+            self._begin(step)
+        elif step - self._since >= self._block.every:
+            self._decide(step)
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        self._since = step
+        self._loads.begin()
+
+    def _decide(self, step: int) -> None:
+        rows_of, tokens_of = self._loads.shared_counts(), self._loads.shared_tokens()
+        before, self._rows_before = self._rows_before, rows_of
+        if not before:
+            # What holds for one stretch of steps may be over in the next.
+            return
+        mover = self._mover or self._placements.mover()
+        decided: tuple[dict[str, Decision], list[Event]] = {}, []
+        with raise_on_all_ranks(self._group, "deciding where experts should be", PlacementError):
+            if world_size_now() == 1 or dist.get_rank(self._group) == 0:
+                decided = self._decisions(step, before, rows_of, tokens_of, mover)
+        decisions, events = from_first_rank(decided, self._group)
+        for tell in self.on_event:
+            tell(events)
+        self._wanted = {label: each.placement for label, each in decisions.items()}
+        self._pending = {
+            label: self._placements.now[label].swaps_to(placement) for label, placement in self._wanted.items()
+        }
+        self._mover = mover if self._wanted else None
+        log_on_rank_0(in_one_line(step, decisions, events))
+
+    def _decisions(
+        self,
+        step: int,
+        before: Mapping[str, np.ndarray],
+        rows_of: Mapping[str, np.ndarray],
+        tokens_of: Mapping[str, tuple[np.ndarray, ...]],
+        mover: Mover,
+    ) -> tuple[dict[str, Decision], list[Event]]:
+        decisions: dict[str, Decision] = {}
+        events = []
+        for label, lately_GE in rows_of.items():
+            now = self._placements.now[label]
+            nodes = self._node_of_rank(label)
+            rows_GE = (before[label] + lately_GE) / 2
+            seen = Seen(rows_GE, nodes, tokens_of[label])
+            prices = self._prices(label, mover, rows_GE)
+            allowed = Allowed(num_replicas=now.num_spare * now.num_ranks)
+            found = decide(now, seen, self._policy, prices, self._block.pays_within, allowed, label)
+            both = [Seen(each, nodes) for each in (before[label], lately_GE)]
+            found = if_it_lasts(now, found, both, label)
+            swaps = now.swaps_to(found.placement)
+            if found.placement != now:
+                decisions[label] = found
+            events.append(
+                Event(
+                    step,
+                    label,
+                    tuple(rows_GE.sum(0).round(2).tolist()),
+                    found.before,
+                    found.after,
+                    len(swaps),
+                    found.placement.num_replicas,
+                    found.gain_ms_per_step,
+                    found.why,
+                )
+            )
+        return decisions, events
+
+    def _prices(self, label: str, mover: Mover, rows_GE: np.ndarray) -> Prices | None:
+        return None if self._price_of is None else self._price_of(label, mover.bytes_of_expert(label), rows_GE)
+
+    def _node_of_rank(self, label: str) -> tuple[int, ...]:
+        groups = self._placements.layer(label).fsmoe.groups
+        return tuple(groups.topology.node_of_rank[each] for each in groups.ranks_of("ep"))
+
+    def _go_on(self) -> None:
+        """Make the exchanges of one step, and of layers whose homes are right the replicas."""
+        assert self._mover is not None
+        swaps = next_swaps(self._pending, self._block.moves_per_step, self._placements.now)
+        if swaps:
+            predicted_ms = self._predicted_ms(swaps)
+            moved = self._placements.swap(self._mover, swaps)
+            expected = "" if predicted_ms is None else f" (predicted {predicted_ms:.1f})"
+            log_on_rank_0(
+                f"placement: {moved.num_swaps} exchange(s) of experts, {moved.nbytes / 1e6:.1f} MB from the rank with "
+                f"most to send, in {moved.took_ms:.1f} ms{expected}"
+            )
+        for label in [each for each, left in self._pending.items() if not left]:
+            self._placements.replicate(label, self._wanted.pop(label))
+            del self._pending[label]
+        if not self._wanted:
+            self._mover, self._since, self._rows_before = None, None, {}
+
+    def _predicted_ms(self, swaps: Sequence[tuple[str, int, int]]) -> float | None:
+        """Return what exchanges are predicted to take; ``None`` where nothing was measured."""
+        assert self._mover is not None
+        total_ms = 0.0
+        for label in dict.fromkeys(each for each, _, _ in swaps):
+            now = self._placements.now[label]
+            prices = self._prices(label, self._mover, np.ones((now.num_ranks, now.num_experts)))
+            if prices is None:
+                return None
+            of_layer = [(first, second) for each, first, second in swaps if each == label]
+            after = now
+            for each in of_layer:
+                after = after.swapped(*each)
+            seen = Seen(np.ones((now.num_ranks, now.num_experts)), self._node_of_rank(label))
+            total_ms += prices.moves_ms(now, after, seen)
+        return total_ms
+
+    def forget(self) -> None:
+        """Take back what was decided and is not done yet, and count anew: a checkpoint is being loaded."""
+        self._pending, self._wanted, self._rows_before = {}, {}, {}
+        self._mover, self._since = None, None
+
+    def as_data(self) -> dict[str, Any]:
+        """Return what has been counted since the last decision, on this rank, and what is left of it to be done."""
+        return self._loads.as_data() | {
+            "since": self._since,
+            "before": {label: rows_GE.tolist() for label, rows_GE in self._rows_before.items()},
+            "pending": {label: [list(each) for each in swaps] for label, swaps in self._pending.items()},
+            "wanted": {label: each.as_dict() for label, each in self._wanted.items()},
+        }
+
+    def check_data(self, found: Mapping[str, Any]) -> None:
+        """Check what :meth:`as_data` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that.
+        """
+        self._loads.check_data(found)
+        _Left.read(found, self._placements)
+
+    def go_on_with(self, found: Mapping[str, Any]) -> None:
+        """Go on counting, and moving, where another job has ended. Collective where experts were being moved."""
+        self._loads.go_on_with(found)
+        read = _Left.read(found, self._placements)
+        self._since, self._rows_before = read.since, read.before
+        self._pending, self._wanted = read.pending, read.wanted
+        self._mover = self._placements.mover() if self._wanted else None
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a job has left to be done by the one that resumes it."""
+
+    since: int | None
+    before: dict[str, np.ndarray]
+    pending: dict[str, list[tuple[int, int]]]
+    wanted: dict[str, ExpertPlacement]
+
+    @staticmethod
+    def read(found: Mapping[str, Any], placements: Placements) -> _Left:
+        """Read it from plain data.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that, or is of other layers.
+        """
+        since, pending, wanted = found["since"], found["pending"], found["wanted"]
+        if set(pending) != set(wanted) or not set(wanted) <= set(placements.now):
+            raise ValueError("what is left of a placement does not fit what was decided")
+        if not (since is None or type(since) is int):
+            raise ValueError(f"counted since step {since!r}")
+        before = {label: np.array(each, dtype=float) for label, each in found["before"].items()}
+        if before:
+            shapes = {label: (each.num_ranks, each.num_experts) for label, each in placements.now.items()}
+            if {label: each.shape for label, each in before.items()} != shapes:
+                raise ValueError("rows of earlier steps are not of these layers")
+        placed = {label: ExpertPlacement.from_dict(each) for label, each in wanted.items()}
+        swaps = {label: [(int(a), int(b)) for a, b in each] for label, each in pending.items()}
+        for label, each in swaps.items():
+            if any(not 0 <= place < placements.now[label].num_places for pair in each for place in pair):
+                raise ValueError(f"exchanges of places that {label} does not have")
+        return _Left(since, before, swaps, placed)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts, beside the training, which experts the tokens of each path choose: for Lina's scheduler of inference.
+
+A token's path are its first choices in the layers before, see :class:`~ds_fsmoe.planning.popularity.PathProfile`.
+Choices are copied to the host without waiting, and counted there when the next forward begins.
+
+Letters: S tokens, K choices of a token, L layers of a path, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ds_fsmoe.components.gate import in_backward
+from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.observing.instruments import LayerCall
+from ds_fsmoe.planning.popularity import PathProfile
+
+STATE_FORMAT = 1
+"""The version of what :meth:`PathProfiler.as_state` returns."""
+
+
+class TokenPaths:
+    """Keeps the first choices of the tokens of one forward, layer by layer.
+
+    Args:
+        labels: the labels of the layers, in the order of their calls.
+        path_length: L.
+    """
+
+    def __init__(self, labels: Iterable[str], path_length: int) -> None:
+        self._numbers = {label: number for number, label in enumerate(labels)}
+        self._path_length = path_length
+        self._last = len(self._numbers)
+        self._chosen: list[torch.Tensor] = []
+
+    def begins_forward(self, label: str) -> bool:
+        """Return whether a call of this layer is of another forward than the last one, and take note of it."""
+        number = self._numbers[label]
+        is_new = number <= self._last
+        if is_new:
+            self._chosen = []
+        self._last = number
+        return is_new
+
+    def of(self, num_tokens: int) -> torch.Tensor:
+        """Return [S, up to L] int64: the paths so far of so many tokens; none where there were as many others."""
+        if any(len(each) != num_tokens for each in self._chosen):
+            self._chosen = []
+        if not self._chosen:
+            return torch.empty(num_tokens, 0, dtype=torch.int64)
+        return torch.stack(self._chosen, dim=1)
+
+    def add(self, first_S: torch.Tensor) -> None:
+        """Note the first choices in a layer.
+
+        Args:
+            first_S: [S] int64, on the host: the first choice of each token; E for none.
+        """
+        if self._path_length:
+            self._chosen = [*self._chosen, first_S][-self._path_length :]
+
+
+class PathProfiler:
+    """Fills the profiles of an engine's layers from what their routers choose in training: :meth:`watch` is an
+    instrument. A forward that is run again does not count, nor one without a batch.
+
+    Args:
+        layers: label -> E, in the order of the layers' calls.
+        path_length: L.
+        every: the forwards from one that is counted to the next.
+    """
+
+    def __init__(self, layers: Mapping[str, int], path_length: int = 3, every: int = 1) -> None:
+        self._layers = dict(layers)
+        self._most_experts = max(self._layers.values(), default=1)
+        self._every = every
+        self._paths = TokenPaths(self._layers, path_length)
+        self._forwards = 0
+        self._arriving: list[tuple[str, Callable[[], torch.Tensor]]] = []
+        self.path_length = path_length
+        self._profiles = {label: PathProfile(self._most_experts, path_length) for label in self._layers}
+        self.is_paused = False
+        """Whether the forward that is under way has no batch."""
+
+    def watch(self, call: LayerCall) -> None:
+        """Count what is chosen in a call, if it is one in training: an instrument."""
+        if not call.is_training or self.is_paused or call.label not in self._layers or in_backward():
+            return
+        if self._paths.begins_forward(call.label):
+            self._count()
+            self._forwards += 1
+        if (self._forwards - 1) % self._every:
+            return
+        gate, label, num_experts = call.gate, call.label, self._most_experts
+
+        def noted(*args: Any) -> Any:
+            routing = gate(*args)
+            if isinstance(routing, Routing):
+                self._arriving.append((label, on_host(choices_of(routing, num_experts))))
+            return routing
+
+        call.gate = noted
+
+    def profiles(self) -> dict[str, PathProfile]:
+        """Return label -> profile, of all that this rank has counted so far."""
+        self._count()
+        return dict(self._profiles)
+
+    def as_state(self) -> dict[str, Any]:
+        """Return what was counted as plain data and tensors, to be stored with a checkpoint."""
+        layers = {}
+        for label, profile in self.profiles().items():
+            found = profile.as_arrays()
+            layers[label] = {
+                name: each if isinstance(each, int) else torch.from_numpy(each) for name, each in found.items()
+            }
+        return {"format": STATE_FORMAT, "layers": layers}
+
+    def read_state(self, state: Any) -> dict[str, PathProfile]:
+        """Return label -> profile of what :meth:`as_state` returned, checked; nothing is changed.
+
+        Raises:
+            ValueError: it is no such state, or of other layers, experts or paths.
+        """
+        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+            raise ValueError(f"paths of tokens in a format that is not known: this version reads {STATE_FORMAT}")
+        layers = state.get("layers")
+        if not isinstance(layers, Mapping) or set(layers) != set(self._layers):
+            known = sorted(layers) if isinstance(layers, Mapping) else layers
+            raise ValueError(f"paths of tokens in layers {known}: there are {sorted(self._layers)}")
+        found = {}
+        for label, arrays in layers.items():
+            if not isinstance(arrays, Mapping):
+                raise ValueError(f"paths of tokens in {label}: must be arrays by name")
+            plain = {name: each.numpy() if torch.is_tensor(each) else each for name, each in arrays.items()}
+            found[label] = PathProfile.from_arrays(plain)
+            sizes = found[label].num_experts, found[label].path_length
+            if sizes != (self._most_experts, self.path_length):
+                raise ValueError(
+                    f"paths of tokens in {label} of (experts, length) {sizes}: must be of "
+                    f"{self._most_experts, self.path_length}"
+                )
+        return found
+
+    def go_on_with(self, profiles: Mapping[str, PathProfile]) -> None:
+        """Count on from what :meth:`read_state` has returned."""
+        self._arriving = []
+        self._profiles = dict(profiles)
+
+    def _count(self) -> None:
+        """Count the choices of the last forward."""
+        arrived, self._arriving = self._arriving, []
+        paths = TokenPaths(self._layers, self.path_length)
+        for label, wait in arrived:
+            choices_KS = wait()
+            self._profiles[label].add(paths.of(choices_KS.shape[1]).numpy(), choices_KS.t().numpy())
+            paths.add(choices_KS[0])
+
+
+def choices_of(routing: Routing, num_experts: int) -> torch.Tensor:
+    """Return [K, S] int64: the expert of each choice, ``num_experts`` for none; nothing waits.
+
+    Args:
+        routing: the decision.
+        num_experts: E, or more.
+    """
+    chosen_KS = routing.chosen().long()
+    # Weightless classes that some routers have besides experts count from E on.
+    is_one_KS = (chosen_KS >= 0) & (chosen_KS < routing.num_experts)
+    return torch.where(is_one_KS, chosen_KS, num_experts)
+
+
+def on_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a tensor to the host, and return a function that returns it once it is there."""
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    arrived = torch.get_device_module(tensor.device).Event()
+    arrived.record()
+
+    def wait() -> torch.Tensor:
+        arrived.synchronize()
+        return host
+
+    return wait

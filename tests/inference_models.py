@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models for inference with experts that come and go: routing by a rule that is known, skewed, of any k and E."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH, HIDDEN = 20, 12
+
+
+class Experts(nn.Module):
+    """Experts by the contract of Hugging Face's models."""
+
+    has_bias, is_transposed = False, False
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * HIDDEN, WIDTH) * 0.3)
+        self.down_proj = nn.Parameter(torch.randn(num_experts, WIDTH, HIDDEN) * 0.3)
+
+    def _apply_gate(self, up: torch.Tensor) -> torch.Tensor:
+        gate, value = up.chunk(2, dim=-1)
+        return gate.sigmoid() * value
+
+    def forward(self, x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
+        y_SM = torch.zeros_like(x_SM)
+        for expert in range(self.num_experts):
+            tokens, choices = torch.where(index_SK == expert)
+            h = self._apply_gate(x_SM[tokens] @ self.gate_up_proj[expert].t())
+            y = h @ self.down_proj[expert].t() * weights_SK[tokens, choices, None]
+            y_SM = y_SM.index_add(0, tokens, y)
+        return y_SM
+
+
+class CalledExperts(Experts):
+    """Such that compute something else than the contract says, and are called themselves."""
+
+    def forward(self, x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x_SM, index_SK, weights_SK)
+
+
+class Model(nn.Module):
+    """Layers with experts, one after another, the same on every rank.
+
+    Args:
+        num_experts: E.
+        k: choices of a token.
+        layers: how many.
+        is_ruled: whether a token's first choice in the first layer decides about all others; else routers do, with
+            one expert that most tokens like.
+        experts: their class.
+    """
+
+    def __init__(
+        self, num_experts: int, k: int, layers: int = 3, is_ruled: bool = False, experts: type[Experts] = Experts
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_experts, self.k, self.is_ruled = num_experts, k, is_ruled
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, num_experts) for _ in range(layers))
+        self.blocks = nn.ModuleList(experts(num_experts) for _ in range(layers))
+        with torch.no_grad():
+            for number, router in enumerate(self.routers):
+                router.bias[(3 * number + 1) % num_experts] += 2
+
+    def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
+        # Half of all tokens begin with expert 0, a quarter with expert 1, and so on.
+        first_S = (-torch.log2(x_SM[:, 0].abs().clamp(1e-3, 1))).long() % self.num_experts
+        for number, (router, experts) in enumerate(zip(self.routers, self.blocks, strict=True)):
+            scores_SE = router(x_SM).softmax(-1)
+            weights_SK, index_SK = scores_SE.topk(self.k)
+            if self.is_ruled:
+                first_S = (first_S * (number + 1) + number) % self.num_experts
+                index_SK = (first_S[:, None] + torch.arange(self.k)) % self.num_experts
+                weights_SK = scores_SE.gather(1, index_SK)
+            x_SM = x_SM + experts(x_SM, index_SK, weights_SK)
+        return x_SM
+
+
+def tokens(rank: int, num_tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[S, M], others on each rank; the first number of each is uniform in 0..1."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    x_SM = torch.randn(num_tokens, WIDTH, generator=generator)
+    x_SM[:, 0] = torch.rand(num_tokens, generator=generator)
+    return x_SM.to(dtype)
+
+
+def ds_config(ep_size: int, stage: int = 0, **block: Any) -> dict[str, Any]:
+    """The config of an engine over such a model."""
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "fsmoe": {"enabled": True, "ep_size": ep_size} | block,
+    }
+
+
+def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
+    """An engine of ours."""
+    import ds_fsmoe
+
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a placement costs: against loops over rows, sums of tasks, and exchanges by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.call_shape import CallShape, call_timeline
+from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
+from ds_fsmoe.planning.crossings import Crossings
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.placement_costs import (
+    BALANCED,
+    Pressure,
+    Prices,
+    Seen,
+    as_alltoall_bytes,
+    exchange_ms,
+    layer_ms,
+    moves_ms,
+    pressure_of,
+    replica_ms,
+    under,
+)
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_IN_NODE,
+    A2A_OUT,
+    A2A_OUT_NODE,
+    COLLECT,
+    EXPERT,
+    EXPERT_DW,
+    EXPERT_DX,
+    GATHER,
+    HOLD,
+    REDUCE,
+    SPREAD,
+)
+from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.planning.workload import AllToAll
+from tests.planning.placements import load, placements
+
+KINDS = (A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, COLLECT, EXPERT, EXPERT_DW, EXPERT_DX, GATHER, REDUCE, SPREAD)
+COSTS = LayerCosts.written(
+    {kind: LinearCost(0.1 + 0.01 * index, 1e-3 * (1 + index)) for index, kind in enumerate(KINDS)}
+    | {HOLD: LinearCost(0.0, 0.0)}
+)
+SHAPE = CallShape(num_experts=8, capacity=12, width=3, dtype_bytes=4, num_products=2, num_weights=6)
+WAYS: dict[str, tuple[Groups, AllToAll]] = {
+    "flat over both links": (Groups(4, 2, ep=4), "flat"),
+    "2dh": (Groups(4, 2, ep=4), "2dh"),
+    "once per node": (Groups(4, 2, ep=4), "once_per_node"),
+    "one node": (Groups(4, 4, ep=4), "flat"),
+    "one rank in each node": (Groups(4, 1, ep=4), "flat"),
+    "sharded experts": (Groups(4, 2, ep=2, esp=2), "flat"),
+}
+PRESSURE = Pressure(compute=2.0, inter=3.0, intra=5.0)
+
+
+def shape_for(alltoall: AllToAll) -> CallShape:
+    return replace(SHAPE, crossings=Crossings(1.5, 2.5) if alltoall == "once_per_node" else None)
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(placements())
+def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
+    placement, nodes, rows_GE = drawn
+    ranks, to_GE = range(len(nodes)), placement.routes(nodes) // placement.per_rank
+
+    def ports(sent) -> tuple[list[float], list[float]]:
+        """The rows of each direction of each node's port, and of each rank's inside its node."""
+        between, inside = {}, {}
+        for first in ranks:
+            for second in ranks:
+                if nodes[first] != nodes[second]:
+                    for port in (("out", nodes[first]), ("in", nodes[second])):
+                        between[port] = between.get(port, 0.0) + sent[first][second]
+                elif first != second:
+                    for port in (("out", first), ("in", second)):
+                        inside[port] = inside.get(port, 0.0) + sent[first][second]
+        return list(between.values()), list(inside.values())
+
+    sent = [[0.0 for _ in ranks] for _ in ranks]
+    for rank in ranks:
+        for expert in range(placement.num_experts):
+            sent[rank][to_GE[rank, expert]] += rows_GE[rank, expert]
+    total = float(rows_GE.sum())
+    ours, even = ports(sent), ports([[total / len(ranks) ** 2 for _ in ranks] for _ in ranks])
+    inter, intra = (max(a) / max(b) if b and total else 1.0 for a, b in zip(ours, even, strict=True))
+    full = max(sum(sent[rank][at] for rank in ranks) for at in ranks)
+    found = pressure_of(placement, Seen(rows_GE, nodes))
+    assert found.compute == pytest.approx(full / (total / len(ranks)) if total else 1.0)
+    assert (found.inter, found.intra) == pytest.approx((inter, intra))
+
+
+def test_even_rows_press_on_nothing_wherever_experts_are() -> None:
+    seen = load("equal", 12, 4)
+    now = ExpertPlacement.at_start(12, 4, 1)
+    for placement in (now, now.swapped(0, 5), now.swapped(2, 14).swapped(0, 4)):
+        found = pressure_of(placement, seen)
+        assert (found.compute, found.inter, found.intra) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_a_replica_in_each_node_keeps_rows_from_crossing() -> None:
+    rows_GE = np.zeros((4, 4))
+    rows_GE[:, 0] = 10
+    now, seen = ExpertPlacement.at_start(4, 4, 1), Seen(rows_GE, (0, 0, 1, 1))
+    assert pressure_of(now, seen) == Pressure(4.0, 20 / 10, 10 / 2.5)
+    assert pressure_of(now.with_replicas({5: 0}), seen) == Pressure(2.0, 0.0, 10 / 2.5)
+    assert pressure_of(now.with_replicas({3: 0, 5: 0, 7: 0}), seen) == Pressure(1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "nodes"), [([[1, 2]], (0, 0)), ([1, 2], (0, 0)), ([[-1]], (0,)), ([[np.nan]], (0,)), ([[np.inf]], (0,))]
+)
+def test_what_was_not_measured_so_is_refused(rows, nodes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="rows"):
+        Seen(np.array(rows), nodes)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("degrees", "late"), [((1, 1), 0), ((2, 3), 0), ((3, 3), 1)])
+def test_a_layer_without_pressure_takes_what_is_predicted_of_its_calls(way: str, degrees, late: int) -> None:
+    groups, alltoall = WAYS[way]
+    plan = LayerPlan(BlockPlan(degrees[0], "paper"), BlockPlan(degrees[1], "paper", late), alltoall)
+    shape, contention = shape_for(alltoall), Contention(0.3, 0.1, 0.2)
+    expected = []
+    for backward, block in enumerate((plan.forward, plan.backward)):
+        phase = PhasePlan(block, groups, bool(backward), alltoall)
+        same = degrees[0] == degrees[1]
+        expected.append(call_timeline(phase.schedule, phase, shape, COSTS, same, contention).makespan_ms)
+    for recompute in (False, True):
+        found = layer_ms(BALANCED, shape, groups, plan, COSTS, alltoall, contention, recompute=recompute)
+        assert found == pytest.approx((1 + recompute) * expected[0] + expected[1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_after_another_tasks_take_their_sizes_times_the_pressure(way: str) -> None:
+    groups, alltoall = WAYS[way]
+    across = 5.0 if way == "one node" else 3.0
+    factors = {EXPERT: 2.0, GATHER: 2.0, REDUCE: 2.0, A2A_IN: across, A2A_OUT: across}
+    factors |= dict.fromkeys((A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT), 5.0)
+    plan, shape = LayerPlan(BlockPlan(2), BlockPlan(1), alltoall), shape_for(alltoall)
+    expected, kinds = 0.0, set()
+    for backward, block in enumerate((plan.forward, plan.backward)):
+        phase = PhasePlan(block, groups, bool(backward), alltoall)
+        for span in call_timeline(phase.schedule, phase, shape, COSTS, is_serial=True).spans:
+            task = span.task
+            if task.kind != HOLD:
+                kinds.add(task.kind)
+                expected += COSTS.forward[task.kind].ms(task.size * factors[task.kind], task.launches)
+    found = layer_ms(PRESSURE, shape, groups, plan, COSTS, alltoall, is_serial=True)
+    assert found == pytest.approx(expected)
+    assert kinds >= {A2A_IN, EXPERT, A2A_OUT}
+    assert (A2A_IN_NODE in kinds, SPREAD in kinds, GATHER in kinds) == (
+        way == "2dh",
+        way == "once per node",
+        way == "sharded experts",
+    )
+
+
+def test_late_weight_gradients_grow_with_the_rows_too() -> None:
+    groups, alltoall = WAYS["flat over both links"]
+    phase = PhasePlan(BlockPlan(2, late_dw=1), groups, True, alltoall)
+    kinds = {task.kind: task.size for task in phase.schedule.tasks}
+    grown = {task.kind: task.size for task in under(phase.schedule, PRESSURE, groups).tasks}
+    assert {kind: grown[kind] / size for kind, size in kinds.items() if size} == {
+        A2A_IN: 3.0,
+        EXPERT: 2.0,
+        EXPERT_DX: 2.0,
+        EXPERT_DW: 2.0,
+        A2A_OUT: 3.0,
+    }
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 3), (0, 0, 0, 0), (0, 1), (0, 0, 0, 1, 1)])
+def test_an_even_exchange_is_an_all_to_all_of_its_buffer(nodes: tuple[int, ...]) -> None:
+    even = np.full((len(nodes), len(nodes)), 100 / len(nodes))
+    assert as_alltoall_bytes(even, nodes) == pytest.approx(100)
+    # What a rank keeps is not sent.
+    assert as_alltoall_bytes(even + 1e9 * np.eye(len(nodes)), nodes) == pytest.approx(100)
+
+
+def test_the_fullest_port_counts_whoever_it_is() -> None:
+    sent = np.zeros((4, 4))
+    sent[0, 1] = 30
+    # Of an all-to-all's buffer a rank sends three quarters.
+    assert as_alltoall_bytes(sent, (0, 0, 1, 1)) == pytest.approx(40)
+    sent[1, 2] = 30
+    assert as_alltoall_bytes(sent, (0, 0, 1, 1)) == pytest.approx(40)
+    # A node's two ranks send half of what they have over its port: as much as one of them has.
+    sent[0, 3] = 30
+    assert as_alltoall_bytes(sent, (0, 0, 1, 1)) == pytest.approx(80)
+    sent = np.zeros((4, 4))
+    sent[0, 2] = sent[0, 3] = sent[1, 2] = sent[1, 3] = 10
+    assert as_alltoall_bytes(sent, (0, 0, 1, 1)) == pytest.approx(40)
+    assert as_alltoall_bytes(sent.T, (0, 0, 1, 1)) == pytest.approx(40)
+    assert as_alltoall_bytes(sent, (0, 1, 2, 3)) == pytest.approx(20 / 0.75)
+
+
+def test_one_rank_has_nobody_to_send_to() -> None:
+    assert exchange_ms(np.array([[1e9]]), LinearCost(5.0, 1.0), (0,)) == 0.0
+    assert exchange_ms(np.eye(3), LinearCost(5.0, 1.0), (0, 1, 1)) == 0.0
+
+
+def test_replicas_cost_their_weights_once_and_their_gradients_in_every_backward() -> None:
+    now, nodes, cost = ExpertPlacement.at_start(4, 4, 2), (0, 1, 2, 3), LinearCost(2.0, 0.5)
+    assert replica_ms(now, 30, 60, cost, nodes) == 0.0
+    # Expert 0 goes to ranks 1 and 2, and expert 1 to rank 2: rank 0 sends two, rank 2 gets two.
+    placement = now.with_replicas({4: 0, 7: 0, 8: 1})
+    out_ms, back_ms = 2.0 + 0.5 * (2 * 30) / 0.75, 2.0 + 0.5 * (2 * 60) / 0.75
+    assert replica_ms(placement, 30, 60, cost, nodes) == pytest.approx(out_ms + back_ms)
+    assert replica_ms(placement, 30, 60, cost, nodes, micro_batches=3) == pytest.approx(out_ms + 3 * back_ms)
+
+
+def test_swaps_of_one_step_are_one_exchange() -> None:
+    now, nodes, cost = ExpertPlacement.at_start(8, 4), (0, 0, 1, 1), LinearCost(2.0, 0.5)
+    assert moves_ms(now, [], 30, cost, nodes) == 0.0
+    # One expert there and one back: each of two ranks sends one, in the node or across.
+    assert moves_ms(now, [(0, 2)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 40)
+    assert moves_ms(now, [(0, 4)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 40)
+    assert moves_ms(now, [(0, 2), (4, 6)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 40)
+    # Two of one rank, and two across the ports of two nodes.
+    assert moves_ms(now, [(0, 2), (1, 4)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 80)
+    assert moves_ms(now, [(0, 4), (2, 6)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 60)
+    # An expert goes to its last rank directly, or stays.
+    assert moves_ms(now, [(0, 2), (0, 2)], 30, cost, nodes) == 0.0
+    assert moves_ms(now, [(0, 2), (2, 4)], 30, cost, nodes) == pytest.approx(2.0 + 0.5 * 40)
+
+
+def test_an_exchange_is_priced_where_its_size_lies_on_the_costs() -> None:
+    cost = SwitchedCost(LinearCost(1.0, 0.0), LinearCost(5.0, 0.0), 50)
+    now = ExpertPlacement.at_start(4, 2)
+    assert moves_ms(now, [(0, 2)], 24, cost, (0, 1)) == 1.0
+    assert moves_ms(now, [(0, 2)], 25, cost, (0, 1)) == 5.0
+
+
+def test_prices_add_up_a_step() -> None:
+    groups, alltoall = WAYS["flat over both links"]
+    plan = LayerPlan(BlockPlan(2), BlockPlan(1), alltoall)
+    prices = Prices(SHAPE, groups, plan, COSTS, 100.0, 200.0, 700.0, alltoall, micro_batches=3)
+    seen, now = load("hot_expert", 8, 4), ExpertPlacement.at_start(8, 4, 1)
+    call_ms = layer_ms(pressure_of(now, seen), SHAPE, groups, plan, COSTS, alltoall)
+    assert prices.step_ms(now, seen) == pytest.approx(3 * call_ms)
+    after = now.swapped(0, 3).with_replicas({11: 0})
+    call_ms = layer_ms(pressure_of(after, seen), SHAPE, groups, plan, COSTS, alltoall)
+    cost, nodes = COSTS.forward[A2A_IN], seen.node_of_rank
+    added_ms = replica_ms(after, 100.0, 200.0, cost, nodes, 3)
+    assert prices.step_ms(after, seen) == pytest.approx(3 * call_ms + added_ms)
+    assert added_ms > 0
+    assert prices.moves_ms(now, after, seen) == pytest.approx(moves_ms(now, [(0, 3)], 700.0, cost, nodes))
+    assert prices.moves_ms(now, now.with_replicas({11: 0}), seen) == 0.0

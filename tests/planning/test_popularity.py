@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is expected of experts by the paths of tokens, against plain counts; and the ranks that experts get for it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ds_fsmoe.planning.expert_ranks import differs, num_top, ranks_of_experts, top_experts
+from ds_fsmoe.planning.popularity import PathProfile
+
+
+def tokens(seed: int, num_tokens: int, length: int, num_experts: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Paths [S, length] and choices [S, k] that depend on them, with numbers for none among both."""
+    draw = np.random.default_rng(seed)
+    paths = draw.integers(0, num_experts + 1, (num_tokens, length)) // draw.integers(1, 3, (num_tokens, length))
+    choices = (paths.sum(1, keepdims=True) + draw.integers(0, 3, (num_tokens, k))) % (num_experts + 1)
+    return paths, choices
+
+
+def by_loops(
+    counted: list[tuple[np.ndarray, np.ndarray]], asked_SL: np.ndarray, k: int, num_experts: int, most: int
+) -> list[float]:
+    """The popularity of each expert, token by token out of dictionaries."""
+    counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for paths, choices in counted:
+        for path, chosen in zip(paths.tolist(), choices.tolist(), strict=True):
+            whole = [num_experts] * (most - len(path)) + path
+            for expert in chosen:
+                if 0 <= expert < num_experts:
+                    for length in range(most + 1):
+                        counts[tuple(whole[most - length :])][expert] += 1
+    found = [0.0] * num_experts
+    for path in asked_SL.tolist():
+        if path and path[-1] == num_experts:
+            continue
+        whole = [num_experts] * (most - len(path)) + path
+        lengths = range(most, 0, -1) if path else ()
+        known = next((whole[most - length :] for length in lengths if counts[tuple(whole[most - length :])]), [])
+        of_path = counts[tuple(known)]
+        best = sorted(of_path.items(), key=lambda each: (-each[1], each[0]))[: k if known else None]
+        for expert, count in best:
+            found[expert] += count / sum(of_path.values())
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_the_estimate_is_that_of_plain_dictionaries(length: int, k: int) -> None:
+    profile = PathProfile(7, 3)
+    counted = [tokens(seed, 211, length, 7, k) for seed in range(3)]
+    for each in counted:
+        profile.add(*each)
+    # Of other tokens, some of whose paths were never seen.
+    asked, _ = tokens(9, 101, length, 7, k)
+    assert profile.estimate(asked, k) == pytest.approx(by_loops(counted, asked, k, 7, 3), rel=1e-12)
+
+
+def test_a_path_that_was_never_seen_is_taken_without_its_first_layers() -> None:
+    profile = PathProfile(5, 2)
+    profile.add(np.array([[0, 1], [2, 1], [2, 3]]), np.array([[4], [4], [0]]))
+    assert profile.estimate(np.array([[3, 1]]), 1).tolist() == [0, 0, 0, 0, 1]
+    assert profile.estimate(np.array([[3, 3]]), 1).tolist() == [1, 0, 0, 0, 0]
+
+
+def test_a_path_of_which_nothing_is_known_is_expected_to_do_what_all_tokens_did() -> None:
+    profile = PathProfile(4, 2)
+    profile.add(np.array([[0, 1]] * 4), np.array([[3], [3], [3], [2]]))
+    assert profile.estimate(np.array([[0, 0]]), 1).tolist() == [0, 0, 0.25, 0.75]
+
+
+def test_tokens_that_chose_nothing_in_the_layer_before_do_not_count() -> None:
+    profile = PathProfile(4, 1)
+    profile.add(np.array([[0], [1]]), np.array([[2], [3]]))
+    assert profile.estimate(np.array([[4], [4], [1]]), 1).tolist() == [0, 0, 0, 1]
+
+
+def test_nothing_is_expected_where_nothing_was_counted() -> None:
+    assert PathProfile(3).estimate(np.zeros((5, 2), int), 1).tolist() == [0, 0, 0]
+    assert PathProfile(3).num_counted == PathProfile(3).num_paths == 0
+
+
+def test_no_tokens_are_expected_to_choose_nothing() -> None:
+    profile = PathProfile(3, 2)
+    profile.add(np.zeros((0, 2), int), np.zeros((0, 2), int))
+    profile.add(np.array([[1, 2]]), np.array([[0, 1]]))
+    assert profile.estimate(np.zeros((0, 2), int), 2).tolist() == [0, 0, 0]
+    assert profile.num_counted == 2
+
+
+def test_profiles_of_ranks_add_up_to_that_of_all_tokens() -> None:
+    parts = [PathProfile(11, 3) for _ in range(3)]
+    whole = PathProfile(11, 3)
+    for seed, part in enumerate(parts):
+        part.add(*tokens(seed, 97, 3, 11, 2))
+        whole.add(*tokens(seed, 97, 3, 11, 2))
+    merged = PathProfile.merged(parts)
+    asked, _ = tokens(5, 50, 3, 11, 2)
+    assert (merged.estimate(asked, 2) == whole.estimate(asked, 2)).all()
+    assert merged.num_counted == whole.num_counted
+    assert merged.num_paths == whole.num_paths > 1
+
+
+def test_profiles_of_other_layers_are_not_merged() -> None:
+    with pytest.raises(ValueError, match="must be of one layer"):
+        PathProfile.merged([PathProfile(4), PathProfile(5)])
+    with pytest.raises(ValueError, match="must be of one layer"):
+        PathProfile.merged([])
+
+
+def test_it_is_the_same_after_it_was_stored() -> None:
+    profile = PathProfile(6, 2)
+    profile.add(*tokens(0, 83, 2, 6, 3))
+    again = PathProfile.from_arrays(profile.as_arrays())
+    asked, more = tokens(1, 40, 2, 6, 3)
+    assert (again.estimate(asked, 3) == profile.estimate(asked, 3)).all()
+    again.add(asked, more)
+    assert again.num_counted > profile.num_counted
+
+
+WRONG = {
+    "pairs": [
+        np.array([3, 3, 4]),
+        np.array([4, 3, 5]),
+        np.array([-1, 3, 4]),
+        np.array([1, 2, 10**6]),
+        np.zeros((1, 3)),
+    ],
+    "counts": [np.array([1, 0, 1]), np.array([1, 1]), np.array([0.5, 1, 1]), np.array([1, 1, 9])],
+    "experts": [np.array([1, 1]), np.array([0, 0, 0, 0])],
+    "num_experts": [0, "4", 3.0, True],
+    "path_length": [-1, None, 40],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_arrays_of_another_kind_are_refused(name: str, value: Any) -> None:
+    arrays = {"num_experts": 4, "path_length": 1, "pairs": np.array([1, 6, 19]), "counts": np.array([1, 1, 1])}
+    arrays["experts"] = np.array([0, 1, 1, 1])
+    assert PathProfile.from_arrays(arrays).num_counted == 3
+    with pytest.raises(ValueError, match=r"profile of paths|must be at least|more paths"):
+        PathProfile.from_arrays(arrays | {name: value})
+    del arrays[name]
+    with pytest.raises(ValueError, match=f"without {name}"):
+        PathProfile.from_arrays(arrays)
+
+
+def test_more_paths_than_can_be_numbered_are_refused() -> None:
+    PathProfile(511, 5)
+    with pytest.raises(ValueError, match="2\\^63"):
+        PathProfile(511, 7)
+
+
+def test_paths_and_choices_of_other_shapes_are_refused() -> None:
+    profile = PathProfile(4, 2)
+    for paths, choices in (
+        (np.zeros((3, 3), int), np.zeros((3, 1), int)),
+        (np.zeros((3, 2), int), np.zeros((2, 1), int)),
+        (np.zeros((3, 2), int), np.zeros(3, int)),
+        (np.full((3, 2), 5), np.zeros((3, 1), int)),
+        (np.full((3, 2), -1), np.zeros((3, 1), int)),
+    ):
+        with pytest.raises(ValueError, match=r"must be|numbers outside"):
+            profile.add(paths, choices)
+    with pytest.raises(ValueError, match="k = 0"):
+        profile.estimate(np.zeros((1, 1), int), 0)
+
+
+def test_of_too_many_paths_the_rarer_ones_go_and_the_counts_of_experts_stay() -> None:
+    profile = PathProfile(16, 2, most_pairs=10)
+    profile.add(np.array([[1, 2]] * 5 + [[3, 4]] * 3), np.array([[7]] * 5 + [[8]] * 3))
+    profile.add(np.array([[each, each] for each in range(16)]), np.array([[0]] * 16))
+    assert profile.num_paths == 5
+    assert profile.estimate(np.array([[1, 2]]), 1)[7] == profile.estimate(np.array([[3, 4]]), 1)[8] == 1
+    assert profile.num_counted == 24
+    PathProfile.from_arrays(profile.as_arrays())
+
+
+def loads_of(ranks: tuple[tuple[int, ...], ...], popularity: np.ndarray) -> list[float]:
+    """The load of each rank over the mean, where rows of an expert are dealt out evenly."""
+    copies = Counter(expert for experts in ranks for expert in experts)
+    loads = [sum(popularity[expert] / copies[expert] for expert in experts) for experts in ranks]
+    return [each * len(ranks) / sum(popularity) for each in loads]
+
+
+@pytest.mark.parametrize("most", [1, 4, 9])
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks"), [(1, 1), (4, 4), (7, 3), (12, 4), (64, 4), (5, 2), (2, 5), (30, 1)]
+)
+def test_every_expert_is_somewhere_and_no_rank_has_more_than_it_may(
+    num_experts: int, num_ranks: int, most: int
+) -> None:
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        popularity = draw.integers(0, 5, num_experts) ** draw.integers(0, 6)
+        ranks = ranks_of_experts(popularity, num_ranks, most)
+        assert len(ranks) == num_ranks
+        assert set().union(*ranks) == set(range(num_experts))
+        assert all(list(each) == sorted(set(each)) for each in ranks)
+        assert max(map(len, ranks)) <= max(most, 2 * -(-num_experts // num_ranks))
+
+
+@pytest.mark.parametrize(("num_experts", "num_ranks"), [(8, 4), (12, 4), (16, 16), (64, 4), (64, 8), (35, 7)])
+def test_loads_are_as_even_as_copies_allow(num_experts: int, num_ranks: int) -> None:
+    for seed in range(10):
+        popularity = np.random.default_rng(seed).permutation(1 / np.arange(1, num_experts + 1) ** 1.2)
+        at_home = tuple(tuple(each.tolist()) for each in np.array_split(np.arange(num_experts), num_ranks))
+        assert max(loads_of(at_home, popularity)) > 1.4
+        assert max(loads_of(ranks_of_experts(popularity, num_ranks), popularity)) < 1.2
+
+
+def test_a_hot_expert_gets_more_ranks() -> None:
+    ranks = ranks_of_experts(np.array([1, 1, 13, 1]), 4)
+    assert sum(2 in each for each in ranks) == 4
+    ranks = ranks_of_experts(np.array([1, 1, 2.5, 1, 1, 1]), 6)
+    assert 2 <= sum(2 in each for each in ranks) <= 4
+
+
+def test_unpopular_experts_are_packed_on_few_ranks() -> None:
+    popularity = np.array([2, 2, 2, 0.5, 0.5, 0.5, 0.5])
+    assert (3, 4, 5, 6) in ranks_of_experts(popularity, 4)
+
+
+def test_experts_of_which_nothing_is_expected_are_spread() -> None:
+    ranks = ranks_of_experts(np.array([1, 0, 0, 0]), 4)
+    assert sorted(map(len, ranks)) == [1, 2, 2, 2]
+    assert sum(0 in each for each in ranks) == 4
+
+
+def test_without_any_popularity_experts_stay_where_they_are() -> None:
+    assert ranks_of_experts(np.zeros(5), 2) == ((0, 1, 2), (3, 4))
+    assert ranks_of_experts(np.zeros(3), 2, held=[(2,), (1, 0)]) == ((2,), (0, 1))
+
+
+def test_ranks_keep_what_they_have_where_loads_are_the_same() -> None:
+    assert ranks_of_experts(np.ones(6), 3) == ((0, 1), (2, 3), (4, 5))
+    found = ranks_of_experts(np.ones(6), 3, held=[(4, 5), (0, 1), (2, 3)])
+    assert found == ((4, 5), (0, 1), (2, 3))
+
+
+def test_only_proportions_count() -> None:
+    popularity = np.random.default_rng(3).random(24)
+    assert ranks_of_experts(popularity, 4) == ranks_of_experts(popularity * 2.0**900, 4)
+    assert ranks_of_experts(popularity, 4) == ranks_of_experts(popularity * 2.0**-900, 4)
+
+
+@pytest.mark.parametrize(
+    ("popularity", "num_ranks", "most"),
+    [
+        ([], 2, 4),
+        ([1, -1], 2, 4),
+        ([1, np.nan], 2, 4),
+        ([1, np.inf], 2, 4),
+        ([1, 1], 0, 4),
+        ([1, 1], 2, 0),
+        ([[1]], 1, 4),
+    ],
+)
+def test_what_is_no_popularity_is_refused(popularity: Any, num_ranks: int, most: int) -> None:
+    with pytest.raises(ValueError, match="popularity"):
+        ranks_of_experts(np.array(popularity, dtype=float), num_ranks, most)
+
+
+def test_lists_of_top_experts_differ_by_their_members() -> None:
+    assert top_experts(np.array([2, 5, 5, 1]), 3) == (1, 2, 0)
+    assert not differs(np.array([4, 3, 2, 1]), np.array([30, 40, 10, 20]), 2)
+    assert differs(np.array([4, 3, 2, 1]), np.array([40, 20, 30, 10]), 2)
+
+
+@pytest.mark.parametrize(
+    ("k", "num_experts", "top"), [(1, 16, 2), (2, 16, 4), (8, 64, 16), (2, 4, 2), (4, 6, 3), (1, 1, 1)]
+)
+def test_twice_as_many_top_experts_are_compared_as_a_token_chooses(k: int, num_experts: int, top: int) -> None:
+    assert num_top(k, num_experts) == top

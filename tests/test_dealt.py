@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that are dealt out over the ranks of their experts, against a plain loop over tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.execution.token_cuts import TokenCuts
+from ds_fsmoe.layer.dealt import HeldTable, dealt, rows_of_experts
+from ds_fsmoe.layer.row_routing import number_rows
+from ds_fsmoe.ops import REFERENCE
+
+TABLE = HeldTable(((4, 0, 2), (0, 1), (3, 0, 1)), 5)
+"""Expert 0 on all of three ranks, 1 on two."""
+
+
+def drawn(num_tokens: int, k: int, capacity: int = 1, num_experts: int = 5) -> tuple[Routing, torch.Tensor]:
+    """A decision in which some choices are dropped, and [K, S] the expert of each choice, E for none."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    expert_KS = scores.topk(k).indices.t().contiguous()
+    expert_KS[torch.rand(k, num_tokens, generator=generator) < 0.2] = num_experts
+    slots = expert_KS * capacity
+    taken: Counter[int] = Counter()
+    for token in range(num_tokens):
+        for choice in range(k):
+            expert = int(expert_KS[choice, token])
+            if expert < num_experts and capacity > 1:
+                slots[choice, token] += taken[expert]
+                taken[expert] += 1
+    counts = torch.bincount(expert_KS.reshape(-1), minlength=num_experts + 1)[:num_experts]
+    weights = torch.rand(k, num_tokens, generator=generator)
+    return Routing(slots, weights, torch.zeros(()), counts, capacity, num_experts), expert_KS
+
+
+@pytest.mark.parametrize("capacity", [1, 97])
+@pytest.mark.parametrize(("num_tokens", "k"), [(0, 2), (1, 1), (31, 1), (40, 3)])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_rows_of_an_expert_go_to_its_ranks_in_turn(num_tokens: int, k: int, capacity: int, rank: int) -> None:
+    routing, expert_KS = drawn(num_tokens, k, capacity)
+    found = dealt(routing, rows_of_experts(routing), TABLE, rank, REFERENCE)
+    places = {expert: [] for expert in range(5)}
+    for at, experts in enumerate(TABLE.experts_of_rank):
+        for index, expert in enumerate(experts):
+            places[expert].append(3 * at + index)
+    seen: Counter[int] = Counter()
+    for token in range(num_tokens):
+        for choice in range(k):
+            expert = int(expert_KS[choice, token])
+            wanted = 9
+            if expert < 5:
+                wanted = places[expert][(seen[expert] + rank) % len(places[expert])]
+                seen[expert] += 1
+            assert found.slots_KS[choice, token] == wanted
+    counts = torch.bincount(found.slots_KS.reshape(-1), minlength=10)[:9]
+    assert torch.equal(found.counts_E, counts)
+    assert (found.num_experts, found.capacity) == (9, 1)
+    assert found.weights_KS is routing.weights_KS
+
+
+def test_ranks_get_as_many_rows_as_the_table_says() -> None:
+    routing, _ = drawn(600, 2)
+    found = dealt(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
+    rows_of_ranks = found.counts_E.view(3, 3).sum(1)
+    expected = TABLE.load_of_ranks(rows_of_experts(routing).numpy())
+    assert np.abs(rows_of_ranks.numpy() - expected).max() <= 2
+
+
+@pytest.mark.parametrize(("slot", "fault"), [(-1, 1), (6, 1), (5, 0), (4, 0)])
+def test_a_slot_that_is_out_of_range_is_still_found(slot: int, fault: int) -> None:
+    routing, _ = drawn(9, 2)
+    routing.slots_KS[1, 4] = slot
+    routing = replace(routing, counts_E=routing.counts_E + 1)
+    found = dealt(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
+    assert int(number_rows(found, TokenCuts(1, 1), REFERENCE).fault) == fault
+
+
+def test_counts_that_are_too_small_are_still_found() -> None:
+    routing, _ = drawn(9, 2)
+    counts = routing.counts_E.clone()
+    counts[3] -= 1
+    found = dealt(replace(routing, counts_E=counts), rows_of_experts(routing), TABLE, 0, REFERENCE)
+    assert int(number_rows(found, TokenCuts(1, 1), REFERENCE).fault) == 2
+
+
+@pytest.mark.parametrize("experts_of_rank", [((0, 1), ()), ((0, 0), (1,)), ((0,), (0,)), ((0, 2), (1,))])
+def test_a_table_without_an_expert_or_with_one_twice_is_refused(experts_of_rank: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="experts"):
+        HeldTable(experts_of_rank, 2)
+
+
+def test_experts_stay_in_their_places_where_they_may() -> None:
+    before = HeldTable(((3, 1, 0), (2, 4)), 5)
+    now = HeldTable(((0, 1), (1, 2, 3, 4)), 5).staying(before)
+    assert now.experts_of_rank == ((0, 1), (2, 4, 1, 3))

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert packing chooses the ep_size of a Hugging Face model on the ranks of a job, here by pretended times."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
+from ds_fsmoe.measuring.stopwatch import Stopwatch
+from tests.hf_families import NUM_EXPERTS, batch, loss_of, model_of
+from tests.logged import Said
+from tests.ranks import run_on_ranks
+from tests.test_hugging_face import ds_config, engine_of
+
+SIZES = ExpertSizes(8, 16, 24, True, torch.float32)
+
+
+@contextmanager
+def pretending(alltoall_ms: dict[int, float], experts_ms: dict[int, float], works: bool = True) -> Iterator[list[str]]:
+    """Let micro-ops take so long by the number of ranks, on whatever they are timed; work is done once for each size.
+
+    Yields:
+        What was timed, in its order.
+    """
+    timed: list[str] = []
+
+    def times_ms(self: Any, what: str, sizes: Sequence[int], prepare: Any, group: Any = None) -> list[float]:
+        timed.append(what)
+        if works:
+            for size in sizes:
+                prepare(size)()
+        of_what = alltoall_ms if what.startswith("an all-to-all") else experts_ms
+        # A line through the origin, so that a micro-op of the largest size takes as long as asked for.
+        ranks = int(re.findall(r"\d+", what)[0])
+        return [of_what[ranks] * size / sizes[-1] for size in sizes]
+
+    own = Stopwatch.times_ms
+    Stopwatch.times_ms = times_ms  # type: ignore[method-assign]
+    try:
+        yield timed
+    finally:
+        Stopwatch.times_ms = own  # type: ignore[method-assign]
+
+
+def packed(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    """An engine that packs, ranks having measured otherwise; its layout, its training, and what it says."""
+    from deepspeed.utils import groups as stock_groups
+
+    said = Said(logging.INFO)
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    # The first rank has 2 < 4 and then 2 >= 1; by the others' times nothing would be packed.
+    alltoall_ms, experts_ms = {4: 4.0, 2: 1.0}, {4: 2.0, 2: 2.0, 1: 2.0}
+    if rank:
+        alltoall_ms = dict.fromkeys(alltoall_ms, 0.5)
+    with pretending(alltoall_ms, experts_ms) as timed:
+        engine = engine_of(model_of("olmoe"), ds_config(stage, placement={"policy": "lina"}))
+    losses = []
+    for step in range(3):
+        loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    layers = engine.fsmoe.inner_layers.values()
+    found = {
+        "ep": {each.ep_size for each in layers},
+        "local": {each.num_local_experts for each in layers},
+        "timed": timed,
+        "said": [each for each in said.lines if each.startswith("expert packing")],
+        "losses": losses,
+        "groups": sorted(stock_groups._get_expert_parallel_group_dict()),
+    }
+    engine.destroy()
+    return found
+
+
+def by_hand(rank: int, world_size: int, stage: int) -> list[float]:
+    engine = engine_of(model_of("olmoe"), ds_config(stage, ep_size=2))
+    losses = []
+    for step in range(3):
+        loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+def test_the_first_rank_decides_and_training_is_that_of_this_ep_size(tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(packed, 4, tmp_path / "packed", 1)
+    wanted = run_on_ranks(by_hand, 4, tmp_path / "by hand", 1)
+    for found, losses in zip(of_ranks, wanted, strict=True):
+        assert found["ep"] == {2}
+        assert found["local"] == {NUM_EXPERTS // 2}
+        assert found["timed"] == [
+            *("experts of 4 ranks", "an all-to-all of 4 ranks", "experts of 2 ranks", "an all-to-all of 2 ranks")
+        ]
+        assert found["losses"] == losses
+        # What was measured among other ranks leaves DeepSpeed no groups.
+        assert found["groups"] == ["ep_size_2"]
+    (said,) = of_ranks[0]["said"]
+    head, *table = said.splitlines()
+    assert head == (
+        "expert packing (lina): ep_size = 2, 2 experts of a layer on each rank; "
+        'write "ep_size": 2 to keep it in later runs'
+    )
+    # Two layers, whose micro-ops are added up; the second row is as long as the all-to-all, and ends it.
+    assert [line.split() for line in table[1:]] == [["1", "4", *shown(2, 4)], ["2", "2", *shown(2, 1)]]
+
+
+def shown(experts_ms: float, alltoall_ms: float) -> list[str]:
+    """What the table says: of both layers, as a micro-op of 30 MB would take."""
+    # olmoe's rows here are of 32 elements of fp32; on CPUs a megabyte is timed.
+    rows, timed = 30_000_000 // 128, (1 << 20) // 128
+    return [f"{2 * each * rows / timed:.3f}" for each in (experts_ms, alltoall_ms)]
+
+
+def made_and_converted(rank: int, world_size: int) -> dict[str, Any]:
+    """A model that is made with its own experts only, and then gets its engine."""
+    from transformers import AutoModelForCausalLM
+
+    import ds_fsmoe
+    from tests.hf_families import config_of
+
+    config = ds_config(1, placement={"policy": "lina"})
+    torch.manual_seed(3)
+    with pretending({4: 4.0, 2: 1.0}, {4: 2.0, 2: 2.0, 1: 2.0}) as timed:
+        with ds_fsmoe.own_experts(config):
+            model = AutoModelForCausalLM.from_config(config_of("olmoe"))
+        count = len(timed)
+        engine = engine_of(model, config)
+    loss = loss_of(engine, batch(0, world_size)[rank : rank + 1])
+    engine.backward(loss)
+    engine.step()
+    found = {
+        "ep": {each.ep_size for each in engine.fsmoe.inner_layers.values()},
+        "first": count,
+        "all": len(timed),
+        "loss": loss.item(),
+    }
+    engine.destroy()
+    return found
+
+
+def test_what_was_chosen_when_a_model_was_made_is_not_chosen_again(tmp_path: Path) -> None:
+    for found in run_on_ranks(made_and_converted, 4, tmp_path):
+        assert found["ep"] == {2}
+        assert found["first"] == found["all"] == 4
+        assert found["loss"] > 0
+
+
+def timed_and_chosen(rank: int, world_size: int) -> tuple[list[int], int, list[float]]:
+    """The packing by what is really measured here, whatever that is."""
+    from ds_fsmoe.distributed.topology import layout
+
+    found = pack_by_times(
+        Stopwatch(torch.device("cpu")), {SIZES: 2}, {each: layout(world_size, each) for each in (1, 2)}, 1 << 16
+    )
+    times_ms = [each for row in found.rows for each in (row.experts_ms, row.alltoall_ms)]
+    return [row.ep_size for row in found.rows], found.ep_size, times_ms
+
+
+def test_ranks_that_really_measure_choose_alike(tmp_path: Path) -> None:
+    first, second = run_on_ranks(timed_and_chosen, 2, tmp_path)
+    assert first == second
+    assert first[0] in ([2], [2, 1])
+    assert first[1] == first[0][-1]
+    assert all(each >= 0 for each in first[2])
+
+
+def refused(rank: int, world_size: int, folder: str) -> list[str]:
+    """What is said where the choice must not follow from a clock, and where a checkpoint is of another."""
+    from ds_fsmoe.checkpoint_files.tags import CheckpointError
+    from ds_fsmoe.config.reading import ConfigError
+
+    said = []
+    experts_ms = {2: 1.0, 1: 1.0}
+    with pretending({2: 4.0}, experts_ms, works=False), pytest.raises(ConfigError) as caught:
+        engine_of(model_of("olmoe"), ds_config(0, placement={"policy": "lina"}, deterministic=True))
+    said.append(str(caught.value))
+    engine = engine_of(model_of("olmoe"), ds_config(0, ep_size=2))
+    loss = loss_of(engine, batch(0, world_size)[rank : rank + 1])
+    engine.backward(loss)
+    engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    with pretending({2: 4.0}, experts_ms, works=False):
+        engine = engine_of(model_of("olmoe"), ds_config(0, placement={"policy": "lina"}))
+    with pytest.raises(CheckpointError) as error:
+        engine.load_checkpoint(folder)
+    said.append(str(error.value))
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    engine.destroy()
+    with pretending({2: 0.5}, experts_ms, works=False):
+        engine = engine_of(model_of("olmoe"), ds_config(0, placement={"policy": "lina"}))
+    engine.load_checkpoint(folder)
+    said.append(str({each.ep_size for each in engine.fsmoe.inner_layers.values()}))
+    engine.destroy()
+    return said
+
+
+def test_a_choice_that_must_be_the_same_is_to_be_written_down(tmp_path: Path) -> None:
+    for deterministic, resumed, same in run_on_ranks(refused, 2, tmp_path / "ranks", str(tmp_path / "saved")):
+        assert 'fsmoe.placement.policy = "lina": goes against fsmoe.deterministic = true' in deterministic
+        assert 'it would choose ep_size = 1 here: write "ep_size": 1 and leave the policy out' in deterministic
+        assert "was saved with ep_size = 2" in resumed
+        assert 'has chosen 1 now: write "ep_size": 2 in the fsmoe block and leave the policy out' in resumed
+        assert same == "{2}"
+
+
+def test_stock_layers_have_the_ep_size_of_the_script() -> None:
+    from deepspeed.moe.layer import MoE
+
+    from ds_fsmoe.config.reading import ConfigError
+
+    model = nn.Sequential(MoE(16, nn.Linear(16, 16), num_experts=4))
+    with pytest.raises(ConfigError, match=r'placement.policy = "lina": .* and 0 is a deepspeed.moe.layer.MoE'):
+        engine_of(model, ds_config(0, placement={"policy": "lina"}))
+
+
+def test_one_rank_has_nothing_to_choose(tmp_path: Path) -> None:
+    assert run_on_ranks(alone, 1, tmp_path) == [({1}, [])]
+
+
+def alone(rank: int, world_size: int) -> tuple[set[int], list[str]]:
+    with pretending({}, {}) as timed:
+        engine = engine_of(model_of("olmoe"), ds_config(0, placement={"policy": "lina"}))
+    found = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
+    engine.destroy()
+    return found, timed

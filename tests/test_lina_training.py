@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training by Lina's schedule is training with stock, and what runs is what its rules say."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fsmoe.planning.gradients import slice_bytes
+from tests.gradient_cases import AwkwardModel, Run, batch
+from tests.logged import Said
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.small_model import Case, SmallModel, train_steps
+from tests.test_gradients_against_stock import BY_RULE, check, with_stock
+
+CHUNK_BYTES = 700
+SCHEDULE = (("schedule", "lina"), ("gradient_partition.chunk_bytes", CHUNK_BYTES))
+STAGES = (0, 1, 2)
+TOLERANCE = 2e-5
+STEPS = 6
+
+
+@sampled("stages", [[0, 2], [0, 1, 2]], kept=[0])
+def test_slices_of_single_tensors_give_stocks_numbers_bit_for_bit(stages: list[int], tmp_path: Path) -> None:
+    check(with_stock(*(Run(stage, mode="micro_ops") for stage in stages)), 2, tmp_path)
+
+
+@sampled(
+    "runs",
+    [
+        [
+            Run(1, mode="unsaid", block=(*SCHEDULE, *BY_RULE)),
+            Run(2, mode="unsaid", block=(*SCHEDULE, ("metrics", "off"))),
+        ],
+        [
+            Run(each, mode="unsaid", block=(*SCHEDULE, *more))
+            for each in STAGES
+            for more in (BY_RULE, (("metrics", "off"),))
+        ],
+    ],
+    kept=[0],
+)
+def test_the_whole_schedule_gives_stocks_numbers_to_rounding(runs: list[Run], tmp_path: Path) -> None:
+    check(with_stock(*runs), 2, tmp_path, TOLERANCE)
+
+
+def of_a_training(rank: int, world_size: int, deterministic: bool, stage: int) -> dict[str, Any]:
+    """Degrees by step, and where slices lie, of the awkward model."""
+    import ds_fsmoe
+
+    run = Run(stage, mode="unsaid", block=(*SCHEDULE, ("deterministic", deterministic), ("num_chunks.max", 5)))
+    torch.manual_seed(0)
+    model = AwkwardModel(run, rank)
+    said = Said(logging.INFO)
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    config = run.ds_config() | {"fsmoe": run.fsmoe_block()}
+    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    degrees = []
+    for step in range(STEPS):
+        engine.backward(engine(*batch(step, rank)))
+        engine.step()
+        degrees.append({label: each.pipeline.degrees for label, each in engine.fsmoe.inner_layers.items()})
+    reducer = engine.fsmoe.reduction.reducer
+    tensors = [(*flat.starts, flat.numel) for flat in reducer.flats]
+    found = {
+        "degrees": degrees,
+        "plan": reducer.plan,
+        "spanning": [
+            each
+            for parcels in reducer.plan.parts
+            for each in parcels
+            if [start for start in tensors[each.flat] if each.first < start < each.stop]
+        ],
+        "largest": max(
+            ((each.stop - each.first) * reducer.flats[each.flat].element_bytes)
+            for parcels in reducer.plan.parts
+            for each in parcels
+        ),
+        "kinds": [each.kind for each in reducer.flats],
+        "said": [each for each in said.lines if "micro-ops" in each],
+        "mode": engine.fsmoe.gradients,
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("deterministic", "stage"), [(True, 1), (False, 0)], ids=["by rule", "by time"])
+def test_layers_are_cut_by_their_bytes_and_slices_keep_to_tensors(
+    deterministic: bool, stage: int, tmp_path: Path
+) -> None:
+    first, second = run_on_ranks(of_a_training, 2, tmp_path, deterministic, stage)
+    for each in (first, second):
+        assert each["mode"] == "micro_ops"
+        # 4 experts of 21 tokens with 1.25 times the room, one and two choices each, of 13 elements of fp32; and a layer
+        # whose tokens stay where they are.
+        slots = [4 * max(2, -(-21 * k * 5 // 16)) for k in (1, 2)]
+        expected = [min(5, -(-count * 13 * 4 // CHUNK_BYTES)) for count in slots]
+        assert expected[0] < expected[1]
+        assert list(each["degrees"][0].values()) == [(degree, degree) for degree in (*expected, 1)]
+        assert each["degrees"][0] == each["degrees"][-1], "from the second step on"
+        assert each["spanning"] == []
+        assert each["largest"] <= CHUNK_BYTES
+        assert not any(each["plan"].moe), "there an all-to-all waits"
+    assert first["plan"] == second["plan"]
+    assert first["degrees"] == second["degrees"]
+    assert len(first["said"]) == 1
+    assert first["said"][0].startswith("all-to-alls travel in micro-ops of 0.0007 MB, so in chunks: L00 ")
+    if deterministic:
+        assert all(len(parcels) <= 1 for parcels in first["plan"].dense)
+        assert any(first["plan"].dense)
+
+
+def with_a_small_step(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Degrees of a run that is saved after its first step, and of one that goes on from there."""
+    import ds_fsmoe
+
+    case, found = Case(2, 1, "fp32", 1, 2, True), []
+    block = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 400}, "deterministic": True}
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = SmallModel(case, rank)
+        config = case.ds_config(fsmoe=block)
+        return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+    engine = made()
+    train_steps(engine, rank, [0])
+    engine.save_checkpoint(folder)
+    found.append([each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()])
+    losses = train_steps(engine, rank, [1, 2])
+    engine.destroy()
+    engine = made()
+    found.append([each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()])
+    engine.load_checkpoint(folder)
+    found.append([each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()])
+    found.append(train_steps(engine, rank, [1, 2]) == losses)
+    found.append(engine.fsmoe.micro_ops.is_wanted)
+    engine.destroy()
+    return found
+
+
+def test_a_run_that_goes_on_is_cut_as_it_was_from_its_first_step_on(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    for saved, fresh, loaded, is_same, is_wanted in run_on_ranks(
+        with_a_small_step, 2, tmp_path / "ranks", str(tmp_path / "saved")
+    ):
+        assert saved == loaded
+        assert max(max(each) for each in saved) > 1
+        assert fresh == [(1, 1)] * len(saved)
+        assert is_same
+        assert not is_wanted
+
+
+def by_the_tuner(rank: int, world_size: int) -> list[Any]:
+    """Degrees that the autotuner gives, with a micro-op of some bytes, and what it logs."""
+    import ds_fsmoe
+
+    case = Case(2, 0, "fp32", 1, 2, True)
+    tuning = {"enabled": True, "trials": 1, "watch_every": 0}
+    block = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 400}, "autotune": tuning}
+    torch.manual_seed(0)
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe=block)
+    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    losses = train_steps(engine, rank, range(9))
+    degrees = [each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()]
+    plan = engine.fsmoe.reduction.reducer.plan
+    found = [degrees, engine.fsmoe.micro_ops is None, losses, None if plan is None else plan.moe]
+    engine.destroy()
+    return found
+
+
+def test_the_autotuner_gives_the_same_degrees_and_does_not_try_others(tmp_path: Path) -> None:
+    first, second = run_on_ranks(by_the_tuner, 2, tmp_path)
+    assert first[0] == second[0]
+    slots = 4 * max(4, -(-21 * 2 * 5 // 16))
+    assert first[0] == [(min(16, -(-slots * 13 * 4 // 400)),) * 2] * 2
+    assert first[1]
+    assert first[3] is not None
+    assert not any(first[3])
+    assert all(torch.isfinite(torch.tensor(first[2])))
+
+
+def test_a_slice_has_the_size_that_was_asked_for_or_its_modes_own() -> None:
+    from ds_fsmoe.config.blocks import GradientPartitionBlock
+
+    for mode, own in (("micro_ops", 30_000_000), ("fixed_chunk", 30 * 2**20)):
+        assert slice_bytes(mode, GradientPartitionBlock().asked_bytes) == own
+        assert slice_bytes(mode, GradientPartitionBlock(chunk_bytes=31457280).asked_bytes) == 31457280

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths of tokens are counted in training, once for each forward, and survive a checkpoint."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ds_fsmoe.layer.experts_layer import routing_of_choices
+from ds_fsmoe.observing.instruments import LayerCall
+from ds_fsmoe.planning.popularity import PathProfile
+from ds_fsmoe.telemetry.paths import PathProfiler
+
+LAYERS = {"L00": 5, "L01": 7, "L02": 5}
+
+
+def forward(profiler: PathProfiler, choices: dict[str, torch.Tensor], is_training: bool = True) -> None:
+    """A forward in which layers choose this; label -> [S, K]."""
+    for label, index_SK in choices.items():
+        call: Any = LayerCall(label, label, is_training, *[None] * 7)  # type: ignore[arg-type]
+        call.gate = lambda index=index_SK, label=label: routing_of_choices(
+            index, torch.ones(index.shape), LAYERS[label]
+        )
+        profiler.watch(call)
+        call.gate()
+
+
+def drawn(seed: int, num_tokens: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {label: torch.rand(num_tokens, each, generator=generator).topk(2).indices for label, each in LAYERS.items()}
+
+
+def counted(forwards: list[dict[str, torch.Tensor]], length: int) -> dict[str, PathProfile]:
+    """The profiles, layer by layer out of whole forwards."""
+    found = {label: PathProfile(7, length) for label in LAYERS}
+    for choices in forwards:
+        firsts = [index[:, 0].numpy() for index in choices.values()]
+        for number, (label, index) in enumerate(choices.items()):
+            before = firsts[max(0, number - length) : number]
+            paths = np.stack(before, 1) if before else np.zeros((len(index), 0), int)
+            found[label].add(paths, index.numpy())
+    return found
+
+
+def same(found: dict[str, PathProfile], wanted: dict[str, PathProfile]) -> bool:
+    arrays = [{label: each.as_arrays() for label, each in profiles.items()} for profiles in (found, wanted)]
+    return all(
+        np.array_equal(arrays[0][label][name], arrays[1][label][name]) for label in LAYERS for name in arrays[0][label]
+    )
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_choices_of_all_forwards_are_counted_by_their_paths(length: int) -> None:
+    profiler = PathProfiler(LAYERS, length)
+    forwards = [drawn(seed, size) for seed, size in enumerate((13, 0, 29))]
+    for each in forwards:
+        forward(profiler, each)
+    assert same(profiler.profiles(), counted(forwards, length))
+
+
+def test_only_every_nth_forward_in_training_with_a_batch_is_counted() -> None:
+    profiler = PathProfiler(LAYERS, 2, every=2)
+    forwards = [drawn(seed, 17) for seed in range(5)]
+    for each in forwards:
+        forward(profiler, each)
+        forward(profiler, drawn(8, 17), is_training=False)
+        profiler.is_paused = True
+        forward(profiler, drawn(9, 17))
+        profiler.is_paused = False
+    assert same(profiler.profiles(), counted(forwards[::2], 2))
+
+
+def test_a_forward_that_is_run_again_does_not_count() -> None:
+    profiler = PathProfiler(LAYERS)
+    choices = drawn(0, 11)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        forward(profiler, choices)
+        return x.square()
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert same(profiler.profiles(), counted([choices], 3))
+
+
+def test_other_tokens_in_the_middle_of_a_model_begin_new_paths() -> None:
+    profiler = PathProfiler(LAYERS, 2)
+    choices = drawn(0, 8)
+    choices["L02"] = choices["L02"][:5]
+    forward(profiler, choices)
+    assert profiler.profiles()["L02"].num_paths == 1
+    assert profiler.profiles()["L01"].num_paths > 1
+
+
+def test_a_profile_is_the_same_after_a_checkpoint() -> None:
+    profiler, forwards = PathProfiler(LAYERS), [drawn(seed, 19) for seed in range(2)]
+    forward(profiler, forwards[0])
+    file = io.BytesIO()
+    torch.save(profiler.as_state(), file)
+    file.seek(0)
+    again = PathProfiler(LAYERS)
+    again.go_on_with(again.read_state(torch.load(file, weights_only=True)))
+    forward(again, forwards[1])
+    assert same(again.profiles(), counted(forwards, 3))
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "format": lambda state: state | {"format": 2},
+    "nothing": lambda state: None,
+    "layers": lambda state: state | {"layers": [1]},
+    "another layer": lambda state: state | {"layers": state["layers"] | {"L03": state["layers"]["L00"]}},
+    "no arrays": lambda state: state | {"layers": state["layers"] | {"L00": 3}},
+    "other counts": lambda state: (
+        state | {"layers": state["layers"] | {"L01": state["layers"]["L01"] | {"counts": torch.zeros(3)}}}
+    ),
+    "other experts": lambda state: PathProfiler(dict.fromkeys(LAYERS, 9)).as_state(),
+    "other paths": lambda state: PathProfiler(LAYERS, 1).as_state(),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_state_of_another_kind_is_refused(kind: str) -> None:
+    profiler = PathProfiler(LAYERS)
+    forward(profiler, drawn(0, 19))
+    with pytest.raises(ValueError, match="paths"):
+        profiler.read_state(WRONG[kind](profiler.as_state()))

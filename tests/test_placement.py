@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The placement of experts in training: what is decided from loads, what is done, saved, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.placement.events import Event
+from ds_fsmoe.placement.holdings import PlacementError
+from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
+from tests.hf_families import batch, loss_of
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.test_alltoalls import on_nodes
+from tests.test_hugging_face import engine_of
+from tests.test_moved_experts import adam, everywhere
+
+NUM_EXPERTS = 12
+BALANCED = {"policy": "balanced", "every": 2, "moves_per_step": 1}
+
+
+def small_model(family: str = "qwen3_moe") -> nn.Module:
+    """Two blocks with twelve experts, which two, three and four ranks can share."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "num_experts_per_tok": 2}
+    of_family = {
+        "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": NUM_EXPERTS, "decoder_sparse_step": 1},
+        "gpt_oss": {"num_local_experts": NUM_EXPERTS},
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes, **of_family[family])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+
+
+def skewed(engine: Any, x: torch.Tensor, hot: tuple[int, ...]) -> None:
+    """Let the next forward choose these experts only, token by token in turn."""
+    num_layers = engine.fsmoe.num_layers
+    some = next(iter(engine.fsmoe.layers.values())).deepspeed_moe
+    k = some.fsmoe.gate.k or 2
+    tokens = np.arange(x.numel())
+    chosen = np.stack([np.array(hot)[(tokens + at) % len(hot)] for at in range(k)], axis=1)
+    engine.fsmoe.replay(np.repeat(chosen[:, None, :], num_layers, axis=1))
+
+
+def trained(
+    engine: Any, rank: int, steps: range, hot: tuple[int, ...] | None, world_size: int, accumulation: int = 1
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(accumulation):
+            x = batch(11 * step + micro, world_size)[rank : rank + 1]
+            if hot is not None:
+                skewed(engine, x, hot)
+            loss = loss_of(engine, x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def made(stage: int, world_size: int, placement: Any, **more: Any) -> Any:
+    config = adam(stage, **({"ep_size": world_size, "num_chunks": {"forward": 2, "backward": 3}} | more))
+    if placement is not None:
+        config["fsmoe"]["placement"] = placement
+    with on_nodes(*(at * 2 // world_size for at in range(world_size))):
+        return engine_of(small_model(), config)
+
+
+def hot_experts_spread(rank: int, world_size: int, stage: int, spare: int) -> dict[str, Any]:
+    """Experts 0 and 1, at home on the first rank, are all that tokens choose."""
+    losses, norms, events = {}, {}, []
+    for placement in (None, BALANCED | {"spare_experts": spare}):
+        engine = made(stage, world_size, placement)
+        name = "placed" if placement else "stays"
+        if placement:
+            engine.fsmoe.placement_watch.on_event.append(events.extend)
+        losses[name] = trained(engine, rank, range(9), (0, 1), world_size)
+        norms[name] = engine.get_global_grad_norm()
+        if placement:
+            now = {label: each.as_dict() for label, each in engine.fsmoe.placement.now.items()}
+            with torch.no_grad():
+                loss_of(engine, batch(0, world_size)[rank : rank + 1])
+            copies = replicas_are_equal(engine)
+        engine.destroy()
+    return {"losses": losses, "norms": norms, "events": events, "now": now, "copies": copies}
+
+
+def replicas_are_equal(engine: Any) -> bool:
+    """Whether every replica has the bits of its expert at home, after the forward that follows a step."""
+    held: dict[tuple[str, int], list[bytes]] = {}
+    every: list[Any] = [None] * dist.get_world_size()
+    own = []
+    for label, now in engine.fsmoe.placement.now.items():
+        layer = engine.fsmoe.placement.layer(label)
+        replicas = layer.fsmoe.replicas
+        if replicas is None:
+            continue
+        rank = layer.fsmoe.groups.ranks_of("ep").index(dist.get_rank())
+        for number, expert in enumerate(now.by_rank[rank].tolist()):
+            if expert == EMPTY:
+                continue
+            is_home = number < now.num_local
+            weights = replicas._parameters_of(layer if is_home else replicas.modules[0])
+            index = number if is_home else number - now.num_local
+            own.append(
+                (label, expert, b"".join(each.detach()[index].contiguous().numpy().tobytes() for each in weights))
+            )
+    dist.all_gather_object(every, own)
+    for of_rank in every:
+        for label, expert, values in of_rank:
+            held.setdefault((label, expert), []).append(values)
+    return all(len(set(each)) == 1 for each in held.values())
+
+
+@sampled(("world_size", "stage", "spare"), [(2, 2, 0), (4, 2, 1), (2, 0, 1), (4, 3, 0), (2, 1, 1)], kept=[0, 1])
+def test_experts_move_to_where_the_tokens_are_and_losses_stay(
+    world_size: int, stage: int, spare: int, tmp_path: Path
+) -> None:
+    found = run_on_ranks(hot_experts_spread, world_size, tmp_path, stage, spare)
+    for of_rank in found:
+        losses = of_rank["losses"]
+        assert np.allclose(losses["placed"], losses["stays"], rtol=2e-5)
+        assert of_rank["norms"]["placed"] == pytest.approx(of_rank["norms"]["stays"], rel=1e-4)
+        assert of_rank["now"] == found[0]["now"]
+        events: list[Event] = of_rank["events"]
+        moved = [each for each in events if each.num_swaps or each.num_replicas]
+        assert moved
+        assert all(each.balance == pytest.approx(world_size) for each in moved)
+        for label, each in of_rank["now"].items():
+            placement = ExpertPlacement.from_dict(each)
+            assert placement.rank_of_place(placement.home_of_expert[0]) != placement.rank_of_place(
+                placement.home_of_expert[1]
+            ), label
+        assert of_rank["copies"]
+
+
+def replicas_take_part(
+    rank: int, world_size: int, stage: int, degrees: tuple[int, int], accumulation: int
+) -> list[str]:
+    """Replicas at random places, changed between steps: the losses of a job without."""
+    import random
+
+    said, losses = [], {}
+    for spare in (0, 2):
+        chunks = {"forward": degrees[0], "backward": degrees[1]}
+        placement = {"policy": "balanced", "every": 1000, "spare_experts": spare}
+        config = adam(stage, accumulation=accumulation, ep_size=world_size, num_chunks=chunks)
+        config["fsmoe"]["placement"] = placement
+        with on_nodes(*(at * 2 // world_size for at in range(world_size))):
+            engine = engine_of(small_model("gpt_oss"), config)
+        losses[spare] = []
+        for step in range(4):
+            losses[spare] += trained(engine, rank, range(step, step + 1), None, world_size, accumulation)
+            if not spare:
+                continue
+            draw, wanted = random.Random(step), {}
+            for label, now in engine.fsmoe.placement.now.items():
+                filled = {}
+                for at in range(now.num_ranks):
+                    own = set(now.by_rank[at, : now.num_local].tolist())
+                    others = [each for each in range(now.num_experts) if each not in own]
+                    for number, expert in enumerate(draw.sample(others, min(2, len(others)))):
+                        filled[at * now.per_rank + now.num_local + number] = expert
+                wanted[label] = now.with_replicas(filled)
+            engine.fsmoe.placement.go_to(wanted)
+        engine.destroy()
+    for at, (ours, theirs) in enumerate(zip(losses[2], losses[0], strict=True)):
+        if not abs(ours - theirs) <= 2e-5 * abs(theirs):
+            said.append(f"loss {at} is {ours} for {theirs}")
+    return said
+
+
+@sampled(
+    ("world_size", "stage", "degrees", "accumulation"),
+    [(4, 2, (2, 3), 2), (2, 0, (1, 1), 1), (2, 3, (3, 2), 1), (4, 1, (1, 2), 1), (3, 2, (2, 2), 2)],
+    kept=[0],
+)
+def test_replicas_change_no_loss(
+    world_size: int, stage: int, degrees: tuple[int, int], accumulation: int, tmp_path: Path
+) -> None:
+    found = run_on_ranks(replicas_take_part, world_size, tmp_path, stage, degrees, accumulation)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def resumed(rank: int, world_size: int, folder: str, stage: int) -> list[str]:
+    """A checkpoint between two moves; a job that resumes has the losses of the job that goes on."""
+    said = []
+    engine = made(stage, world_size, BALANCED)
+    trained(engine, rank, range(6), (0, 1, 2), world_size)
+    watch = engine.fsmoe.placement_watch
+    if not watch._pending or all(each.is_at_start for each in engine.fsmoe.placement.now.values()):
+        said.append("the checkpoint is not between two moves")
+    before, where = everywhere(engine.fsmoe.placement), dict(engine.fsmoe.placement.now)
+    engine.save_checkpoint(folder, tag="between")
+    if everywhere(engine.fsmoe.placement) != before or engine.fsmoe.placement.now != where:
+        said.append("saving has changed where experts are, or what they hold")
+    wanted = trained(engine, rank, range(6, 10), (0, 1, 2), world_size)
+    at_end = dict(engine.fsmoe.placement.now)
+    engine.destroy()
+    again = made(stage, world_size, BALANCED)
+    again.load_checkpoint(folder, tag="between")
+    if everywhere(again.fsmoe.placement) != before or again.fsmoe.placement.now != where:
+        said.append("loading has not brought everything back")
+    found = trained(again, rank, range(6, 10), (0, 1, 2), world_size)
+    if found != wanted:
+        said.append(f"losses {found} for {wanted}")
+    if again.fsmoe.placement.now != at_end:
+        said.append("experts went elsewhere")
+    again.destroy()
+    # One whose experts stay reads the same checkpoint.
+    plain = made(stage, world_size, None)
+    plain.load_checkpoint(folder, tag="between")
+    if not np.allclose(trained(plain, rank, range(6, 10), (0, 1, 2), world_size), wanted, rtol=2e-5):
+        said.append("a job whose experts stay goes on otherwise")
+    plain.destroy()
+    return said
+
+
+@sampled(("world_size", "stage"), [(2, 2), (2, 3), (4, 0)], kept=[0])
+def test_a_checkpoint_between_two_moves_is_whole_and_resumes(world_size: int, stage: int, tmp_path: Path) -> None:
+    found = run_on_ranks(resumed, world_size, tmp_path, str(tmp_path / "saved"), stage)
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def files_of_placements(rank: int, world_size: int, folder: str) -> list[str]:
+    said = []
+    file = Path(folder) / "placement.json"
+    engine = made(2, world_size, BALANCED)
+    trained(engine, rank, range(8), (0, 1), world_size)
+    engine.fsmoe.placement.save(file)
+    dist.barrier()
+    where = dict(engine.fsmoe.placement.now)
+    engine.destroy()
+    engine = made(2, world_size, {"file": str(file)})
+    if engine.fsmoe.placement.now != where or engine.fsmoe.placement_watch is not None:
+        said.append("experts are not where the file says")
+    engine.destroy()
+    whole = json.loads(file.read_text())
+    paths = list(whole["layers"])
+    damaged = {
+        "other.json": {"format": 1, "layers": {"model.other": whole["layers"][paths[0]]}},
+        "format.json": whole | {"format": 99},
+        "twice.json": {
+            "format": 1,
+            "layers": {each: whole["layers"][each] | {"expert_of_place": [0] * NUM_EXPERTS} for each in paths},
+        },
+        "fewer.json": {
+            "format": 1,
+            "layers": {each: ExpertPlacement.at_start(4 * world_size, world_size).as_dict() for each in paths},
+        },
+    }
+    for name, content in damaged.items():
+        bad = Path(folder) / name
+        if rank == 0:
+            bad.write_text(json.dumps(content))
+        dist.barrier()
+        try:
+            made(2, world_size, {"file": str(bad)})
+            said.append(f"{name} was taken")
+        except ConfigError as error:
+            if str(bad) not in str(error) or "fsmoe.placement.file" not in str(error):
+                said.append(f"{name}: {error}")
+    return said
+
+
+def test_a_placement_is_read_from_a_file_and_one_of_another_model_is_refused(tmp_path: Path) -> None:
+    found = run_on_ranks(files_of_placements, 2, tmp_path, str(tmp_path))
+    assert [each for of_rank in found for each in of_rank] == []
+
+
+def states_out_of_reach(rank: int, world_size: int) -> str:
+    from unittest.mock import patch
+
+    engine = made(2, world_size, BALANCED)
+    trained(engine, rank, range(2), (0, 1), world_size)
+    try:
+        with patch("ds_fsmoe.placement.holdings.live_groups", return_value=None if rank == 1 else []):
+            engine.fsmoe.placement.mover()
+    except PlacementError as error:
+        return str(error)
+    return "moved"
+
+
+def test_states_that_one_rank_cannot_reach_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    found = run_on_ranks(states_out_of_reach, 2, tmp_path)
+    assert found[0] == found[1]
+    assert "rank 1" in found[0]
+    assert "not in memory" in found[0]
+
+
+def moving_loads(rank: int, world_size: int) -> tuple[int, list[str]]:
+    """The hot experts change with every stretch of steps."""
+    engine, events = made(2, world_size, BALANCED), []
+    engine.fsmoe.placement_watch.on_event.append(events.extend)
+    for stretch in range(4):
+        first = (stretch * NUM_EXPERTS // 2) % NUM_EXPERTS
+        trained(engine, rank, range(2 * stretch, 2 * stretch + 2), (first, first + 1), world_size)
+    return sum(each.num_swaps for each in events), [each.why for each in events]
+
+
+def test_nothing_moves_for_a_load_that_moves_on(tmp_path: Path) -> None:
+    swaps, whys = run_on_ranks(moving_loads, 2, tmp_path)[0]
+    assert whys
+    assert swaps == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ({"placement": {"policy": "ballanced"}}, 'fsmoe.placement.policy = "ballanced"'),
+        ({"placement": {"policy": "nowhere.at.all"}}, "nowhere.at.all"),
+        ({"placement": {"spare_experts": 2}}, "fsmoe.placement.spare_experts = 2"),
+        ({"placement": {"every": 5}}, "fsmoe.placement.every = 5"),
+        ({"placement": {"policy": "balanced", "spare_experts": 1}, "dispatch": "slots"}, "spare_experts = 1"),
+        ({"placement": "balanced", "esp_size": 2}, 'fsmoe.placement = "balanced"'),
+        ({"placement": {"policy": "balanced", "everry": 5}}, "everry"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_path_and_value(written: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": {"enabled": True} | written})
+    assert named in str(caught.value)
+
+
+def test_the_name_of_a_policy_alone_is_a_placement() -> None:
+    assert read_block({"fsmoe": {"enabled": True, "placement": "balanced"}}).placement.policy == "balanced"
+    assert read_block({"fsmoe": {"enabled": True}}).placement.policy == "off"
+
+
+def ends_while_moving(rank: int, world_size: int, folder: str) -> None:
+    engine = made(2, world_size, BALANCED)
+    trained(engine, rank, range(3), (0, 1, 2), world_size)
+    engine.save_checkpoint(folder, tag="before")
+    send = dist.all_to_all_single
+
+    def sending(y: torch.Tensor, x: torch.Tensor, *others: Any, **options: Any) -> Any:
+        if x.dtype == torch.uint8 and rank == 1:
+            os._exit(9)
+        return send(y, x, *others, **options)
+
+    dist.all_to_all_single = sending
+    trained(engine, rank, range(3, 9), (0, 1, 2), world_size)
+
+
+def goes_on(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], bool]:
+    losses, has_moved = [], False
+    for placement in (BALANCED, None):
+        engine = made(2, world_size, placement)
+        engine.load_checkpoint(folder)
+        losses.append(trained(engine, rank, range(3, 9), (0, 1, 2), world_size))
+        if placement is not None:
+            has_moved = not all(each.is_at_start for each in engine.fsmoe.placement.now.values())
+        engine.destroy()
+    return losses[0], losses[1], has_moved
+
+
+def test_the_last_checkpoint_is_whole_after_a_rank_has_ended_in_the_middle_of_a_move(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    with pytest.raises(RuntimeError):
+        run_on_ranks(ends_while_moving, 2, tmp_path / "first", folder)
+    for placed, stays, moved in run_on_ranks(goes_on, 2, tmp_path / "second", folder):
+        assert moved
+        assert np.allclose(placed, stays, rtol=2e-5)

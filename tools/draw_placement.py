@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws docs/placement.png: the rows of ranks before and after experts have moved, by the policy that comes along.
+
+python tools/draw_placement.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ds_fsmoe.planning.expert_placement import ExpertPlacement
+from ds_fsmoe.planning.placement_costs import Seen
+from ds_fsmoe.planning.placement_policies import Allowed, balanced
+from ds_fsmoe.reporting.loads import rows_of_ranks
+from ds_fsmoe.reporting.pictures import draw_ranks
+from ds_fsmoe.routes.made import choices
+
+FILE = Path(__file__).resolve().parents[1] / "docs" / "placement.png"
+ROUTING, NUM_TOKENS, NUM_EXPERTS, K = "zipf_1.5", 2048, 32, 2
+NODE_OF_RANK = (0, 0, 0, 0, 1, 1, 1, 1)
+WAYS = {"the model's own order": None, "experts moved": 0, "moved, one spare place on each rank": 1}
+"""Title -> the spare places of a rank; ``None``: experts stay."""
+
+
+def rows() -> np.ndarray:
+    """Return [G, E]: the rows that each rank has for each expert."""
+    sizes = {"num_tokens": NUM_TOKENS, "num_experts": NUM_EXPERTS, "k": K, "ep_size": len(NODE_OF_RANK)}
+    of_ranks = [choices(ROUTING, **sizes, rank=rank) for rank in range(len(NODE_OF_RANK))]
+    return np.stack([np.bincount(each.ravel(), minlength=NUM_EXPERTS) for each in of_ranks])
+
+
+def placements() -> dict[str, ExpertPlacement]:
+    """Return title -> placement."""
+    found = {}
+    for title, num_spare in WAYS.items():
+        now = ExpertPlacement.at_start(NUM_EXPERTS, len(NODE_OF_RANK), num_spare or 0)
+        allowed = Allowed(num_replicas=(num_spare or 0) * len(NODE_OF_RANK))
+        found[title] = now if num_spare is None else balanced(now, Seen(rows(), NODE_OF_RANK), allowed)
+    return found
+
+
+def main() -> None:
+    """Write the picture, and print what the fullest rank has and how many experts have moved or replicas."""
+    panels = []
+    for title, each in placements().items():
+        panels.append((title, rows_of_ranks(each, rows(), NODE_OF_RANK)))
+        loads = [sum(part for _, part in parts) for parts in panels[-1][1]]
+        start = ExpertPlacement.at_start(NUM_EXPERTS, len(NODE_OF_RANK), each.num_spare)
+        homes = zip(each.home_of_expert, start.home_of_expert, strict=True)
+        num_moved = sum(each.rank_of_place(new) != start.rank_of_place(old) for new, old in homes)
+        over = max(loads) / (sum(loads) / len(loads))
+        print(f"{title}: fullest rank {over:.2f}, {num_moved} experts moved, {each.num_replicas} replicas")
+    draw_ranks(panels, FILE)
+    print(FILE)
+
+
+if __name__ == "__main__":
+    main()
