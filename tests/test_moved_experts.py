@@ -175,3 +175,40 @@ def stock_moves(rank: int, world_size: int, stage: int, dispatch: str) -> list[s
 def test_experts_of_deepspeeds_own_layers_move_too(world_size: int, stage: int, dispatch: str, tmp_path: Path) -> None:
     found = run_on_ranks(stock_moves, world_size, tmp_path, stage, dispatch)
     assert [each for of_rank in found for each in of_rank] == []
+
+
+def adapters_move(rank: int, world_size: int, stage: int, ep: int) -> list[str]:
+    """As moves_through_training, of a model whose experts are frozen and have adapters."""
+    from tests.hf_lora import BOTH, engine_with, lora_of
+
+    said = []
+    losses: dict[bool, list[float]] = {}
+    for moves in (False, True):
+        engine = engine_with(lora_of("qwen3_moe", BOTH), adam(stage, ep_size=ep, num_chunks=2))
+        placements = placements_of(engine)
+        losses[moves] = []
+        for step in range(3):
+            x = batch(7 * step, world_size)[rank : rank + 1]
+            loss = engine(input_ids=x, labels=x).loss
+            engine.backward(loss)
+            engine.step()
+            losses[moves].append(loss.item())
+            if moves:
+                before = everywhere(placements)
+                names = {name for _, name, _ in before}
+                if not any("lora_B" in each and "exp_avg" in each for each in names):
+                    said.append(f"no state of an adapter among {sorted(names)}")
+                placements.go_to({label: drawn(now, step) for label, now in placements.now.items()})
+                if everywhere(placements) != before:
+                    said.append(f"states differ after the moves of step {step}")
+        engine.destroy()
+    if not torch.allclose(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-5):
+        said.append(f"losses {losses[True]} for {losses[False]}")
+    return said
+
+
+@sampled(("world_size", "stage", "ep"), [(4, 2, 2), (2, 3, 2), (2, 0, 2)], kept=[0])
+def test_adapters_of_experts_move_with_them(world_size: int, stage: int, ep: int, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    found = run_on_ranks(adapters_move, world_size, tmp_path, stage, ep)
+    assert [each for of_rank in found for each in of_rank] == []

@@ -35,7 +35,7 @@ from ds_fsmoe.tuning.measure import Measured
 from tests.samples import sampled
 
 LAYERS = 4
-MICRO_OP_BYTES = 3_000_000
+MICRO_OP_BYTES = 1_000_000
 """Of Lina: with 30 MB no layer here would be cut."""
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
 from tests.test_hugging_face import engine_of
-from tests.test_moved_experts import adam, everywhere
+from tests.test_moved_experts import adam, drawn, everywhere
 
 NUM_EXPERTS = 12
 BALANCED = {"policy": "balanced", "every": 2, "moves_per_step": 1}
@@ -280,6 +281,54 @@ def files_of_placements(rank: int, world_size: int, folder: str) -> list[str]:
 def test_a_placement_is_read_from_a_file_and_one_of_another_model_is_refused(tmp_path: Path) -> None:
     found = run_on_ranks(files_of_placements, 2, tmp_path, str(tmp_path))
     assert [each for of_rank in found for each in of_rank] == []
+
+
+def too_many_replicas(rank: int, world_size: int) -> list[str]:
+    from unittest.mock import patch
+
+    said = []
+    for spare, free in ((7, math.inf), (2, 1000.0 if rank == 1 else math.inf)):
+        try:
+            with patch("ds_fsmoe.engine.expert_placing.free_bytes", return_value=free):
+                made(2, world_size, BALANCED | {"spare_experts": spare})
+            said.append("made")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_more_replicas_than_experts_elsewhere_or_than_memory_are_refused_on_every_rank(tmp_path: Path) -> None:
+    found = run_on_ranks(too_many_replicas, 2, tmp_path)
+    assert found[0] == found[1]
+    assert "fsmoe.placement.spare_experts = 7: must be at most 6" in found[0][0]
+    assert "rank 1" in found[0][1]
+    assert "fsmoe.placement.spare_experts = 2: replicas of 2 layer(s) need" in found[0][1]
+
+
+def norms_of_a_step(rank: int, world_size: int, stage: int, spare: int) -> dict[str, float]:
+    """The norm of the first step, experts and replicas in places that are drawn before it."""
+    found = {}
+    for name in ("stays", "placed"):
+        engine = made(stage, world_size, {"policy": "balanced", "every": 1000, "spare_experts": spare})
+        if name == "placed":
+            placement, wanted = engine.fsmoe.placement, {}
+            for at, (label, now) in enumerate(placement.now.items()):
+                homes = drawn(now, 3 + at)
+                spare_places = [p for p in range(now.num_places) if p % now.per_rank >= now.num_local]
+                rank_of = [homes.rank_of_place(homes.home_of_expert[0])]
+                filled = {p: 0 for p in spare_places if homes.rank_of_place(p) not in rank_of}
+                wanted[label] = homes.with_replicas(filled)
+            placement.go_to(wanted)
+        trained(engine, rank, range(1), None, world_size)
+        found[name] = engine.get_global_grad_norm()
+        engine.destroy()
+    return found
+
+
+@sampled(("stage", "spare"), [(2, 1), (0, 1), (1, 0), (3, 1)], kept=[0])
+def test_the_norm_of_a_step_does_not_depend_on_where_experts_are(stage: int, spare: int, tmp_path: Path) -> None:
+    for found in run_on_ranks(norms_of_a_step, 2, tmp_path, stage, spare):
+        assert found["placed"] == pytest.approx(found["stays"], rel=1e-6)
 
 
 def states_out_of_reach(rank: int, world_size: int) -> str:

@@ -248,6 +248,6 @@ def test_monitors_are_told_at_each_decision(job: SimpleNamespace) -> None:
 
 
 def test_a_run_without_metrics_tells_monitors_nothing(job: SimpleNamespace) -> None:
-    assert not list((job.folder / "off").glob("*.csv"))
+    assert not list((job.folder / "off").glob("fsmoe_*.csv"))
     lines = (job.folder / "off" / PLACEMENT).read_text().splitlines()
     assert {json.loads(line)["layer"] for line in lines} == {"L00", "L01"}

@@ -158,8 +158,8 @@ class InferenceLayer:
         if total := actual_E.sum():
             mean = total / len(self.homes)
             record.counted += 1
-            record.fullest_at_home += max(actual_E[list(each)].sum() for each in self.homes) / mean
-            record.fullest += self._table.load_of_ranks(actual_E).max() / mean
+            record.fullest_at_home += float(max(actual_E[list(each)].sum() for each in self.homes) / mean)
+            record.fullest += float(self._table.load_of_ranks(actual_E).max() / mean)
 
     def _hold(self, popularity_E: np.ndarray) -> None:
         held = self.homes if self._before is None else self._before.experts_of_rank

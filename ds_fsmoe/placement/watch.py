@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides from which experts tokens choose where experts should be, and has them moved, some per step.
 
-Ranks count by themselves and share their counts once in ``every`` steps; the first rank decides, and all do as it says.
-So nothing depends on what one rank alone has seen, and every rank issues the same messages at the same steps.
+Ranks count by themselves and share their counts once in ``every`` steps. One rank decides about each layer, and all do
+as it says: so nothing depends on what one rank alone has seen, and every rank issues the same messages at the same
+steps.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 import torch.distributed as dist
 
 from ds_fsmoe.config.blocks import PlacementBlock
-from ds_fsmoe.distributed.fail_together import from_first_rank, raise_on_all_ranks
-from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.placement.events import Event, if_it_lasts, in_one_line
 from ds_fsmoe.placement.holdings import PlacementError
@@ -94,10 +95,14 @@ class PlacementWatch:
             return
         mover = self._mover or self._placements.mover()
         decided: tuple[dict[str, Decision], list[Event]] = {}, []
+        ranks = 1 if world_size_now() == 1 else dist.get_world_size(self._group)
         with raise_on_all_ranks(self._group, "deciding where experts should be", PlacementError):
-            if world_size_now() == 1 or dist.get_rank(self._group) == 0:
-                decided = self._decisions(step, before, rows_of, tokens_of, mover)
-        decisions, events = from_first_rank(decided, self._group)
+            # Each rank decides about some of the layers: in large groups that takes a while.
+            own = {label: rows_of[label] for label in list(rows_of)[rank_now(self._group) :: ranks]}
+            decided = self._decisions(step, before, own, tokens_of, mover)
+        of_ranks = on_every_rank(decided, self._group)
+        decisions = dict(sorted((label, each) for of_rank, _ in of_ranks for label, each in of_rank.items()))
+        events = sorted((each for _, of_rank in of_ranks for each in of_rank), key=lambda each: each.layer)
         for tell in self.on_event:
             tell(events)
         self._wanted = {label: each.placement for label, each in decisions.items()}

@@ -155,7 +155,8 @@ class Layout:
         load_NG = np.zeros((len(experts_N), self.rows.num_ranks), dtype=np.int64)
         load_NG[np.arange(len(experts_N)), home_N] = self.rows.of_expert_E[experts_N]
         crossing_N = self.rows.crossing_EG[experts_N, home_N]
-        for index in np.flatnonzero(self.has_replica_EG.any(axis=1)[experts_N]).tolist():
+        is_replicated_N = self.has_replica_EG[experts_N].any(axis=1)
+        for index in np.flatnonzero(is_replicated_N).tolist():
             expert = int(experts_N[index])
             load_NG[index], crossing_N[index] = self.rows.of(expert, (int(home_N[index]), *self.replicas[expert]))
         return load_NG, crossing_N
@@ -295,7 +296,7 @@ class Layout:
             # What leaves the fullest rank alone cannot lower it.
             touches = (layout.home_E[pairs] == fullest).any(axis=1)
             pairs = pairs[touches] if touches.any() else pairs
-            first, second = layout.best_exchange(*pairs.T, now_E) or pairs[0].tolist()
+            first, second = layout.best_exchange(pairs[:, 0], pairs[:, 1], now_E) or pairs[0].tolist()
             layout = at(layout.exchanged(first, second).home_E)
         return layout
 
