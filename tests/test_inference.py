@@ -234,8 +234,8 @@ def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, exp
     """What differs with ``deepspeed.moe.layer.MoE``, whose experts are modules, whether rows travel or slots."""
     import ds_fsmoe
 
-    # Who is dropped from a full expert is not drawn, so that two forwards can be compared.
-    options = (("use_rts", False),)
+    # Nothing is drawn at random, so that two forwards can be compared.
+    options = ("use_rts", False), ("top2_2nd_expert_sampling", False)
     case = Case(world_size, 0, k=k, drop_tokens=drop_tokens, expert=expert, moe_options=options)
     engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe={"enabled": True}))
     said = []
