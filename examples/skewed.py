@@ -62,7 +62,7 @@ def main() -> None:
     model = small_olmoe(seed=1)
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=config)
     told: list[Event] = []
-    if moves:
+    if engine.fsmoe.placement_watch is not None:
         engine.fsmoe.placement_watch.on_event += [tell, told.extend]
 
     text, generator = load_text(None, LENGTH), rank_generator(1, dist.get_rank())

@@ -109,3 +109,38 @@ def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
     import ds_fsmoe
 
     return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "both": {},
+    "no estimate": {"estimate": False},
+    "no second phase": {"second_phase": False},
+    "weights from home": {"weights": "home"},
+    "weights from home, no estimate": {"weights": "home", "estimate": False},
+    "short paths": {"path_length": 1, "most_per_rank": 1},
+}
+
+
+def watched(engine: Any) -> Any:
+    """Count paths in training from now on."""
+    from ds_fsmoe.telemetry.paths import PathProfiler
+
+    profiler = PathProfiler({each.deepspeed_moe.label: each.num_experts for each in engine.fsmoe.layers.values()})
+    engine.fsmoe.running.instruments.append(profiler.watch)
+    return profiler
+
+
+def plain(engine: Any, *x: Any) -> torch.Tensor:
+    """The output of the plain forward."""
+    engine.eval()
+    with torch.no_grad():
+        result = engine(*x)
+    engine.train()
+    return result
+
+
+def furthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if found.shape != wanted.shape:
+        return float("inf")
+    scale = wanted.abs().max().item() if wanted.numel() else 1.0
+    return (found - wanted).abs().max().item() / scale if wanted.numel() else 0.0

@@ -20,11 +20,13 @@ STEPS = 3
 TOLERANCE = 1e-6
 # Stage of ZeRO, what each of the two pipeline stages has, what is asked for.
 CHUNKED = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 3}}
+MICRO_OPS = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 900}}
 CASES = [
     (0, ("moe", "moe"), CHUNKED),
     (0, ("moe", "dense"), CHUNKED),
     (0, ("dense", "moe"), {"enabled": True}),
     (1, ("moe", "moe"), {"enabled": True}),
+    (0, ("moe", "dense"), MICRO_OPS),
 ]
 
 
@@ -92,6 +94,8 @@ def train(rank: int, zero_stage: int, stages: tuple[str, ...], block: dict[str, 
     losses = [engine.train_batch(batch).detach() for _ in range(STEPS)]
     if block is not None:
         assert engine.fsmoe.num_layers == (stages[engine.stage_id] == "moe")
+        if block == MICRO_OPS:
+            assert all(min(each.pipeline.degrees) > 1 for each in engine.fsmoe.inner_layers.values())
     seen = {name: each.detach().clone() for name, each in model.named_parameters()} | {"losses": torch.stack(losses)}
     engine.destroy()
     return seen

@@ -424,3 +424,29 @@ def test_the_last_checkpoint_is_whole_after_a_rank_has_ended_in_the_middle_of_a_
     for placed, stays, moved in run_on_ranks(goes_on, 2, tmp_path / "second", folder):
         assert moved
         assert np.allclose(placed, stays, rtol=2e-5)
+
+
+def paths_resume(rank: int, world_size: int, folder: str) -> list[str]:
+    said = []
+    engine = made(2, world_size, {"profile_paths": True})
+    trained(engine, rank, range(3), None, world_size)
+    counted = {label: each.as_arrays() for label, each in engine.fsmoe.paths.profiles().items()}
+    if not all(int(each["counts"].sum()) for each in counted.values()):
+        said.append("nothing was counted")
+    engine.save_checkpoint(folder, tag="counted")
+    engine.destroy()
+    again = made(2, world_size, {"profile_paths": True})
+    again.load_checkpoint(folder, tag="counted")
+    found = {label: each.as_arrays() for label, each in again.fsmoe.paths.profiles().items()}
+    for label, arrays in counted.items():
+        said += [f"{label}: {name}" for name, each in arrays.items() if not np.array_equal(each, found[label][name])]
+    again.destroy()
+    plain = made(2, world_size, None)
+    plain.load_checkpoint(folder, tag="counted")
+    plain.destroy()
+    return said
+
+
+def test_counts_of_paths_are_saved_and_go_on(tmp_path: Path) -> None:
+    found = run_on_ranks(paths_resume, 2, tmp_path, str(tmp_path / "saved"))
+    assert [each for of_rank in found for each in of_rank] == []

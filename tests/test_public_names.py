@@ -18,8 +18,8 @@ PROMISED = (
     "EinsumOrder ExpertArgs ExpertBase ExpertChoiceGate FSMoELayer FlatAllToAll FramesAsTokens "
     "GPTFeedForward GShardGate GateBase LayerError LinearGate MOELayer MixtralFeedForward MixtralGate MoE "
     "MoEOutput OptionError OrderBase QwenGate Routing RoutingBase SigmoidGate SimpleOrder SlotRouting "
-    "SoftMoEGate SwitchGate TokenChoiceGate XMoEGate __version__ initialize install load_ops own_experts "
-    "read_routing register_alltoall register_expert register_gate register_order uninstall update_gates "
+    "SoftMoEGate SwitchGate TokenChoiceGate XMoEGate __version__ inference initialize install load_ops "
+    "own_experts read_routing register_alltoall register_expert register_gate register_order uninstall update_gates "
     "whole_state_dict"
 )
 NAMES = PROMISED.split(" ")

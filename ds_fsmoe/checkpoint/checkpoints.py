@@ -215,6 +215,8 @@ class Checkpoints:
     def _go_on(self, own: RankState) -> None:
         """Restore the random states and the plans of the saved tag. Collective."""
         set_random_states(own.random)
+        if own.paths is not None:
+            self._engine.fsmoe.paths.go_on_with(own.paths)
         # Ranks of one stage have the same plans; all make communicators together or none does.
         if all(on_every_rank(own.plans is not None)) and own.plans is not None:
             go_on_with(self._engine.fsmoe, own.plans)

@@ -22,6 +22,7 @@ from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.gradient_plan import GradientPlan, GradientSlice
 from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.popularity import PathProfile
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState
@@ -117,6 +118,8 @@ class RankState:
     random: dict[str, Any]
     plans: ReadPlans | None
     """The plans; ``None``: they were not settled then, or are not for this layout."""
+    paths: Mapping[str, PathProfile] | None = None
+    """Which experts had followed which, by layer; ``None``: nobody counted then, or counts now."""
 
 
 def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState:
@@ -136,7 +139,12 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
         raise CheckpointError(f"{file} is of format {loaded['format']!r}: this version reads {STATE_FORMAT}")
     check_random_states(loaded["random"])
     plans = json.loads(loaded["plans"])
-    return RankState(loaded["random"], read_plans(state, plans) if plans is not None and plans_fit else None)
+    counted, paths = loaded.get("paths"), state.paths
+    return RankState(
+        loaded["random"],
+        read_plans(state, plans) if plans is not None and plans_fit else None,
+        None if counted is None or paths is None else paths.read_state(counted),
+    )
 
 
 def _most_chunks(allowed: PipelineDegreeBlock) -> int:

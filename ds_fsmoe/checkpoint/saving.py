@@ -162,7 +162,9 @@ class Saving:
     def _write_state(self, own: Path) -> None:
         state = self._engine.fsmoe
         plans = plans_of(state) if is_settled(state) else None
-        torch.save({"format": STATE_FORMAT, "random": random_states(), "plans": json.dumps(plans)}, own)
+        paths = None if state.paths is None else state.paths.as_state()
+        kept = {"format": STATE_FORMAT, "random": random_states(), "plans": json.dumps(plans), "paths": paths}
+        torch.save(kept, own)
         self._written.append(own)
 
     def _write_index(self) -> None:

@@ -255,8 +255,9 @@ class FSMoEEngine(SavingEngine):
         self.fsmoe.routing.begin_forward(self.module.training, has_batch=False)
         total = torch.zeros(())
         routers = None if self.fsmoe.telemetry is None else self.fsmoe.telemetry.routers
-        if routers is not None:
-            routers.is_paused = True
+        paused = [each for each in (routers, self.fsmoe.paths) if each is not None]
+        for each in paused:
+            each.is_paused = True
         for name, layer in self.fsmoe.layers.items():
             inner = layer.deepspeed_moe
             shape = inner.fsmoe.last_shape
@@ -264,8 +265,8 @@ class FSMoEEngine(SavingEngine):
                 raise RuntimeError(f"fsmoe_dummy_forward: {name} has not run yet, so its input's size is not known")
             # Each layer hangs on the one before, so that the backward meets them in the order of the other ranks.
             total = inner.run_without_tokens(shape, total)
-        if routers is not None:
-            routers.is_paused = False
+        for each in paused:
+            each.is_paused = False
         self.fsmoe.routing.end_forward(has_batch=False)
         if clock is not None:
             clock.end_forward()

@@ -123,8 +123,8 @@ def check_hugging_face(
     if stock and block.placement.policy == "lina":
         raise ConfigError(
             f'{BLOCK}.placement.policy = "lina": chooses the ep_size of Hugging Face models, and {next(iter(stock))} '
-            "is a deepspeed.moe.layer.MoE, whose ep_size is the script's: write it in MoE(..., ep_size=...), with as many "
-            "experts on each rank as you want, and leave the policy out"
+            "is a deepspeed.moe.layer.MoE, whose ep_size is the script's: write it in MoE(..., ep_size=...), with as "
+            "many experts on each rank as you want, and leave the policy out"
         )
     if not experts:
         if block.ep_size != "auto":

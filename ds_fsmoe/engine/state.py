@@ -27,6 +27,7 @@ from ds_fsmoe.observing.predicted import Predicts
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
+from ds_fsmoe.telemetry.paths import PathProfiler
 from ds_fsmoe.tuning.autotune import Autotune
 from ds_fsmoe.tuning.drift import PredictionWatch
 from ds_fsmoe.tuning.micro_ops import MicroOps, cuts_by_bytes
@@ -82,6 +83,11 @@ class FSMoEState:
         """Where experts are, if they may move; made with the engine."""
         self.placement_watch: PlacementWatch | None = None
         """The watch that decides when experts move, where that is asked for."""
+        self.paths: PathProfiler | None = None
+        """What counts which experts follow which, where that is asked for."""
+        if block.placement.profile_paths:
+            self.paths = PathProfiler({each.deepspeed_moe.label: each.num_experts for each in layers.values()})
+            running.instruments.append(self.paths.watch)
         self.routing: RoutingData | None = None
         """The object that records and replays routing, once the engine is complete."""
         self.telemetry: Telemetry | None = None

@@ -214,6 +214,11 @@ def gathered_stacks(form: ExpertForm, homes: Sequence[Sequence[int]], block: Blo
     return stacks
 
 
+def computes_on_host(device: torch.device) -> bool:
+    """Return whether the host's memory is where experts on this device are computed."""
+    return device.type == "cpu"
+
+
 def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, where: Where) -> HeldExperts:
     """Return the experts of a layer for inference. Collective over the block.
 
@@ -224,7 +229,7 @@ def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block,
     if where == "home":
         return Buffered(form, homes, block)
     stacks = gathered_stacks(form, homes, block)
-    if form.device.type == "cpu":
+    if computes_on_host(form.device):
         return AllOnHost(form, stacks, block.ep_index)
     return Buffered(form, homes, block, stacks)
 

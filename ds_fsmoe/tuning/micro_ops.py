@@ -52,7 +52,10 @@ class MicroOps:
     def watch(self, call: LayerCall) -> None:
         """Record the sizes of a layer's first call in training."""
         if self.is_wanted and call.is_training and call.label not in self._sizes:
-            call.pipeline = call.pipeline.watched(on_call=partial(self._sizes.setdefault, call.label))
+            call.pipeline = call.pipeline.watched(on_call=partial(self._note, call.label))
+
+    def _note(self, label: str, sizes: CallSizes) -> None:
+        self._sizes.setdefault(label, sizes)
 
     def need_not_run(self) -> None:
         """Take note that plans came from somewhere else."""
