@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def record_steps(rank: int, world_size: int, steps: list[Step]) -> list[Program]
     return [_record(rank, each) for each in steps]
 
 
-def _record(rank: int, step: Step) -> Program:
+def _record(rank: int, step: Step, between: Callable[[Any], None] = lambda _: None) -> Program:
     with pytest.MonkeyPatch.context() as patch:
         tape = record(patch)
         record_deepspeed(patch, tape)
@@ -67,6 +69,7 @@ def _record(rank: int, step: Step) -> Program:
                 LOOPS[step.run.loop](script)
             if (updated := script.engine.fsmoe.updated) is not None:
                 updated.wait()
+            between(script.engine)
             tape.take()
             LOOPS[step.run.loop](script)
             return tape.take()
@@ -109,6 +112,33 @@ def test_whole_steps_of_four_ranks_get_stuck_in_no_order_that_keeps_that_of_issu
     assert slots_needed(turns) == 1
     # Where DeepSpeed reduces, in a stream of its own, links that take turns are not enough: a warning says so.
     assert slots_needed(stocks_own) == 2
+
+
+PLACED = (*CUT, ("dispatch", "rows"), ("placement.policy", "balanced"), ("placement.spare_experts", 1))
+
+
+def record_placed(rank: int, world_size: int, steps: list[Step]) -> list[Program]:
+    """A step whose layers have a replica on each rank, and whose experts move at its end."""
+
+    def replicate(engine: Any) -> None:
+        placement, wanted = engine.fsmoe.placement, {}
+        for label, now in placement.now.items():
+            others = {at: (now.by_rank[at, 0] + now.num_local) % now.num_experts for at in range(now.num_ranks)}
+            filled = {at * now.per_rank + now.num_local: int(expert) for at, expert in others.items()}
+            wanted[label] = now.with_replicas(filled)
+        placement.go_to(wanted)
+        watch = engine.fsmoe.placement_watch
+        watch.wanted = {label: now.swapped(0, now.per_rank) for label, now in placement.now.items()}
+        watch._pending = {label: placement.now[label].swaps_to(each) for label, each in watch.wanted.items()}
+        watch._mover = placement.mover()
+
+    return [_record(rank, each, replicate) for each in steps]
+
+
+def test_replicas_and_moves_get_stuck_in_no_order_that_keeps_that_of_issue(tmp_path: Path) -> None:
+    steps = [Step(Run(stage, ep_size=ep, block=PLACED)) for stage, ep in ((1, 2), (0, 4))]
+    for programs in zip(*run_on_ranks(record_placed, 4, tmp_path, steps), strict=True):
+        check(programs)
 
 
 MATRIX = [

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
+from ds_fsmoe.placement.holdings import fragments_of
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.hf_families import batch, loss_of, model_of
@@ -60,9 +61,9 @@ def drawn(placement: ExpertPlacement, seed: int) -> ExpertPlacement:
 
 def contents(placements: Placements) -> dict[tuple[str, str, int, int], bytes]:
     """(layer, name, expert, first element) -> the bytes of each fragment of this rank."""
-    mover, rank = placements.mover(), placements.seats()
-    found = {}
-    for each in mover._fragments:
+    placements.mover()  # waits for what is on its way
+    rank, found = placements.seats(), {}
+    for each in fragments_of(placements._engine, placements._tensors()):
         now = placements.now[each.layer]
         expert = now.expert_of_place[rank[each.layer].ep_rank * now.per_rank + each.index]
         key = each.layer, each.name, expert, each.first
@@ -133,7 +134,7 @@ def moves_through_training(
         (4, 2, 0, "gpt_oss", "float32", 1),
         (4, 4, 3, "qwen3_moe", "float32", 2),
     ],
-    kept=[0, 1],
+    kept=[0],
 )
 def test_training_goes_on_as_if_experts_had_stayed(
     world_size: int, ep: int, stage: int, family: str, dtype: str, accumulation: int, tmp_path: Path
@@ -170,7 +171,7 @@ def stock_moves(rank: int, world_size: int, stage: int, dispatch: str) -> list[s
 
 
 @sampled(
-    ("world_size", "stage", "dispatch"), [(4, 2, "slots"), (4, 0, "rows"), (2, 1, "rows"), (2, 0, "slots")], kept=[0, 1]
+    ("world_size", "stage", "dispatch"), [(4, 2, "slots"), (4, 0, "rows"), (2, 1, "rows"), (2, 0, "slots")], kept=[2]
 )
 def test_experts_of_deepspeeds_own_layers_move_too(world_size: int, stage: int, dispatch: str, tmp_path: Path) -> None:
     found = run_on_ranks(stock_moves, world_size, tmp_path, stage, dispatch)
@@ -207,7 +208,7 @@ def adapters_move(rank: int, world_size: int, stage: int, ep: int) -> list[str]:
     return said
 
 
-@sampled(("world_size", "stage", "ep"), [(4, 2, 2), (2, 3, 2), (2, 0, 2)], kept=[0])
+@sampled(("world_size", "stage", "ep"), [(4, 2, 2), (2, 3, 2), (2, 0, 2)], kept=[])
 def test_adapters_of_experts_move_with_them(world_size: int, stage: int, ep: int, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     found = run_on_ranks(adapters_move, world_size, tmp_path, stage, ep)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inference under skew: forwards with each expert at home, and with experts that come and go as in Lina (ATC'23).
 
-``cluster.py up --nodes 2 --ranks-per-node 2 --inter 25mbit --intra 100mbit``, then
+``cluster.py up --nodes 4 --ranks-per-node 1 --inter 50mbit``, then
 ``cluster.py run -- benchmarks/cases/bench_inference.py``. Every forward has other tokens, which choose what they are
 told to: by topics, of which each batch has others, or as was recorded. Paths are profiled on other batches. Beside
 Lina's scheduler there are its two ablations, and the bound of routing that is even. Times go to
@@ -79,9 +79,10 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "lina": {},
     "lina, no estimate": {"estimate": False},
     "lina, no second phase": {"second_phase": False},
-    "lina, weights from home": {"weights": "home"},
     EVEN: None,
 }
+FROM_HOME: dict[str, dict[str, Any] | None] = {"lina, weights from home": {"weights": "home"}}
+"""For links on which weights that change do not take seconds a forward."""
 
 
 def tokens_of(sizes: Sizes, is_profile: bool) -> Topics | Recorded:
@@ -155,7 +156,7 @@ class Forwards:
         self._open.enter_context(torch.no_grad())
         self.engine.eval()
         self._happened: Any = None
-        if (options := WAYS[name]) is not None:
+        if (options := (WAYS | FROM_HOME)[name]) is not None:
             profiles = None if options.get("estimate") is False else profiles_of(sizes)
             self._happened = self._open.enter_context(ds_fsmoe.inference(self.engine, profiles=profiles, **options))
 
@@ -196,6 +197,8 @@ class Forwards:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=12, help="of 8 forwards of each variant")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
+    parser.add_argument("--from-home", action="store_true", help="weights that change are fetched over the links, too")
     parser.add_argument("--smoke", action="store_true", help="one small case, few forwards")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
@@ -203,10 +206,12 @@ def main() -> None:
     # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    grid = SMOKE if args.smoke else GRID
+    chosen = GRID.cases if args.only is None else tuple(GRID.cases[each] for each in args.only)
+    grid = SMOKE if args.smoke else Grid(GRID.name, chosen)
     effort = Effort(2, 2, 1) if args.smoke else Effort(args.blocks, 8)
     goals = () if args.smoke else (Goal("lina", MEDIAN_GOAL),)
-    variants = tuple(Variant(name, partial(Forwards, name, grid, args.results)) for name in WAYS)
+    ways = WAYS | FROM_HOME if args.from_home or args.smoke else WAYS
+    variants = tuple(Variant(name, partial(Forwards, name, grid, args.results)) for name in ways)
     run_grid(grid, variants, baseline="at home", effort=effort, goals=goals, results=args.results)
     dist.destroy_process_group()
 

@@ -33,23 +33,22 @@ from benchmarks.harness.routing import parsed
 from benchmarks.models.contenders import MAX_DEGREE
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, begin
+from ds_fsmoe.config.blocks import PlacementBlock
 from ds_fsmoe.placement.events import Event
 
-EVERY = 4
-"""Steps of which loads are measured before each decision: few, so that a benchmark need not train for long."""
+EVERY = PlacementBlock().every
+"""Steps of which loads are measured before each decision."""
 WAYS: dict[str, dict[str, Any]] = {
     "stays": {},
-    "balanced": {"placement": {"policy": "balanced", "every": EVERY, "moves_per_step": 4}},
-    "balanced, a spare place": {
-        "placement": {"policy": "balanced", "every": EVERY, "moves_per_step": 4, "spare_experts": 1}
-    },
+    "balanced": {"placement": {"policy": "balanced", "moves_per_step": 4}},
+    "balanced, a spare place": {"placement": {"policy": "balanced", "moves_per_step": 4, "spare_experts": 1}},
 }
 
 
 def cases() -> tuple[Case, ...]:
     """Return layers of many narrow experts, whose rows or whose products take most of the time."""
     layers = {
-        "rows": Layer(B=4, L=64, M=512, ratio=1, f=None, ffn="mixtral", E=16, k=4, layers=1),
+        "rows": Layer(B=2, L=64, M=512, ratio=1, f=None, ffn="mixtral", E=16, k=4, layers=1),
         "products": Layer(B=4, L=64, M=512, ratio=4, f=None, ffn="mixtral", E=16, k=2, layers=1),
     }
     return tuple(Case(f"{layer}, no attention, all ranks, mostly {name}", layer) for name, layer in layers.items())
@@ -83,7 +82,7 @@ class Moving:
         if watch is not None:
             events = self.events.setdefault((layer, name), [])
             watch.on_event.append(events.extend)
-            for number in range(3 * EVERY + 8):
+            for number in range(2 * EVERY + 12):
                 routing.at_step(number)
                 steps()
         return steps

@@ -8,7 +8,7 @@ other last bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from ds_fsmoe.planning.popularity import PathProfile
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState
+    from ds_fsmoe.telemetry.paths import PathProfiler
 
 STATE_FORMAT = 1
 """The version of the format of a rank's file."""
@@ -115,7 +116,8 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
 class RankState:
     """The random states and the plans of one rank."""
 
-    random: dict[str, Any]
+    random: dict[str, Any] | None
+    """The random states; ``None``: they are not for this layout."""
     plans: ReadPlans | None
     """The plans; ``None``: they were not settled then, or are not for this layout."""
     paths: Mapping[str, PathProfile] | None = None
@@ -147,6 +149,25 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
     )
 
 
+def read_paths(files: Iterable[Path], profiler: PathProfiler) -> dict[str, PathProfile]:
+    """Read what ranks had counted of paths, and add it up: label -> profile, empty ones where nothing was counted.
+
+    Args:
+        files: the files of these ranks.
+        profiler: what counts in this job.
+
+    Raises:
+        Exception: something is wrong with a file.
+    """
+    states = [state for file in files if (state := read_file(file).get("paths")) is not None]
+    none = {
+        label: PathProfile(each.num_experts, each.path_length, each.most_pairs)
+        for label, each in profiler.profiles().items()
+    }
+    each_read = [none, *map(profiler.read_state, states)]
+    return {label: PathProfile.merged(read[label] for read in each_read) for label in none}
+
+
 def _most_chunks(allowed: PipelineDegreeBlock) -> int:
     """Return the largest degree that a plan may have; a schedule of very many chunks would take hours to write."""
     asked = (each for each in (allowed.forward, allowed.backward) if isinstance(each, int))
@@ -163,7 +184,9 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
         layer.fsmoe.apply(plans.layers[label])
     if state.placement is not None and plans.placements is not None:
         state.placement.go_to(plans.placements)
+        state.placement.was_read = True
         if state.placement_watch is not None and plans.watched is not None:
+            state.placement_watch.forget()
             state.placement_watch.go_on_with(plans.watched)
     if state.autotune is not None:
         state.autotune.need_not_run()

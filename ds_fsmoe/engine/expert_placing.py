@@ -20,6 +20,7 @@ from ds_fsmoe.config.placement import STAY
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.placement.holdings import PlacementError
 from ds_fsmoe.placement.placements import Placements, obstacle_to, why_no_replicas
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.placement_costs import Prices
@@ -41,7 +42,8 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
         return
     if has_stages:
         raise ConfigError(
-            f'fsmoe.placement.policy = "{block.policy}": not yet with a PipelineModule; the choice is "off"'
+            f'fsmoe.placement.policy = "{block.policy}": not yet with a PipelineModule, whose experts stay where they '
+            'are; the choice is "off", without a file and without spare_experts'
         )
     paths = {layer.deepspeed_moe.label: path for path, layer in state.layers.items()}
     layers = state.inner_layers
@@ -59,6 +61,11 @@ def begin_placement(engine: Any, has_stages: bool) -> None:
         log_on_rank_0(f"experts of {paths[label]} ({len(still)} such layer(s)) stay where they are: {why}")
     check_room(movable, block.spare_experts, state.stage_group)
     state.placement = Placements(engine, movable, paths, block.spare_experts, state.stage_group)
+    try:
+        # Whether states can be moved is known now, and not only when they are to be.
+        state.placement.mover()
+    except PlacementError as error:
+        raise ConfigError(f'fsmoe.placement.policy = "{block.policy}": {error}') from error
     if block.file is not None:
         state.placement.load(block.file)
     if block.policy not in STAY:

@@ -15,6 +15,7 @@ from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.layer.inference import refuse_within
 
 _LOAD_OPTIONS = (
     "load_module_strict",
@@ -50,11 +51,19 @@ class SavingEngine(DeepSpeedEngine):
 
         Raises:
             CheckpointError: saving failed; raised on every rank. ``latest`` still names the last good tag.
+            RuntimeError: the engine is in inference.
         """
+        refuse_within(self.fsmoe.running, "save_checkpoint")
         if self.spreads_experts and self.checkpoint_engine.is_decoupled():
             raise CheckpointError(
                 f"checkpoint_engine {type(self.checkpoint_engine).__name__}: writes files while training goes on, "
                 "which is not supported with experts of a Hugging Face model; leave it out of the config"
+            )
+        if self.fsmoe.placement is not None and self.checkpoint_engine.is_decoupled():
+            raise CheckpointError(
+                f"checkpoint_engine {type(self.checkpoint_engine).__name__}: writes files while training goes on, "
+                "and experts that go home for a save would be on their way back; leave it out of the config, or use "
+                'fsmoe.placement.policy = "off"'
             )
         tag = str(f"global_step{self.global_steps}" if tag is None else tag).rstrip("/")
         save, checkpoints = super().save_checkpoint, Checkpoints(self)
@@ -77,7 +86,12 @@ class SavingEngine(DeepSpeedEngine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> Any:
-        """Save the weights in one file as DeepSpeed does; experts that are spread over ranks are put together."""
+        """Save the weights in one file as DeepSpeed does; experts that are spread over ranks are put together.
+
+        Raises:
+            RuntimeError: the engine is in inference.
+        """
+        refuse_within(self.fsmoe.running, "save_16bit_model")
         save = super().save_16bit_model
         if not self.spreads_experts or self.zero_optimization_partition_weights():
             with self._experts_at_home():
@@ -120,20 +134,41 @@ class SavingEngine(DeepSpeedEngine):
 
         Raises:
             CheckpointError: a file is wrong; raised on every rank, with the file and the reason.
+            RuntimeError: the engine is in inference.
         """
+        refuse_within(self.fsmoe.running, "load_checkpoint")
         if self.load_universal_checkpoint():
             raise CheckpointError(
                 f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "
                 "reading of that form runs what files ask for; checkpoints move to another layout without it"
             )
         asked = dict(zip(_LOAD_OPTIONS, others, strict=False)) | options
-        if self.fsmoe.placement is not None:
-            # What is loaded is in the model's own order; where experts were is taken from it afterwards.
-            self.fsmoe.placement.go_home()
-        if self.fsmoe.placement_watch is not None:
-            self.fsmoe.placement_watch.forget()
         tag = None if tag is None else str(tag)
-        return Checkpoints(self).load(Path(load_dir), tag, super().load_checkpoint, asked)
+        placement, watch, load = self.fsmoe.placement, self.fsmoe.placement_watch, super().load_checkpoint
+        if placement is None:
+            return Checkpoints(self).load(Path(load_dir), tag, load, asked)
+        # What is loaded is in the model's own order. Experts are then where they were when it was saved, if it says so;
+        # else, or where nothing is loaded, where they are now.
+        before, placement.was_read = dict(placement.now), False
+        placement.go_home()
+        try:
+            result = Checkpoints(self).load(Path(load_dir), tag, load, asked)
+        except Exception:
+            placement.go_to(before)
+            raise
+        if not placement.was_read:
+            placement.go_to(before)
+            if watch is not None and result[0] is not None:
+                watch.forget()
+        placement.weights_changed()
+        return result
+
+    def load_module_state_dict(self, *args: Any, **options: Any) -> Any:
+        """Load weights as DeepSpeed does; replicas get them, too."""
+        result = super().load_module_state_dict(*args, **options)
+        if "fsmoe" in vars(self) and self.fsmoe.placement is not None:
+            self.fsmoe.placement.weights_changed()
+        return result
 
     def _get_non_moe_state_dict(self, full_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return what no expert's file holds. DeepSpeed leaves out whatever has "expert" in its name, even in a layer's

@@ -203,10 +203,12 @@ class FSMoEState:
             self.updated.wait()
 
     def look_again(self) -> None:
-        """Check again whether layers may be cut: to be called by every rank, between two steps, after experts have been
-        changed, hooks put on their module, or dropout turned on. Collective."""
+        """Check again whether layers may be cut: to be called by every rank, between two steps, after experts or their
+        weights have been changed, hooks put on their module, or dropout turned on. Collective."""
         self.uncut.look_again()
         self.uncut.begin(self.inner_layers)
+        if self.placement is not None:
+            self.placement.weights_changed()
 
     def _layers_uncut(self) -> None:
         """Take note that some layers are not cut any more, on this rank for now."""
@@ -324,7 +326,10 @@ def summary(state: FSMoEState) -> str:
 def alike(block: FSMoEBlock) -> dict[str, Any]:
     """Return the part of a block that has to be the same on every rank."""
     own = {"trace": {"path"}, "autotune": {"cache_dir"}, "routing": {"record"}}
-    return block.model_dump(by_alias=True, exclude=own)
+    found = block.model_dump(by_alias=True, exclude=own)
+    # A size that is written is each mode's; left out, it is another for each.
+    found["gradient_partition"]["chunk_bytes"] = block.gradient_partition.asked_bytes
+    return found
 
 
 def _describe_dispatch(state: FSMoEState) -> str:

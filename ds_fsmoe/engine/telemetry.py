@@ -127,7 +127,7 @@ class Telemetry:
         placement, watch = self._state.placement, self._state.placement_watch
         assert placement is not None
         assert watch is not None
-        wanted, found = watch.as_data()["wanted"], []
+        wanted, found = watch.wanted, []
         for row in rows:
             label = row["layer"]
             if label in wanted:
@@ -135,7 +135,7 @@ class Telemetry:
                 row = row | {
                     "places": {
                         "before": placement.now[label].expert_of_place,
-                        "after": wanted[label]["expert_of_place"],
+                        "after": wanted[label].expert_of_place,
                         "node_of_rank": [groups.topology.node_of_rank[each] for each in groups.ranks_of("ep")],
                     }
                 }

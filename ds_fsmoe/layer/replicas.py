@@ -88,7 +88,7 @@ class Replicas:
             return [getattr(experts, name) for name in self._names]
         return [parameter for expert in experts for parameter in expert.parameters()]
 
-    def _of_expert(self, tensors: Sequence[torch.Tensor], index: int) -> list[torch.Tensor]:
+    def _of_expert(self, tensors: Sequence[Any], index: int) -> list[torch.Tensor]:
         """Return the part of one expert, views of tensors that lie as parameters do."""
         if self._names:
             return [each[index] for each in tensors]
@@ -105,11 +105,24 @@ class Replicas:
         self._trip, self._is_stale = (Trip.of(placement, rank) if placement.num_replicas else None), True
 
     def weights_changed(self) -> None:
-        """Take note that an optimizer step has changed the experts. Every rank calls it at the same step."""
+        """Take note that the experts have changed. Every rank calls it at the same place."""
         self._is_stale = True
+
+    def be_like_homes(self) -> None:
+        """Take over from the homes whether they are in training, and which of their parameters train."""
+        first = self._homes if isinstance(self._homes, nn.Module) else self._homes[0]
+        for module in self.modules:
+            if module.training != first.training:
+                module.train(first.training)
+        homes = self._parameters_of(self._homes)
+        for at, own in enumerate(self.weights):
+            home = homes[at % len(homes)]
+            if own.requires_grad != home.requires_grad:
+                own.requires_grad_(home.requires_grad)
 
     def inputs(self) -> list[torch.Tensor]:
         """Return what stands for :attr:`weights` in the graph of a call. Collective where weights have changed."""
+        self.be_like_homes()
         if self._trip is None:
             return [each.detach() for each in self.weights]
         homes = self._parameters_of(self._homes)
@@ -127,12 +140,17 @@ class Replicas:
             target.data.copy_(values)
 
     @torch.no_grad()
-    def send_home(self, gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def send_home(
+        self, gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
         """Return the sums of what replicas elsewhere add to the gradients of the experts here. Collective.
 
         Args:
             gradients: those of the spare places here; ``None``: zero.
             like: tensors without memory, of the shapes and types of the homes' parameters.
+
+        Returns:
+            ``None`` for a parameter to which nothing is added.
         """
         trip = self._trip
         assert trip is not None
@@ -140,18 +158,18 @@ class Replicas:
             torch.zeros_like(weight) if each is None else each.to(weight.dtype)
             for each, weight in zip(gradients, self.weights, strict=True)
         ]
-        sums = [torch.zeros_like(each, device=weight.device) for each, weight in zip(like, self._cycled(), strict=True)]
+        # Of stacked weights all experts have one gradient, of others each its own.
+        added = {0 if self._names else index for of_rank in trip.sends for index in of_rank}
+        per_expert, device = len(self.weights) // (1 if self._names else len(self.modules)), self.weights[0].device
+        sums = [
+            torch.zeros_like(each, device=device) if at // per_expert in added else None for at, each in enumerate(like)
+        ]
         sent = [[self._of_expert(whole, number) for number in numbers] for numbers in trip.receives]
         targets = [[self._of_expert(sums, index) for index in of_rank] for of_rank in trip.sends]
         # In the order of ranks, so that every run rounds alike.
         for target, values in self._exchanged(sent, targets):
             target += values
         return sums
-
-    def _cycled(self) -> list[torch.Tensor]:
-        """Return a parameter of the spare places for each of the homes'."""
-        weights, num_homes = self.weights, len(self._parameters_of(self._homes))
-        return [weights[at % len(weights)] for at in range(num_homes)]
 
     def _exchanged(
         self, sent: Sequence[Sequence[Sequence[torch.Tensor]]], targets: Sequence[Sequence[Sequence[torch.Tensor]]]

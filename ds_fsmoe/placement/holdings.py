@@ -113,7 +113,15 @@ def fragments_of(engine: Any, tensors: Iterable[ExpertTensor]) -> list[Fragment]
         raise PlacementError(
             f"experts cannot move: the states of {type(engine.optimizer).__name__} are not in memory, or not known"
         )
+    if getattr(engine.optimizer, "offloaded_states", None):
+        raise PlacementError("experts cannot move: states of the optimizer are offloaded (engine.offload_states)")
     for group in groups:
+        of_experts = [each for each in group.pieces if id(by_name.get(each.name)) in by_parameter]
+        if of_experts and (others := group.others()):
+            raise PlacementError(
+                f"experts cannot move: the optimizer's {', '.join(sorted(others))} of {of_experts[0].name} has no "
+                "number for each element"
+            )
         states = group.per_element() | ({} if group.master is None else {MASTER: group.master})
         for piece in group.pieces:
             of = by_parameter.get(id(by_name.get(piece.name)))
@@ -126,6 +134,8 @@ def fragments_of(engine: Any, tensors: Iterable[ExpertTensor]) -> list[Fragment]
 def _of_weights(of: ExpertTensor) -> Iterator[Fragment]:
     tensor = of.tensor
     if is_shared_out(tensor):
+        if hasattr(tensor.ds_tensor, "ds_quant_scale"):
+            raise PlacementError(f"experts cannot move: {of.name} is quantized (zero_quantized_nontrainable_weights)")
         piece = piece_of(tensor, of.name) if isinstance(tensor, nn.Parameter) else None
         if piece is not None:
             yield from _of_piece(of, WEIGHTS, piece, tensor.ds_tensor)

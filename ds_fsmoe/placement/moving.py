@@ -2,7 +2,8 @@
 """Exchanges experts between ranks with all that belongs to them, bit for bit.
 
 An exchange of two places moves what the ranks of either have of the expert there. Which elements go from which rank to
-which is worked out on every rank from what all ranks have, so all issue the same collective: one all-to-all of bytes.
+which is worked out on every rank from what all ranks have, so each knows what the others send and wait for: one message
+of bytes from each rank to each that needs something of it.
 Where several ranks have the same elements (data-parallel copies of an expert), a rank takes those of its own EP group.
 
 Everything that leaves is packed before anything is overwritten, so an error before the exchange changes nothing.
@@ -75,12 +76,11 @@ class Mover:
         seats: Mapping[str, Seat],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group = group
+        self._engine, self._group = engine, group
         self._device = device_of(group)
         found: list[Fragment] = []
         with raise_on_all_ranks(group, "looking for the states of experts", PlacementError):
             found = fragments_of(engine, tensors)
-        self._fragments = found
         told = on_every_rank(([each.facts for each in found], dict(seats)), group)
         self._facts: list[list[Facts]] = [facts for facts, _ in told]
         self._seats: list[Mapping[str, Seat]] = [each for _, each in told]
@@ -124,34 +124,54 @@ class Mover:
         nbytes = [[0] * len(ranks) for _ in ranks]
         for each in segments:
             nbytes[each.source][each.target] += each.size * _itemsize(self._facts[each.source][each.source_fragment])
-        sent = torch.empty(0, dtype=torch.uint8)
+        sent = received = scratch = torch.empty(0, dtype=torch.uint8)
+        fragments: list[Fragment] = []
+        arriving = sorted((each for each in segments if each.target == own), key=lambda each: each.source)
         with raise_on_all_ranks(self._group, "packing experts that move", PlacementError):
+            # Looked up each time: an engine may have put its states into other memory.
+            fragments = fragments_of(self._engine, self._tensors)
+            if [each.facts for each in fragments] != self._facts[own]:
+                raise PlacementError("the states of experts are not what they were when it was decided what moves")
+            received = torch.empty(sum(row[own] for row in nbytes), dtype=torch.uint8, device=self._device)
+            sizes = [each.size * _itemsize(self._facts[own][each.target_fragment]) for each in arriving]
+            scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self._device)
             leaving = sorted((each for each in segments if each.source == own), key=lambda each: each.target)
-            parts = [self._values(each.source_fragment, each.source_at, each.size) for each in leaving]
+            parts = [_values(fragments[each.source_fragment], each.source_at, each.size) for each in leaving]
             packed = [each.contiguous().to(self._device).view(torch.uint8) for each in parts]
             sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.uint8, device=self._device)
-        received = torch.empty(sum(row[own] for row in nbytes), dtype=torch.uint8, device=self._device)
-        if len(ranks) == 1:
-            received.copy_(sent)
-        else:
-            sizes = [row[own] for row in nbytes], nbytes[own]
-            dist.all_to_all_single(received, sent, *sizes, group=self._group)
-        self._unpack(received, sorted((each for each in segments if each.target == own), key=lambda each: each.source))
+        self._exchange(sent.split(nbytes[own]), received.split([row[own] for row in nbytes]), own)
+        self._unpack(received, arriving, fragments, scratch)
         return max(sum(row) for row in nbytes)
 
-    def _unpack(self, received: torch.Tensor, segments: Sequence[_Segment]) -> None:
-        with torch.no_grad():
-            at = 0
-            for each in segments:
-                target = self._values(each.target_fragment, each.target_at, each.size)
-                stop = at + each.size * target.element_size()
-                # In memory of its own: elements of a type may not begin just anywhere.
-                target.copy_(received[at:stop].clone().view(target.dtype))
-                at = stop
-            _make_whole_again(self._tensors)
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], own: int) -> None:
+        """Send to each rank and receive from each, both at once: of two ranks that exchange experts, neither waits for
+        the other's turn, as in the rounds of an all-to-all."""
+        received[own].copy_(sent[own])
+        operations = []
+        for index in range(len(sent)):
+            rank = index if self._group is None else dist.get_global_rank(self._group, index)
+            for do, values in ((dist.isend, sent[index]), (dist.irecv, received[index])):
+                if index != own and len(values):
+                    operations.append(dist.P2POp(do, values, rank, self._group))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
-    def _values(self, fragment: int, at: int, size: int) -> torch.Tensor:
-        return self._fragments[fragment].values[at : at + size]
+    @torch.no_grad()
+    def _unpack(
+        self,
+        received: torch.Tensor,
+        segments: Sequence[_Segment],
+        fragments: Sequence[Fragment],
+        scratch: torch.Tensor,
+    ) -> None:
+        at = 0
+        for each in segments:
+            target = _values(fragments[each.target_fragment], each.target_at, each.size)
+            size = each.size * target.element_size()
+            # In memory of its own: elements of a type may not begin just anywhere.
+            target.copy_(scratch[:size].copy_(received[at : at + size]).view(target.dtype))
+            at += size
+        _make_whole_again(self._tensors)
 
     def _segments(self, swap: Swap) -> list[_Segment]:
         found: list[_Segment] = []
@@ -189,6 +209,10 @@ class Mover:
                 if of == name and first <= at < first + size:
                     return rank, fragment, at - first, min(stop, first + size) - at
         return None
+
+
+def _values(fragment: Fragment, at: int, size: int) -> torch.Tensor:
+    return fragment.values[at : at + size]
 
 
 def _by_expert(facts: Sequence[Facts]) -> dict[tuple[str, int], list[tuple[int, str, int, int]]]:

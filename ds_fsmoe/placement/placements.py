@@ -34,8 +34,8 @@ from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
 
 FORMAT = 1
 """The version of the format of a placement's file."""
-_MOST_AT_ONCE = 16
-"""Exchanges of one message where experts go home or back: what is sent at once takes memory twice."""
+_MOST_BYTES = 1 << 28
+"""The bytes exchanged at once where experts go home or back, if an expert has fewer: they take memory twice."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ def why_no_replicas(layer: Any) -> str | None:
         return "its experts have adapters" if layer.fsmoe.outermost else None
     if layer.fsmoe.is_in_slots:
         return "it sends slots, as many for every place"
+    if any(True for expert in layer.experts.deepspeed_experts for _ in expert.buffers()):
+        return "its experts have buffers"
     return layer.why_called()
 
 
@@ -106,6 +108,8 @@ class Placements:
         self._engine, self._layers, self._paths, self._group = engine, dict(layers), dict(paths), group
         self.now: dict[str, ExpertPlacement] = {}
         """Label of a layer -> its placement."""
+        self.was_read = False
+        """Whether the checkpoint that is being loaded says where experts were."""
         self._intended: dict[str, ExpertPlacement] | None = None
         """What experts go back to, while they are at home."""
         for label, layer in self._layers.items():
@@ -114,6 +118,13 @@ class Placements:
             if spare:
                 layer.fsmoe.make_spare_places(homes_of(layer), spare)
             self._place(label, ExpertPlacement.at_start(total, layer.ep_size, spare))
+
+    def weights_changed(self) -> None:
+        """Take note that weights have changed without an optimizer step: replicas get them before they are next used.
+        Every rank calls it at the same place."""
+        for layer in self._layers.values():
+            if layer.fsmoe.replicas is not None:
+                layer.fsmoe.replicas.weights_changed()
 
     @property
     def num_layers(self) -> int:
@@ -197,11 +208,13 @@ class Placements:
         Raises:
             PlacementError: on every rank.
         """
-        left = {label: self.now[label].swaps_to(placement) for label, placement in wanted.items()}
+        left = {label: self.now[label].swaps_to(placement, exactly=True) for label, placement in wanted.items()}
         if any(left.values()):
             mover = self.mover()
+            # The same on every rank.
+            largest = max(mover.bytes_of_expert(label) for label, swaps in left.items() if swaps)
             while any(left.values()):
-                self.swap(mover, next_swaps(left, _MOST_AT_ONCE, self.now))
+                self.swap(mover, next_swaps(left, max(1, _MOST_BYTES // max(1, largest)), self.now))
         for label, placement in wanted.items():
             self.replicate(label, placement)
 
@@ -213,7 +226,7 @@ class Placements:
             return
         self._intended = dict(self.now)
         try:
-            self.go_to(self._homes())
+            self.go_home()
             yield
         finally:
             intended, self._intended = self._intended, None
@@ -222,6 +235,7 @@ class Placements:
     def go_home(self) -> None:
         """Bring all experts to where they are in the model's own order, for good. Collective, between two steps."""
         self.go_to(self._homes())
+        assert all(each.is_at_start for each in self.now.values())
 
     def _homes(self) -> dict[str, ExpertPlacement]:
         return {
@@ -315,7 +329,13 @@ class Placements:
 
     def _place(self, label: str, placement: ExpertPlacement) -> None:
         self.now[label] = placement
-        self._layers[label].fsmoe.place(placement)
+        layer = self._layers[label]
+        layer.fsmoe.place(placement)
+        results = self._engine.fsmoe.expert_results
+        if results is not None:
+            groups = layer.fsmoe.groups
+            own = placement.by_rank[groups.ranks_of("ep").index(groups.rank)]
+            results.place(self._paths[label], own.tolist())
 
 
 def next_swaps(

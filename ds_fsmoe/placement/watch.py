@@ -29,6 +29,8 @@ from ds_fsmoe.planning.placement_costs import Prices, Seen
 from ds_fsmoe.planning.placement_decision import Decision, decide
 from ds_fsmoe.planning.placement_policies import Allowed, policy
 
+_COUNTS = "counts"
+
 PriceOf = Callable[[str, int, np.ndarray], Prices | None]
 """(label, bytes of an expert with its states, rows of a call [G, E]) -> what a layer's steps and moves cost; ``None``:
 nothing was measured."""
@@ -59,8 +61,10 @@ class PlacementWatch:
         self._since: int | None = None
         self._rows_before: dict[str, np.ndarray] = {}
         self._pending: dict[str, list[tuple[int, int]]] = {}
-        self._wanted: dict[str, ExpertPlacement] = {}
+        self.wanted: dict[str, ExpertPlacement] = {}
+        """Label -> placement that was decided and is not there yet."""
         self._mover: Mover | None = None
+        self._bytes_of_expert: dict[str, int] = {}
         self.on_event: list[Callable[[Sequence[Event]], None]] = []
         """Functions that receive the events of each decision, on every rank."""
 
@@ -74,7 +78,7 @@ class PlacementWatch:
         Raises:
             PlacementError: on every rank, where experts cannot be moved.
         """
-        if self._wanted:
+        if self.wanted:
             self._go_on()
             return
         if self._since is None or not is_tuned:
@@ -93,23 +97,25 @@ class PlacementWatch:
         if not before:
             # What holds for one stretch of steps may be over in the next.
             return
-        mover = self._mover or self._placements.mover()
+        if not self._bytes_of_expert:
+            mover = self._placements.mover()
+            self._bytes_of_expert = {label: mover.bytes_of_expert(label) for label in rows_of}
         decided: tuple[dict[str, Decision], list[Event]] = {}, []
         ranks = 1 if world_size_now() == 1 else dist.get_world_size(self._group)
         with raise_on_all_ranks(self._group, "deciding where experts should be", PlacementError):
             # Each rank decides about some of the layers: in large groups that takes a while.
             own = {label: rows_of[label] for label in list(rows_of)[rank_now(self._group) :: ranks]}
-            decided = self._decisions(step, before, own, tokens_of, mover)
+            decided = self._decisions(step, before, own, tokens_of)
         of_ranks = on_every_rank(decided, self._group)
         decisions = dict(sorted((label, each) for of_rank, _ in of_ranks for label, each in of_rank.items()))
         events = sorted((each for _, of_rank in of_ranks for each in of_rank), key=lambda each: each.layer)
         for tell in self.on_event:
             tell(events)
-        self._wanted = {label: each.placement for label, each in decisions.items()}
+        self.wanted = {label: each.placement for label, each in decisions.items()}
         self._pending = {
-            label: self._placements.now[label].swaps_to(placement) for label, placement in self._wanted.items()
+            label: self._placements.now[label].swaps_to(placement) for label, placement in self.wanted.items()
         }
-        self._mover = mover if self._wanted else None
+        self._mover = self._placements.mover() if self.wanted else None
         log_on_rank_0(in_one_line(step, decisions, events))
 
     def _decisions(
@@ -118,7 +124,6 @@ class PlacementWatch:
         before: Mapping[str, np.ndarray],
         rows_of: Mapping[str, np.ndarray],
         tokens_of: Mapping[str, tuple[np.ndarray, ...]],
-        mover: Mover,
     ) -> tuple[dict[str, Decision], list[Event]]:
         decisions: dict[str, Decision] = {}
         events = []
@@ -127,7 +132,7 @@ class PlacementWatch:
             nodes = self._node_of_rank(label)
             rows_GE = (before[label] + lately_GE) / 2
             seen = Seen(rows_GE, nodes, tokens_of[label])
-            prices = self._prices(label, mover, rows_GE)
+            prices = self._prices(label, rows_GE)
             allowed = Allowed(num_replicas=now.num_spare * now.num_ranks)
             found = decide(now, seen, self._policy, prices, self._block.pays_within, allowed, label)
             both = [Seen(each, nodes) for each in (before[label], lately_GE)]
@@ -150,8 +155,8 @@ class PlacementWatch:
             )
         return decisions, events
 
-    def _prices(self, label: str, mover: Mover, rows_GE: np.ndarray) -> Prices | None:
-        return None if self._price_of is None else self._price_of(label, mover.bytes_of_expert(label), rows_GE)
+    def _prices(self, label: str, rows_GE: np.ndarray) -> Prices | None:
+        return None if self._price_of is None else self._price_of(label, self._bytes_of_expert[label], rows_GE)
 
     def _node_of_rank(self, label: str) -> tuple[int, ...]:
         groups = self._placements.layer(label).fsmoe.groups
@@ -170,18 +175,19 @@ class PlacementWatch:
                 f"most to send, in {moved.took_ms:.1f} ms{expected}"
             )
         for label in [each for each, left in self._pending.items() if not left]:
-            self._placements.replicate(label, self._wanted.pop(label))
+            self._placements.replicate(label, self.wanted.pop(label))
             del self._pending[label]
-        if not self._wanted:
+        if not self.wanted:
             self._mover, self._since, self._rows_before = None, None, {}
 
     def _predicted_ms(self, swaps: Sequence[tuple[str, int, int]]) -> float | None:
         """Return what exchanges are predicted to take; ``None`` where nothing was measured."""
-        assert self._mover is not None
         total_ms = 0.0
         for label in dict.fromkeys(each for each, _, _ in swaps):
             now = self._placements.now[label]
-            prices = self._prices(label, self._mover, np.ones((now.num_ranks, now.num_experts)))
+            if label not in self._bytes_of_expert:  # another job has decided
+                return None
+            prices = self._prices(label, np.ones((now.num_ranks, now.num_experts)))
             if prices is None:
                 return None
             of_layer = [(first, second) for each, first, second in swaps if each == label]
@@ -193,9 +199,9 @@ class PlacementWatch:
         return total_ms
 
     def forget(self) -> None:
-        """Take back what was decided and is not done yet, and count anew: a checkpoint is being loaded."""
-        self._pending, self._wanted, self._rows_before = {}, {}, {}
-        self._mover, self._since = None, None
+        """Take back what was decided and is not done yet, and count anew: a checkpoint is there instead."""
+        self._pending, self.wanted, self._rows_before = {}, {}, {}
+        self._mover, self._since, self._bytes_of_expert = None, None, {}
 
     def as_data(self) -> dict[str, Any]:
         """Return what has been counted since the last decision, on this rank, and what is left of it to be done."""
@@ -203,7 +209,7 @@ class PlacementWatch:
             "since": self._since,
             "before": {label: rows_GE.tolist() for label, rows_GE in self._rows_before.items()},
             "pending": {label: [list(each) for each in swaps] for label, swaps in self._pending.items()},
-            "wanted": {label: each.as_dict() for label, each in self._wanted.items()},
+            "wanted": {label: each.as_dict() for label, each in self.wanted.items()},
         }
 
     def check_data(self, found: Mapping[str, Any]) -> None:
@@ -212,16 +218,19 @@ class PlacementWatch:
         Raises:
             KeyError, TypeError, ValueError: it is not that.
         """
-        self._loads.check_data(found)
-        _Left.read(found, self._placements)
+        if _COUNTS in found:  # else a job that does not decide has saved it
+            self._loads.check_data(found)
+            _Left.read(found, self._placements)
 
     def go_on_with(self, found: Mapping[str, Any]) -> None:
         """Go on counting, and moving, where another job has ended. Collective where experts were being moved."""
+        if _COUNTS not in found:
+            return
         self._loads.go_on_with(found)
         read = _Left.read(found, self._placements)
         self._since, self._rows_before = read.since, read.before
-        self._pending, self._wanted = read.pending, read.wanted
-        self._mover = self._placements.mover() if self._wanted else None
+        self._pending, self.wanted = read.pending, read.wanted
+        self._mover = self._placements.mover() if self.wanted else None
 
 
 @dataclass(frozen=True)
@@ -252,6 +261,9 @@ class _Left:
                 raise ValueError("rows of earlier steps are not of these layers")
         placed = {label: ExpertPlacement.from_dict(each) for label, each in wanted.items()}
         swaps = {label: [(int(a), int(b)) for a, b in each] for label, each in pending.items()}
+        if any(each.num_spare != placements.now[label].num_spare for label, each in placed.items()):
+            # Places have other numbers in this job: it decides anew.
+            return _Left(since, before, {}, {})
         for label, each in swaps.items():
             if any(not 0 <= place < placements.now[label].num_places for pair in each for place in pair):
                 raise ValueError(f"exchanges of places that {label} does not have")

@@ -37,6 +37,10 @@ class ExpertPlacement:
     """G, in the order of the EP group."""
 
     def __post_init__(self) -> None:
+        # A policy may compute with numpy, whose integers no file takes.
+        object.__setattr__(self, "expert_of_place", tuple(map(int, self.expert_of_place)))
+        for name in ("num_experts", "num_ranks"):
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.num_ranks < 1 or self.num_experts < 1 or self.num_experts % self.num_ranks:
             raise ValueError(f"{self.num_experts} experts: must be a multiple of {self.num_ranks} rank(s), at least 1")
         if len(self.expert_of_place) % self.num_ranks or self.num_spare < 0:
@@ -196,14 +200,16 @@ class ExpertPlacement:
             found[place] = expert
         return replace(self, expert_of_place=tuple(found))
 
-    def swaps_to(self, wanted: ExpertPlacement) -> list[tuple[int, int]]:
+    def swaps_to(self, wanted: ExpertPlacement, exactly: bool = False) -> list[tuple[int, int]]:
         """Return exchanges of two homes that lead to the homes of another placement, one after another.
 
-        Where an expert is on its wanted rank already it stays in its place; which place of a rank it has makes no
-        difference. No exchange is within a rank.
+        Where an expert is on its wanted rank already it stays in its place: for training it makes no difference which
+        place of a rank it has, and no exchange is within a rank. To be read by place, as in a checkpoint, experts have
+        to be in the very places.
 
         Args:
             wanted: a placement of the same sizes.
+            exactly: whether experts have to come to the same places, and not only to the same ranks.
 
         Raises:
             ValueError: it has other sizes.
@@ -228,7 +234,17 @@ class ExpertPlacement:
                 other = (back or wrong)[0]
                 swaps.append((place, other))
                 now = now.swapped(place, other)
+        for place in sorted(self.home_of_expert) if exactly else ():
+            other = now.home_of_expert[wanted.expert_of_place[self._same_place(place, wanted)]]
+            if other != place:
+                swaps.append((place, other))
+                now = now.swapped(place, other)
         return swaps
+
+    def _same_place(self, place: int, other: ExpertPlacement) -> int:
+        """Return the number that a home has in a placement with another number of spare places."""
+        rank, number = divmod(place, self.per_rank)
+        return rank * other.per_rank + number
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, see :meth:`from_dict`."""

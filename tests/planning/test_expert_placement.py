@@ -182,3 +182,23 @@ def test_the_fullest_rank_over_the_mean() -> None:
     assert fullest_over_mean(np.array([1, 2, 6])) == 2.0
     assert fullest_over_mean(np.array([5.0])) == 1.0
     assert fullest_over_mean(np.zeros(3)) == 1.0
+
+
+@given(st.integers(0, 10_000))
+def test_exact_exchanges_lead_to_the_very_places(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks, local = draw.randint(1, 5), draw.randint(1, 5)
+
+    def homes(num_spare: int) -> ExpertPlacement:
+        experts = list(range(ranks * local))
+        draw.shuffle(experts)
+        taken = iter(experts)
+        places = [
+            next(taken) if at % (local + num_spare) < local else EMPTY for at in range(ranks * (local + num_spare))
+        ]
+        return ExpertPlacement(tuple(places), ranks * local, ranks)
+
+    now, wanted = homes(draw.randint(0, 2)), homes(draw.randint(0, 2))
+    for first, second in now.swaps_to(wanted, exactly=True):
+        now = now.swapped(first, second)
+    assert now.by_rank[:, :local].tolist() == wanted.by_rank[:, :local].tolist()

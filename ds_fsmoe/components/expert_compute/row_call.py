@@ -280,11 +280,12 @@ def order_of_some(rows: CallRows, first: int, last: int) -> torch.Tensor | None:
 
 def _is_among(phase: PhaseRows, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
     """Return [rows] bool: whether each row of a phase, chunk by chunk, is of experts first to last (exclusive)."""
-    sizes = [size for chunk in phase.chunks for size in chunk.of_experts]
-    num_experts = len(phase.chunks[0].of_experts)
-    is_these = [first <= at % num_experts < last for at in range(len(sizes))]
-    on_device = [torch.tensor(each, device=like.device) for each in (is_these, sizes)]
-    return torch.repeat_interleave(*on_device, output_size=sum(sizes))
+    parts = []
+    for chunk, ends_e in zip(phase.chunks, phase.ends, strict=True):
+        rows = torch.arange(sum(chunk.of_experts), device=like.device)
+        is_among = rows < ends_e[last - 1]
+        parts.append(is_among & (rows >= ends_e[first - 1]) if first else is_among)
+    return torch.cat(parts)
 
 
 def _row_weights(weights_R: torch.Tensor | None, gradients_R: torch.Tensor | None) -> RowWeights | None:

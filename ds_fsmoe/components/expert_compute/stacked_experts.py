@@ -132,7 +132,11 @@ class StackedExperts:
         else:
             keeps_graph = needs_backward and rows.forward is rows.backward and not recompute
             of_call = sums, saved, needs_backward, keeps_graph
-            form = Called(module, self._own_forward, *of_call, adapters, self._contract.is_transposed)
+            own_forward = self._own_forward
+            if module is not self._module:
+                # A method of the home would compute with its weights.
+                own_forward = own_forward.__func__.__get__(module)
+            form = Called(module, own_forward, *of_call, adapters, self._contract.is_transposed)
         return RowRun(first, last, form, is_single=False)
 
     def on_few_rows(self, x_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
