@@ -103,6 +103,7 @@ DEEPSPEED: dict[str, str] = {
     "engine/engine.py": "subclasses DeepSpeed's engines",
     "engine/entry_points.py": "stands in for DeepSpeed's initialize",
     "engine/compat.py": "holds and checks every private name of DeepSpeed",
+    "engine/inference.py": "knows DeepSpeed's models in pipeline stages from others",
     "engine/run_record.py": "finds the layers of DeepSpeed's own engine",
     "gradients/reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
     "gradients/zero_stages.py": "has in itself the methods of DeepSpeed's optimizers that it replaces",

@@ -7,15 +7,19 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
+from ds_fsmoe.engine.packed_experts import type_of_run
+from ds_fsmoe.measuring import packing_times
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from tests.hf_families import NUM_EXPERTS, batch, loss_of, model_of
@@ -157,6 +161,116 @@ def test_what_was_chosen_when_a_model_was_made_is_not_chosen_again(tmp_path: Pat
         assert found["ep"] == {2}
         assert found["first"] == found["all"] == 4
         assert found["loss"] > 0
+
+
+@contextmanager
+def told() -> Iterator[list[ExpertSizes]]:
+    """Yields:
+    The kinds of experts that are timed.
+    """
+    from ds_fsmoe.engine import packed_experts
+
+    own, kinds = packed_experts.pack_by_times, []
+
+    def noting(watch: Any, layers: Any, *args: Any) -> Any:
+        kinds.extend(layers)
+        return own(watch, layers, *args)
+
+    packed_experts.pack_by_times = noting
+    try:
+        yield kinds
+    finally:
+        packed_experts.pack_by_times = own
+
+
+def whole_on_each_rank(rank: int, world_size: int) -> dict[str, Any]:
+    """A model in fp32 that trains in bf16, made with its own experts only, which are all, and one made before."""
+    from transformers import AutoModelForCausalLM
+
+    import ds_fsmoe
+    from tests.hf_families import config_of
+
+    config = ds_config(1, placement={"policy": "lina"}) | {"bf16": {"enabled": True}}
+    found: dict[str, Any] = {}
+    with pretending({2: 4.0}, {2: 1.0, 1: 1.0}) as timed, told() as kinds:
+        with ds_fsmoe.own_experts(config):
+            model = AutoModelForCausalLM.from_config(config_of("olmoe"))
+        found["first"] = len(timed)
+        engine = engine_of(model, config)
+        found["then"] = len(timed)
+        found["ep"] = [each.ep_size for each in engine.fsmoe.inner_layers.values()]
+        engine.destroy()
+        model = model_of("olmoe")
+        found["made in"] = {each.dtype for each in model.parameters()}
+        engine_of(model, config).destroy()
+        found["all"] = len(timed)
+    found["kinds"] = [(each.dtype, each.is_grouped) for each in kinds]
+    return found
+
+
+def test_experts_are_timed_once_and_in_the_type_in_which_they_train(tmp_path: Path) -> None:
+    for found in run_on_ranks(whole_on_each_rank, 2, tmp_path):
+        assert found["ep"] == [1, 1]
+        assert (found["first"], found["then"], found["all"]) == (3, 3, 6)
+        assert found["made in"] == {torch.float32}
+        assert found["kinds"] == [(torch.bfloat16, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),
+        ({"bf16": {"enabled": True}}, torch.bfloat16),
+        ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, torch.float16),
+        ({"bf16": {"enabled": "auto"}}, None),
+        ({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}}, torch.float16),
+        ({"torch_autocast": {"enabled": True}}, torch.bfloat16),
+        ({"torch_autocast": {"enabled": False, "dtype": "float16"}}, None),
+    ],
+)
+def test_the_type_of_a_run_is_that_of_its_config(config: dict[str, Any], expected: torch.dtype | None) -> None:
+    assert type_of_run(config, "cpu") == expected
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_experts_are_timed_by_the_products_with_which_they_train(has_gate: bool, sharing: int) -> None:
+    cpu = torch.device("cpu")
+    for is_grouped in (True, False):
+        kind = replace(SIZES, num_experts=6, has_gate=has_gate, is_grouped=is_grouped)
+        run = packing_times._experts(kind, 2, sharing, cpu)(7)
+        with Products() as products:
+            run()
+        rows, hidden = 7 * sharing, 24 // sharing
+        inside = hidden * (1 + has_gate)
+        if is_grouped:
+            assert [each[0] for each in products.found] == ["_grouped_mm"] * 2
+            assert [each[1] for each in products.found] == [(rows, inside), (rows, 16)]
+        else:
+            # Three experts on each of two ranks, of two or three rows.
+            assert [each[0] for each in products.found] == ["mm"] * 6
+            expected = [(len(each), n) for n in (inside, 16) for each in part(range(rows), 3)]
+            assert [each[1] for each in products.found] == expected
+
+
+def part(values: Sequence[int], count: int) -> list[Sequence[int]]:
+    """In parts as equal as can be."""
+    return [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
+
+
+class Products(TorchDispatchMode):
+    """Notes each product of matrices and the shape of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "_grouped_mm"):
+            self.found.append((name, tuple(result.shape)))
+        return result
 
 
 def timed_and_chosen(rank: int, world_size: int) -> tuple[list[int], int, list[float]]:

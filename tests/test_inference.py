@@ -178,14 +178,15 @@ def test_outputs_do_not_depend_on_the_table(weights: str, tmp_path: Path) -> Non
     assert run_on_ranks(any_table, 4, tmp_path, weights) == [[]] * 4
 
 
-def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, expert: str) -> list[str]:
+def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, expert: str, wire: str) -> list[str]:
     """What differs with ``deepspeed.moe.layer.MoE``, whose experts are modules, whether rows travel or slots."""
     import ds_fsmoe
 
     # Nothing is drawn at random, so that two forwards can be compared.
     options = ("use_rts", False), ("top2_2nd_expert_sampling", False)
     case = Case(world_size, 0, k=k, drop_tokens=drop_tokens, expert=expert, moe_options=options)
-    engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe={"enabled": True}))
+    block = {"enabled": True, "wires": {"dispatch": wire, "combine": wire}}
+    engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe=block))
     watched(engine)
     said = []
     xs = [batch(seed, rank, torch.float32) for seed in range(3)]
@@ -207,6 +208,45 @@ def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, exp
     return said
 
 
-@pytest.mark.parametrize(("k", "drop_tokens", "expert"), [(1, True, "module"), (2, False, "gpt")])
-def test_deepspeeds_own_layers_give_the_same(k: int, drop_tokens: bool, expert: str, tmp_path: Path) -> None:
-    assert run_on_ranks(deepspeeds_layers, 2, tmp_path, k, drop_tokens, expert) == [[], []]
+# What sends slots in training sends them in their own type, and so does inference.
+@pytest.mark.parametrize(
+    ("k", "drop_tokens", "expert", "wire"), [(1, True, "module", "fp8"), (2, False, "gpt", "model")]
+)
+def test_deepspeeds_own_layers_give_the_same(k: int, drop_tokens: bool, expert: str, wire: str, tmp_path: Path) -> None:
+    assert run_on_ranks(deepspeeds_layers, 2, tmp_path, k, drop_tokens, expert, wire) == [[], []]
+
+
+def without_a_batch(rank: int, world_size: int, k: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """What differs where the last rank has no batch, and what happened."""
+    import ds_fsmoe
+
+    engine = engine_of(Model(12, k), ds_config(world_size))
+    watched(engine)
+    engine.backward(engine(tokens(rank, 64)).square().mean())
+    engine.step()
+
+    def run(seed: int) -> torch.Tensor:
+        if rank == world_size - 1:
+            return 1 + engine.fsmoe_dummy_forward()
+        return engine(tokens(rank, 23, seed))
+
+    said, happenings = [], []
+    for name in ("weights from home", "both"):
+        engine.eval()
+        with torch.no_grad():
+            wanted = [run(seed) for seed in range(6)]
+        engine.train()
+        with ds_fsmoe.inference(engine, **WAYS[name]) as happened:
+            found = [run(seed) for seed in range(6)]
+        off = max(map(furthest, found, wanted))
+        said += [f"{name}: off by {off:.1e}"] if off > 1e-5 else []
+        happenings += map(asdict, happened.layers.values())
+    engine.destroy()
+    return said, happenings
+
+
+def test_a_rank_without_a_batch_goes_by_the_tables_of_the_others(tmp_path: Path) -> None:
+    found = run_on_ranks(without_a_batch, 2, tmp_path, 3)
+    assert [said for said, _ in found] == [[], []]
+    assert found[0][1] == found[1][1]
+    assert {each["accurate"] for each in found[0][1]} != {6}

@@ -6,50 +6,86 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from ds_fsmoe.layer import inference as layer_inference
+from ds_fsmoe.layer.experts_layer import routing_of_choices
+from ds_fsmoe.layer.held_experts import Room, Where
+from ds_fsmoe.layer.inference import InferenceRun
+from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.popularity import PathProfile
-from tests.inference_models import WAYS, Model, ds_config, engine_of, furthest, plain, tokens, watched
+from tests.inference_models import HIDDEN, WAYS, WIDTH, Model, ds_config, engine_of, furthest, plain, tokens, watched
 from tests.ranks import run_on_ranks
 
+EXPERT_BYTES = 4 * 3 * HIDDEN * WIDTH
 
-def moved(rank: int, world_size: int) -> list[str]:
+
+def moved(rank: int, world_size: int, folder: str) -> list[str]:
     """What differs where experts have moved in training, and one has a replica."""
     import ds_fsmoe
 
     asked = {"policy": "balanced", "spare_experts": 1, "every": 1000}
-    engine = engine_of(Model(6, 2), ds_config(world_size, placement=asked))
+    engine = engine_of(Model(6, 2, layers=2), ds_config(world_size, placement=asked))
     placement = engine.fsmoe.placement.now["L01"]
     wanted = placement.swapped(0, placement.per_rank + 1)
     wanted = wanted.with_replicas({placement.num_local: wanted.expert_of_place[placement.per_rank]})
     engine.fsmoe.placement.go_to({"L01": wanted})
     x_SM = tokens(rank, 31)
+    with ds_fsmoe.inference(engine, estimate=False):
+        first = engine(x_SM)
     by_plain = plain(engine, x_SM)
     said = []
+    if furthest(first, by_plain) > 1e-5:
+        said.append(f"ahead of any other forward: off by {furthest(first, by_plain):.1e}")
     for name in ("no estimate", "weights from home, no estimate"):
         with ds_fsmoe.inference(engine, **WAYS[name]) as happened:
             found = engine(x_SM)
-        if furthest(found, by_plain) > 1e-5 or len(happened.layers) != 3:
+        if furthest(found, by_plain) > 1e-5 or len(happened.layers) != 2:
             said.append(f"{name}: off by {furthest(found, by_plain):.1e}, {happened}")
     if not torch.equal(plain(engine, x_SM), by_plain) or engine.fsmoe.placement.now["L01"] != wanted:
         said.append("the placement is not as before")
+    place = f"{folder}/saved"
+    refused = {
+        "save_checkpoint": lambda: engine.save_checkpoint(place),
+        "load_checkpoint": lambda: engine.load_checkpoint(place),
+        "save_16bit_model": lambda: engine.save_16bit_model(place),
+        "whole_state_dict": lambda: ds_fsmoe.whole_state_dict(engine),
+        "ds_fsmoe.inference": lambda: ds_fsmoe.inference(engine).__enter__(),
+    }
+    with ds_fsmoe.inference(engine, estimate=False):
+        for name, act in refused.items():
+            try:
+                act()
+                said.append(f"{name} is not refused")
+            except RuntimeError as error:
+                said += [] if name in str(error) and "leave it" in str(error) else [f"{name}: {error}"]
+        again = engine(x_SM)
+    if furthest(again, by_plain) > 1e-5 or engine.fsmoe.placement.now["L01"] != wanted:
+        said.append("what is refused has changed something")
+    engine.save_checkpoint(place)
+    ds_fsmoe.whole_state_dict(engine)
     engine.destroy()
     return said
 
 
-def test_experts_that_have_moved_in_training_are_found(tmp_path: Path) -> None:
-    assert run_on_ranks(moved, 2, tmp_path) == [[], []]
+def test_experts_that_have_moved_in_training_are_found_and_stay_there(tmp_path: Path) -> None:
+    assert run_on_ranks(moved, 2, tmp_path / "ranks", str(tmp_path)) == [[], []]
 
 
 def comes_and_goes(rank: int, world_size: int) -> list[str]:
     """What is not as it was after inference, ended by itself or by an error."""
     import ds_fsmoe
+    from ds_fsmoe.engine import inference
 
-    said = []
+    said: list[str] = []
+    alive: list[weakref.ref] = []
+    there_at_end: list[bool] = []
+    inference.give_back_host_memory = lambda: there_at_end.append(any(each() is not None for each in alive))
     engine = engine_of(Model(6, 2), ds_config(world_size))
     watched(engine)
     engine.backward(engine(tokens(rank, 32)).square().mean())
@@ -64,7 +100,7 @@ def comes_and_goes(rank: int, world_size: int) -> list[str]:
         training = [each.training for each in engine.module.modules()]
         return [states, training, list(running.instruments), torch.is_grad_enabled()]
 
-    before, alive = as_it_is(), []
+    before = as_it_is()
     for error in (None, KeyError("of the script")):
         try:
             with ds_fsmoe.inference(engine) as happened:
@@ -83,6 +119,9 @@ def comes_and_goes(rank: int, world_size: int) -> list[str]:
             said.append(f"after {error!r}: weights are still there")
         if any(each.calls != 1 for each in happened.layers.values()):
             said.append(f"{happened}")
+    # An error still has the frames that it came through.
+    if len(there_at_end) != 2 or there_at_end[0]:
+        said.append(f"the host's memory is given back while weights are in it: {there_at_end}")
     loss = engine(tokens(rank, 32)).square().mean()
     engine.backward(loss)
     engine.step()
@@ -92,6 +131,123 @@ def comes_and_goes(rank: int, world_size: int) -> list[str]:
 
 def test_all_is_as_before_when_it_has_ended(tmp_path: Path) -> None:
     assert run_on_ranks(comes_and_goes, 2, tmp_path) == [[], []]
+
+
+def decided_together(rank: int, world_size: int) -> list[Any]:
+    """What all ranks do when one of them leaves a layer, or has no memory."""
+    import ds_fsmoe
+    from ds_fsmoe.engine import inference_layers
+
+    engine = engine_of(Model(6, 2), ds_config(world_size))
+    x_SM = tokens(rank, 9)
+    by_plain = plain(engine, x_SM)
+    found: list[Any] = []
+
+    def tried() -> list[Any]:
+        try:
+            with ds_fsmoe.inference(engine, estimate=False) as happened:
+                return [furthest(engine(x_SM), by_plain) < 1e-5, happened.weights, happened.left]
+        except MemoryError as error:
+            return [str(error)]
+
+    last = rank == world_size - 1
+    why_left, made = inference_layers.why_left, inference_layers.Room.made
+
+    def leaves_one(module: Any) -> str | None:
+        return "it says so" if last and module.label == "L01" else why_left(module)
+
+    def fails_on_host(form: Any, num_experts: int, most: int, where: str) -> Any:
+        if last and where == "host":
+            raise RuntimeError("no pinned memory")
+        return made(form, num_experts, most, where)
+
+    # Twice as many as are at home are all six of them on two ranks, so that neither way has room for less.
+    of_all = 3 * 6 * EXPERT_BYTES
+    patches: list[tuple[Any, str, Any]] = [
+        (inference_layers, "why_left", leaves_one),
+        (inference_layers.Room, "made", fails_on_host),
+        (inference_layers, "free_bytes", lambda device: of_all),
+        (inference_layers, "free_bytes", lambda device: of_all - last),
+    ]
+    for patch in patches:
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(*patch)
+            found.append(tried())
+    engine.destroy()
+    return found
+
+
+def test_what_one_rank_leaves_or_has_no_memory_for_is_the_same_on_all(tmp_path: Path) -> None:
+    found, other = run_on_ranks(decided_together, 2, tmp_path)
+    assert found == other
+    leaves_one, fails_on_host, just_enough, too_little = found
+    assert leaves_one == [True, "host", {"L01": "on rank 1 it says so"}]
+    assert fails_on_host == [True, "home", {}]
+    assert just_enough == [True, "host", {}]
+    assert "rank 1: 0 MiB of the host's memory are needed" in too_little[0]
+
+
+def test_where_all_experts_have_no_memory_those_of_a_rank_may_have() -> None:
+    form: Any = SimpleNamespace(names=("up", "down"), device=torch.device("cpu"))
+    form.shape_of, form.dtype_of = {"up": (7, 5), "down": (5, 7)}.get, {"up": torch.bfloat16, "down": torch.float32}.get
+    of_expert = 35 * (2 + 4)
+    assert Room.bytes_of(form, 12, 8, "host") == (12 * of_expert, 0)
+    assert Room.bytes_of(form, 12, 8, "home") == (0, 8 * of_expert)
+    for where in get_args(Where):
+        made = Room.made(form, 12, 8, where)
+        found = [sum(each.nbytes for each in tensors.values()) for tensors in (made.stacks, made.buffers)]
+        assert tuple(found) == Room.bytes_of(form, 12, 8, where)
+
+
+def test_a_model_in_pipeline_stages_is_refused() -> None:
+    from deepspeed.pipe import PipelineModule
+
+    import ds_fsmoe
+
+    engine = SimpleNamespace(module=PipelineModule.__new__(PipelineModule))
+    with pytest.raises(ValueError, match="not yet with a PipelineModule"), ds_fsmoe.inference(engine):
+        pass
+
+
+class Summing:
+    """A sum that is under way, of one rank."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+@pytest.mark.parametrize(("then", "is_expected"), [("L02", True), ("L00", False), ("L03", False)])
+def test_a_table_is_made_for_the_layer_that_comes_and_not_after_a_forward_that_was_broken_off(
+    then: str, is_expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summing, events = Summing(), []
+    monkeypatch.setattr(layer_inference.dist, "all_reduce", lambda *_, **options: summing)
+    profile = PathProfile(5)
+    profile.add(np.zeros((1, 0), int), np.zeros((1, 1), int))
+
+    class Layer(SimpleNamespace):
+        def begin(self, is_expected: bool) -> None:
+            events.append(("begins", self.label, is_expected))
+
+        def expect(self, estimate_E: np.ndarray) -> None:
+            events.append(("is expected", self.label))
+
+    same: dict[str, Any] = {"profile": profile, "k": 1, "num_experts": 5, "experts": None, "is_in_slots": False}
+    same |= {"block": SimpleNamespace(group=None), "held": SimpleNamespace(may_be_early=False)}
+    layers: dict[str, Any] = {label: Layer(label=label, **same) for label in ("L00", "L01", "L02", "L03")}
+    run = InferenceRun(layers, layers, 2, 5)
+    choices = routing_of_choices(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), 5)
+    calls = {label: LayerCall(label, label, False, *[None] * 7) for label in layers}  # type: ignore[arg-type]
+    run.watch(calls["L01"])
+    run.routed("L01", choices)
+    run.after()
+    del events[:]
+    run.watch(calls[then])
+    assert summing.waits == 1
+    assert events == [("is expected", "L02")] * is_expected + [("begins", then, is_expected)]
 
 
 def refused(rank: int, world_size: int) -> list[str]:

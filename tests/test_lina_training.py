@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.gradients import slice_bytes
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from tests.gradient_cases import AwkwardModel, Run, batch
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -82,6 +90,7 @@ def of_a_training(rank: int, world_size: int, deterministic: bool, stage: int) -
             for each in parcels
         ),
         "kinds": [each.kind for each in reducer.flats],
+        "ways": {str(each.way) for each in reducer.flats},
         "said": [each for each in said.lines if "micro-ops" in each],
         "mode": engine.fsmoe.gradients,
     }
@@ -105,6 +114,7 @@ def test_layers_are_cut_by_their_bytes_and_slices_keep_to_tensors(
         assert each["degrees"][0] == each["degrees"][-1], "from the second step on"
         assert each["spanning"] == []
         assert each["largest"] <= CHUNK_BYTES
+        assert each["ways"] == {"all-reduce"}, "one rank would be sent all of a slice"
         assert not any(each["plan"].moe), "there an all-to-all waits"
     assert first["plan"] == second["plan"]
     assert first["degrees"] == second["degrees"]
@@ -113,6 +123,49 @@ def test_layers_are_cut_by_their_bytes_and_slices_keep_to_tensors(
     if deterministic:
         assert all(len(parcels) <= 1 for parcels in first["plan"].dense)
         assert any(first["plan"].dense)
+
+
+def computed_again(rank: int, world_size: int, checkpointing: str) -> dict[str, Any]:
+    """What is measured while layers are computed again, in a first step of as many backwards as are observed."""
+    import ds_fsmoe
+
+    run = Run(2, mode="unsaid", accumulation=3, checkpointing=checkpointing, block=SCHEDULE)
+    torch.manual_seed(0)
+    model = AwkwardModel(run, rank)
+    config = run.ds_config() | {"fsmoe": run.fsmoe_block()}
+    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    reduction = engine.fsmoe.reduction
+    found: dict[str, Any] = {"again": [], "plans": []}
+
+    def look(call: Any) -> None:
+        if torch._C._current_graph_task_id() >= 0 and reduction.reducer.plan is None:
+            found["again"].append(reduction._idle._closed_at is not None)
+
+    engine.fsmoe.running.instruments.append(look)
+    for step in range(5):
+        engine.backward(engine(*batch(step, rank)))
+        engine.step()
+        found["plans"].append(reduction.reducer.plan is not None)
+    pipelines = [each.pipeline for each in engine.fsmoe.inner_layers.values()]
+    found["degrees"] = [each.degrees for each in pipelines]
+    found["windows"] = {type(each.window).__name__ for each in pipelines}
+    found["observers"] = {each.observer for each in pipelines}
+    engine.destroy()
+    return found
+
+
+@sampled("checkpointing", ["reentrant", "saved"], kept=[0])
+def test_time_beside_a_layer_that_is_computed_again_is_not_idle_and_measuring_ends(
+    checkpointing: str, tmp_path: Path
+) -> None:
+    for each in run_on_ranks(computed_again, 2, tmp_path, checkpointing):
+        # The last layer has ended, and the one before it begins with its forward, whose all-to-alls come first.
+        assert each["again"] == [False] * 3
+        # The plan waits for the next backward while layers are cut: they are not timed any more.
+        assert each["plans"] == [False, False, False, True, True]
+        assert max(max(pair) for pair in each["degrees"]) > 1
+        assert each["windows"] == {"GradientReducer"}
+        assert each["observers"] == {None}
 
 
 def with_a_small_step(rank: int, world_size: int, folder: str) -> list[Any]:
@@ -175,6 +228,7 @@ def by_the_tuner(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_autotuner_gives_the_same_degrees_and_does_not_try_others(tmp_path: Path) -> None:
     first, second = run_on_ranks(by_the_tuner, 2, tmp_path)
     assert first[0] == second[0]
@@ -192,3 +246,94 @@ def test_a_slice_has_the_size_that_was_asked_for_or_its_modes_own() -> None:
     for mode, own in (("micro_ops", 30_000_000), ("fixed_chunk", 30 * 2**20)):
         assert slice_bytes(mode, GradientPartitionBlock().asked_bytes) == own
         assert slice_bytes(mode, GradientPartitionBlock(chunk_bytes=31457280).asked_bytes) == 31457280
+
+
+def test_a_size_that_only_some_ranks_write_is_no_agreement() -> None:
+    """It is what another mode has by itself, so each rank would cut by its own."""
+    from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
+    from ds_fsmoe.engine.state import alike
+
+    written, left_out = (
+        FSMoEBlock(schedule="lina", gradient_partition=each)
+        for each in (GradientPartitionBlock(chunk_bytes=31457280), GradientPartitionBlock())
+    )
+    assert alike(written) != alike(left_out)
+    assert alike(written) == alike(written.model_copy())
+
+
+@pytest.mark.parametrize("of_mode", [{"mode": "micro_ops"}, {}], ids=["mode", "schedule"])
+def test_slices_of_single_tensors_are_not_sent_to_their_owners(of_mode: dict[str, Any]) -> None:
+    from ds_fsmoe.config.reading import ConfigError, read_block
+
+    schedule = {} if of_mode else {"schedule": "lina"}
+    config = {"zero_optimization": {"stage": 1}}
+    asked = {"enabled": True, **schedule, "gradient_partition": {**of_mode, "collective": "reduce_scatter"}}
+    with pytest.raises(ConfigError, match="mostly belongs to one rank, whose link alone would carry it"):
+        read_block(config | {"fsmoe": asked})
+    partition = {"mode": "adaptive", "collective": "reduce_scatter"}
+    block = read_block(config | {"fsmoe": asked | {"gradient_partition": partition}})
+    assert block is not None
+    assert block.gradient_partition.collective == "reduce_scatter"
+
+
+def test_a_model_without_experts_has_none_to_pack() -> None:
+    from ds_fsmoe.config.blocks import FSMoEBlock, PlacementBlock
+    from ds_fsmoe.config.reading import ConfigError
+    from ds_fsmoe.engine.experts_checks import check_hugging_face
+
+    block = FSMoEBlock(placement=PlacementBlock(policy="lina"))
+    with pytest.raises(ConfigError, match=r'placement.policy = "lina": .* has no experts of theirs'):
+        check_hugging_face(block, {}, {}, {}, True, None)
+    check_hugging_face(FSMoEBlock(), {}, {}, {}, True, None)
+
+
+def sizes(capacity: int, num_choices: int) -> Any:
+    """Of a call of 8 experts, in rows of 16 elements of fp32."""
+    from ds_fsmoe.execution.pipeline import CallSizes
+
+    tokens = 8 * capacity // num_choices
+    return CallSizes(4, capacity, 16, torch.float32, 1, True, 8, tokens, num_choices)
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("alltoall", ["flat", "once_per_node"])
+def test_tokens_that_cross_once_per_node_are_cut_by_what_crosses(alltoall: str, k: int) -> None:
+    from ds_fsmoe.tuning.micro_ops import degree_of_call
+
+    call = sizes(99, k)
+    if alltoall == "flat":
+        crossings = float(k)
+    else:
+        # Two nodes have four experts each.
+        chosen = list(itertools.combinations(range(8), k))
+        crossings = sum(len({each // 4 for each in experts}) for experts in chosen) / len(chosen)
+    # As many rows as slots: of each of k choices.
+    bytes_between = 8 * 99 / k * crossings * 16 * 4
+    plan = PhasePlan(BlockPlan(), Groups(4, 2, ep=4), backward=False, alltoall=alltoall)
+    for micro_op_bytes in (1000, 2500, 50_000, 1_000_000):
+        found = degree_of_call(plan, call, micro_op_bytes, 64)
+        assert found == min(64, -int(-bytes_between // micro_op_bytes))
+
+
+def test_the_largest_call_of_the_first_step_counts() -> None:
+    from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
+    from ds_fsmoe.tuning.micro_ops import MicroOps
+
+    micro_ops = MicroOps(FSMoEBlock(schedule="lina", gradient_partition=GradientPartitionBlock(chunk_bytes=1024)))
+    noted: list[Callable[[Any], None]] = []
+    pipeline = SimpleNamespace(watched=lambda on_call: noted.append(on_call))
+    for is_training, capacity in ((True, 3), (True, 12), (False, 99), (True, 5)):
+        call: Any = SimpleNamespace(label="L00", is_training=is_training, pipeline=pipeline)
+        before = len(noted)
+        micro_ops.watch(call)
+        for each in noted[before:]:
+            each(sizes(capacity, 1))
+    plan = LayerPlan(BlockPlan(), BlockPlan(), "flat")
+    phase = PhasePlan(BlockPlan(), Groups(4, 4, ep=4), backward=False)
+    given: list[LayerPlan] = []
+    layer: Any = SimpleNamespace(
+        pipeline=SimpleNamespace(forward=phase), fsmoe=SimpleNamespace(plan=plan, apply=given.append)
+    )
+    assert micro_ops.cut({"L00": layer})
+    # 8 experts of 12 slots of 64 bytes are 6 micro-ops.
+    assert given == [replace(plan, forward=BlockPlan(6), backward=BlockPlan(6))]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of tokens are counted in training, once for each forward, and survive a checkpoint."""
+"""Paths of tokens are counted in training, of some forwards once each, and survive a checkpoint."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ds_fsmoe.checkpoint.plan_state import read_paths
+from ds_fsmoe.engine import inference
 from ds_fsmoe.layer.experts_layer import routing_of_choices
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.popularity import PathProfile
-from ds_fsmoe.telemetry.paths import PathProfiler
+from ds_fsmoe.telemetry.paths import EVERY, MOST_TOKENS, PathProfiler
+from tests.inference_models import Model, ds_config, engine_of, tokens
+from tests.ranks import run_on_ranks
 
 LAYERS = {"L00": 5, "L01": 7, "L02": 5}
 
@@ -57,7 +63,7 @@ def same(found: dict[str, PathProfile], wanted: dict[str, PathProfile]) -> bool:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
 def test_choices_of_all_forwards_are_counted_by_their_paths(length: int) -> None:
-    profiler = PathProfiler(LAYERS, length)
+    profiler = PathProfiler(LAYERS, length, every=1)
     forwards = [drawn(seed, size) for seed, size in enumerate((13, 0, 29))]
     for each in forwards:
         forward(profiler, each)
@@ -74,6 +80,31 @@ def test_only_every_nth_forward_in_training_with_a_batch_is_counted() -> None:
         forward(profiler, drawn(9, 17))
         profiler.is_paused = False
     assert same(profiler.profiles(), counted(forwards[::2], 2))
+
+
+def test_unless_said_otherwise_some_tokens_of_few_forwards_are_counted() -> None:
+    profiler = PathProfiler(LAYERS)
+    forwards = [drawn(seed, 3) for seed in range(2 * EVERY + 2)]
+    for each in forwards:
+        forward(profiler, each)
+    assert same(profiler.profiles(), counted(forwards[::EVERY], 3))
+    profiler = PathProfiler(LAYERS)
+    forward(profiler, drawn(0, 2 * MOST_TOKENS + 1))
+    assert 0 < profiler.profiles()["L01"].num_counted <= 2 * MOST_TOKENS
+
+
+@pytest.mark.parametrize(("most", "step"), [(29, 1), (28, 2), (8, 4), (1, 29)])
+def test_tokens_that_are_counted_are_spread_over_the_forward_the_same_in_each_layer(most: int, step: int) -> None:
+    profiler, choices = PathProfiler(LAYERS, most_tokens=most), drawn(0, 29)
+    forward(profiler, choices)
+    assert same(profiler.profiles(), counted([{label: each[::step] for label, each in choices.items()}], 3))
+
+
+def test_a_sample_of_other_tokens_begins_new_paths_though_it_is_as_large() -> None:
+    profiler = PathProfiler(LAYERS, 2, most_tokens=4)
+    forward(profiler, {"L00": drawn(0, 4)["L00"], "L01": drawn(0, 4)["L01"], "L02": drawn(0, 8)["L02"]})
+    assert profiler.profiles()["L02"].num_paths == 1
+    assert profiler.profiles()["L01"].num_paths > 1
 
 
 def test_a_forward_that_is_run_again_does_not_count() -> None:
@@ -99,15 +130,73 @@ def test_other_tokens_in_the_middle_of_a_model_begin_new_paths() -> None:
 
 
 def test_a_profile_is_the_same_after_a_checkpoint() -> None:
-    profiler, forwards = PathProfiler(LAYERS), [drawn(seed, 19) for seed in range(2)]
+    profiler, forwards = PathProfiler(LAYERS, every=1), [drawn(seed, 19) for seed in range(2)]
     forward(profiler, forwards[0])
     file = io.BytesIO()
     torch.save(profiler.as_state(), file)
     file.seek(0)
-    again = PathProfiler(LAYERS)
+    again = PathProfiler(LAYERS, every=1)
     again.go_on_with(again.read_state(torch.load(file, weights_only=True)))
     forward(again, forwards[1])
     assert same(again.profiles(), counted(forwards, 3))
+
+
+def test_counts_of_several_ranks_are_added_up_for_one_of_another_number_of_them(tmp_path: Path) -> None:
+    saved, files = [], []
+    for rank in range(3):
+        profiler = PathProfiler(LAYERS)
+        forward(profiler, drawn(rank, 11 + rank))
+        saved.append(drawn(rank, 11 + rank))
+        files.append(tmp_path / f"{rank}.pt")
+        torch.save({"paths": profiler.as_state()}, files[-1])
+    torch.save({"paths": None}, tmp_path / "none.pt")
+    now = PathProfiler(LAYERS)
+    forward(now, drawn(9, 5))
+    assert same(read_paths([*files, tmp_path / "none.pt"], now), counted(saved, 3))
+    assert same(read_paths([files[2]], now), counted(saved[2:], 3))
+    assert same(read_paths([], now), counted([], 3))
+
+
+def test_profiles_travel_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiler, sent = PathProfiler(LAYERS), []
+    forward(profiler, drawn(0, 11))
+
+    def thrice(value: Any) -> list[Any]:
+        sent.append(value)
+        return [value] * 3
+
+    monkeypatch.setattr(inference, "on_every_rank", thrice)
+    running: Any = SimpleNamespace(instruments=[print, profiler.watch])
+    assert same(inference._profiles_of(running), counted([drawn(0, 11)] * 3, 3))
+    assert [set(each) for each in sent] == [set(PathProfile(5).as_arrays())] * len(LAYERS)
+
+
+def on_fewer_or_more_ranks(rank: int, world_size: int, folder: str, saves: bool) -> dict[str, list[int]]:
+    """Counts of experts, by layer, that this rank has saved or goes on with."""
+    engine = engine_of(Model(6, 2), ds_config(2, placement={"profile_paths": True}))
+    # What a job had counted before it loads is not what it goes on with.
+    for _ in range(1 if saves else 17):
+        engine.backward(engine(tokens(rank, 5 + rank)).square().mean())
+        engine.step()
+    if saves:
+        engine.save_checkpoint(folder, tag="saved")
+    else:
+        engine.load_checkpoint(folder, tag="saved")
+    found = {label: each.as_arrays()["experts"].tolist() for label, each in engine.fsmoe.paths.profiles().items()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_counts_go_on_over_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    place = str(tmp_path / "saved")
+    saved = run_on_ranks(on_fewer_or_more_ranks, before, tmp_path / "first", place, True)
+    found = run_on_ranks(on_fewer_or_more_ranks, after, tmp_path / "second", place, False)
+    for label in saved[0]:
+        there, here = (np.array([each[label] for each in of_ranks]).sum(0) for of_ranks in (saved, found))
+        assert there.sum() == 2 * sum(5 + rank for rank in range(before))
+        assert there.tolist() == here.tolist()
 
 
 WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {

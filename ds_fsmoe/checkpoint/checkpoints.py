@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ds_fsmoe.checkpoint.expert_files import parts_of
 from ds_fsmoe.checkpoint.loading import Reading
 from ds_fsmoe.checkpoint.optimizer_states import index_of, optimizer_name, refresh_masters, settings_missing
-from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_rank_state
+from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_paths, read_rank_state
 from ds_fsmoe.checkpoint.ranks import Ranks
 from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file, stock_layers, warn_of_what_is_lost
 from ds_fsmoe.checkpoint_files import manifest as manifests
@@ -32,6 +32,7 @@ from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.planning.popularity import PathProfile
 from ds_fsmoe.telemetry.progress import shown
 
 
@@ -204,17 +205,31 @@ class Checkpoints:
         """
         own = place / state_file(dist.get_rank())
         if manifest is None or manifest.sizes.world != dist.get_world_size() or state_file(0) not in manifest.files:
+            paths = self._paths_of_others(place, manifest)
             log_on_rank_0(
                 f"{place} was saved by stock DeepSpeed or by another number of ranks, or converted: random generators "
-                "and plans are not taken from it"
+                f"and plans are not taken from it, and counts of paths are{' not either' if paths is None else ''}"
             )
-            return None
+            return None if paths is None else RankState(None, None, paths)
         fits = not self._differences(manifest)
         return self._ranks.together(f"reading {own}", lambda: read_rank_state(own, self._engine.fsmoe, fits))
 
+    def _paths_of_others(self, place: Path, manifest: Manifest | None) -> dict[str, PathProfile] | None:
+        """Return which experts had followed which, of ranks that were not as many: each of those now takes what some of
+        them had counted, since all that is summed over ranks where it is used. ``None``: nothing of that is there."""
+        paths = self._engine.fsmoe.paths
+        if paths is None or manifest is None or manifest.sizes.pp > 1 or self._engine.use_node_local_storage():
+            return None
+        files = [each for rank in range(manifest.sizes.world) if (each := state_file(rank)) in manifest.files]
+        if not files:
+            return None
+        own = [place / each for each in files[dist.get_rank() :: dist.get_world_size()]]
+        return self._ranks.together(f"reading counts of paths in {place}", lambda: read_paths(own, paths))
+
     def _go_on(self, own: RankState) -> None:
         """Restore the random states and the plans of the saved tag. Collective."""
-        set_random_states(own.random)
+        if own.random is not None:
+            set_random_states(own.random)
         if own.paths is not None:
             self._engine.fsmoe.paths.go_on_with(own.paths)
         # Ranks of one stage have the same plans; all make communicators together or none does.

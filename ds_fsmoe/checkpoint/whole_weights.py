@@ -12,6 +12,7 @@ from deepspeed.utils import groups as stock_groups
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
 from ds_fsmoe.distributed.partitioned import gathered
+from ds_fsmoe.layer.inference import refuse_within
 
 
 def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
@@ -25,8 +26,13 @@ def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> di
 
     Returns:
         ``None`` on all ranks but the first.
+
+    Raises:
+        RuntimeError: experts would have to move for it, and the engine is in inference.
     """
     placement = getattr(getattr(engine, "fsmoe", None), "placement", None)
+    if placement is not None:
+        refuse_within(engine.fsmoe.running, "whole_state_dict")
     with nullcontext() if placement is None else placement.at_home():
         return _gathered_state_dict(engine, exclude_frozen_parameters)
 

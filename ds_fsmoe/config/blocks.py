@@ -182,7 +182,8 @@ class GradientPartitionBlock(_Block):
     )
     collective: Annotated[Literal["auto", "all_reduce", "reduce_scatter"], _NullIsAuto()] = Field(
         "auto",
-        description="who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and 2",
+        description="who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and 2, "
+        "but for slices of micro_ops",
     )
     levels: Annotated[Literal["auto", 1, 2], _NullIsAuto()] = Field(
         "auto",
@@ -268,7 +269,10 @@ class PlacementBlock(_Block):
     moves_per_step: int = Field(2, ge=1, description="exchanges of two experts in one step, over all layers")
     pays_within: int = Field(1000, ge=1, description="optimizer steps within which what is moved has to pay")
     file: str | None = Field(None, description="a placement to begin with, as engine.fsmoe.placement.save writes it")
-    profile_paths: bool = Field(False, description="count which experts follow which, for ds_fsmoe.inference")
+    profile_paths: bool = Field(
+        False,
+        description="count which experts follow which, for ds_fsmoe.inference: up to 4096 tokens of every 16th forward",
+    )
 
 
 class CheckpointBlock(_Block):

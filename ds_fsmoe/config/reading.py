@@ -73,10 +73,19 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
 
 
 def _unfit_collective(block: FSMoEBlock, ds_config: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a reduce-scatter where every rank updates all parameters."""
+    """Return what is wrong with a reduce-scatter: every rank updates all parameters, or a slice is of one tensor."""
     zero = ds_config.get("zero_optimization", {})
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if block.gradient_partition.collective != "reduce_scatter" or stage in (1, 2):
+    if block.gradient_partition.collective != "reduce_scatter":
+        return []
+    mode = block.gradient_partition.mode
+    if mode == "micro_ops" or (mode == "auto" and _pipeline_of(block.schedule) == "by_bytes"):
+        return [
+            f'{BLOCK}.gradient_partition.collective = "reduce_scatter": a slice of one tensor (mode "micro_ops", '
+            'schedule "lina") mostly belongs to one rank, whose link alone would carry it; the choices there are '
+            '"auto" and "all_reduce"'
+        ]
+    if stage in (1, 2):
         return []
     return [
         f'{BLOCK}.gradient_partition.collective = "reduce_scatter": every rank needs all gradients at '

@@ -92,7 +92,11 @@ def fitting_ep_sizes(block: FSMoEBlock, num_experts: list[int], world_size: int)
 
 
 def ep_size_of(
-    block: FSMoEBlock, experts: Mapping[str, nn.Module], device: torch.device, expert_before_data: bool
+    block: FSMoEBlock,
+    experts: Mapping[str, nn.Module],
+    device: torch.device,
+    expert_before_data: bool,
+    dtype: torch.dtype | None = None,
 ) -> int:
     """Return over how many ranks the experts of a model are spread. Collective where the nodes have to be found, or
     experts are packed by what is measured.
@@ -102,6 +106,7 @@ def ep_size_of(
         experts: the modules of experts, by name.
         device: the device of this rank.
         expert_before_data: see :func:`~ds_fsmoe.distributed.topology.layout`.
+        dtype: the type in which experts will compute; ``None``: that of their weights.
 
     Raises:
         ConfigError: see :func:`chosen_ep_size` and :func:`~ds_fsmoe.engine.packed_experts.packed_ep_size`; on every
@@ -110,7 +115,7 @@ def ep_size_of(
     if block.placement.policy == "lina":
         num_experts = [num_experts_of(each) for each in experts.values()]
         fitting = fitting_ep_sizes(block, num_experts, world_size_now())
-        return packed_ep_size(block, experts.values(), fitting, device, expert_before_data)
+        return packed_ep_size(block, experts.values(), fitting, device, expert_before_data, dtype)
     asked = block.topology.ranks_per_node
     topology = find_topology(None if asked == "auto" else asked)
     return chosen_ep_size(

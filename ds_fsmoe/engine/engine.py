@@ -46,6 +46,7 @@ from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.generation import generate_together
 from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, without_frozen_experts
+from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
@@ -322,7 +323,8 @@ class FSMoEEngine(SavingEngine):
         for sentence in sentences:
             log_on_rank_0(words.as_written(sentence), logging.WARNING)
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
-        ep_size = ep_size_of(block, experts, device, expert_before_data) if experts else 1
+        as_run = type_of_run(self.config, device.type)
+        ep_size = ep_size_of(block, experts, device, expert_before_data, as_run) if experts else 1
         layers: dict[str, StockMoE | HuggingFaceLayer] = {}
         present = {name or type(model).__name__: module for name, module in model.named_modules()}
         names = [name for name in present if name in stock or name in experts]

@@ -132,6 +132,11 @@ def check_hugging_face(
                 f"{BLOCK}.ep_size = {shown(block.ep_size)}: is for the experts of Hugging Face models, and this model "
                 "has none: deepspeed.moe.layer.MoE(..., ep_size=...) has it"
             )
+        if block.placement.policy == "lina":
+            raise ConfigError(
+                f'{BLOCK}.placement.policy = "lina": chooses the ep_size of Hugging Face models, and this model, or '
+                "this stage of one, has no experts of theirs: leave the policy out"
+            )
         return
     first = next(iter(experts))
     for name, module in experts.items():

@@ -4,24 +4,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from ds_fsmoe.components.routing import Routing, kind_of
 from ds_fsmoe.distributed.fail_together import on_every_rank
-from ds_fsmoe.distributed.partitioned import gathered
-from ds_fsmoe.engine.convert_adapters import adapters_of
-from ds_fsmoe.gradients.arriving import wait_for
-from ds_fsmoe.layer.expert_forms import ExpertForm, SetForm, StackedForm
+from ds_fsmoe.engine.inference_layers import Coming, chooses_experts, left_by_any, made_room
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
-from ds_fsmoe.layer.held_experts import LateExperts, Where, held_experts
-from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun, LayerRecord, Options
-from ds_fsmoe.layer.runtime import LayerRuntime, block_of
+from ds_fsmoe.layer.held_experts import Where, give_back_host_memory
+from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun, LayerRecord, Options, is_under_way
+from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
@@ -37,6 +34,9 @@ class Inference:
     """Label -> what happened, of the layers whose experts come and go."""
     left: dict[str, str] = field(default_factory=dict)
     """Label -> the reason why a layer runs as it always does."""
+    weights: Where = "host"
+    """Where weights are taken from; ``"home"``, whatever was asked for, where the memory of any rank does not suffice
+    for the other."""
 
     def _sum(self, name: str) -> int:
         return sum(getattr(each, name) for each in self.layers.values())
@@ -75,12 +75,16 @@ def inference(
         estimate: whether popularity is estimated ahead of a gate, from what ``fsmoe.placement.profile_paths`` has
             counted in training; else experts are scheduled by what the gate decides.
         second_phase: whether an estimate is corrected after the gate, where other experts are on top.
-        weights: ``"host"``: the weights of all experts are gathered once, into the memory of each rank's host;
-            ``"home"``: those that change are fetched from the ranks that have them, call by call.
+        weights: ``"host"``: the weights of all experts are gathered once, into the memory of each rank's host, where
+            that suffices on all ranks; ``"home"``: those that change are fetched from the ranks that have them, call by
+            call.
         profiles: label -> profile, the same on every rank; those of the engine unless given.
 
     Raises:
-        ValueError: an option that cannot be, profiles of other layers, or neither an estimate nor a second phase.
+        ValueError: an option that cannot be, profiles of other layers, neither an estimate nor a second phase, or a
+            model in pipeline stages.
+        RuntimeError: the model is in inference already.
+        MemoryError: there is no room for the experts that a rank holds, on any rank; raised on every rank.
     """
     if path_length < 0 or most_per_rank < 1 or weights not in get_args(Where):
         raise ValueError(
@@ -90,142 +94,119 @@ def inference(
     if not estimate and not second_phase:
         raise ValueError("estimate = False, second_phase = False: one of them must be on, or nothing is known of loads")
     model = getattr(engine, "module", engine)
+    if isinstance(model, PipelineModule):
+        raise ValueError(
+            "ds_fsmoe.inference: not yet with a PipelineModule, whose stages run on different ranks: evaluate it by "
+            "engine.eval_batch, with all experts where they are"
+        )
     found = {
         module.fsmoe.label: module
         for module in model.modules()
         if isinstance(getattr(module, "fsmoe", None), LayerState) and module.fsmoe.running is not None
     }
-    record = Inference()
+    record = Inference(weights=weights)
+    if not found:
+        log_on_rank_0("ds_fsmoe.inference: the model has no MoE layer of ours", logging.WARNING)
+    elif is_under_way(next(iter(found.values())).fsmoe.running):
+        raise RuntimeError("ds_fsmoe.inference: the model is in it already; leave it before it is entered again")
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         stack.enter_context(torch.no_grad())
-        if not found:
-            log_on_rank_0("ds_fsmoe.inference: the model has no MoE layer of ours", logging.WARNING)
-            yield record
-            return
-        running = next(iter(found.values())).fsmoe.running
-        if profiles is None:
-            profiles = _profiles_of(running) if estimate else {}
-        if estimate and not any(each.num_counted for each in profiles.values()):
-            reason = "no paths of tokens were counted in training (fsmoe.placement.profile_paths)"
-            if not second_phase:
-                raise ValueError(f"second_phase = False: nothing can be estimated, as {reason}")
-            log_on_rank_0(f"ds_fsmoe.inference: experts are scheduled after each gate, as {reason}", logging.WARNING)
-            profiles = {}
-        options = Options(most_per_rank, second_phase)
-        layers = {}
-        for label, module in found.items():
-            why = why_left(module)
-            if why is not None:
-                record.left[label] = why
-                continue
-            layers[label] = _inference_layer(module, weights, options, profiles.get(label) if estimate else None)
-            record.layers[label] = layers[label].record
-        routed = [label for label, module in found.items() if _chooses_experts(module)]
-        sizes = _sizes_of(profiles, layers.values())
-        run = InferenceRun(routed, layers, min(path_length, sizes[1]), sizes[0], running.one_link is None)
+        if found:
+            stack.callback(give_back_host_memory)
+            options = Options(most_per_rank, second_phase)
+            stack.enter_context(_coming_and_going(found, record, options, path_length, estimate, profiles))
+        yield record
+
+
+@contextmanager
+def _coming_and_going(
+    found: Mapping[str, FSMoEExperts | FSMoELayer],
+    record: Inference,
+    options: Options,
+    path_length: int,
+    estimate: bool,
+    profiles: Mapping[str, PathProfile] | None,
+) -> Iterator[None]:
+    """Let the experts of layers come and go meanwhile. Collective to begin.
+
+    Args:
+        found: label -> converted layer, of all layers, at least one.
+        record: filled with what happens.
+        options: what is asked of all layers.
+        path_length, estimate, profiles: see :func:`inference`.
+    """
+    running = next(iter(found.values())).fsmoe.running
+    assert running is not None
+    if profiles is None:
+        profiles = _profiles_of(running) if estimate else {}
+    if estimate and not any(each.num_counted for each in profiles.values()):
+        reason = "no paths of tokens were counted in training (fsmoe.placement.profile_paths)"
+        if not options.second_phase:
+            raise ValueError(f"second_phase = False: nothing can be estimated, as {reason}")
+        log_on_rank_0(f"ds_fsmoe.inference: experts are scheduled after each gate, as {reason}", logging.WARNING)
+        profiles = {}
+    record.left |= left_by_any(found)
+    coming = {label: Coming.of(module, options) for label, module in found.items() if label not in record.left}
+    sizes = _sizes_of(profiles, max((each.num_experts for each in coming.values()), default=1))
+    record.weights, rooms = made_room(coming, record.weights)
+    layers = {
+        label: each.layer(rooms.pop(label), options, profiles.get(label) if estimate else None)
+        for label, each in coming.items()
+    }
+    record.layers |= {label: each.record for label, each in layers.items()}
+    routed = [label for label, module in found.items() if chooses_experts(module)]
+    run = InferenceRun(routed, layers, min(path_length, sizes[1]), sizes[0], running.one_link is None)
+    with ExitStack() as stack:
+        stack.callback(run.close)
         for label, layer in layers.items():
             stack.enter_context(_installed(found[label], layer, run))
         running.instruments.append(run.watch)
         stack.callback(running.instruments.remove, run.watch)
-        yield record
+        yield
 
 
-def why_left(module: FSMoEExperts | FSMoELayer) -> str | None:
-    """Return why the experts of a layer stay where they are in inference, in words; ``None`` where they come and go.
+def _sizes_of(profiles: Mapping[str, PathProfile], most: int) -> tuple[int, int]:
+    """Return the number of experts and the length of paths that all profiles are for.
 
     Args:
-        module: a converted layer whose groups are there.
-    """
-    state = module.fsmoe
-    if state.groups is None or state.pipeline is None:
-        return "its groups were not made"
-    if module.ep_size == 1 or state.groups.block_group is None:
-        return "one rank has all of its experts"
-    if state.groups.esp_group is not None or state.groups.layout.tensor_parallel_experts:
-        return "its experts are sharded over ranks"
-    if state.duplicates is not None:
-        return "its tensor-parallel ranks have the same tokens"
-    if isinstance(module, FSMoEExperts):
-        return "its experts have adapters" if next(adapters_of(module), None) is not None else None
-    if not _chooses_experts(module):
-        return f"{type(module.gate).__name__} lets experts choose tokens"
-    if (reason := module.why_called()) is not None:
-        return reason
-    if module.local_experts() is None:
-        return "its experts are in a module that is not known"
-    if state.pipeline.collectives.exchange_rows is None:
-        return "its all-to-all is for slots only"
-    return None
-
-
-def _chooses_experts(module: FSMoEExperts | FSMoELayer) -> bool:
-    return isinstance(module, FSMoEExperts) or issubclass(kind_of(module.gate), Routing)
-
-
-def _sizes_of(profiles: Mapping[str, PathProfile], layers: Iterable[InferenceLayer]) -> tuple[int, int]:
-    """Return the number of experts and the length of paths that all profiles are for.
+        profiles: label -> profile.
+        most: the most experts that a layer has.
 
     Raises:
         ValueError: they are for several, or for fewer experts than a layer has.
     """
     sizes = {(each.num_experts, each.path_length) for each in profiles.values()}
-    most = max((each.num_experts for each in layers), default=1)
     if len(sizes) > 1 or any(num_experts < most for num_experts, _ in sizes):
         raise ValueError(f"profiles of (experts, path_length) {sorted(sizes)}: must all be of the same, {most} or more")
     return sizes.pop() if sizes else (most, 0)
 
 
 def _profiles_of(running: LayerRuntime) -> dict[str, PathProfile]:
-    """Return label -> what all ranks have counted in training. Collective over all ranks of the job."""
+    """Return label -> what all ranks have counted in training. Collective over all ranks of the job, layer by layer, so
+    that no more than one is there once for each rank."""
     watching = (getattr(each, "__self__", None) for each in running.instruments)
     profiler = next((each for each in watching if isinstance(each, PathProfiler)), None)
-    own = {} if profiler is None else {label: each.as_arrays() for label, each in profiler.profiles().items()}
-    of_ranks = [
-        {label: PathProfile.from_arrays(each) for label, each in profiles.items()} for profiles in on_every_rank(own)
-    ]
-    return {label: PathProfile.merged(each[label] for each in of_ranks if label in each) for label in own}
-
-
-def _inference_layer(
-    module: FSMoEExperts | FSMoELayer, weights: Where, options: Options, profile: PathProfile | None
-) -> InferenceLayer:
-    """Return a layer with experts that come and go. Collective over the ranks that share them."""
-    state = module.fsmoe
-    assert state.groups is not None
-    assert state.running is not None
-    num_ranks, num_local = module.ep_size, module.num_local_experts
-    homes = tuple(tuple(range(rank * num_local, (rank + 1) * num_local)) for rank in range(num_ranks))
-    if state.placed is not None:
-        placement = state.placed.placement
-        homes = tuple(tuple(each[: placement.num_local]) for each in placement.by_rank.tolist())
-    form: ExpertForm
-    if isinstance(module, FSMoEExperts):
-        form = StackedForm(module)
-    else:
-        form = SetForm(list(module.experts.deepspeed_experts), state.path)
-    for parameter in form.parameters:
-        if isinstance(parameter, nn.Parameter):
-            wait_for(parameter)
-    block = block_of(state.groups)
-    with gathered(form.parameters if weights == "host" else ()):
-        held = held_experts(form, homes, block, weights)
-    late = LateExperts(held, state.path)
-    return InferenceLayer(state.label, homes, block, state.order.ops, held, late, options, profile)
+    merged = {}
+    for label, own in ({} if profiler is None else profiler.profiles()).items():
+        merged[label] = PathProfile.merged(map(PathProfile.from_arrays, on_every_rank(own.as_arrays())))
+    return merged
 
 
 @contextmanager
 def _installed(module: FSMoEExperts | FSMoELayer, layer: InferenceLayer, run: InferenceRun) -> Iterator[None]:
     """Let a layer's calls go by tables meanwhile."""
     state: Any = module.fsmoe
-    before = state.placed, state.replicas, state.parts
+    before = state.placed, state.replicas, state.parts, state.known_experts
     state.placed, state.replicas, state.parts = layer, None, replace(state.parts, dispatch="rows")
+    # What is made of the experts without replicas is not for the training that goes on.
+    state.known_experts = None
     hook = module.register_forward_hook(run.after)
     try:
         yield
     finally:
         hook.remove()
-        state.placed, state.replicas, state.parts = before
+        state.placed, state.replicas, state.parts, state.known_experts = before
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from ds_fsmoe.distributed.topology import layout, world_size_now
 from ds_fsmoe.engine.convert_experts import ep_size_of, num_experts_of
 from ds_fsmoe.engine.cut_parameters import share_out_over_replicas, tag_as_experts
 from ds_fsmoe.engine.experts_checks import check_experts_modules, find_experts
+from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.peft_seams import adapt_all_experts
 from ds_fsmoe.layer.own_experts_marks import mark_loaded
 from ds_fsmoe.layer.parts import LayerError
@@ -46,6 +47,8 @@ class Wanted:
 
     block: FSMoEBlock
     expert_before_data: bool
+    dtype: torch.dtype | None = None
+    """The type in which experts will compute; ``None``: that of their weights."""
 
     @staticmethod
     def by(ds_config: Mapping[str, Any]) -> Wanted | None:
@@ -57,7 +60,8 @@ class Wanted:
         block = read_block(ds_config)
         if block is None or not block.enabled:
             return None
-        return Wanted(block, not ds_config.get("use_data_before_expert_parallelism", False))
+        dtype = type_of_run(ds_config, get_accelerator().device_name())
+        return Wanted(block, not ds_config.get("use_data_before_expert_parallelism", False), dtype)
 
 
 class Build:
@@ -104,7 +108,7 @@ class Build:
             return
         check_experts_modules(model, experts, {})
         device = torch.device(get_accelerator().current_device_name())
-        ep_size = ep_size_of(self.wanted.block, experts, device, self.wanted.expert_before_data)
+        ep_size = ep_size_of(self.wanted.block, experts, device, self.wanted.expert_before_data, self.wanted.dtype)
         ranks = layout(world_size_now(), ep_size, 1, self.wanted.expert_before_data).group_of("ep", dist.get_rank())
         for name, module in experts.items():
             self.parts[name] = part = ExpertPart(

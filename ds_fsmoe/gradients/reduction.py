@@ -33,6 +33,7 @@ from ds_fsmoe.gradients.zero_stages import Stage0, Stages1And2, partitions_are_o
 from ds_fsmoe.layer.node_levels import node_links
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.gradient_plan import (
     BufferReadiness,
@@ -109,7 +110,7 @@ class Reduction:
         self._door = (Stages1And2 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else Stage0)(engine)
         self._beside = make_beside(engine.device) if beside else None
         self.reducer = GradientReducer(
-            _flats(self._door, groups, block.gradient_partition, self._beside),
+            _flats(self._door, groups, block.gradient_partition, mode, self._beside),
             self._door.gradient_of,
             self._door.is_sending,
             self._plan,
@@ -122,6 +123,8 @@ class Reduction:
         self._tried_levels: tuple[bool, ...] | None = None
         self._idle = IdleTimes(engine.device)
         self.reducer.on_finish = self._idle.next_round
+        if mode == "micro_ops" and self._layers[0].fsmoe.running is not None:
+            self._layers[0].fsmoe.running.instruments.append(self._end_dense_part)
         self.look_at_plans()
         self._door.take(self.reducer)
         log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
@@ -175,8 +178,8 @@ class Reduction:
 
     def look_at_plans(self) -> None:
         """Measure in the backwards of the layers' changed plans, until gradients are planned, unless by rule."""
-        if self.reducer.plan is not None:
-            return
+        if self.reducer.on_finish is None:
+            return  # there is a plan, or one that the next round begins with
         if self._by_rule:
             self._watch_no_more()
             return
@@ -184,6 +187,11 @@ class Reduction:
             # A graph that is older keeps the window of its own plan.
             window = TimedWindow(self.reducer, layer.pipeline.backward, self._idle)
             layer.fsmoe.attach(window, window.recorder)
+
+    def _end_dense_part(self, call: LayerCall) -> None:
+        """End the measured part behind a layer where another is computed again: its all-to-alls come before slices."""
+        if torch._C._current_graph_task_id() >= 0:
+            self._idle.over()
 
     def _plan(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
         """Return the plan, the same on every rank: rank 0 of those that share dense gradients decides."""
@@ -310,6 +318,7 @@ def _flats(
     door: Stage0 | Stages1And2,
     groups: dict[str, FSMoEGroups],
     asked: GradientPartitionBlock,
+    mode: Mode,
     beside: Beside | None,
 ) -> list[FlatGradients]:
     """Return a buffer for each group and type, the one of the most ranks last."""
@@ -326,7 +335,8 @@ def _flats(
         dense[torch.float32] = []
     made: list[FlatGradients] = []
     count = sum(map(len, (*dense.values(), *experts.values())))
-    owners = door.owners if asked.collective != "all_reduce" else None
+    # A slice of one tensor mostly has one owner, whose link alone would carry what all other ranks have of it.
+    owners = door.owners if asked.collective != "all_reduce" and mode != "micro_ops" else None
     if isinstance(door, Stages1And2) and not partitions_are_ours(door.optimizer, groups):
         owners = None
 

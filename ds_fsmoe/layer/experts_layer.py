@@ -268,7 +268,8 @@ class FSMoEExperts(nn.Module):
         """
         weight = next(self.parameters())
         x_SM = torch.zeros(shape, dtype=weight.dtype, device=weight.device) + like.to(weight)
-        index_SK = torch.full((len(x_SM), 1), self.fsmoe.total_experts, device=weight.device)
+        # As many choices as others have, which is all that is to be the same in what ranks decide alike.
+        index_SK = torch.full((len(x_SM), self.fsmoe.gate.k or 1), self.fsmoe.total_experts, device=weight.device)
         called = self.fsmoe.outermost[0] if self.fsmoe.outermost else self
         return 0.0 * called(x_SM, index_SK, torch.zeros_like(index_SK, dtype=weight.dtype)).float().sum()
 

@@ -10,7 +10,9 @@ Letters: E experts, e experts on this rank, G ranks, W experts with weights in o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,6 +27,46 @@ from ds_fsmoe.layer.expert_forms import CalledExperts, ExpertForm
 
 Where = Literal["host", "home"]
 """Where weights are taken from: the memory of each host, or the ranks where experts are at home."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory for the weights of one layer's experts, before any is there."""
+
+    stacks: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name -> [E, ...] of each weight, in the host's memory; empty: weights are fetched."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name -> [experts that a rank holds at the most, ...], where they are computed; empty: in the stacks."""
+
+    @classmethod
+    def made(cls, form: ExpertForm, num_experts: int, most: int, where: Where) -> Room:
+        """Return new memory.
+
+        Args:
+            form: the experts of this rank.
+            num_experts: E.
+            most: the most experts that a rank holds.
+            where: where weights are taken from.
+
+        Raises:
+            RuntimeError, MemoryError: there is no such memory, of the host or of the device.
+        """
+        stacks, buffers = {}, {}
+        pinned = form.device.type == "cuda"
+        for name in form.names:
+            shape, dtype = form.shape_of(name), form.dtype_of(name)
+            if where == "host":
+                stacks[name] = torch.empty(num_experts, *shape, dtype=dtype, pin_memory=pinned)
+            if where == "home" or not computes_on_host(form.device):
+                buffers[name] = torch.empty(most, *shape, dtype=dtype, device=form.device)
+        return cls(stacks, buffers)
+
+    @staticmethod
+    def bytes_of(form: ExpertForm, num_experts: int, most: int, where: Where) -> tuple[int, int]:
+        """Return the bytes that :meth:`made` takes: of the host's memory, and of that where experts are computed."""
+        of_expert = sum(math.prod(form.shape_of(each)) * form.dtype_of(each).itemsize for each in form.names)
+        is_buffered = where == "home" or not computes_on_host(form.device)
+        return (num_experts if where == "host" else 0) * of_expert, (most if is_buffered else 0) * of_expert
 
 
 class HeldExperts(Protocol):
@@ -78,16 +120,11 @@ class Buffered:
         form: how experts are called, and the weights of those at home here.
         homes: of each rank the experts at home, in the order of their weights.
         block: the ranks that share the experts.
-        stacks: name -> [E, ...] of each weight, in the host's memory; ``None``: they are fetched.
+        room: the memory for them, its stacks filled, if there are any.
     """
 
-    def __init__(
-        self,
-        form: ExpertForm,
-        homes: Sequence[Sequence[int]],
-        block: Block,
-        stacks: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, room: Room) -> None:
+        stacks = room.stacks or None
         self._form, self._homes, self._block, self._stacks = form, homes, block, stacks
         self._rank = block.ep_index
         self._table = HeldTable(tuple(map(tuple, homes)), sum(map(len, homes)))
@@ -96,7 +133,7 @@ class Buffered:
         self.may_be_early = stacks is not None or is_whole
         # What ZeRO 3 has shared out is whole within the layer's forward only.
         self._reads_own = stacks is None or is_whole
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers = dict(room.buffers)
         self._held: list[int] = []
         self._fetching: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._coming: list[int] = []
@@ -190,28 +227,24 @@ class Buffered:
                 buffer[self._held.index(expert)] = weight.view(buffer.shape[1:])
 
 
-def gathered_stacks(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block) -> dict[str, torch.Tensor]:
-    """Return name -> [E, ...] of all experts' weights in the host's memory. Collective over the block.
-
-    One expert of each rank travels at a time.
+def gather_stacks(
+    stacks: Mapping[str, torch.Tensor], form: ExpertForm, homes: Sequence[Sequence[int]], block: Block
+) -> None:
+    """Fill stacks with all experts' weights. Collective over the block. One expert of each rank travels at a time.
 
     Args:
+        stacks: see :attr:`Room.stacks`.
         form: the experts at home here, with whole weights.
         homes: see :class:`Buffered`.
         block: the ranks that share the experts.
     """
-    ranks = len(block.places)
-    stacks = {}
-    for name in form.names:
-        of_all = sum(map(len, homes)), *form.shape_of(name)
-        stacks[name] = torch.empty(of_all, dtype=form.dtype_of(name), pin_memory=form.device.type == "cuda")
+    for name, stack in stacks.items():
         for index in range(len(homes[0])):
             own = form.own(name, index).contiguous()
-            parts = [torch.empty_like(own) for _ in range(ranks)]
+            parts = [torch.empty_like(own) for _ in block.places]
             dist.all_gather(parts, own, group=block.group)
             for (ep, _), part in zip(block.places, parts, strict=True):
-                stacks[name][homes[ep][index]] = part
-    return stacks
+                stack[homes[ep][index]] = part
 
 
 def computes_on_host(device: torch.device) -> bool:
@@ -219,19 +252,24 @@ def computes_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, where: Where) -> HeldExperts:
-    """Return the experts of a layer for inference. Collective over the block.
+def held_experts(form: ExpertForm, homes: Sequence[Sequence[int]], block: Block, room: Room) -> HeldExperts:
+    """Return the experts of a layer for inference. Collective over the block where there are stacks.
 
     Args:
         form, homes, block: see :class:`Buffered`.
-        where: where weights are taken from.
+        room: the memory for them.
     """
-    if where == "home":
-        return Buffered(form, homes, block)
-    stacks = gathered_stacks(form, homes, block)
-    if computes_on_host(form.device):
-        return AllOnHost(form, stacks, block.ep_index)
-    return Buffered(form, homes, block, stacks)
+    gather_stacks(room.stacks, form, homes, block)
+    if not room.buffers:
+        return AllOnHost(form, room.stacks, block.ep_index)
+    return Buffered(form, homes, block, room)
+
+
+def give_back_host_memory() -> None:
+    """Let torch's allocator of pinned memory give back what nobody has any more, which it would keep else."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty is not None and torch.accelerator.is_available():
+        empty()
 
 
 class LateExperts:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.execution.wires import FULL
 from ds_fsmoe.layer.dealt import HeldTable, dealt, rows_of_experts
 from ds_fsmoe.layer.held_experts import HeldExperts, LateExperts
+from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.ops import Ops
 from ds_fsmoe.planning.expert_ranks import differs, num_top, ranks_of_experts
@@ -88,6 +90,8 @@ class InferenceLayer:
     options: Options
     profile: PathProfile | None = None
     """What is known of paths; ``None``: nothing is estimated."""
+    is_in_slots: bool = False
+    """Whether slots are sent in training, in their own type whatever the wires are for rows."""
     record: LayerRecord = field(default_factory=LayerRecord)
     k: int | None = None
     """The number of choices of a token, as the last call had it."""
@@ -128,7 +132,9 @@ class InferenceLayer:
         rows_E = rows_of_experts(routing)
         self.record.calls += 1
         if self.options.second_phase or self._table is None:
-            self._correct(self.summed(rows_E).cpu().numpy())
+            # A rank without a batch may know no k of its own, so it is agreed on with the counts.
+            *actual, ks = self.summed(torch.cat([rows_E, rows_E.new_full((1,), self.k)])).tolist()
+            self._correct(np.array(actual), -(-ks // len(self.block.places)))
         assert self._table is not None
         self.record.copies += int(self._table.copies_E.sum())
         result = dealt(routing, rows_E, self._table, self.block.ep_index, self.ops)
@@ -137,18 +143,23 @@ class InferenceLayer:
             self.owner.routed(self.label, routing)
         return result
 
-    def summed(self, counts_E: torch.Tensor) -> torch.Tensor:
+    def summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Return counts summed over the block, on which all ranks wait."""
-        counts_E = counts_E.clone()
-        dist.all_reduce(counts_E, group=self.block.group)
-        return counts_E
+        counts = counts.clone()
+        dist.all_reduce(counts, group=self.block.group)
+        return counts
 
-    def _correct(self, actual_E: np.ndarray) -> None:
-        """Compare the estimate with the true counts; make another table if other experts are on top."""
+    def _correct(self, actual_E: np.ndarray, k: int) -> None:
+        """Compare the estimate with the true counts; make another table if other experts are on top.
+
+        Args:
+            actual_E: [E], the rows of all ranks for each expert.
+            k: the number of choices of a token, the same on every rank.
+        """
         record = self.record
         is_off = True
         if self._estimate_E is not None:
-            is_off = differs(self._estimate_E, actual_E, num_top(self.k or 1, self.num_experts))
+            is_off = differs(self._estimate_E, actual_E, num_top(k, self.num_experts))
             record.compared += 1
             record.accurate += not is_off
         if self._table is None or is_off:
@@ -204,14 +215,17 @@ class InferenceRun:
         """Begin a call of a layer."""
         if call.label not in self._labels:
             return
+        layer = self.layers.get(call.label)
+        if self._paths.begins_forward(call.label) or (self._summing is not None and self._summing[0] is not layer):
+            # A forward was broken off, or passes a layer by, whose weights may be whole in its own forward only.
+            self._forget()
         self._settle()
         expected, self._expected = self._expected, None
-        if self._paths.begins_forward(call.label):
-            expected = None
-        layer = self.layers.get(call.label)
         if layer is not None:
             layer.begin(expected is layer)
             call.experts = layer.experts  # type: ignore[assignment]
+            if layer.is_in_slots:
+                call.pipeline = replace(call.pipeline, collectives=replace(call.pipeline.collectives, wires=FULL))
             return
         gate, label = call.gate, call.label
 
@@ -247,6 +261,20 @@ class InferenceRun:
         if self._summing is not None and self._summing[0].held.may_be_early:
             self._settle()
 
+    def close(self) -> None:
+        """Let go of the layers, so that their weights go at once, and not when the collector of garbage comes by."""
+        # After an error not all ranks may have begun a sum, so that nobody waits for it here.
+        self._summing = self._expected = None
+        for layer in self.layers.values():
+            layer.owner = None
+        self.layers, self._next = {}, {}
+
+    def _forget(self) -> None:
+        """Wait for the sum that is under way, if one is, and expect no layer's call."""
+        if self._summing is not None:
+            self._summing[1].wait()
+        self._summing = self._expected = None
+
     def _settle(self) -> None:
         """Wait for the sum that is under way, if one is, and make the table of the layer it is for."""
         if self._summing is None:
@@ -255,6 +283,29 @@ class InferenceRun:
         work.wait()
         layer.expect(units_E.cpu().numpy())
         self._expected = layer
+
+
+def is_under_way(running: LayerRuntime) -> bool:
+    """Return whether the layers of an engine are in inference with experts that come and go.
+
+    Args:
+        running: what the engine's layers share.
+    """
+    return any(isinstance(getattr(each, "__self__", None), InferenceRun) for each in running.instruments)
+
+
+def refuse_within(running: LayerRuntime, what: str) -> None:
+    """Refuse what would change weights, or where experts are, behind the back of inference.
+
+    Args:
+        running: what the engine's layers share.
+        what: what is asked for, for the message.
+
+    Raises:
+        RuntimeError: inference is under way; on every rank, as all are in it.
+    """
+    if is_under_way(running):
+        raise RuntimeError(f"{what} within ds_fsmoe.inference, whose experts are not where they train: leave it first")
 
 
 def _in_units(estimate_E: np.ndarray, num_experts: int) -> np.ndarray:

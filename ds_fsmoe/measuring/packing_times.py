@@ -4,13 +4,15 @@
 Weights and rows are made up: at the start of a job there is a model, and no batch yet. A micro-op has the bytes that it
 is asked to have; smaller ones are timed where that would take long, and a line through them says what it takes.
 
-Letters: E experts of all ranks, e of a rank, R rows, M width, H width of an expert, F = 2 * H where experts are gated.
+Letters: E experts of all ranks, e of a rank, R rows, M width, H width of an expert, F = 2 * H where experts are gated,
+I features in, O features out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,9 @@ class ExpertSizes:
     has_gate: bool
     """Whether the first product gives gate and value."""
     dtype: torch.dtype
+    """The type in which rows travel and are multiplied."""
+    is_grouped: bool = False
+    """Whether one grouped product computes all experts of a rank, as in training; otherwise one product each."""
 
     @property
     def row_bytes(self) -> int:
@@ -110,25 +115,35 @@ def _experts(sizes: ExpertSizes, ep_size: int, sharing: int, device: torch.devic
     each expert; ``sharing`` ranks have a part of each expert, and gather each other's rows."""
     at = {"device": device, "dtype": sizes.dtype}
     num_local, hidden = sizes.num_experts // ep_size, sizes.hidden // sharing
-    weights: list[tuple[torch.Tensor, torch.Tensor]] = []
+    weights: list[torch.Tensor] = []
 
     def prepare(rows: int) -> Callable[[], object]:
         if not weights:
             # Of each its own memory, as the experts have it.
             up_FM = torch.randn(hidden * (1 + sizes.has_gate), sizes.width, **at)
             down_MH = torch.randn(sizes.width, hidden, **at)
-            weights.extend((up_FM.clone(), down_MH.clone()) for _ in range(num_local))
+            weights.extend(each.repeat(num_local, 1, 1) for each in (up_FM, down_MH))
+        up_eFM, down_eMH = weights
         x_RM = torch.randn(rows * sharing, sizes.width, **at)
+        bounds = [len(x_RM) * each // num_local for each in range(num_local + 1)]
+        ends_e = torch.tensor(bounds[1:], dtype=torch.int32, device=device)
+
+        def product(x_RI: torch.Tensor, weight_eOI: torch.Tensor) -> torch.Tensor:
+            if sizes.is_grouped:
+                return functional.grouped_mm(x_RI, weight_eOI.transpose(1, 2), offs=ends_e)
+            y_RO = x_RI.new_empty(len(x_RI), weight_eOI.shape[1])
+            for weight_OI, (first, stop) in zip(weight_eOI, pairwise(bounds), strict=True):
+                torch.mm(x_RI[first:stop], weight_OI.t(), out=y_RO[first:stop])
+            return y_RO
 
         def run() -> None:
-            for x_eM, (up_FM, down_MH) in zip(x_RM.tensor_split(num_local), weights, strict=True):
-                h_RF = x_eM @ up_FM.t()
-                if sizes.has_gate:
-                    gate_RH, value_RH = h_RF.chunk(2, dim=1)
-                    h_RH = functional.silu(gate_RH) * value_RH
-                else:
-                    h_RH = functional.relu(h_RF)
-                h_RH @ down_MH.t()
+            h_RF = product(x_RM, up_eFM)
+            if sizes.has_gate:
+                gate_RH, value_RH = h_RF.chunk(2, dim=1)
+                h_RH = functional.silu(gate_RH) * value_RH
+            else:
+                h_RH = functional.relu(h_RF)
+            product(h_RH, down_eMH)
 
         return run
 

@@ -2,7 +2,8 @@
 """Counts, beside the training, which experts the tokens of each path choose: for Lina's scheduler of inference.
 
 A token's path are its first choices in the layers before, see :class:`~ds_fsmoe.planning.popularity.PathProfile`.
-Choices are copied to the host without waiting, and counted there when the next forward begins.
+Counting takes the host milliseconds for each layer, so it is a sample that is counted: some tokens of one forward in
+many. Their choices are copied to the host without waiting, and counted there when the next forward begins.
 
 Letters: S tokens, K choices of a token, L layers of a path, E experts.
 """
@@ -21,6 +22,10 @@ from ds_fsmoe.planning.popularity import PathProfile
 
 STATE_FORMAT = 1
 """The version of what :meth:`PathProfiler.as_state` returns."""
+EVERY = 16
+"""The forwards from one that is counted to the next, unless said otherwise."""
+MOST_TOKENS = 4096
+"""The most tokens of a forward that are counted, unless said otherwise."""
 
 
 class TokenPaths:
@@ -72,15 +77,18 @@ class PathProfiler:
         layers: label -> E, in the order of the layers' calls.
         path_length: L.
         every: the forwards from one that is counted to the next.
+        most_tokens: the most tokens of a forward that are counted, as evenly spread over it as every n-th is.
     """
 
-    def __init__(self, layers: Mapping[str, int], path_length: int = 3, every: int = 1) -> None:
+    def __init__(
+        self, layers: Mapping[str, int], path_length: int = 3, every: int = EVERY, most_tokens: int = MOST_TOKENS
+    ) -> None:
         self._layers = dict(layers)
         self._most_experts = max(self._layers.values(), default=1)
-        self._every = every
+        self._every, self._most_tokens = every, most_tokens
         self._paths = TokenPaths(self._layers, path_length)
         self._forwards = 0
-        self._arriving: list[tuple[str, Callable[[], torch.Tensor]]] = []
+        self._arriving: list[tuple[str, int, Callable[[], torch.Tensor]]] = []
         self.path_length = path_length
         self._profiles = {label: PathProfile(self._most_experts, path_length) for label in self._layers}
         self.is_paused = False
@@ -100,7 +108,10 @@ class PathProfiler:
         def noted(*args: Any) -> Any:
             routing = gate(*args)
             if isinstance(routing, Routing):
-                self._arriving.append((label, on_host(choices_of(routing, num_experts))))
+                choices_KS = choices_of(routing, num_experts)
+                num_tokens = choices_KS.shape[1]
+                sample_KS = choices_KS[:, :: max(1, -(-num_tokens // self._most_tokens))]
+                self._arriving.append((label, num_tokens, on_host(sample_KS)))
             return routing
 
         call.gate = noted
@@ -154,8 +165,11 @@ class PathProfiler:
     def _count(self) -> None:
         """Count the choices of the last forward."""
         arrived, self._arriving = self._arriving, []
-        paths = TokenPaths(self._layers, self.path_length)
-        for label, wait in arrived:
+        paths, before = TokenPaths(self._layers, self.path_length), 0
+        for label, num_tokens, wait in arrived:
+            if num_tokens != before:
+                # Of other tokens, though the sample may be as large.
+                paths, before = TokenPaths(self._layers, self.path_length), num_tokens
             choices_KS = wait()
             self._profiles[label].add(paths.of(choices_KS.shape[1]).numpy(), choices_KS.t().numpy())
             paths.add(choices_KS[0])

@@ -21,7 +21,10 @@ from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
+from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
+from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.presets import BEST, preset
+from ds_fsmoe.planning.workload import ONCE_PER_NODE
 
 
 def cuts_by_bytes(block: FSMoEBlock) -> bool:
@@ -45,17 +48,18 @@ class MicroOps:
         self._max_degree = block.pipeline_degree.max
         self._group = group
         self._sizes: dict[str, CallSizes] = {}
-        """Label of a layer -> the sizes of its first call in training."""
+        """Label of a layer -> the sizes of its largest call in training so far."""
         self.is_wanted = True
         """Whether layers are still to be cut; the same on every rank."""
 
     def watch(self, call: LayerCall) -> None:
-        """Record the sizes of a layer's first call in training."""
-        if self.is_wanted and call.is_training and call.label not in self._sizes:
+        """Record the sizes of a layer's largest call in training."""
+        if self.is_wanted and call.is_training:
             call.pipeline = call.pipeline.watched(on_call=partial(self._note, call.label))
 
     def _note(self, label: str, sizes: CallSizes) -> None:
-        self._sizes.setdefault(label, sizes)
+        if label not in self._sizes or sizes.capacity > self._sizes[label].capacity:
+            self._sizes[label] = sizes
 
     def need_not_run(self) -> None:
         """Take note that plans came from somewhere else."""
@@ -85,9 +89,33 @@ class MicroOps:
     def _degree(self, layer: FSMoELayer, sizes: CallSizes) -> int:
         """Return the degree of a layer by what this rank has sent."""
         assert layer.pipeline is not None
-        plan = layer.pipeline.forward
-        called = sizes.num_experts, sizes.capacity, sizes.width, sizes.dtype.itemsize
-        shape = CallShape(*called, num_products=1, num_weights=1, num_tokens=sizes.num_tokens, wires=sizes.wires)
-        return degree_by_bytes(
-            moe_work(plan.groups, False, shape, plan.alltoall), self._micro_op_bytes, self._max_degree
-        )
+        return degree_of_call(layer.pipeline.forward, sizes, self._micro_op_bytes, self._max_degree)
+
+
+def degree_of_call(plan: PhasePlan, sizes: CallSizes, micro_op_bytes: int, max_degree: int) -> int:
+    """Return the number of chunks in which the all-to-alls of a call are micro-ops.
+
+    Args:
+        plan: the plan of one of the layer's phases.
+        sizes: the sizes of the call.
+        micro_op_bytes, max_degree: see :func:`~ds_fsmoe.planning.chunks.degree_by_bytes`.
+    """
+    called = sizes.num_experts, sizes.capacity, sizes.width, sizes.dtype.itemsize
+    shape = CallShape(
+        *called,
+        num_products=1,
+        num_weights=1,
+        num_tokens=sizes.num_tokens,
+        crossings=_crossings(plan, sizes),
+        wires=sizes.wires,
+    )
+    return degree_by_bytes(moe_work(plan.groups, False, shape, plan.alltoall), micro_op_bytes, max_degree)
+
+
+def _crossings(plan: PhasePlan, sizes: CallSizes) -> Crossings | None:
+    """Return how often a token crosses for each of its choices, any as likely as another; ``None``: once for each."""
+    if plan.alltoall != ONCE_PER_NODE or not sizes.num_choices or not crosses_once(plan.groups):
+        return None
+    at, k = plan.groups.placements["ep"], min(sizes.num_choices, sizes.num_experts)
+    found = expected_crossings(sizes.num_experts, k, at.nodes, at.per_node)
+    return Crossings(found.nodes / k, found.ranks / k)
