@@ -20,8 +20,8 @@ RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 
 SOURCES = $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 
-# Tests run in one process per core, up to four: a test starts up to eight ranks of its own.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
+# Tests run in one process per core and one more, up to four: a test starts ranks of its own, and waits for them.
+SIDE_BY_SIDE := -n $(shell python3 -c "import os; print(min(4, len(os.sched_getaffinity(0)) + 1))") --dist worksteal
 
 # One thread per rank: the ranks share the cores. Ops are compiled into a folder of our own, so that a lock left behind
 # by another program cannot hold us up.

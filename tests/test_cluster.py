@@ -302,6 +302,7 @@ def said_by_ranks(lines: list[str]) -> list[str]:
 
 
 @needs_bed
+@pytest.mark.slow
 def test_a_job_runs_on_every_rank_with_its_nodes_name_until_one_of_them_dies(
     clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from ds_fsmoe.distributed.fail_together import device_of, from_first_rank
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.files.whole_files import write_whole
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
+from ds_fsmoe.layer.inference import refuse_within
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.placement.holdings import ExpertTensor, PlacementError, expert_tensors
@@ -207,7 +208,9 @@ class Placements:
 
         Raises:
             PlacementError: on every rank.
+            RuntimeError: within inference, which has experts elsewhere; on every rank.
         """
+        refuse_within(self._engine.fsmoe.running, "moving experts")
         left = {label: self.now[label].swaps_to(placement, exactly=True) for label, placement in wanted.items()}
         if any(left.values()):
             mover = self.mover()
