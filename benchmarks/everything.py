@@ -31,7 +31,8 @@ ON_THE_BED = (
     ("cases/bench_interference.py", "--steps 20"),
     ("cases/bench_timeline.py", ""),
 )
-NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_CHOICES = 24, 12, 5
+NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_CHOICES, NUM_INFERENCE = 24, 12, 5, 6
+ALONE_IN_NODES: dict[str, Any] = {"nodes": 4, "ranks_per_node": 1, "inter": "50mbit"}
 ONLY_IN_FULL = (
     *(
         "cases/bench_models.py",
@@ -60,8 +61,16 @@ ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
         ({"intra": "50mbit"}, f"cases/bench_layer.py --table2 --only {number}")
         for number in range(NUM_LAYERS_LIKE_TABLE_2)
     ),
+    *(
+        (
+            ALONE_IN_NODES | {"inter": "100mbit", "intra": "400mbit"},
+            f"cases/bench_placement.py --only 0 --routing {name}",
+        )
+        for name in ("hot_rank", "zipf_1.5", "rotating", "olmoe")
+    ),
+    *((ALONE_IN_NODES, f"cases/bench_inference.py --only {number}") for number in range(NUM_INFERENCE)),
 )
-"""Only in --full: links that contend, 6 and 8 ranks, pipeline stages, long traffic inside nodes."""
+"""Only in --full: links that contend, 6 and 8 ranks, pipeline stages, long traffic inside nodes, nodes of one rank."""
 BY_THEMSELVES = (
     ("cases/bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
     ("cases/bench_experts.py", "--budget 1"),
