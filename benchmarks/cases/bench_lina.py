@@ -34,7 +34,7 @@ from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.layers import begin
-from ds_fsmoe.execution.lanes import Observer
+from ds_fsmoe.execution.lanes import Observer, Together
 from ds_fsmoe.gradients.reduction import LOOKS
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, Schedule, Task
 
@@ -104,7 +104,9 @@ def count(case: Case, name: str, make: Callable[[Model], Step], results: Path) -
     layers = list(step.engine.fsmoe.inner_layers.values())
     counted = [AllToAlls(each) for each in layers]
     for layer, observer in zip(layers, counted, strict=True):
-        layer.fsmoe.attach(layer.pipeline.window, observer)
+        # One that plans gradients may still be looking at the windows.
+        looking = layer.pipeline.observer
+        layer.fsmoe.attach(layer.pipeline.window, observer if looking is None else Together(looking, observer))
     dist.barrier()
     start_s = time.perf_counter()
     for _ in range(COUNTED_STEPS):
