@@ -95,6 +95,8 @@ MEASURE_FOR_MINUTES = tuple(
         "alltoall",
         "once",
         "levels",
+        "placement",
+        "inference",
         "fp8",
         "autotune",
         "unchunked",
