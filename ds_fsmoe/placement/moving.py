@@ -148,9 +148,10 @@ class Mover:
         the other's turn, as in the rounds of an all-to-all."""
         received[own].copy_(sent[own])
         operations = []
-        for index in range(len(sent)):
-            rank = index if self._group is None else dist.get_global_rank(self._group, index)
-            for do, values in ((dist.isend, sent[index]), (dist.irecv, received[index])):
+        # On gloo two ranks that begin with sending take turns: whoever waits for something says so first.
+        for do, of_ranks in ((dist.irecv, received), (dist.isend, sent)):
+            for index, values in enumerate(of_ranks):
+                rank = index if self._group is None else dist.get_global_rank(self._group, index)
                 if index != own and len(values):
                     operations.append(dist.P2POp(do, values, rank, self._group))
         for work in dist.batch_isend_irecv(operations) if operations else ():
