@@ -8,32 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.models import routed_model
+
 WIDTH, HIDDEN = 20, 12
 
 
-class Experts(nn.Module):
-    """Experts by the contract of Hugging Face's models."""
-
-    has_bias, is_transposed = False, False
+class Experts(routed_model.Experts):
+    """Small ones, of odd widths."""
 
     def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * HIDDEN, WIDTH) * 0.3)
-        self.down_proj = nn.Parameter(torch.randn(num_experts, WIDTH, HIDDEN) * 0.3)
-
-    def _apply_gate(self, up: torch.Tensor) -> torch.Tensor:
-        gate, value = up.chunk(2, dim=-1)
-        return gate.sigmoid() * value
-
-    def forward(self, x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
-        y_SM = torch.zeros_like(x_SM)
-        for expert in range(self.num_experts):
-            tokens, choices = torch.where(index_SK == expert)
-            h = self._apply_gate(x_SM[tokens] @ self.gate_up_proj[expert].t())
-            y = h @ self.down_proj[expert].t() * weights_SK[tokens, choices, None]
-            y_SM = y_SM.index_add(0, tokens, y)
-        return y_SM
+        super().__init__(num_experts, WIDTH, HIDDEN)
 
 
 class CalledExperts(Experts):

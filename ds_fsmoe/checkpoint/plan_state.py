@@ -80,7 +80,7 @@ class ReadPlans:
     placements: Mapping[str, ExpertPlacement] | None = None
     """Maps each layer's label -> where its experts were; ``None``: they could not move then, or cannot now."""
     watched: Mapping[str, Any] | None = None
-    """What had been counted for the next decision about them."""
+    """The counts that the next decision about them is to take into account."""
 
 
 def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:

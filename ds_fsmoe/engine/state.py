@@ -56,7 +56,7 @@ class FSMoEState:
         """The reduction of gradients, where we do it."""
         self.autotune = Autotune(block, running, stage_group) if block.autotune.enabled else None
         self.micro_ops = MicroOps(block, stage_group) if cuts_by_bytes(block) else None
-        """What cuts layers by rule, where that is asked for."""
+        """The object that cuts layers by rule, where that is asked for."""
         if self.micro_ops is not None:
             running.instruments.append(self.micro_ops.watch)
         running.observer.predictors = self._predictors
@@ -84,7 +84,7 @@ class FSMoEState:
         self.placement_watch: PlacementWatch | None = None
         """The watch that decides when experts move, where that is asked for."""
         self.paths: PathProfiler | None = None
-        """What counts which experts follow which, where that is asked for."""
+        """The profiler that counts which experts follow which, where that is asked for."""
         if block.placement.profile_paths:
             self.paths = PathProfiler({each.deepspeed_moe.label: each.num_experts for each in layers.values()})
             running.instruments.append(self.paths.watch)

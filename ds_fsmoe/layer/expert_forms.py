@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.contract import shape_of
-from ds_fsmoe.components.expert_compute.row_call import CallRows, ChunkRows, PhaseRows, RowCall
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, SizedCall
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 
@@ -183,24 +182,6 @@ class _CalledSet:
         return self._sets[key].call_rows(False, sizes_of_some(rows, range(len(key)), len(key)), x_RM)
 
 
-@dataclass
-class _Chunk:
-    of_experts: list[int]
-
-
-@dataclass(frozen=True)
-class _Phase:
-    chunks: Sequence[ChunkRows]
-    ends: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Rows:
-    forward: PhaseRows
-    backward: PhaseRows
-    expert_order: torch.Tensor | None = None
-
-
 def sizes_of_some(rows: CallRows, which: Sequence[int], num_experts: int) -> CallRows:
     """Return the sizes of the forward for W experts of which only some have rows.
 
@@ -209,12 +190,11 @@ def sizes_of_some(rows: CallRows, which: Sequence[int], num_experts: int) -> Cal
         which: the experts, ascending.
         num_experts: W.
     """
-    chunks: list[ChunkRows] = []
+    chunks: list[list[int]] = []
     for chunk in rows.forward.chunks:
         sizes = [0] * num_experts
         for expert, size in zip(which, chunk.of_experts, strict=False):
             sizes[expert] = size
-        chunks.append(_Chunk(sizes))
-    ends = torch.tensor([each.of_experts for each in chunks]).cumsum(1).to(torch.int32)
-    phase = _Phase(chunks, ends.to(rows.forward.ends.device))
-    return _Rows(phase, phase)
+        chunks.append(sizes)
+    ends = torch.tensor(chunks).cumsum(1).to(torch.int32)
+    return SizedCall.of(chunks, ends.to(rows.forward.ends.device))

@@ -54,7 +54,7 @@ class LayerRecord:
     """The rows of the fullest rank over the mean, with each expert at home alone; summed over calls whose counts are
     known."""
     fullest: float = 0.0
-    """The same with the table that the call went by."""
+    """Counts the same rows with the table that the call went by."""
     counted: int = 0
     """The calls whose counts are known."""
 
@@ -66,12 +66,12 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of all layers."""
+    """Holds what a user has asked for, the same for all layers."""
 
     most_per_rank: int = 4
     """The most experts of a rank, see :func:`~ds_fsmoe.planning.expert_ranks.ranks_of_experts`."""
     second_phase: bool = True
-    """Whether estimates are compared with what gates decide."""
+    """Says whether estimates are compared with what gates decide."""
     overlaps: bool = True
     """Whether a sum may be under way beside the traffic of a layer."""
 

@@ -41,8 +41,7 @@ class Placed:
         Args:
             experts: any shape, integers in 0..E.
         """
-        table = TABLES.get(("places", self.placement, self.rank, self.node_of_rank), experts, self._table)
-        return table[experts.long()]
+        return self._table(experts)[experts.long()]
 
     def routing(self, routing: Routing) -> Routing:
         """Return the decision with places for experts: C slots of each place, those of places that get nothing empty.
@@ -59,10 +58,13 @@ class Placed:
         above_KS = slots_KS - routing.num_slots + num_slots
         slots = torch.where(slots_KS < 0, slots_KS, torch.where(slots_KS >= routing.num_slots, above_KS, placed_KS))
         counts = routing.counts_E.new_zeros(self.placement.num_places)
-        every = torch.arange(self.placement.num_experts, device=counts.device)
-        counts.scatter_(0, self.place_of(every), routing.counts_E)
+        counts.scatter_(0, self._table(counts)[:-1], routing.counts_E)
         return replace(routing, slots_KS=slots, counts_E=counts, num_experts=self.placement.num_places)
 
-    def _table(self, device: torch.device) -> torch.Tensor:
+    def _table(self, like: torch.Tensor) -> torch.Tensor:
+        """Return [E + 1]: the place of each expert, and last P for none; on the device of a tensor."""
+        return TABLES.get(("places", self.placement, self.rank, self.node_of_rank), like, self._made)
+
+    def _made(self, device: torch.device) -> torch.Tensor:
         routes_E = self.placement.routes(self.node_of_rank)[self.rank]
         return torch.tensor([*routes_E.tolist(), self.placement.num_places], dtype=torch.int64, device=device)

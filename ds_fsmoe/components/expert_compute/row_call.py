@@ -61,6 +61,44 @@ class CallRows(Protocol):
         """[rows] int64: of each row in the backward's chunks its number among those of the forward."""
 
 
+@dataclass(frozen=True)
+class SizedChunk:
+    """Is a :class:`ChunkRows`."""
+
+    of_experts: list[int]
+
+
+@dataclass(frozen=True)
+class SizedPhase:
+    """Is a :class:`PhaseRows`."""
+
+    chunks: Sequence[SizedChunk]
+    ends: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SizedCall:
+    """Is a :class:`CallRows` whose backward has the chunks of the forward."""
+
+    forward: SizedPhase
+    expert_order: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, sizes: Sequence[list[int]], ends: torch.Tensor) -> SizedCall:
+        """Return the sizes of a call.
+
+        Args:
+            sizes: for each chunk the rows of each expert.
+            ends: [chunks, e] int32: where the rows of each expert end in a chunk.
+        """
+        return cls(SizedPhase([SizedChunk(each) for each in sizes], ends))
+
+    @property
+    def backward(self) -> SizedPhase:
+        """The sizes of the backward."""
+        return self.forward
+
+
 class GroupsCall(Protocol):
     """A call of several experts at once, whose rows lie expert by expert."""
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ds_fsmoe.components.expert_compute.adapters import Adapter
 from ds_fsmoe.components.expert_compute.call_context import AutocastState
 from ds_fsmoe.components.expert_compute.contract import Contract, shape_of
 from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
-from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, order_of_some
+from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall, RowRun, SizedCall, order_of_some
 from ds_fsmoe.components.expert_compute.saved_rows import SavedRows
 from ds_fsmoe.components.expert_compute.stacked_forms import Called, OwnForward, Written
 
@@ -142,31 +141,12 @@ class StackedExperts:
     def on_few_rows(self, x_RM: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Return the results of rows that lie expert by expert, with nothing kept; ``sizes`` says how many of each."""
         ends = torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=x_RM.device)
-        phase = _Phase([_Chunk(sizes)], ends.unsqueeze(0))
-        return self.call_rows(False, _Rows(phase, phase), x_RM).forward(0, x_RM)
+        return self.call_rows(False, SizedCall.of([sizes], ends.unsqueeze(0)), x_RM).forward(0, x_RM)
 
     def call(self, needs_backward: bool, *, same_cuts: bool = True, recompute: bool = False) -> SlotsCall:
         """One call on slots, all of one cut: to be measured, since such a layer always sends rows."""
         del same_cuts
         return SlotsCall(self, needs_backward, recompute)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    of_experts: list[int]
-
-
-@dataclass(frozen=True)
-class _Phase:
-    chunks: list[_Chunk]
-    ends: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Rows:
-    forward: _Phase
-    backward: _Phase
-    expert_order: torch.Tensor | None = None
 
 
 class SlotsCall:
@@ -185,9 +165,9 @@ class SlotsCall:
         """[N, e, c, M] to the same."""
         ranks, num_experts, slots, _ = x_NecM.shape
         ends = torch.arange(1, num_experts + 1, dtype=torch.int32, device=x_NecM.device) * (ranks * slots)
-        phase = _Phase([_Chunk([ranks * slots] * num_experts)], ends.unsqueeze(0))
+        rows = SizedCall.of([[ranks * slots] * num_experts], ends.unsqueeze(0))
         x_RM = _as_rows(x_NecM)
-        self._call = self._experts.call_rows(self._needs_backward, _Rows(phase, phase), x_RM, recompute=self._recompute)
+        self._call = self._experts.call_rows(self._needs_backward, rows, x_RM, recompute=self._recompute)
         return _as_slots(self._call.forward(0, x_RM), x_NecM.shape)
 
     def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose experts two, three and four ranks can share, under routing that is given, for tests of placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from tests.hf_families import batch, loss_of
+from tests.test_alltoalls import on_nodes
+from tests.test_hugging_face import engine_of
+from tests.test_moved_experts import adam
+
+NUM_EXPERTS = 12
+BALANCED = {"policy": "balanced", "every": 2, "moves_per_step": 1}
+
+
+def small_model(family: str = "qwen3_moe") -> nn.Module:
+    """Two blocks with twelve experts, which two, three and four ranks can share."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "num_experts_per_tok": 2}
+    of_family = {
+        "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": NUM_EXPERTS, "decoder_sparse_step": 1},
+        "gpt_oss": {"num_local_experts": NUM_EXPERTS},
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes, **of_family[family])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+
+
+def skewed(engine: Any, x: torch.Tensor, hot: tuple[int, ...]) -> None:
+    """Let the next forward choose these experts only, token by token in turn."""
+    num_layers = engine.fsmoe.num_layers
+    some = next(iter(engine.fsmoe.layers.values())).deepspeed_moe
+    k = some.fsmoe.gate.k or 2
+    tokens = np.arange(x.numel())
+    chosen = np.stack([np.array(hot)[(tokens + at) % len(hot)] for at in range(k)], axis=1)
+    engine.fsmoe.replay(np.repeat(chosen[:, None, :], num_layers, axis=1))
+
+
+def trained(
+    engine: Any, rank: int, steps: range, hot: tuple[int, ...] | None, world_size: int, accumulation: int = 1
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for micro in range(accumulation):
+            x = batch(11 * step + micro, world_size)[rank : rank + 1]
+            if hot is not None:
+                skewed(engine, x, hot)
+            loss = loss_of(engine, x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def made(stage: int, world_size: int, placement: Any, **more: Any) -> Any:
+    config = adam(stage, **({"ep_size": world_size, "num_chunks": {"forward": 2, "backward": 3}} | more))
+    if placement is not None:
+        config["fsmoe"]["placement"] = placement
+    with on_nodes(*(at * 2 // world_size for at in range(world_size))):
+        return engine_of(small_model(), config)
