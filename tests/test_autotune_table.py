@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.measured import FORWARD, LayerProfile, Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.search import Choice, SearchSpace
@@ -74,7 +73,7 @@ def test_the_table_has_every_number_under_its_head() -> None:
     backward = Choice(Order(4, "reduce_first", 2), 3.5, 3.25, 4.5, 1, 4.0, 4, 3.5)
     row = Row(("L00",), made_up(1), (forward, backward), (None, None), "flat", {"flat": 5.0}, ())
     step = StepTimes(20.0, 18.0, 30.0, 9.0, 4.0, 1.0, 15.0)
-    text = describe([row], Told(step, Slowdowns({}), {}, 1, "best", Cluster("here", 1, 2, {})), 1.0, "a test")
+    text = describe([row], Told(step, Slowdowns({}), {}, 1, "best"), 1.0, "a test")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     heads = "predicted [ms] isolated [ms] runner-up its [ms] degree 1 [ms] order all-to-all"
     assert f"layers phase degree {heads}" in lines
@@ -97,10 +96,9 @@ def test_the_table_has_every_number_under_its_head() -> None:
 
 def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None:
     step = StepTimes(0.0, 0.0, 0.0, None, 0.0, 0.0, 0.0)
-    cluster = Cluster("here", 1, 2, {})
     for slowed, pays in ((1.78, False), (1.85, True), (1.0, False)):
         factors = {(Lane.INTRA, Lane.COMPUTE): slowed, (Lane.COMPUTE, Lane.INTRA): slowed}
-        text = describe([], Told(step, Slowdowns(factors), {}, 1, "best", cluster), 1.0, "a test")
+        text = describe([], Told(step, Slowdowns(factors), {}, 1, "best"), 1.0, "a test")
         does = f"{Lane.COMPUTE} and {Lane.INTRA} at once do {2 / slowed:.2f} of what one does alone"
         assert (f"{does}: overlap of these will not pay" in text) == pays
 
@@ -121,4 +119,6 @@ def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     assert [row.labels for row in rows] == [("L00", "L02"), ("L01",), ("L03",)]
     assert [row.choices[1].order.degree for row in rows] == [2, 3, 2]
     assert [row.uncut for row in rows] == ["", "", "it has dropout"]
-    assert describe_plan(labels, plan) == "L00.. 2 paper and 2 paper and L01 2 paper and 3 paper"
+    assert describe_plan(labels, plan) == (
+        "L00, L02, L03 2 and 2 chunks, links side by side; L01 2 and 3 chunks, links side by side"
+    )

@@ -123,7 +123,8 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
         ({"gate": 3}, "fsmoe.gate = 3: must be an object or the name of a gate"),
         ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are deepseek, expert'),
-        ({"autotune": 1}, "fsmoe.autotune = 1: must be an object or true or false"),
+        ({"autotune": 1}, 'fsmoe.autotune = 1: must be an object or true, false or "auto"'),
+        ({"autotune": "on"}, "fsmoe.autotune = \"on\": must be a boolean or 'auto'"),
         ({"debug": True}, "fsmoe.debug = true: must be an object"),
         ({"pipeline_degree": {"forward": 0}}, "fsmoe.pipeline_degree.forward = 0: must be greater than or equal to 1"),
         (
@@ -152,8 +153,13 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
             'fsmoe.pipeline_degree = 2 forward and 3 backward: must be equal with fsmoe.schedule = "tutel"',
         ),
         (
-            {"schedule": "fsmoe", "pipeline_degree": {"backward": 3}},
+            {"schedule": "fsmoe", "pipeline_degree": {"backward": 3}, "autotune": False},
             'fsmoe.pipeline_degree.forward = "auto" with fsmoe.schedule = "fsmoe": must be a number',
+        ),
+        (
+            {"schedule": "fsmoe", "num_chunks": {"backward": 3}, "deterministic": True},
+            'fsmoe.num_chunks.forward = "auto" with fsmoe.schedule = "fsmoe": must be a number, or '
+            "fsmoe.deterministic be false",
         ),
     ],
 )

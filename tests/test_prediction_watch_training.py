@@ -50,7 +50,6 @@ class Fixed:
 class Planned:
     """Stands for a stage that has run."""
 
-    is_due = False
     trials = None
 
     def __init__(self) -> None:
@@ -60,6 +59,9 @@ class Planned:
 
     def counts_forward(self) -> bool:
         return False
+
+    def step_is_over(self) -> None:
+        pass
 
     def request_again(self, reason: str) -> None:
         self.asked.append((self.engine.global_steps, reason))

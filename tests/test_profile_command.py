@@ -86,7 +86,7 @@ def test_two_ranks_write_a_file_that_a_plan_is_made_from(
     for name, row in rows.items():
         # Messages so small may well take the same time all.
         assert any(each.endswith("/s") for each in row) == (cluster.operations[name].cost.beta_ms > 0)
-    assert any("operation" in line and "alpha ms" in line and "r^2" in line for line in lines)
+    assert any("operation" in line and "alpha ms" in line and "typically off" in line for line in lines)
     assert "beside each other, computing takes " in printed
     assert "while both links" not in printed, "there is one"
     assert f"{out} is written, after " in printed

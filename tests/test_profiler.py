@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -242,14 +243,13 @@ def test_a_task_costs_its_share_of_what_runs_of_empty_ones_take() -> None:
 
 def test_the_doubt_about_a_layer_is_how_far_off_its_lines_it_is_of_all_that_it_takes() -> None:
     def off_by(whole_ms: float, share: float) -> Timing:
-        # In such turns that no line is nearer.
-        off = [share * whole_ms * sign for sign in (1, -1, -1, 1)]
-        line = [1 + (whole_ms - 1) * size / 4 for size in (1, 2, 3, 4)]
-        return Timing("flop", (1.0, 2.0, 3.0, 4.0), tuple(a + b for a, b in zip(line, off, strict=True)))
+        # Of a constant time, in such turns that no line is nearer.
+        times_ms = (whole_ms * (1 + share), whole_ms / (1 + share), whole_ms / (1 + share), whole_ms * (1 + share))
+        return Timing("flop", (1.0, 2.0, 3.0, 4.0), times_ms)
 
-    operations = {FORWARD: off_by(10.0, 0.1), BACKWARD: off_by(30.0, 0.0), ALL_TO_ALL: off_by(19.0, 0.0)}
+    operations = {FORWARD: off_by(10.0, 0.02), BACKWARD: off_by(30.0, 0.01), ALL_TO_ALL: off_by(19.0, 0.0)}
     profile = LayerProfile(operations, 0.0, False)
-    assert profile.relative_residual == pytest.approx(1.0 / (11.0 + 30.0 + 19.0))
+    assert profile.relative_residual == pytest.approx(math.hypot(0.2, 0.3) / (10.0 + 30.0 + 19.0), rel=0.05)
     # What is not planned by adds nothing to it.
     late = replace(profile, operations=operations | {DX: off_by(9.0, 0.3)})
     assert late.relative_residual == pytest.approx(profile.relative_residual)

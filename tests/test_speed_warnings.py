@@ -31,7 +31,7 @@ def warnings(ds_config: dict[str, Any], block: dict[str, Any] = TUNED, device: s
         ({}, TUNED | {"overlap": False}, {}, "fsmoe.overlap = false"),
         ({}, TUNED | {"debug": {"check_router": True}}, {}, "fsmoe.debug.check_router = true"),
         ({}, TUNED | {"debug": {"check_results": True}}, {}, "fsmoe.debug.check_results = true"),
-        ({}, {"enabled": True}, {}, "fsmoe.autotune.enabled = false"),
+        ({}, {"enabled": True, "autotune": False}, {}, "fsmoe.autotune.enabled = false"),
     ],
 )
 def test_each_is_one_sentence(
@@ -51,4 +51,5 @@ def test_what_costs_nothing_is_not_mentioned() -> None:
     assert warnings({}, device="cpu", CUDA_LAUNCH_BLOCKING="1", TORCH_DISTRIBUTED_DEBUG="DETAIL") == ""
     by_hand = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 2}}
     assert warnings({}, by_hand) == ""
+    assert warnings({}, {"enabled": True}) == ""
     assert warnings({}, {"enabled": True, "schedule": "deepspeed"}) == ""

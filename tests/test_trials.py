@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
-STEPS = 44
+STEPS = 64
 """More than it takes to try all the plans that there may be, neighbours of the fastest too, and to plan gradients."""
 
 
@@ -200,9 +201,12 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
         windows = found["windows"][accumulation - 1 :: accumulation]
         tried = [each for each in windows if each[0] is not None]
         assert tried[0][1] is None
-        for foreseen, sent in tried[1:]:
+        # At the end of a step the next plan is foreseen already, and the one of this step is still what was sent by.
+        for (foreseen, _), (_, sent) in itertools.pairwise(tried):
             assert sent is not None
             assert all(b <= a for a, b in zip(foreseen, sent, strict=False))
+        # DeepSpeed's schedule, with which all are compared, sends all at the end.
+        assert any(sum(foreseen) == 0 for foreseen, _ in tried)
         assert any(sum(sent) for _, sent in tried[1:])
         # What stays is planned by what is measured in its backwards.
         settled = len(windows) - windows[::-1].index(tried[-1])
@@ -210,3 +214,37 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
         assert windows[-1][1] is not None
         # The step that decides has run its earlier micro batches with what was tried last.
         assert len(set(found["degrees"][accumulation * (settled + 1) - 1 :])) == 1
+
+
+def test_the_baseline_is_tried_in_every_round_and_what_is_kept_is_compared_with_it() -> None:
+    clock = Clock([4.0, 7.0, 8.0], [0.0, 0.0, 0.0, 1.0])
+    trials: Any = Trials(["a", "b", "stock"], 3, clock.used.append, clock, baseline=2)  # type: ignore[arg-type]
+    while (kept := trials.step_is_over()) is None:
+        pass
+    # Plan 1 has no hope, and nor has the baseline, which goes on nevertheless.
+    assert clock.used == [0, 1, 2, 2, 0, 0, 2, 0]
+    gain = trials.gain(kept)
+    assert (gain.ratio, gain.num_turns, gain.is_clear) == (pytest.approx(8.0 / 4.0), 3, True)
+    assert (gain.low, gain.high) == (pytest.approx(8.0 / 4.0), pytest.approx(9.0 / 4.0))
+    assert trials.num_steps == 7
+    assert trials.lost_ms(kept) == pytest.approx(3.0 + 4.0 + 5.0 + 4.0)
+    assert [each.is_baseline for each in trials.results(kept)] == [False, False, True]
+
+
+def test_the_baseline_is_kept_only_where_that_is_allowed() -> None:
+    for may_keep, expected in ((True, 1), (False, 0)):
+        clock = Clock([4.0, 3.0], [0.0])
+        trials: Any = Trials(["a", "stock"], 2, clock.used.append, clock, None, 1, may_keep)  # type: ignore[arg-type]
+        while (kept := trials.step_is_over()) is None:
+            pass
+        assert kept == expected
+
+
+def test_a_gain_that_not_every_turn_shows_is_not_clear() -> None:
+    # One plan is faster in the first turn, the other in the second.
+    clock = Clock([4.0, 4.0], [0.0, 1.0, 0.0, 1.0])
+    trials: Any = Trials(["a", "stock"], 2, clock.used.append, clock, baseline=1)  # type: ignore[arg-type]
+    while (kept := trials.step_is_over()) is None:
+        pass
+    assert not trials.gain(kept).is_clear
+    assert Trials(["a"], 1, clock.used.append, clock).gain(0) is None  # type: ignore[arg-type]

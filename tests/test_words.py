@@ -128,12 +128,12 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
             'fsmoe.num_chunks = 2: must be 1 or "auto" with fsmoe.schedule = "deepspeed", which does not cut',
         ),
         (
-            {"pipeline_degree": "auto", "schedule": "fsmoe"},
+            {"pipeline_degree": "auto", "schedule": "fsmoe", "autotune": {"enabled": False}},
             'fsmoe.pipeline_degree = "auto" with fsmoe.schedule = "fsmoe": must be a number, or fsmoe.autotune.enabled',
         ),
         (
             {"num_chunks": {"max": 8}, "autotune": False},
-            "fsmoe.num_chunks.max = 8: only with fsmoe.autotune = true, and it is false; leave it out",
+            "fsmoe.num_chunks.max = 8: only with fsmoe.autotune = true or \"auto\", and it is false; leave it out",
         ),
         ({"autotune": True, "deterministic": True}, "fsmoe.autotune = true: degrees that follow from a clock go"),
         ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are '),

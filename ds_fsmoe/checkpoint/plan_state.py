@@ -42,7 +42,7 @@ def is_settled(state: FSMoEState) -> bool:
     tuner = state.autotune
     if state.micro_ops is not None and state.micro_ops.is_wanted:
         return False
-    return tuner is None or bool(tuner.rows and tuner.trials is None)
+    return tuner is None or tuner.is_waiting or tuner.is_settled
 
 
 def plans_of(state: FSMoEState) -> dict[str, Any]:
@@ -67,7 +67,9 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
     placement = None if state.placement is None else {"layers": state.placement.as_data()}
     if placement is not None and watch is not None:
         placement |= watch.as_data()
-    return {"layers": layers, "gradients": gradients, "placement": placement}
+    # Plans of before the autotuner has begun do not keep it from beginning.
+    is_tuned = state.autotune is not None and state.autotune.is_settled
+    return {"layers": layers, "gradients": gradients, "placement": placement, "is_tuned": is_tuned}
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class ReadPlans:
     gradients: tuple[GradientPlan, Any, Any] | None
     placements: Mapping[str, ExpertPlacement] | None = None
     """Maps each layer's label -> where its experts were; ``None``: they could not move then, or cannot now."""
+    is_tuned: bool = True
+    """Whether the autotuner has chosen them."""
     watched: Mapping[str, Any] | None = None
     """The counts that the next decision about them is to take into account."""
 
@@ -109,7 +113,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
         if state.placement_watch is not None:
             state.placement_watch.check_data(watched)
     of_layers = {label: _layer(layers[label], layer.fsmoe.plan) for label, layer in inner.items()}
-    return ReadPlans(of_layers, read, placements, watched)
+    return ReadPlans(of_layers, read, placements, plans.get("is_tuned", True) is True, watched)
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
         if state.placement_watch is not None and plans.watched is not None:
             state.placement_watch.forget()
             state.placement_watch.go_on_with(plans.watched)
-    if state.autotune is not None:
+    if state.autotune is not None and (plans.is_tuned or not state.autotune.is_waiting):
         state.autotune.need_not_run()
     if state.micro_ops is not None:
         state.micro_ops.need_not_run()

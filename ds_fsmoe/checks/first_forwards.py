@@ -114,6 +114,7 @@ class FirstForwards:
 
     def watch_again(self) -> None:
         """Keep the next call of each layer as if it were the first."""
+        self._keeps_calls = True
         self._seen.clear()
         self.calls.clear()
 

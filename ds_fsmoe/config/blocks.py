@@ -64,8 +64,13 @@ class _OrAlone:
         return {"anyOf": [handler(of), *self._json_types]}
 
 
-def _switch() -> _OrAlone:
-    return _OrAlone("enabled", kinds=(bool,), words="true or false", json_types=({"type": "boolean"},))
+def _switch(*, has_auto: bool = False) -> _OrAlone:
+    json_types: tuple[dict[str, Any], ...] = ({"type": "boolean"},)
+    if not has_auto:
+        return _OrAlone("enabled", kinds=(bool,), words="true or false", json_types=json_types)
+    return _OrAlone(
+        "enabled", kinds=(bool, str), words='true, false or "auto"', json_types=(*json_types, {"enum": ["auto"]})
+    )
 
 
 MOST_CHUNKS = 256
@@ -217,7 +222,12 @@ class WiresBlock(_Block):
 class AutotuneBlock(_Block):
     """``fsmoe.autotune``: measuring this cluster and choosing degrees from it."""
 
-    enabled: bool = Field(False, description="measure after the first training forward, and choose degrees by it")
+    enabled: Annotated[bool | Auto, _NullIsAuto()] = Field(
+        "auto",
+        description="measure, and choose by it how layers are run: true: at once; auto: after ten steps, where there "
+        "is something to gain; false: never",
+    )
+    details: bool = Field(False, description="log all that was measured, and not only what was chosen and why")
     cache_dir: str | None = Field(None, description="folder in which rank 0 keeps measurements")
     trials: int = Field(3, ge=0, description="steps to train with each of the best few plans; 0: as predicted")
     watch_every: int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
@@ -337,7 +347,7 @@ class FSMoEBlock(_Block):
         ),
     ] = Field(PipelineDegreeBlock(), alias="num_chunks")
     gradient_partition: GradientPartitionBlock = GradientPartitionBlock()
-    autotune: Annotated[AutotuneBlock, _switch()] = AutotuneBlock()
+    autotune: Annotated[AutotuneBlock, _switch(has_auto=True)] = AutotuneBlock()
     topology: TopologyBlock = TopologyBlock()
     overlap: bool = Field(True, description="false: one lane, blocking")
     max_ctas: ThreadBlocks = Field(

@@ -126,7 +126,7 @@ def _sentences(errors: Iterable[Mapping[str, Any]], words: Words) -> list[str]:
     return [start + " or ".join(ends) for start, ends in musts.items()]
 
 
-_OF_PYDANTIC = re.compile(r"int$|constrained-int$|literal\['auto'\]$")
+_OF_PYDANTIC = re.compile(r"int$|bool$|constrained-int$|literal\['auto'\]$")
 """Matches what Pydantic adds to a location that is not a key."""
 
 
@@ -223,7 +223,7 @@ def _unfit_autotune(block: FSMoEBlock) -> list[str]:
         why = (
             f"{enabled} = true: degrees that follow from a clock go against {BLOCK}.deterministic = true; turn one off"
         )
-        problems = [why] if block.deterministic else []
+        problems = [why] if block.deterministic and block.autotune.enabled is True else []
         if block.autotune.retune_on_drift and not block.autotune.watch_every:
             problems.append(
                 f"{BLOCK}.autotune.retune_on_drift = true: only with {BLOCK}.autotune.watch_every above 0, and it is "
@@ -235,12 +235,12 @@ def _unfit_autotune(block: FSMoEBlock) -> list[str]:
     written = {
         **{
             f"autotune.{name}": (getattr(block.autotune, name), getattr(idle, name))
-            for name in ("cache_dir", "trials", "watch_every", "drift_threshold", "retune_on_drift")
+            for name in ("details", "cache_dir", "trials", "watch_every", "drift_threshold", "retune_on_drift")
         },
         "num_chunks.max": (block.pipeline_degree.max, block.pipeline_degree.max if max_is_used else 1),
     }
     return [
-        f"{BLOCK}.{path} = {shown(value)}: only with {enabled} = true, and it is false; leave it out"
+        f'{BLOCK}.{path} = {shown(value)}: only with {enabled} = true or "auto", and it is false; leave it out'
         for path, (value, idle) in written.items()
         if value != idle
     ]
@@ -259,10 +259,12 @@ def _unfit_degrees(block: FSMoEBlock) -> list[str]:
     if block.schedule == "best":
         return []
     pipeline = _pipeline_of(block.schedule)
-    needs_numbers = not block.autotune.enabled and pipeline != "by_bytes"
+    is_measured = block.autotune.enabled is True or (block.autotune.enabled == "auto" and not block.deterministic)
+    needs_numbers = not is_measured and pipeline != "by_bytes"
+    source = f"{BLOCK}.deterministic be false" if block.deterministic else f"{BLOCK}.autotune.enabled be true"
     problems = [
         f'{path}.{phase} = "auto" with {BLOCK}.schedule = {shown(block.schedule)}: must be a number, or '
-        f"{BLOCK}.autotune.enabled be true, so that something is measured that it could follow from"
+        f"{source}, so that something is measured that it could follow from"
         for phase, degree in degrees.items()
         if degree == "auto" and needs_numbers
     ]

@@ -24,7 +24,6 @@ from ds_fsmoe.checks.expert_results import ExpertResults
 from ds_fsmoe.checks.launchers import accelerate_warnings, launcher_warnings
 from ds_fsmoe.checks.preflight import check_experts, check_nodes, check_tensor_parallel, untested
 from ds_fsmoe.checks.speed_warnings import speed_warnings
-from ds_fsmoe.config.blocks import AutotuneBlock
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
@@ -64,6 +63,7 @@ from ds_fsmoe.layer.unsharded import facts_of_experts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.tuning.step_comparison import StepComparison
+from ds_fsmoe.tuning.when import settled
 from ds_fsmoe.versions import VERSION
 
 
@@ -286,16 +286,8 @@ class FSMoEEngine(SavingEngine):
         tape_deepspeeds_functions()
         for sentence in compat.check_versions():
             log_on_rank_0(sentence, logging.WARNING)
-        block = read_block(self.config)
-        if block.autotune.enabled and self.config.get("autotuning", {}).get("enabled", False):
-            # It launches short jobs to compare their speed, and in each of them this would be measured anew.
-            log_on_rank_0("autotuning.enabled = true: DeepSpeed's own tuner is at work, so fsmoe.autotune is left out")
-            block = block.model_copy(update={"autotune": AutotuneBlock()})
-        if block.autotune.enabled and isinstance(model, PipelineModule):
-            raise ConfigError(
-                "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
-                "layers; use false, or leave it out"
-            )
+        asked, in_stages = read_block(self.config), isinstance(model, PipelineModule)
+        block, untuned = settled(asked, self.config, dist.get_world_size(), in_stages)
         experts = find_experts(model)
         stock = find_layers(model, bool(experts))
         stage_size, stage_group = dist.get_world_size(), None
@@ -316,7 +308,9 @@ class FSMoEEngine(SavingEngine):
         sentences = check_nodes(block, stock, expert_before_data, *sizes_of_mpu(self.mpu))
         sentences += [*launcher_warnings(), *accelerate_warnings(dist.get_world_size())]
         sentences += untested(self.config, device.type)
-        sentences += speed_warnings(self.config, block, device.type)
+        if untuned is not None:
+            log_on_rank_0(untuned)
+        sentences += speed_warnings(self.config, asked, device.type)
         words = words_of(self.config[BLOCK])
         for sentence in words.old:
             log_on_rank_0(sentence)

@@ -178,9 +178,10 @@ class FSMoEState:
         clock = self.running.step_clock
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
         self.uncut.settle(self.inner_layers)
-        self.autotune.run(self.inner_layers, self.reduction, dense_ms)
+        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms):
+            return
         if self.reduction is not None and self.autotune.trials is None:
-            self.reduction.look_at_plans()
+            self.reduction.plan_anew()
         self.plans_changed()
 
     def plans_changed(self) -> None:
@@ -230,7 +231,8 @@ class FSMoEState:
         """
         self._cut_by_rule()
         if self.placement_watch is not None:
-            is_tuned = self.autotune is None or bool(self.autotune.rows and self.autotune.trials is None)
+            tuner = self.autotune
+            is_tuned = tuner is None or tuner.is_waiting or tuner.is_settled
             self.placement_watch.step_is_over(next_step, is_tuned)
         if self.autotune is not None and self.autotune.trials is not None:
             is_settled = self.autotune.trial_is_over()
@@ -240,6 +242,8 @@ class FSMoEState:
                     self.reduction.go_on()
                 self.plans_changed()
             return None
+        if self.autotune is not None:
+            self.autotune.step_is_over()
         return None if self.watch is None else self.watch.step_is_over(next_step)
 
     def _predictors(self) -> Mapping[str, Predicts]:
@@ -270,6 +274,8 @@ class FSMoEState:
 
     def close(self) -> None:
         """Give back the reduction of gradients, and end what runs."""
+        if self.autotune is not None:
+            self.autotune.close()
         if self.telemetry is not None:
             self.telemetry.close()
         if self.routing is not None:

@@ -147,11 +147,15 @@ class Reduction:
         """Take note that plans are settled."""
         if self._tried is not None:
             self._tried = None
-            self.reducer.forget_plan()
-            self._idle = IdleTimes(self._idle.device)
-            self.reducer.on_finish = self._idle.next_round
-            self.reducer.look_again(LOOKS)
-            self.look_at_plans()
+            self.plan_anew()
+
+    def plan_anew(self) -> None:
+        """Measure the idle times of the layers' plans in the next backwards, and plan gradients from them."""
+        self.reducer.forget_plan()
+        self._idle = IdleTimes(self._idle.device)
+        self.reducer.on_finish = self._idle.next_round
+        self.reducer.look_again(LOOKS)
+        self.look_at_plans()
 
     def _plan_tried(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
         assert self._tried is not None

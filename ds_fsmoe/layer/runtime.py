@@ -103,7 +103,7 @@ class LayerRuntime:
         """The plan by which layers are run until another one is applied to them."""
         self.observer = CallObserver.of(block, device)
         self.tracer, self.step_clock = self.observer.tracer, self.observer.clock
-        self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled)
+        self.first_forwards = FirstForwards(keeps_calls=block.autotune.enabled is True)
         self.instruments: list[Instrument] = [self.first_forwards.watch, *self.observer.instruments]
         """The instruments that are shown the calls of all layers."""
         self.replay = Replay()

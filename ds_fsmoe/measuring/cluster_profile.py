@@ -144,12 +144,12 @@ class _Profiler:
             if not first.fit.is_good:
                 # Somebody else may have been at work on the machine.
                 del known.timings[name]
-                known.timings[name] = max(first, self._measuring.timing(*work), key=lambda each: each.fit.r2)
+                known.timings[name] = min(first, self._measuring.timing(*work), key=lambda each: each.fit.typical_share)
         return known.timings[name]
 
     def _warn_of_bad_fits(self, timings: Mapping[str, Timing]) -> None:
         bad = [
-            f"{each} (r^2 = {timing.fit.r2:.4f}, worst residual {timing.fit.worst_residual_ms:.3g} ms)"
+            f"{each} (typically off by {timing.fit.typical_share:.0%}, at most by {timing.fit.worst_share:.0%})"
             for each, timing in timings.items()
             if not timing.fit.is_good
         ]
@@ -225,7 +225,7 @@ class _Profiler:
         return Operation(
             fit.cost,
             self._shape.ranks_of(link) if link in LINKS else None,
-            f"measured: {where}, r^2 = {fit.r2:.4f}, worst residual {fit.worst_residual_ms:.3g} ms{bad}",
+            f"measured: {where}, typically off by {fit.typical_share:.1%}, at most by {fit.worst_share:.1%}{bad}",
         )
 
     def _said(self, source: str) -> str:

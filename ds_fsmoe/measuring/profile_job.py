@@ -52,7 +52,7 @@ class Result:
 
     def rows(self) -> tuple[Sequence[str], list[tuple[str, ...]]]:
         """Return a table of the fits: a head and a row for each operation."""
-        head = ("operation", "ranks", "alpha ms", "speed", "r^2", "worst residual ms", "")
+        head = ("operation", "ranks", "alpha ms", "speed", "typically off", "at most", "")
         return head, [self._row(name, timing) for name, timing in self.timings.items()]
 
     def _row(self, name: str, timing: Timing) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Result:
         beta_ms = operation.cost.beta_ms
         speed = f"{1e-6 / beta_ms:.4g} {_SPEEDS[timing.unit]}" if beta_ms else "-"
         state = "" if fit.is_good else "no straight line"
-        numbers = (f"{operation.cost.alpha_ms:.4f}", speed, f"{fit.r2:.4f}", f"{fit.worst_residual_ms:.4f}")
+        numbers = (f"{operation.cost.alpha_ms:.4f}", speed, f"{fit.typical_share:.1%}", f"{fit.worst_share:.1%}")
         return (name, str(operation.ranks or ""), *numbers, state)
 
 

@@ -133,6 +133,8 @@ class StepClock:
         if self._num_forwards <= _FIRST:
             self._num_forwards += 1
             if not self._is_asked:
+                if self._num_forwards > _FIRST:
+                    self.read()
                 self._forget(is_on=self._num_forwards == _FIRST)
         if self._is_on:
             self._begin(in_backward=False)

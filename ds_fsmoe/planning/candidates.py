@@ -73,6 +73,13 @@ class Search:
             ]
         return _distinct(found)
 
+    def stock(self) -> ModelPlan:
+        """Return DeepSpeed's schedule: no layer is cut, tokens are exchanged as they are now, and gradients follow the
+        backward."""
+        names = [next(iter(each)) for each in self.options]
+        uncut = [self.planner.settings.space("deepspeed")] * len(self.options)
+        return self.planner.plan_options(self.options, uncut, "off", names)
+
     def _by_alltoall(self) -> list[ModelPlan]:
         """Return the fastest plan with each all-to-all, where there are several: layers that lack it keep their own."""
         names = dict.fromkeys(name for each in self.options for name in each)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,10 +100,11 @@ class LayerProfile:
     @property
     def relative_residual(self) -> float:
         """Return the typical deviation of the planned operations from their fitted lines, as a share of their total
-        time at the whole capacity."""
+        time at the whole capacity: each is off by its own chance."""
         planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
         total_ms = sum(each.times_ms[-1] for each in planned)
-        return sum(each.best_fit.typical_residual_ms for each in planned) / total_ms if total_ms else 0.0
+        off_ms = math.hypot(*(each.best_fit.typical_share * each.times_ms[-1] for each in planned))
+        return off_ms / total_ms if total_ms else 0.0
 
     def costs(self, issues_ahead: bool = False) -> LayerCosts:
         """Return the costs that a plan needs.

@@ -52,7 +52,8 @@ class Measured:
     """(kind of layer, all-to-all) -> what its operations take."""
     links: LinkTimes
     slowed: Slowdowns
-    cluster: Cluster
+    cluster: Cluster | None
+    """The cluster's own operations; ``None`` where nobody has asked for what they are needed for."""
     topology: Topology
     is_serial: bool
     """Whether lanes run one after another."""
@@ -171,13 +172,17 @@ def measure(
     max_ctas = running.max_ctas
     fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=running.one_link is not None)
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
+    # It takes as long as all the rest, and no plan follows from it.
+    wants_cluster = block.autotune.enabled is True or cache is not None or block.record.dir is not None
     known, source = _known(everyone, cache if reads_cache else None, fingerprint)
     with Progress(rank_now() == 0) as progress:
         for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
-        cluster = profile_cluster(for_all, topology, running.lanes, _dtype(kinds, group), max_ctas=max_ctas)
+        cluster = None
+        if wants_cluster:
+            cluster = profile_cluster(for_all, topology, running.lanes, _dtype(kinds, group), max_ctas=max_ctas)
         profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
     num_measured = everyone.num_timed + stage.num_timed
-    if cache is not None and everyone.any_rank(num_measured > 0):
+    if cache is not None and cluster is not None and everyone.any_rank(num_measured > 0):
         _keep(everyone, cache, fingerprint, known, cluster, group)
     # They hold experts, and are of no use any more.
     calls.clear()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ds_fsmoe.measuring.link_times import Reduces
 from ds_fsmoe.planning.block_times import Order
-from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost, LinearCost, SwitchedCost
 from ds_fsmoe.planning.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.plan import ModelPlan
@@ -59,7 +58,6 @@ class Told:
     """The current ESP size."""
     schedule: str
     """The schedule that was asked for."""
-    cluster: Cluster
     why_again: str | None = None
     """The reason for measuring again."""
     is_tried: bool = False
@@ -105,16 +103,26 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
     """Say in one line how a plan runs its layers: chunks and order of both phases."""
     texts: dict[str, list[str]] = {}
     for index, label in enumerate(labels):
+        forward, backward = (each.order for each in plan.choices(index))
         alltoall = plan.alltoalls[index]
-        phases = " and ".join(_describe_order(each.order) for each in plan.choices(index))
-        texts.setdefault(phases if alltoall == "flat" else f"{phases} {alltoall}", []).append(label)
-    return " and ".join(
-        f"{users[0]}.. {text}" if len(users) > 1 else f"{users[0]} {text}" for text, users in texts.items()
-    )
+        words = [
+            f"{forward.degree} and {backward.degree} chunks",
+            *dict.fromkeys(order_words(each) for each in (forward, backward) if each.degree > 1),
+            *([f"{backward.late_dw} late dW"] if backward.late_dw else []),
+            *([] if alltoall == "flat" else [alltoall]),
+        ]
+        texts.setdefault(", ".join(words), []).append(label)
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"{span(users)} {text}" for text, users in texts.items())
 
 
-def _describe_order(order: Order) -> str:
-    return f"{order.degree} {order.links}" + (f" {order.late_dw} late dW" if order.late_dw else "")
+_LINKS = {"shared": "links in turn", "paper": "links side by side", "reduce_first": "reduces first"}
+
+
+def order_words(order: Order) -> str:
+    """Say in which order the tasks of a layer run."""
+    return "one after another" if order.degree == 1 else _LINKS[order.links]
 
 
 def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str:
@@ -134,19 +142,8 @@ def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str
     return "\n".join(lines)
 
 
-def bad_fits(rows: Sequence[Row]) -> str:
-    """Return a sentence on measurements that a line does not describe; empty if there are none."""
-    names = {name for row in rows for name, timing in row.profile.operations.items() if not timing.best_fit.is_good}
-    if not names:
-        return ""
-    return (
-        f"no straight line describes what was measured of {', '.join(sorted(names))}, so degrees follow from rough "
-        "numbers: something else may have been running; fsmoe.autotune.trials above 0 judges plans by their steps"
-    )
-
-
 def _costs(rows: Sequence[Row]) -> list[str]:
-    cells = [("layers", "operation", "alpha [ms]", "beta [ms per unit]", "unit", "r^2", "worst residual [ms]")]
+    cells = [("layers", "operation", "alpha [ms]", "beta [ms per unit]", "unit", "typically off", "at most")]
     bad: dict[str, list[str]] = {}
     users: dict[tuple[str, int], list[str]] = {}
     timings: dict[tuple[str, int], Timing] = {}
@@ -157,18 +154,18 @@ def _costs(rows: Sequence[Row]) -> list[str]:
             users.setdefault((name, id(timing)), []).extend(row.labels)
             timings[name, id(timing)] = timing
     for key, timing in timings.items():
-        fit, layers = timing.best_fit, _span(sorted(set(users[key])))
+        fit, layers = timing.best_fit, span(sorted(set(users[key])))
         for cost, from_size in _lines(fit.cost):
             unit = timing.unit if from_size is None else f"{timing.unit}, {from_size}"
-            line = (f"{cost.alpha_ms:.4f}", f"{cost.beta_ms:.3e}", unit, f"{fit.r2:.4f}")
-            cells.append((layers, key[0], *line, f"{fit.worst_residual_ms:.4f}"))
+            line = (f"{cost.alpha_ms:.4f}", f"{cost.beta_ms:.3e}", unit, f"{fit.typical_share:.1%}")
+            cells.append((layers, key[0], *line, f"{fit.worst_share:.1%}"))
         if not fit.is_good:
             bad.setdefault(layers, []).append(key[0])
     notes = [
         f"{layers}: no straight line describes what was measured of {', '.join(names)}" for layers, names in bad.items()
     ]
     for measured, labels in profiles.values():
-        layers = _span(sorted(set(labels)))
+        layers = span(sorted(set(labels)))
         if measured.relative_residual > MIN_GAIN:
             notes.append(
                 f"{layers}: best cuts for a gain of more than {measured.relative_residual:.0%}, as measurements are off"
@@ -179,7 +176,7 @@ def _costs(rows: Sequence[Row]) -> list[str]:
             notes.append(f"{layers}: one thread issues all of it, and needs for a task, in ms: {', '.join(issued)}")
         if measured.uses_rng:
             notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")
-    return [*_aligned(cells), *notes]
+    return [*aligned(cells), *notes]
 
 
 def _lines(cost: Cost) -> list[tuple[LinearCost, str | None]]:
@@ -197,7 +194,7 @@ def _slowed(told: Told) -> list[str]:
     for slowed in lanes:
         shown = (f"{factors[slowed, by]:.2f}" if (slowed, by) in factors else "-" for by in lanes)
         cells.append((str(slowed), *shown))
-    lines = [*_aligned(cells)]
+    lines = [*aligned(cells)]
     for (a, b), both in told.slowed.pays().items():
         if both < PAYS:
             lines.append(f"{a} and {b} at once do {both:.2f} of what one does alone: overlap of these will not pay")
@@ -209,7 +206,7 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
     cells: list[tuple[str, ...]] = [(*heads, "order", "all-to-all")]
     notes: list[str] = []
     for row in rows:
-        layers = _span(row.labels)
+        layers = span(row.labels)
         if len(row.alltoalls_ms) > 1:
             each = ", ".join(f"{name} {time_ms:.3f} ms" for name, time_ms in row.alltoalls_ms.items())
             notes.append(f"{layers}: all-to-all {row.alltoall} of {each} for both phases")
@@ -236,7 +233,7 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
                 notes.append(f"{layers} {phase}: stock's schedule, as nothing is predicted to gain enough over it")
             if asked is None and (reason := _why_not_runner_up(choice, max(MIN_GAIN, row.profile.relative_residual))):
                 notes.append(f"{layers} {phase}: {reason}")
-    return [*_aligned(cells), *notes]
+    return [*aligned(cells), *notes]
 
 
 def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
@@ -282,12 +279,13 @@ def _step(told: Told) -> list[str]:
     return lines
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table, a line for each row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _span(labels: Sequence[str]) -> str:
+def span(labels: Sequence[str]) -> str:
     """Return ``L00..L03``, or a list where labels do not follow one another: ``L01, L03``."""
     numbers = [int(each.removeprefix("L")) for each in labels]
     if len(labels) > 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):

@@ -23,6 +23,23 @@ HOPELESS = 0.1
 
 
 @dataclass(frozen=True)
+class Gain:
+    """How many times as fast a plan is as the baseline, from steps of both in turns."""
+
+    ratio: float
+    """The ratio of the medians."""
+    low: float
+    high: float
+    """The smallest and the largest ratio of two steps in the same turn."""
+    num_turns: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the plan was the faster one in each of several turns."""
+        return self.num_turns > 1 and self.low > 1.0
+
+
+@dataclass(frozen=True)
 class Tried:
     """The result of trying a plan."""
 
@@ -31,6 +48,8 @@ class Tried:
     """The median time of its steps."""
     num_steps: int
     is_kept: bool
+    is_baseline: bool = False
+    """Whether it is the one that the others are compared with."""
 
 
 class Trials:
@@ -43,6 +62,8 @@ class Trials:
         use: a function that runs the layers by a plan from now on.
         clock: the clock of the steps.
         group: the ranks; ``None``: all.
+        baseline: the plan to compare with, which is tried in every round, however slow; ``None``: there is none.
+        may_keep_baseline: whether it may be kept, too.
     """
 
     def __init__(
@@ -52,8 +73,15 @@ class Trials:
         use: Callable[[int], None],
         clock: StepClock,
         group: dist.ProcessGroup | None = None,
+        baseline: int | None = None,
+        may_keep_baseline: bool = True,
     ) -> None:
         self.names = tuple(names)
+        self.baseline = baseline
+        self._may_keep_baseline = may_keep_baseline
+        self._turn = 0
+        self._of_turn: list[dict[int, float]] = [{} for _ in names]
+        """Plan -> turn -> the time of its step."""
         self.times_ms: list[list[float]] = [[] for _ in names]
         """Plan -> the time of each step on its slowest rank, all but the optimizer's part."""
         self._phases_ms: list[list[tuple[float, float]]] = [[] for _ in names]
@@ -81,11 +109,13 @@ class Trials:
             # A step that was not seen whole, such as one without a backward, says nothing.
             if not lacks:
                 self.times_ms[self._trying].append(step_ms)
+                self._of_turn[self._trying][self._turn] = step_ms
                 self._phases_ms[self._trying].append((phases_ms[0], phases_ms[1]))
             self._clock.stop()
             self._tried.append(self._to_try.pop(0))
         if not self._to_try:
             self._rounds -= 1
+            self._turn += 1
             self._to_try, self._tried = [plan for plan in reversed(self._tried) if self._has_hope(plan)], []
             if len(self._to_try) == 1:
                 self._rounds = 0
@@ -99,6 +129,8 @@ class Trials:
         return None
 
     def _has_hope(self, plan: int) -> bool:
+        if plan == self.baseline:
+            return True
         # One that has not been seen whole is tried on.
         fastest_ms = min((min(each) for each in self.times_ms if each), default=float("inf"))
         return not self.times_ms[plan] or min(self.times_ms[plan]) <= (1 + HOPELESS) * fastest_ms
@@ -106,6 +138,8 @@ class Trials:
     def _best(self) -> int:
         best, best_ms = 0, statistics.median(self.times_ms[0] or [float("inf")])
         for plan, times_ms in enumerate(self.times_ms):
+            if plan == self.baseline and not self._may_keep_baseline:
+                continue
             if times_ms and statistics.median(times_ms) < (1 - GAIN) * best_ms:
                 best, best_ms = plan, statistics.median(times_ms)
         return best
@@ -122,6 +156,29 @@ class Trials:
         forward, backward = (min(seen, key=lambda each: each[1][phase])[0] for phase in (0, 1))
         return forward, backward
 
+    def gain(self, kept: int) -> Gain | None:
+        """Return how many times as fast a plan is as the baseline; ``None`` if they were not seen in the same turn."""
+        if self.baseline is None:
+            return None
+        ours, base = self._of_turn[kept], self._of_turn[self.baseline]
+        ratios = [base[turn] / ours[turn] for turn in ours.keys() & base.keys() if ours[turn] > 0]
+        if not ratios:
+            return None
+        ratio = statistics.median(base.values()) / statistics.median(ours.values())
+        return Gain(ratio, min(ratios), max(ratios), len(ratios))
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that were seen whole."""
+        return sum(map(len, self.times_ms))
+
+    def lost_ms(self, kept: int) -> float:
+        """Return how much longer all these steps took than as many with one plan."""
+        if not self.times_ms[kept]:
+            return 0.0
+        own_ms = statistics.median(self.times_ms[kept])
+        return max(0.0, sum(each - own_ms for times_ms in self.times_ms for each in times_ms))
+
     def results(self, kept: int) -> list[Tried]:
         """Return what each measured plan took, the fastest first.
 
@@ -129,7 +186,7 @@ class Trials:
             kept: the plan that stays.
         """
         seen = [
-            Tried(self.names[plan], statistics.median(times_ms), len(times_ms), plan == kept)
+            Tried(self.names[plan], statistics.median(times_ms), len(times_ms), plan == kept, plan == self.baseline)
             for plan, times_ms in enumerate(self.times_ms)
             if times_ms
         ]

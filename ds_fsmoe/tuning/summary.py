@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says on one screen what the autotuner has chosen, what it gains, why, and what to do next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ds_fsmoe.planning.cost import GOOD_SHARE
+from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, order_words, span
+from ds_fsmoe.tuning.trials import Gain, Tried
+from ds_fsmoe.tuning.when import STEPS_BEFORE
+
+LITTLE = 0.03
+"""The share of a step below which a part of it is not worth a hint."""
+_MOST_NAMES = 3
+
+
+@dataclass
+class Outcome:
+    """The result of the trials, and what finding it took."""
+
+    took_s: float = 0.0
+    """The seconds of measuring and planning."""
+    num_plans: int = 0
+    num_steps: int = 0
+    """The training steps of the trials."""
+    lost_s: float = 0.0
+    """The seconds by which these took longer than they would have with the plan that is kept."""
+    gain: Gain | None = None
+    """The gain over DeepSpeed's schedule; ``None``: there were no trials, or none that was seen whole."""
+    tried: Sequence[Tried] = field(default_factory=list)
+    """The last round: what each plan took, the fastest first."""
+
+    @property
+    def kept(self) -> Tried | None:
+        """The plan that stays, as it was measured."""
+        return next((each for each in self.tried if each.is_kept), None)
+
+    @property
+    def baseline_ms(self) -> float | None:
+        """The measured time of a step with DeepSpeed's schedule."""
+        kept = self.kept
+        return None if self.gain is None or kept is None else kept.step_ms * self.gain.ratio
+
+    def steps_to_pay(self) -> int | None:
+        """Return after how many steps the gain has made up for measuring and trying; ``None``: no gain is clear."""
+        kept, baseline_ms = self.kept, self.baseline_ms
+        if kept is None or baseline_ms is None or self.gain is None or not self.gain.is_clear:
+            return None
+        return math.ceil(1e3 * (self.took_s + self.lost_s) / (baseline_ms - kept.step_ms))
+
+
+def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
+    """Return the screen: one line with the result, then steps, layers, fits and hints.
+
+    Args:
+        rows: the rows of layers that run alike, as they run now.
+        told: the facts that hold for all of them.
+        outcome: what was tried, and what it took.
+    """
+    again = f", again because {told.why_again}" if told.why_again else ""
+    lines = [f"autotune{again}: {headline(rows, told, outcome)}", *_steps(told, outcome)]
+    lines += ["", *_layers(rows)] if rows else []
+    lines += ["", f"  measurements: {_fits(rows)}"]
+    lines += [f"  next: {each}" for each in hints(rows, told, outcome)]
+    lines.append('  all that was measured: "details": true in fsmoe.autotune, or ds_fsmoe report with fsmoe.record.dir')
+    return "\n".join(lines)
+
+
+def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: bool) -> str:
+    """Return a sentence for the end of a job that was too short for measuring to pay; empty if it was not.
+
+    Args:
+        outcome: what measuring took and gained.
+        steps_since: the optimizer steps since plans were settled, or since the job began.
+        is_waiting: whether nothing was measured yet.
+        is_trying: whether plans were being tried.
+    """
+    if is_waiting:
+        if not steps_since:
+            return ""
+        return (
+            f"autotune: the job ended after {steps_since} steps, and nothing is measured before {STEPS_BEFORE}: in so "
+            "short a job it would not pay; layers were not cut"
+        )
+    if is_trying:
+        return f"autotune: the job ended while plans were tried, so the {outcome.took_s:.3g} s of measuring did not pay"
+    pays = outcome.steps_to_pay()
+    if pays is None or steps_since >= pays:
+        return ""
+    return (
+        f"autotune: the job ended {steps_since} steps after plans were settled, and measuring and trying would have "
+        f'paid after {pays}; for jobs of this length "autotune": false is faster'
+    )
+
+
+def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
+    """Return what was chosen and what it gains, in one line."""
+    how = "; ".join(f"{span(row.labels)} in {_chunks(row)}" for row in rows[:_MOST_NAMES]) or "no layer of ours"
+    if len(rows) > _MOST_NAMES:
+        how += f" and {len(rows) - _MOST_NAMES} more kinds"
+    cost = f"measuring took {outcome.took_s:.3g} s"
+    if outcome.num_steps:
+        cost += f", trying {outcome.num_plans} plans {outcome.num_steps} steps"
+    gain, kept = outcome.gain, outcome.kept
+    if gain is None or kept is None:
+        return f"{how}; predicted {told.step.speedup:.2f} times as fast as DeepSpeed's schedule, not tried; {cost}"
+    if kept.is_baseline:
+        return f"DeepSpeed's schedule stays, as no other was faster here; {cost}"
+    measured = f"{gain.ratio:.2f} times as fast as DeepSpeed's schedule ({gain.low:.2f} to {gain.high:.2f}"
+    measured += f" in {gain.num_turns} turns)" if gain.num_turns > 1 else ", one step of each: no interval)"
+    if not gain.is_clear:
+        return f"{how}; {measured}, which is within the noise; {cost}"
+    pays = outcome.steps_to_pay()
+    return f"{how}; {measured}; {cost}" + ("" if pays is None else f", which has paid after {pays} steps")
+
+
+def _chunks(row: Row) -> str:
+    forward, backward = (choice.block.degree for choice in row.choices)
+    cut = f"{forward} and {backward} chunks" if (forward, backward) != (1, 1) else "one chunk"
+    return cut if row.alltoall == "flat" else f"{cut}, {row.alltoall}"
+
+
+def _steps(told: Told, outcome: Outcome) -> list[str]:
+    step, kept, baseline_ms = told.step, outcome.kept, outcome.baseline_ms
+    cells = [("", "measured ms", "predicted ms", "")]
+    stock_ms = "" if baseline_ms is None else f"{baseline_ms:.4g}"
+    own_ms = "" if kept is None else f"{kept.step_ms:.4g}"
+    cells.append(("  DeepSpeed's schedule", stock_ms, f"{step.deepspeed_ms:.4g}", "uncut, gradients at the end"))
+    cells.append(("  chosen", own_ms, f"{step.chosen_ms:.4g}", _near(outcome)))
+    fastest_ms = min((each.step_ms for each in outcome.tried), default=math.inf)
+    if step.bound_ms <= min(fastest_ms, step.chosen_ms):
+        cells.append(("  bound", "", f"{step.bound_ms:.4g}", "no order of these tasks takes less"))
+    else:
+        why = f"none: steps took less than the {step.bound_ms:.4g} ms of its tasks alone, measured on a busier machine"
+        cells.append(("  bound", "", "", why))
+    return aligned(cells)
+
+
+def _near(outcome: Outcome) -> str:
+    """Say which other plan was as fast as the one that is kept, as far as its steps can tell."""
+    kept = outcome.kept
+    others = [each for each in outcome.tried if not each.is_kept and not each.is_baseline]
+    if kept is None or not others:
+        return ""
+    next_one = min(others, key=lambda each: each.step_ms)
+    if next_one.step_ms < kept.step_ms:
+        return f"{next_one.name}: {next_one.step_ms:.4g} ms, a difference that says nothing"
+    if next_one.step_ms < (1 + LITTLE) * kept.step_ms:
+        return f"{next_one.name}: {next_one.step_ms:.4g} ms, as good within {LITTLE:.0%}"
+    return f"next {next_one.name}: {next_one.step_ms:.4g} ms"
+
+
+def _layers(rows: Sequence[Row]) -> list[str]:
+    cells = [("  layers", "phase", "chunks", "order of tasks", "all-to-all", "ms", "uncut ms", "bound by")]
+    for row in rows:
+        for phase, choice in zip(("forward", "backward"), row.choices, strict=True):
+            block = choice.block
+            late = f", {block.late_dw} late dW" if block.late_dw else ""
+            order = order_words(choice.order) + late
+            why = row.uncut and f"not cut: {row.uncut}"
+            times = (f"{choice.time_ms:.4g}", f"{choice.uncut_ms:.4g}")
+            named = (f"  {span(row.labels)}", phase, str(block.degree), order, row.alltoall)
+            cells.append((*named, *times, why or choice.bottleneck))
+    return aligned(cells)
+
+
+def _fits(rows: Sequence[Row]) -> str:
+    """Say how well what was measured is described, at the sizes that are used."""
+    timings: dict[int, tuple[str, Timing]] = {}
+    for row in rows:
+        for name, timing in row.profile.operations.items():
+            timings[id(timing)] = name, timing
+    if not timings:
+        return "none"
+    shares = sorted(((timing.best_fit.typical_share, name) for name, timing in timings.values()), reverse=True)
+    bad = [(name, share) for share, name in shares if share > GOOD_SHARE]
+    if not bad:
+        return f"{len(shares)} operations, each within {max(shares[0][0], 0.005):.1%} of its line at the sizes used"
+    named = ", ".join(f"{name} by {share:.0%}" for name, share in bad[:_MOST_NAMES])
+    more = f" and {len(bad) - _MOST_NAMES} more" if len(bad) > _MOST_NAMES else ""
+    return f"{len(bad)} of {len(shares)} operations are off their lines: {named}{more}"
+
+
+def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
+    """Return what to do next, the most telling first."""
+    found = []
+    step = told.step
+    for row in rows:
+        for phase, choice, asked in zip(("forward", "backward"), row.choices, row.asked, strict=True):
+            if asked is not None and asked != choice.auto_degree:
+                found.append(
+                    f"{span(row.labels)} {phase}: {asked} chunks are given by hand; auto would have taken "
+                    f"{choice.auto_degree} ({choice.auto_ms:.4g} ms instead of {choice.time_ms:.4g}, predicted)"
+                )
+    if any(not timing.best_fit.is_good for row in rows for timing in row.profile.operations.values()):
+        judged = "the steps that were tried decide all the same" if outcome.tried else "trials above 0 let steps decide"
+        found.append(f"something else was at work while this was measured, so what is predicted is rough; {judged}")
+    if told.slowed.factors:
+        for (a, b), both in told.slowed.pays().items():
+            if both < PAYS and Lane.COMPUTE in (a, b):
+                link = b if a is Lane.COMPUTE else a
+                found.append(
+                    f"computing and sending ({link}) at once do {both:.2f} of what one does alone: they share what "
+                    "limits them, such as the cores of this machine, and overlapping them cannot pay"
+                )
+    if step.exposed_ms > LITTLE * step.chosen_ms:
+        found.append(
+            f"{step.exposed_ms:.4g} ms of a step are gradients that find no idle link: more micro-batches per step "
+            "(gradient_accumulation_steps) send them less often"
+        )
+    best = min(told.sharded_ms.items(), key=lambda item: item[1], default=None)
+    as_is = told.sharded_ms.get(told.esp_size)
+    if best is not None and as_is is not None and as_is - best[1] > LITTLE * step.chosen_ms:
+        found.append(
+            f"expert_tensor_parallel_size = {best[0]} would take {as_is - best[1]:.4g} ms off a step, by the cluster's "
+            "numbers"
+        )
+    return found

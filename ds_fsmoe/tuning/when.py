@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says when the autotuner runs: at once, after some steps, or not at all where it would have nothing to gain.
+
+All of it follows from the config and from the job, never from a clock, so it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.planning.presets import BEST, PRESETS
+
+STEPS_BEFORE = 10
+"""The optimizer steps before the autotuner measures unasked: what only tries whether a job starts is over by then."""
+FEWEST_STEPS = 100
+"""The optimizer steps that a job has to have, where their number is known, before it is measured unasked: measuring and
+trying takes the time of some fifty."""
+
+
+def settled(
+    block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int, in_stages: bool
+) -> tuple[FSMoEBlock, str | None]:
+    """Return the block with ``autotune.enabled`` turned off where nothing is to be measured, and why, for the log.
+
+    Args:
+        block: our block of the job's config.
+        ds_config: the whole config.
+        num_ranks: the ranks of the job.
+        in_stages: whether the model is a pipeline of stages.
+
+    Raises:
+        ConfigError: measuring is asked for, or needed, where it cannot be done yet.
+    """
+    if not block.autotune.enabled:
+        return block, None
+    tunes_itself = ds_config.get("autotuning", {})
+    if isinstance(tunes_itself, Mapping) and tunes_itself.get("enabled", False):
+        # It launches short jobs to compare their speed, and in each of them this would be measured anew.
+        why = "autotuning.enabled = true: DeepSpeed's own tuner is at work, so fsmoe.autotune is left out"
+        return _without(block), why
+    needs_numbers = block.schedule != BEST and "auto" in (block.pipeline_degree.forward, block.pipeline_degree.backward)
+    needs_numbers = needs_numbers and PRESETS[block.schedule]().pipeline in ("common", "per_phase")
+    if in_stages and block.autotune.enabled is True:
+        raise ConfigError(
+            "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
+            "layers; use false, or leave it out"
+        )
+    if in_stages and needs_numbers:
+        raise ConfigError(
+            f'fsmoe.num_chunks = "auto" with fsmoe.schedule = "{block.schedule}" and a PipelineModule: must be a '
+            "number, as models in pipeline stages are not measured yet"
+        )
+    if block.autotune.enabled is True:
+        return block, None
+    why_not = _why_not_unasked(block, ds_config, num_ranks, in_stages, needs_numbers)
+    return (block, None) if why_not is None else (_without(block), f"autotune: nothing is measured, because {why_not}")
+
+
+def _without(block: FSMoEBlock) -> FSMoEBlock:
+    return block.model_copy(update={"autotune": block.autotune.model_copy(update={"enabled": False})})
+
+
+def _why_not_unasked(
+    block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int, in_stages: bool, needs_numbers: bool
+) -> str | None:
+    """Return why a job is not measured unless that is asked for; ``None`` if it is.
+
+    Args:
+        block, ds_config, num_ranks, in_stages: see :func:`settled`.
+        needs_numbers: whether its schedule cannot run without.
+    """
+    asked = block.pipeline_degree
+    by_rule = block.schedule != BEST and PRESETS[block.schedule]().pipeline in ("off", "by_bytes")
+    steps = known_steps(block, ds_config)
+    if block.deterministic:
+        return "fsmoe.deterministic = true, so nothing is decided by a clock"
+    if num_ranks == 1:
+        return "a single rank sends nothing that could be hidden"
+    if in_stages:
+        return "a model in pipeline stages is not measured yet"
+    if not block.overlap:
+        return "fsmoe.overlap = false, so nothing is hidden however layers are cut"
+    if by_rule:
+        return f'fsmoe.schedule = "{block.schedule}" leaves nothing to choose by time'
+    if isinstance(asked.forward, int) and isinstance(asked.backward, int):
+        return "fsmoe.num_chunks is given for both phases"
+    if steps is not None and steps < FEWEST_STEPS and not needs_numbers:
+        return (
+            f"the job ends after {steps} steps, and measuring takes the time of some fifty: too short to pay; "
+            '"autotune": true measures all the same'
+        )
+    return None
+
+
+def known_steps(block: FSMoEBlock, ds_config: Mapping[str, Any]) -> int | None:
+    """Return the optimizer steps after which the job ends, where the config tells: by ``fsmoe.record.stop_after``, or
+    by the length of the learning rate's schedule, which a trainer fills in; ``None`` where it does not."""
+    found = [block.record.stop_after] if block.record.stop_after else []
+    scheduler = ds_config.get("scheduler") or {}
+    parameters = scheduler.get("params") or {} if isinstance(scheduler, Mapping) else {}
+    length = parameters.get("total_num_steps") if isinstance(parameters, Mapping) else None
+    if isinstance(length, int) and not isinstance(length, bool) and length > 0:
+        found.append(length)
+    return min(found, default=None)

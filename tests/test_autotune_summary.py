@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autotuner's screen is short, says what it gained and why, and contradicts itself nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.measured import FORWARD, Slowdowns
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.search import Choice
+from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.tuning.summary import Outcome, hints, summarize, too_short
+from ds_fsmoe.tuning.table import Row, Told
+from ds_fsmoe.tuning.trials import Gain, Tried
+from tests.planning.measured_layers import made_up
+
+STEP = StepTimes(80.0, 70.0, 120.0, 9.0, 4.0, 1.0, 60.0)
+"""Chosen 80 ms, DeepSpeed's schedule 120, at least 60."""
+CHOICES = (
+    Choice(Order(3, "paper"), 20.0, 18.0, 30.0, 2, 21.0, 3, 20.0, bottleneck="inter-node link"),
+    Choice(Order(2, "reduce_first", 1), 40.0, 38.0, 60.0, 3, 41.0, 2, 40.0, bottleneck="computation"),
+)
+
+
+def row(*labels: str) -> Row:
+    return Row(labels or ("L00", "L01", "L02"), made_up(), CHOICES, (None, None), "once_per_node", {"flat": 1.0}, ())
+
+
+def told(step: StepTimes = STEP) -> Told:
+    return Told(step, Slowdowns({}), {}, 1, "best")
+
+
+def outcome(ratio: float, low: float, high: float, *others_ms: float, turns: int = 3) -> Outcome:
+    """A kept plan of 80 ms, and others."""
+    tried = [Tried("kept", 80.0, turns, True), *(Tried(f"other {ms}", ms, turns, False) for ms in others_ms)]
+    return Outcome(6.0, 12, 40, 2.0, Gain(ratio, low, high, turns), sorted(tried, key=lambda each: each.step_ms))
+
+
+def test_the_first_line_says_what_was_chosen_what_it_gains_and_when_that_has_paid() -> None:
+    first, *_ = summarize([row()], told(), outcome(1.5, 1.45, 1.6, 90.0)).splitlines()
+    assert first == (
+        "autotune: L00..L02 in 3 and 2 chunks, once_per_node; 1.50 times as fast as DeepSpeed's schedule (1.45 to 1.60 "
+        "in 3 turns); measuring took 6 s, trying 12 plans 40 steps, which has paid after 200 steps"
+    )
+
+
+def test_a_gain_that_is_no_more_than_noise_is_called_that_and_never_said_to_pay() -> None:
+    first, *_ = summarize([row()], told(), outcome(1.05, 0.97, 1.2)).splitlines()
+    assert "(0.97 to 1.20 in 3 turns), which is within the noise" in first
+    assert "paid" not in first
+    first, *_ = summarize([row()], told(), outcome(1.3, 1.3, 1.3, turns=1)).splitlines()
+    assert "one step of each: no interval), which is within the noise" in first
+
+
+def test_where_deepspeeds_schedule_is_the_fastest_it_stays_and_no_gain_is_claimed() -> None:
+    kept = Outcome(6.0, 12, 40, 2.0, Gain(1.0, 1.0, 1.0, 3), [Tried("stock", 80.0, 3, True, True)])
+    first, *_ = summarize([row()], told(), kept).splitlines()
+    assert first.startswith("autotune: DeepSpeed's schedule stays, as no other was faster here; measuring took 6 s")
+    assert "times as fast" not in first
+
+
+def test_without_trials_a_gain_is_only_predicted() -> None:
+    first, *_ = summarize([row()], told(), Outcome(6.0)).splitlines()
+    assert "predicted 1.50 times as fast as DeepSpeed's schedule, not tried; measuring took 6 s" in first
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_it_fits_on_one_screen(rows: int) -> None:
+    text = summarize([row(f"L{i:02d}") for i in range(rows)], told(), outcome(1.5, 1.45, 1.6, 90.0))
+    assert len(text.splitlines()) <= 12 + 2 * rows
+    assert all(len(line) <= 150 for line in text.splitlines()[1:])
+
+
+def test_a_bound_above_what_was_measured_or_predicted_is_not_shown_as_one() -> None:
+    def bound(step: StepTimes, found: Outcome) -> str:
+        (line,) = (each for each in summarize([row()], told(step), found).splitlines() if each.startswith("  bound"))
+        return " ".join(line.split())
+
+    fast = outcome(1.5, 1.4, 1.6)
+    assert bound(STEP, fast) == "bound 60 no order of these tasks takes less"
+    for step, found in (
+        (replace(STEP, bound_ms=80.5), fast),
+        (replace(STEP, bound_ms=79.0), outcome(1.5, 1.4, 1.6, 78.0)),
+        (replace(STEP, bound_ms=80.5, chosen_ms=80.2), Outcome(6.0)),
+    ):
+        assert bound(step, found).startswith("bound none: steps took less than the ")
+
+
+def test_another_plan_that_was_faster_is_named_with_the_reason_why_it_is_not_kept() -> None:
+    def near(*others_ms: float) -> str:
+        text = summarize([row()], told(), outcome(1.5, 1.4, 1.6, *others_ms))
+        (line,) = (each for each in text.splitlines() if each.startswith("  chosen"))
+        return " ".join(line.split())
+
+    assert near(79.5) == "chosen 80 80 other 79.5: 79.5 ms, a difference that says nothing"
+    assert near(81.0) == "chosen 80 80 other 81.0: 81 ms, as good within 3%"
+    assert near(95.0) == "chosen 80 80 next other 95.0: 95 ms"
+    assert near() == "chosen 80 80"
+
+
+def test_layers_are_shown_with_chunks_order_and_what_they_are_bound_by() -> None:
+    lines = [" ".join(line.split()) for line in summarize([row()], told(), Outcome(1.0)).splitlines()]
+    assert "L00..L02 forward 3 links side by side once_per_node 20 30 inter-node link" in lines
+    assert "L00..L02 backward 2 reduces first, 1 late dW once_per_node 40 60 computation" in lines
+
+
+def test_fits_are_judged_at_the_sizes_that_are_used() -> None:
+    def said(factor: float) -> str:
+        profile = made_up()
+        timing = profile.operations[FORWARD]
+        off = [each * (factor if place % 2 else 1 / factor) for place, each in enumerate(timing.times_ms)]
+        operations = {**profile.operations, FORWARD: replace(timing, times_ms=tuple(off))}
+        found = replace(row(), profile=replace(profile, operations=operations))
+        (line,) = (x for x in summarize([found], told(), Outcome(1.0)).splitlines() if "measurements: " in x)
+        return line
+
+    assert "of its line at the sizes used" in said(1.05)
+    assert f"operations are off their lines: {FORWARD} by " in said(1.4)
+
+
+def test_hints_name_what_limits_and_what_to_try() -> None:
+    factors = {(Lane.COMPUTE, Lane.INTER): 1.9, (Lane.INTER, Lane.COMPUTE): 1.9}
+    busy = replace(told(), slowed=Slowdowns(factors), sharded_ms={1: 50.0, 2: 40.0})
+    exposed = replace(busy, step=replace(STEP, exposed_ms=30.0))
+    said = hints([row()], exposed, Outcome(1.0))
+    assert [next(word for word in ("cannot pay", "idle link", "= 2 would") if word in each) for each in said] == [
+        "cannot pay",
+        "idle link",
+        "= 2 would",
+    ]
+    assert hints([row()], told(), Outcome(1.0)) == []
+
+
+def test_a_job_that_was_too_short_says_so_at_its_end() -> None:
+    assert "ended after 7 steps, and nothing is measured before 10" in too_short(Outcome(), 7, True, False)
+    assert "while plans were tried, so the 6 s" in too_short(Outcome(6.0), 3, False, True)
+    gained = outcome(1.5, 1.4, 1.6)
+    assert "199 steps after plans were settled" in too_short(gained, 199, False, False)
+    assert "would have paid after 200" in too_short(gained, 199, False, False)
+    assert too_short(gained, 200, False, False) == ""
+    # An engine that has never trained has nothing to say.
+    assert too_short(Outcome(), 0, True, False) == ""
