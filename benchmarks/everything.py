@@ -45,7 +45,7 @@ ONLY_IN_FULL = (
         "cases/bench_pipeline.py",
         "cases/bench_alltoall.py",
     ),
-    *("cases/bench_gradients.py", "cases/bench_autotune.py", "cases/bench_wire.py"),
+    *("cases/bench_gradients.py", "cases/bench_autotune.py", "cases/bench_from_trace.py", "cases/bench_wire.py"),
     *("cases/bench_rows.py", "cases/bench_bed.py"),
     *("cases/bench_once.py", "cases/bench_levels.py", "cases/bench_fp8.py", "cases/bench_lina.py"),
     *(f"cases/bench_choice.py --only {number}" for number in range(NUM_CHOICES)),

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from ds_fsmoe.versions import VERSION
 
 COMMANDS = {
+    "clusters": "ds_fsmoe.commands.clusters",
     "compare": "ds_fsmoe.commands.compare",
     "convert": "ds_fsmoe.commands.convert",
     "env": "ds_fsmoe.commands.env",
     "plan": "ds_fsmoe.commands.plan",
     "profile": "ds_fsmoe.commands.profile",
     "report": "ds_fsmoe.commands.report",
+    "scale": "ds_fsmoe.commands.scale",
     "simulate-paper": "ds_fsmoe.commands.simulate_paper",
 }
 

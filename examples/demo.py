@@ -10,6 +10,7 @@ import math
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -21,12 +22,15 @@ import psutil
 from tqdm import tqdm
 
 from ds_fsmoe.observing.clock import HOST, Clock
+from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
 TITLE_OF_RUN = {"deepspeed": "stock DeepSpeed", "fsmoe": "ds_fsmoe"}
-# Relative; the same numbers in the same order are expected, so anything but 0 would be a surprise.
-TOLERANCE = 1e-6
+# Relative; the same numbers in the same order are expected, so anything but 0 would be a surprise: until the autotuner
+# tries layers in chunks, which add up weight gradients chunk by chunk. That rounds otherwise, and training makes more
+# of it from step to step.
+TOLERANCE, TOLERANCE_IN_CHUNKS = 1e-6, 1e-2
 TIME_LIMIT_S = 600
 
 
@@ -129,9 +133,9 @@ def compared_rows(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[list[tup
         rows.append((name, f"{a:.6f}", f"{b:.6f}", f"{difference:.1e}" if difference else "same"))
     every = list(zip(stock["losses"], ours["losses"], strict=True)) + [(a, b) for _, a, b in named]
     # No ratio: the runs follow one another, and a machine may change its speed meanwhile.
-    rows.append(("step, median ms", f"{stock['step_ms']:.1f}", f"{ours['step_ms']:.1f}", ""))
-    rows.append(("tokens per second", f"{stock['tokens_per_s']:.0f}", f"{ours['tokens_per_s']:.0f}", ""))
-    rows += [(f"chosen {name}", stock["chosen"].get(name, "-"), value, "") for name, value in ours["chosen"].items()]
+    late = [statistics.median(each["step_times_ms"][-max(1, (last + 1) // 4) :]) for each in (stock, ours)]
+    rows.append(("step, median of the last quarter, ms", f"{late[0]:.1f}", f"{late[1]:.1f}", ""))
+    rows += [(f"chosen {name}", "-", value, "") for name, value in ours["chosen"].items() if name != "autotune"]
     return rows, max(relative_difference(a, b) for a, b in every)
 
 
@@ -159,19 +163,28 @@ def main() -> int:
     return 0 if good else 1
 
 
+def described(difference: float) -> str:
+    """What two runs differ by, in words."""
+    return "the same, bit for bit" if difference == 0 else f"largest relative difference {difference:.1e}"
+
+
 def report(stock: dict[str, Any], ours: dict[str, Any], steps: int) -> tuple[str, bool]:
     """The table with a verdict, and whether the losses agree and the validation loss fell."""
     rows, difference = compared_rows(stock, ours)
-    agree = difference <= TOLERANCE
+    exact = min(steps, STEPS_BEFORE)
+    early = max(relative_difference(a, b) for a, b in zip(stock["losses"][:exact], ours["losses"][:exact], strict=True))
+    agree = early <= TOLERANCE and difference <= (TOLERANCE if steps <= exact else TOLERANCE_IN_CHUNKS)
     fell = all(each["validation_last"] < each["validation_first"] for each in (stock, ours))
-    verdict = "the same, bit for bit" if difference == 0 else f"largest relative difference {difference:.1e}"
     lines = [
         "",
         table(("", TITLE_OF_RUN["deepspeed"], TITLE_OF_RUN["fsmoe"], "difference"), rows),
         "",
-        f"Losses of all {steps} steps: {verdict}; {'within' if agree else 'NOT WITHIN'} the tolerance of "
-        f"{TOLERANCE:g} (relative). Validation loss {'fell' if fell else 'DID NOT FALL'}.",
-        "The two ran one after the other, so their times are no comparison: benchmarks/ has one.",
+        f"Losses of the first {exact} steps: {described(early)}; of all {steps}, with layers in chunks from then on: "
+        f"{described(difference)}, which is {'as' if agree else 'NOT AS'} expected. Validation loss "
+        f"{'fell' if fell else 'DID NOT FALL'}.",
+        f"autotune: {ours['chosen']['autotune']}",
+        *(f"  {each}" for each in ours["hints"]),
+        "The two ran one after the other, so their times are no comparison; the autotuner's own steps took turns.",
     ]
     return "\n".join(lines), agree and fell
 

@@ -220,6 +220,7 @@ def main() -> None:
             "tokens_per_s": tokens_per_step(engine, args, batch_size) / step_ms * 1e3,
             "checkpoint": args.save_dir,
             "chosen": {} if state is None else state.chosen(),
+            "hints": [] if state is None or state.autotune is None else state.autotune.hints,
         }
         report(result, args)
     dist.barrier()

@@ -90,7 +90,7 @@ def test_ranks_of_a_collective_meet_behind_their_delays_and_none_is_timed_waitin
     monkeypatch.setattr(stopwatch.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
     group = SimpleNamespace(size=lambda: 1)
-    times_ms, _ = watch.times("a collective", SIZES, of_size(device, 3), group)  # type: ignore[arg-type]
+    times_ms, *_ = watch.times("a collective", SIZES, of_size(device, 3), group)  # type: ignore[arg-type]
     assert times_ms == pytest.approx([TRUTH.ms(size) for size in SIZES])
     assert len(met) >= 4 * FEWEST
     assert set(map(id, met)) == {id(group)}
@@ -106,7 +106,7 @@ def test_on_a_cpu_there_is_one_number(timed: Timed) -> None:
         return lambda: device.host.sleep(size / 1e3)
 
     watch = Stopwatch(CPU, host=device.host)
-    assert watch.times("work", [1, 2, 4], prepare) == ([1.0, 2.0, 4.0], [])
+    assert watch.times("work", [1, 2, 4], prepare) == ([1.0, 2.0, 4.0], [], [1.0, 2.0, 4.0])
     assert watch.host_ms("work", 7, prepare) == 7.0
     measuring = Measuring(watch, Measurements())
     assert measuring.timing("work", "row", [1, 2, 4], 1.0, prepare).issue_ms == 0.0

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from ds_fsmoe.observing.clock import Clock
+from ds_fsmoe.tuning.when import STEPS_BEFORE
 from tests.samples import sampled
 from tests.scripts import ROOT, START, Start
 from tests.waiting import until
@@ -63,8 +64,10 @@ def main_job(folder: Path, start: Start, moe: str, config: str, steps: int = 25)
 def test_the_main_job_learns_and_equals_stock(config: str, start: Start, tmp_path: Path) -> None:
     stock, ours = (main_job(tmp_path, start, moe, config) for moe in ("deepspeed", "fsmoe"))
     assert len(ours["losses"]) == 25
-    assert ours["losses"] == stock["losses"]
-    assert ours["validation_last"] == stock["validation_last"]
+    # From then on plans in chunks are tried, which round otherwise.
+    assert ours["losses"][:STEPS_BEFORE] == stock["losses"][:STEPS_BEFORE]
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-2)
+    assert ours["validation_last"] == pytest.approx(stock["validation_last"], rel=1e-2)
     assert ours["validation_last"] < 0.8 * ours["validation_first"]
     assert ours["moe"] == "ds_fsmoe, 2 layers"
     assert ours["chosen"]["gate"] == "topk, k = 2, capacity factor 1.25"
@@ -75,6 +78,7 @@ def test_the_main_job_learns_and_equals_stock(config: str, start: Start, tmp_pat
 def measured(chosen: dict[str, str], losses: tuple[float, ...] = (3.0, 2.0, 1.0, 1.0)) -> dict:
     """What the main job writes, made up."""
     rest = {"validation_first": 5.0, "validation_last": 2.0, "step_ms": 1.0, "tokens_per_s": 1.0}
+    rest["step_times_ms"] = [1.0] * len(losses)
     return {"moe": "layers of some kind", "losses": list(losses), "chosen": chosen, **rest}
 
 

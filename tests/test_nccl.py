@@ -30,7 +30,7 @@ from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.schedule import GRAD
-from ds_fsmoe.tuning.autotune import _Model
+from ds_fsmoe.tuning.tuned_model import TunedModel
 from tests.lane_cases import INTER, INTRA, schedule_of
 from tests.pretended_device import pretended, run_pretended
 from tests.pretended_nccl import Pretended, fake_ranks, pretend_nccl
@@ -224,7 +224,7 @@ def test_the_tuner_takes_links_that_take_turns_for_one() -> None:
             kind_of={}, slowed=Slowdowns({}), is_serial=False, options=lambda *_: [], kinds=[]
         )
         running: Any = SimpleNamespace(one_link=one_link, links="reduce_first")
-        space = _Model(FSMoEBlock(enabled=True), running, {}, measured, [], {}, None).search.space
+        space = TunedModel(FSMoEBlock(enabled=True), running, {}, measured, [], {}, None).search.space
         return {order.links for order in space.orders(False, False) if order.degree == 2}
 
     assert orders(None) == {"shared", "paper", "reduce_first"}

@@ -30,8 +30,8 @@ from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.report import order_text
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import GEMMS, Layer, Shape, Work, kind_costs, layer_work
-from ds_fsmoe.tuning.autotune import _Model
 from ds_fsmoe.tuning.measure import Measured
+from ds_fsmoe.tuning.tuned_model import TunedModel
 from tests.samples import sampled
 
 LAYERS = 4
@@ -168,7 +168,7 @@ def rest_ms(layer: Layer, costs: dict) -> tuple[float, float]:
     return forward, backward
 
 
-def engine_model(model: Model, name: str, folder: Path) -> tuple[_Model, dict[str, Applied]]:
+def engine_model(model: Model, name: str, folder: Path) -> tuple[TunedModel, dict[str, Applied]]:
     """The layers of an engine, as if they had been measured to cost what the file says."""
     shape, groups, cluster = model.shape, model.groups, load_cluster(str(cluster_file(model, folder)))
     costs = kind_costs(cluster, groups)
@@ -199,7 +199,7 @@ def engine_model(model: Model, name: str, folder: Path) -> tuple[_Model, dict[st
     forward_ms, backward_ms = rest_ms(layer, costs)
     running: Any = SimpleNamespace(one_link=None, links=planned_links(block))
     dense_ms = LAYERS * forward_ms, LAYERS * backward_ms + gradients_ms
-    made = _Model(block, running, layers, measured, gradients, tensors_bytes, dense_ms)  # type: ignore[arg-type]
+    made = TunedModel(block, running, layers, measured, gradients, tensors_bytes, dense_ms)  # type: ignore[arg-type]
     return made, {label: each.fsmoe for label, each in layers.items()}
 
 

@@ -99,6 +99,7 @@ MEASURE_FOR_MINUTES = tuple(
         "inference",
         "fp8",
         "autotune",
+        "from_trace",
         "unchunked",
         "ops",
         "experts",

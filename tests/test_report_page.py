@@ -67,8 +67,8 @@ def record_details(folder: Path) -> None:
         "times_ms": [1.0, 2.0],
         "line_ms": [1.0, 2.0],
         "lines": [{"alpha_ms": 0.1, "beta_ms": 1e-4}],
-        "r2": 0.5,
-        "worst_residual_ms": 0.3,
+        "typical_share": 0.3,
+        "worst_share": 0.5,
         "is_good": False,
     }
     choice = {

@@ -49,7 +49,7 @@ def run_with_trace(folder: Path, task_us: float, num_ranks: int = 2) -> Run:
 
 
 def test_short_tasks_and_little_traffic_are_named(tmp_path: Path) -> None:
-    ours = Run(tmp_path, {"block": {"autotune": {"enabled": True}}})
+    ours = Run(tmp_path, plans={"choices": [{}]})
     tiny = reasons(run_with_trace(tmp_path, 200), ours, StepTimes(10, 10.0, {}))
     assert "takes 0.20 ms on average" in tiny[0]
     # One all-to-all of 0.2 ms in a step of 10 ms.
@@ -58,7 +58,7 @@ def test_short_tasks_and_little_traffic_are_named(tmp_path: Path) -> None:
 
 
 def test_without_a_trace_or_with_one_that_cannot_be_read_nothing_is_made_up(tmp_path: Path) -> None:
-    ours = Run(tmp_path, {"block": {"autotune": {"enabled": True}}})
+    ours = Run(tmp_path, plans={"choices": [{}]})
     assert reasons(Run(tmp_path), ours, StepTimes(10, 10.0, {})) == []
     for text in ("{", "[]", '{"traceEvents": 3}', '{"traceEvents": [], "otherData": {}}'):
         (tmp_path / "rank0.json").write_text(text)
@@ -76,3 +76,13 @@ def test_a_part_that_is_the_same_in_both_tells_whether_the_machine_was() -> None
     # Too small to say anything.
     assert disturbance(times(42.6, 0.4), times(18.0, 0.1)) is None
     assert disturbance(StepTimes(20, 10.0, {}), StepTimes(20, 10.0, {})) is None
+
+
+def test_why_layers_are_not_cut_is_told_from_what_was_asked_for(tmp_path: Path) -> None:
+    def said(**block: object) -> str:
+        return " ".join(reasons(Run(tmp_path), Run(tmp_path, {"block": block}), StepTimes(10, 10.0, {})))
+
+    assert "let the runs be longer" in said()
+    assert '"autotune": false leaves them so' in said(autotune={"enabled": False})
+    assert "cut by hand (2 forward)" in said(pipeline_degree={"forward": 2})
+    assert said(schedule="lina") == ""

@@ -308,8 +308,6 @@ class FSMoEEngine(SavingEngine):
         sentences = check_nodes(block, stock, expert_before_data, *sizes_of_mpu(self.mpu))
         sentences += [*launcher_warnings(), *accelerate_warnings(dist.get_world_size())]
         sentences += untested(self.config, device.type)
-        if untuned is not None:
-            log_on_rank_0(untuned)
         sentences += speed_warnings(self.config, asked, device.type)
         words = words_of(self.config[BLOCK])
         for sentence in words.old:
@@ -343,6 +341,7 @@ class FSMoEEngine(SavingEngine):
         if isinstance(model, PipelineModule):
             make_groups_on_every_stage(model, stock, running, self.zero_optimization_stage())
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)
+        self.fsmoe.why_untuned = untuned
         return sources
 
     def _configure_distributed_model(self, model: nn.Module) -> None:

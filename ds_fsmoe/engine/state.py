@@ -69,6 +69,8 @@ class FSMoEState:
             )
         self.updated: UpdatedParameters | None = None
         """The gather of updated parameters, where it is ours."""
+        self.why_untuned: str | None = None
+        """The reason why nothing is measured, though nobody has turned that off."""
         self.why_not_placed = ""
         """The reason why no expert moves, though that is asked for."""
         self.gradients = "DeepSpeed's own reduction"
@@ -297,6 +299,7 @@ class FSMoEState:
         return {
             "schedule": self.block.schedule,
             "pipeline_degree": _describe_degrees(self),
+            "autotune": self._describe_autotune(),
             "links": self.running.describe_links(),
             "esp_size": str(self.block.esp_size),
             "gate": "; ".join(gates),
@@ -307,6 +310,11 @@ class FSMoEState:
             "gradients": self.gradients,
             "placement": self.describe_placement(),
         }
+
+    def _describe_autotune(self) -> str:
+        if self.autotune is not None:
+            return self.autotune.describe()
+        return "off" if self.why_untuned is None else f"off: {self.why_untuned}"
 
     def describe_placement(self) -> str:
         """Describe who decides where experts are, for the log."""

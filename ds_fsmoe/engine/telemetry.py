@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.execution.pipeline import CallSizes
+from ds_fsmoe.gradients.reduction import wanted_mode
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.observing.call_observer import sizes_of
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.placement.events import Event, as_rows
+from ds_fsmoe.planning.call_shape import CallShape
+from ds_fsmoe.planning.cluster import cluster_as_json
 from ds_fsmoe.telemetry.events import named, of_placement, of_routers
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.router_outputs import router_outputs
 from ds_fsmoe.telemetry.routers import RouterMetrics
-from ds_fsmoe.tuning.as_data import plans_as_data
+from ds_fsmoe.tuning.as_data import called_as_data, measured_as_data, plans_as_data
+from ds_fsmoe.tuning.measure import Measured, tensors_of
 from ds_fsmoe.tuning.step_comparison import StepComparison
 
 if TYPE_CHECKING:
@@ -47,6 +53,12 @@ class Telemetry:
         self.routers: RouterMetrics | None = None
         self._layers = {each.deepspeed_moe.label: each for each in state.layers.values()}
         self._decided: list[dict[str, Any]] = []
+        self._shapes: dict[str, CallShape] = {}
+        """Label of a layer -> the sizes of its first call in training, for the record."""
+        self._recorded: Measured | dict[str, CallShape] | None = None
+        """What the record has of the layers' costs, or at least of their sizes."""
+        if block.record.dir is not None:
+            state.running.instruments.append(self._note_sizes)
         if state.placement_watch is not None:
             state.placement_watch.on_event.append(self._placement_decided)
         if block.metrics == "off":
@@ -61,6 +73,36 @@ class Telemetry:
         state.running.instruments.append(self._watch)
         self._watch_own_routers()
         self._listen(engine.global_steps)
+
+    def _note_sizes(self, call: LayerCall) -> None:
+        if not call.is_training or call.label in self._shapes:
+            return
+
+        def note(at: CallSizes) -> None:
+            if at.capacity:
+                found = sizes_of(at, call.experts)
+                # One product of all weights, as the autotuner measures it.
+                self._shapes[call.label] = replace(found, num_products=1, num_weights=max(1, found.num_weights))
+
+        call.pipeline = call.pipeline.watched(on_call=note)
+
+    def _record_costs(self) -> None:
+        """Record what the layers are and what their tasks cost, where that is new."""
+        state, autotune = self._state, self._state.autotune
+        measured, search = getattr(autotune, "measured", None), getattr(autotune, "search", None)
+        micro_batches = self._engine.gradient_accumulation_steps()
+        choices = {label: getattr(gate, "k", None) for label, gate in self._gates().items()}
+        if measured is not None and search is not None:
+            if measured is not self._recorded:
+                tensors = tensors_of(state.reduction)
+                of_run = state.block.schedule, tensors, micro_batches, choices
+                self.record.measured(measured_as_data(measured, search, *of_run), cluster_as_json(measured.cluster))
+                self._recorded = measured
+        elif self._recorded is None and self._shapes:
+            layers = {label: each.deepspeed_moe for label, each in self._layers.items()}
+            of_run = state.block, state.running.links, wanted_mode(state.block), micro_batches, choices
+            self.record.measured(called_as_data(self._shapes, layers, *of_run))
+            self._recorded = self._shapes
 
     def _watch(self, call: LayerCall) -> None:
         if call.is_training:
@@ -100,6 +142,8 @@ class Telemetry:
         if reduction is not None and reduction.reducer.plan is not self._gradient_plan:
             self._gradient_plan = reduction.reducer.plan
             self.plans_changed()
+        if self.record is not None and self._recorded is None:
+            self._record_costs()
         values: dict[str, float] = {}
         if self.routers is not None and self.routers.is_listening:
             loads = self.routers.read(self._gates())
@@ -164,6 +208,7 @@ class Telemetry:
         # In the step that is under way something has been measured.
         now = {"settled_at": self._engine.global_steps + 1, "chosen": self._state.chosen()}
         self.record.plans(plans_as_data(pipelines, self._state.autotune) | now)
+        self._record_costs()
 
     def close(self) -> None:
         """Take note that the run is over."""

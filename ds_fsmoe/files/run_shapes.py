@@ -63,8 +63,8 @@ _FIT = {
     "unit": is_text,
     **{name: [is_number] for name in ("sizes", "times_ms", "line_ms")},
     "lines": [{"alpha_ms": is_number, "beta_ms": is_number}],
-    "r2": is_number,
-    "worst_residual_ms": is_number,
+    "typical_share": is_number,
+    "worst_share": is_number,
     "is_good": lambda value: isinstance(value, bool),
 }
 _PREDICTED = ("chosen_ms", "deepspeed_ms", "bound_ms", "gradients_ms", "exposed_ms")

@@ -3,8 +3,10 @@
 
 ``run.json`` says what ran; ``steps.jsonl`` has a line per optimizer step, ``routers.jsonl`` one per step whose routers
 were observed, ``compared.jsonl`` one per step that was compared with its prediction, ``placement.jsonl`` one for each
-layer whenever it was decided where its experts should be; ``plans.json`` has what was measured and decided; ``trace/``
-has what each rank has traced.
+layer whenever it was decided where its experts should be; ``plans.json`` has what was measured and decided;
+``measured.json`` has what the layers are and what their tasks cost, so that they can be planned again, and
+``cluster.json``, a cluster file as ``ds_fsmoe plan --cluster`` takes it, what collectives cost among other ranks;
+``trace/`` has what each rank has traced.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ds_fsmoe.files.whole_files import append_to, read_regular, write_whole
 
 RUN, STEPS, ROUTERS, COMPARED, PLANS = "run.json", "steps.jsonl", "routers.jsonl", "compared.jsonl", "plans.json"
 PLACEMENT = "placement.jsonl"
+MEASURED, CLUSTER = "measured.json", "cluster.json"
 TRACE = "trace"
 FORMAT = 1
 STOCK = "stock"
@@ -61,6 +64,8 @@ class Run:
     compared: list[dict[str, Any]] = field(default_factory=list)
     placement: list[dict[str, Any]] = field(default_factory=list)
     plans: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+    """What :func:`~ds_fsmoe.planning.recorded_data.job_from_data` reads."""
     problems: list[str] = field(default_factory=list)
     title: str = ""
     """The title, set where several runs would have the same name."""
@@ -94,6 +99,7 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.facts = _object(run, RUN, run_shapes.FACTS)
     run.plans = _object(run, PLANS, run_shapes.PLANS)
+    run.measured = _object(run, MEASURED, {})
     run.steps = _lines(run, STEPS, run_shapes.STEP)
     run.routers = _lines(run, ROUTERS, run_shapes.ROUTER)
     run.compared = _lines(run, COMPARED, run_shapes.COMPARED)

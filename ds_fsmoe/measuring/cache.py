@@ -100,7 +100,7 @@ def write_measurements(path: Path, fingerprint: Fingerprint, measurements: Measu
         "fingerprint": fingerprint,
         "timings": {
             name: {"unit": each.unit, "sizes": list(each.sizes), "times_ms": list(each.times_ms)}
-            | ({"issued_ms": list(each.issued_ms)} if each.issued_ms else {})
+            | {key: list(found) for key in ("issued_ms", "least_ms") if (found := getattr(each, key))}
             for name, each in sorted(measurements.timings.items())
         },
         "numbers": dict(sorted(measurements.numbers.items())),
@@ -152,10 +152,11 @@ def _timing(name: str, at: Any) -> Timing:
         raise UselessFileError(f"has {at['unit']!r} for the unit of {name}")
     if any(a >= b for a, b in itertools.pairwise(sizes)):
         raise UselessFileError(f"has sizes of {name} that do not grow: {list(sizes)}")
-    issued_ms = tuple(_number(each, name) for each in at.get("issued_ms", ()))
-    if len(issued_ms) not in (0, len(sizes)):
-        raise UselessFileError(f"has {len(issued_ms)} times of the host for {len(sizes)} sizes of {name}")
-    timing = Timing(at["unit"], sizes, times_ms, issued_ms)
+    issued_ms, least_ms = (tuple(_number(each, name) for each in at.get(key, ())) for key in ("issued_ms", "least_ms"))
+    for which, found in (("times of the host", issued_ms), ("least times", least_ms)):
+        if len(found) not in (0, len(sizes)):
+            raise UselessFileError(f"has {len(found)} {which} for {len(sizes)} sizes of {name}")
+    timing = Timing(at["unit"], sizes, times_ms, issued_ms, least_ms)
     timing.fit  # noqa: B018 - what cannot be fitted is of no use, and says why
     return timing
 

@@ -85,8 +85,9 @@ def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
                     best_ms, best = total, (place, small, large)
     place, small, large = best
     times_ms = (*found[small].times_ms[:place], *found[large].times_ms[place:])
+    least_ms = (*found[small].least_ms[:place], *found[large].least_ms[place:])
     rule: Reduces = ((0.0, large),) if small == large or not place else ((0.0, small), (sizes[place], large))
-    return rule, Timing(found[large].unit, sizes, times_ms)
+    return rule, Timing(found[large].unit, sizes, times_ms, least_ms=least_ms)
 
 
 def prepared(

@@ -65,9 +65,11 @@ class Measuring:
         """
         if name not in self.known.timings:
             self._on_progress(name)
-            times_ms, issued_ms = self.watch.times(name, sizes, prepare, group)
+            found = self.watch.times(name, sizes, prepare, group)
             in_units = tuple(each * size_of_one for each in sizes)
-            self.known.timings[name] = Timing(unit, in_units, tuple(times_ms), tuple(issued_ms))
+            self.known.timings[name] = Timing(
+                unit, in_units, tuple(found.times_ms), tuple(found.issued_ms), tuple(found.least_ms)
+            )
         return self.known.timings[name]
 
     def number(self, name: str, measure: Callable[[], float]) -> float:

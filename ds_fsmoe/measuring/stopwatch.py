@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,17 @@ Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
 
 
+class Times(NamedTuple):
+    """The times of an operation, one of each kind per size."""
+
+    times_ms: list[float]
+    """The medians of the repetitions."""
+    issued_ms: list[float]
+    """The host time to issue it; empty on a CPU."""
+    least_ms: list[float]
+    """The fastest repetition; of a computation on the fastest rank, as the others may have been in its way."""
+
+
 class Stopwatch:
     """Times operations on all ranks that take part. Every method is collective.
 
@@ -49,10 +61,8 @@ class Stopwatch:
         self.issues_ahead = device.type == "cuda"
         """Whether the host is through before the device is, so that the two are measured apart."""
 
-    def times(
-        self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None = None
-    ) -> tuple[list[float], list[float]]:
-        """The median of each size, and what each takes the host to issue, which is nothing on a CPU.
+    def times(self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None = None) -> Times:
+        """Time an operation at several sizes.
 
         The time of a collective is the mean of the ranks of its group, and of several such groups the slowest counts.
         All start together, so no rank has waited long for another; the least of them would be that of the rank whose
@@ -98,13 +108,15 @@ class Stopwatch:
         round_s = self._over_ranks([[self.host.perf_counter() - start_s]], None).item()
         repeats = min(MOST, max(FEWEST, int(BUDGET_S / max(1e-6, round_s))))
         rounds = [self._round(*of_round, by_device) for _ in range(repeats)]
-        return self._over_ranks(rounds, group).median(dim=0).values.tolist(), issued
+        of_ranks = self._over_ranks(rounds, group)
+        least = of_ranks if group is not None else self._fastest(rounds)
+        return Times(of_ranks.median(dim=0).values.tolist(), issued, least.min(dim=0).values.tolist())
 
     def times_ms(
         self, what: str, sizes: Sequence[int], prepare: Prepare, group: dist.ProcessGroup | None = None
     ) -> list[float]:
         """Return the median of each size; see :meth:`times`."""
-        return self.times(what, sizes, prepare, group)[0]
+        return self.times(what, sizes, prepare, group).times_ms
 
     def host_ms(self, what: str, size: int, prepare: Prepare) -> float:
         """Measure what some work costs the host: on a GPU to issue it, on a CPU to do it.
@@ -112,8 +124,8 @@ class Stopwatch:
         Raises:
             MeasuringError: on every rank, if one has failed.
         """
-        (time_ms,), issued = self.times(what, [size], prepare)
-        return issued[0] if issued else time_ms
+        found = self.times(what, [size], prepare)
+        return (found.issued_ms or found.times_ms)[0]
 
     def issued_in_ms(self, what: str, work: Callable[[], object]) -> float:
         """Measure what some work costs this rank's host, done once for that; on a GPU it can be held back then.
@@ -187,6 +199,13 @@ class Stopwatch:
     def _wait(self) -> None:
         if self.issues_ahead:
             torch.cuda.synchronize(self.device)
+
+    def _fastest(self, values: Sequence[Sequence[float]]) -> torch.Tensor:
+        times = torch.tensor(values, dtype=torch.float64)
+        if world_size_now() > 1:
+            times = times.to(self.device)
+            dist.all_reduce(times, dist.ReduceOp.MIN, group=self.group)
+        return times.cpu()
 
     def _over_ranks(self, values: Sequence[Sequence[float]], group: dist.ProcessGroup | None) -> torch.Tensor:
         times = torch.tensor(values, dtype=torch.float64)

@@ -10,26 +10,33 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
+from ds_fsmoe.planning.cluster_schema import (
+    CONTENTION,
+    DTYPES,
+    FIELDS,
+    GROWTH,
+    LINKS,
+    NEEDED,
+    UNITS,
+    operation_fields,
+    slope_of,
+)
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 
 _FOLDER = Path(__file__).parent / "clusters"
-_FIELDS = ("name", "source", "num_nodes", "gpus_per_node", "contention", "host_ms", "operations", "measured")
-"""The fields of a file. ``measured`` is the data from which the rest was made; this module does not read it."""
-_CONTENTION = ("links", "compute", "traffic")
-_COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
-UNITS: Mapping[str, str] = MappingProxyType(
-    {f"{link}.{name}": "byte" for link in ("inter", "intra") for name in _COLLECTIVES}
-    | {"gemm": "flop", "attention": "flop", "softmax": "score", "routing": "flop", "order": "byte"}
-)
-"""Operation -> the unit of its slope. ``inter`` is a group with one rank per node, ``intra`` one inside a node."""
+_SCHEMA = "cluster.schema"
+_CONTENTION = tuple(each for each in CONTENTION if each != "source")
+_TEXTS = ("source", "date", "contributed_by", "gpu")
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +47,28 @@ class Operation:
     ranks: int | None = None
     """The size of the group in which it was measured; ``None``: unknown, or not a collective."""
     source: str = ""
+    alpha_ms_per_rank: float = 0.0
+    """By how much every further rank makes it longer: a ring has a step more, an all-to-all a message."""
+    alpha_ms_per_doubling: float = 0.0
+    """By how much twice as many ranks make it longer: a tree has a level more."""
 
-    def among(self, ranks: int) -> LinearCost:
-        """Return the cost in a group of another size: (N-1)/N of a buffer is sent over the link."""
+    def among(self, ranks: int, peers: int | None = None) -> LinearCost:
+        """Return the cost in a group of another size: (N-1)/N of a buffer is sent over the link, and the start-up is
+        as much longer as the file says, which is not at all unless it says something.
+
+        Args:
+            ranks: the ranks that share the link's traffic.
+            peers: the ranks that exchange messages, for the start-up; ``None``: as many.
+        """
         if ranks == 1:
             return LinearCost(0.0, 0.0)
-        if self.ranks in (None, ranks):
+        peers = ranks if peers is None else peers
+        if self.ranks is None or self.ranks == ranks == peers:
             return self.cost
         share = ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
-        return LinearCost(self.cost.alpha_ms, self.cost.beta_ms * share)
+        longer_ms = self.alpha_ms_per_rank * (peers - self.ranks)
+        longer_ms += self.alpha_ms_per_doubling * math.log2(peers / self.ranks)
+        return LinearCost(max(0.0, self.cost.alpha_ms + longer_ms), self.cost.beta_ms * share)
 
 
 @dataclass(frozen=True)
@@ -63,6 +83,17 @@ class Cluster:
     host_ms: float = 0.0
     """The host time to launch one operation."""
     source: str = ""
+    gpu: str = ""
+    memory_gb: float | None = None
+    """The memory of a GPU in 10^9 bytes; ``None``: the file does not say."""
+    dtype: str | None = None
+    """The type of numbers that the costs of computing hold for; ``None``: the file does not say."""
+    peak_tflops: float | None = None
+    """What a GPU computes in that type at the most, in 10^12 floating-point operations a second."""
+    link_gb_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Link -> what a GPU's share of its ports carries one way at the most, in 10^9 bytes a second."""
+    date: str = ""
+    contributed_by: str = ""
 
     def operation(self, name: str, needed_by: str) -> Operation:
         """Return the cost of one operation.
@@ -84,7 +115,7 @@ class Cluster:
 
 def names() -> tuple[str, ...]:
     """Return the names of the clusters that come with the package."""
-    return tuple(sorted(each.stem for each in _FOLDER.glob("*.json")))
+    return tuple(sorted(each.stem for each in _FOLDER.glob("*.json") if each.stem != _SCHEMA))
 
 
 def load_cluster(name_or_path: str) -> Cluster:
@@ -92,6 +123,16 @@ def load_cluster(name_or_path: str) -> Cluster:
 
     Raises:
         ValueError: no such name or file, or a file with a wrong field; it names the field and the choices.
+    """
+    path, data = read_file(name_or_path)
+    return _Reader(f"cluster file {path}").cluster(data)
+
+
+def read_file(name_or_path: str) -> tuple[Path, Any]:
+    """Return the path of a cluster's file and what is in it, unread.
+
+    Raises:
+        ValueError: no such name or file, or no JSON.
     """
     path = _FOLDER / f"{name_or_path}.json"
     if name_or_path not in names():
@@ -104,24 +145,35 @@ def load_cluster(name_or_path: str) -> Cluster:
                 f"the choices are {', '.join(names())}, or the path of a JSON file written like one of them"
             )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return path, json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cluster file {path}: cannot be read as JSON: {error}") from error
-    return _Reader(f"cluster file {path}").cluster(data)
+
+
+def errors_in(data: Any) -> tuple[str, ...]:
+    """Return everything for which a file would be refused, each as a sentence that begins with the field."""
+    found: list[str] = []
+    reader = _Reader("", found)
+    reader.attempt(lambda: reader.cluster(data))
+    return tuple(found)
 
 
 def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
     """Return the cluster in JSON's types, so that :func:`load_cluster` reads an equal one back."""
     operations = {}
     for name, operation in cluster.operations.items():
-        cost = {"alpha_ms": float(operation.cost.alpha_ms), f"beta_ms_per_{UNITS[name]}": float(operation.cost.beta_ms)}
+        cost = {"alpha_ms": float(operation.cost.alpha_ms), slope_of(name): float(operation.cost.beta_ms)}
         ranks = {} if operation.ranks is None else {"ranks": operation.ranks}
-        operations[name] = cost | ranks | {"source": operation.source}
+        growth = {each: float(getattr(operation, each)) for each in GROWTH if getattr(operation, each)}
+        operations[name] = cost | ranks | growth | {"source": operation.source}
+    said = {name: getattr(cluster, name) for name in ("date", "contributed_by", "gpu", "memory_gb", "dtype")}
+    said |= {"peak_tflops": cluster.peak_tflops, "link_gb_per_s": dict(cluster.link_gb_per_s)}
     return {
         "name": cluster.name,
         "source": cluster.source,
         "num_nodes": cluster.num_nodes,
         "gpus_per_node": cluster.gpus_per_node,
+        **{name: value for name, value in said.items() if value},
         "contention": {key: float(getattr(cluster.contention, key)) for key in _CONTENTION},
         "host_ms": float(cluster.host_ms),
         "operations": operations,
@@ -129,67 +181,125 @@ def cluster_as_json(cluster: Cluster) -> dict[str, Any]:
 
 
 class _Reader:
-    """This class reads a cluster file field by field and reports where a wrong one is."""
+    """This class reads a cluster file field by field and reports where a wrong one is: it raises for the first, or
+    collects all."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, found: list[str] | None = None) -> None:
         self._file = file
+        self._found = found
 
     def wrong(self, path: str, sentence: str) -> ValueError:
-        return ValueError(f"{self._file}: {path}{sentence}")
+        return ValueError(f"{self._file}: {path}{sentence}" if self._file else f"{path}{sentence}".strip())
+
+    def attempt(self, read: Callable[[], _Read]) -> _Read | None:
+        """Return what is read; if it is wrong and errors are collected, nothing."""
+        if self._found is None:
+            return read()
+        try:
+            return read()
+        except ValueError as error:
+            self._found.append(str(error))
+            return None
 
     def cluster(self, data: Any) -> Cluster:
-        self.known("", data, _FIELDS)
-        for needed in ("num_nodes", "gpus_per_node", "operations"):
+        if not isinstance(data, dict):
+            raise self.wrong("", "must be a JSON object")
+        self.known("", data, tuple(FIELDS))
+        for needed in NEEDED:
             if needed not in data:
-                raise self.wrong(needed, " is missing")
+                self.refuse(needed, " is missing")
         if not isinstance(data.get("measured", {}), dict):
-            raise self.wrong("measured", " must be a JSON object")
-        contention = data.get("contention", {})
-        self.known("contention", contention, (*_CONTENTION, "source"))
-        self.known("operations", data["operations"], tuple(UNITS))
+            self.refuse("measured", " must be a JSON object")
+        contention = self.part("contention", data, tuple(CONTENTION))
+        operations = self.part("operations", data, tuple(UNITS))
+        links = self.part("link_gb_per_s", data, LINKS)
+        counts = {name: self.count(name, data[name]) for name in ("num_nodes", "gpus_per_node") if name in data}
+        read = {name: self.operation(name, value) for name, value in operations.items()}
+        kappas = (self.number(f"contention.{key}", contention.get(key, 0.0)) for key in _CONTENTION)
         return Cluster(
             name=str(data.get("name", Path(self._file).stem)),
-            num_nodes=self.count("num_nodes", data["num_nodes"]),
-            gpus_per_node=self.count("gpus_per_node", data["gpus_per_node"]),
-            operations=MappingProxyType(
-                {name: self.operation(name, value) for name, value in data["operations"].items()}
-            ),
-            contention=Contention(*(self.number(f"contention.{key}", contention.get(key, 0.0)) for key in _CONTENTION)),
+            num_nodes=counts.get("num_nodes", 1),
+            gpus_per_node=counts.get("gpus_per_node", 1),
+            operations=MappingProxyType(read),
+            contention=Contention(*kappas),
             host_ms=self.number("host_ms", data.get("host_ms", 0.0)),
-            source=str(data.get("source", "")),
+            **{name: str(data.get(name, "")) for name in _TEXTS},
+            memory_gb=self.above_0("memory_gb", data),
+            dtype=self.choice("dtype", data, DTYPES),
+            peak_tflops=self.above_0("peak_tflops", data),
+            link_gb_per_s=MappingProxyType(
+                {link: self.above_0(f"link_gb_per_s.{link}", links, link) or 0.0 for link in links}
+            ),
         )
 
+    def refuse(self, path: str, sentence: str) -> None:
+        def wrong() -> None:
+            raise self.wrong(path, sentence)
+
+        self.attempt(wrong)
+
+    def part(self, name: str, data: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+        """Return an object inside the file, without what is wrong in it."""
+        part = data.get(name, {})
+        self.known(name, part, fields)
+        return {key: value for key, value in part.items() if key in fields} if isinstance(part, dict) else {}
+
     def operation(self, name: str, data: Any) -> Operation:
-        path, slope = f"operations.{name}", f"beta_ms_per_{UNITS[name]}"
-        collective = "." in name
-        self.known(path, data, ("alpha_ms", slope, "source", *(("ranks",) if collective else ())))
+        path, slope = f"operations.{name}", slope_of(name)
+        self.known(path, data, operation_fields(name))
+        data = data if isinstance(data, dict) else {"alpha_ms": 0.0, slope: 0.0}
         for needed in ("alpha_ms", slope):
             if needed not in data:
-                raise self.wrong(f"{path}.{needed}", " is missing")
-        cost = LinearCost(*(self.number(f"{path}.{key}", data[key]) for key in ("alpha_ms", slope)))
+                self.refuse(f"{path}.{needed}", " is missing")
+        cost = LinearCost(*(self.number(f"{path}.{key}", data.get(key, 0.0)) for key in ("alpha_ms", slope)))
+        growth = {key: self.number(f"{path}.{key}", data[key]) for key in GROWTH if key in data}
         ranks = data.get("ranks")
-        if ranks is not None and self.count(f"{path}.ranks", ranks) < 2:
-            raise self.wrong(f"{path}.ranks", f" = {ranks}: a collective is measured among at least 2")
-        return Operation(cost, ranks, str(data.get("source", "")))
+        if ranks is not None:
+            ranks = self.count(f"{path}.ranks", ranks)
+            if ranks < 2:
+                self.refuse(f"{path}.ranks", f" = {ranks}: a collective is measured among at least 2")
+        elif growth:
+            self.refuse(f"{path}.ranks", f" is missing, and {' and '.join(growth)} counts from there")
+        return Operation(cost, ranks, str(data.get("source", "")), **growth)
 
     def known(self, path: str, data: Any, fields: tuple[str, ...]) -> None:
         if not isinstance(data, dict):
-            raise self.wrong(path, f"{' ' if path else ''}must be a JSON object")
+            self.refuse(path, f"{' ' if path else ''}must be a JSON object")
+            return
         for key in data:
             if key not in fields:
                 near = difflib.get_close_matches(key, fields, 1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 where = f"{path}.{key}" if path else key
-                raise self.wrong(where, f": no such field: {hint}the choices are {', '.join(fields)}")
+                self.refuse(where, f": no such field: {hint}the choices are {', '.join(fields)}")
 
     def number(self, path: str, value: Any) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # Whole numbers have no limit in JSON; what no float can hold is not finite here.
         if not is_number or not 0 <= value <= sys.float_info.max:
-            raise self.wrong(path, f" = {json.dumps(value)[:40]}: must be a finite number of at least 0")
+            self.refuse(path, f" = {json.dumps(value)[:40]}: must be a finite number of at least 0")
+            return 0.0
         return float(value)
+
+    def above_0(self, path: str, data: Mapping[str, Any], key: str = "") -> float | None:
+        """Return a number that may be missing, but not be 0."""
+        key = key or path
+        if key not in data:
+            return None
+        value = self.number(path, data[key])
+        if value == 0 and data[key] == 0:
+            self.refuse(path, " = 0: must be above 0")
+        return value
+
+    def choice(self, path: str, data: Mapping[str, Any], choices: tuple[str, ...]) -> str | None:
+        value = data.get(path)
+        if value is not None and value not in choices:
+            self.refuse(path, f" = {json.dumps(value)[:40]}: the choices are {', '.join(choices)}")
+            return None
+        return value
 
     def count(self, path: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(path, f" = {json.dumps(value)}: must be a whole number of at least 1")
+            self.refuse(path, f" = {json.dumps(value)}: must be a whole number of at least 1")
+            return 2
         return value

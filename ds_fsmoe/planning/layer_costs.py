@@ -29,6 +29,9 @@ class LayerCosts:
     relative_residual: float = 0.0
     """The typical deviation of measurements from these costs, as a share: a smaller gain counts as none."""
 
+    least: LayerCosts | None = None
+    """What tasks cost at their fastest, for bounds; ``None``: not known."""
+
     @classmethod
     def written(cls, costs: Mapping[str, Cost], host_ms: float = 0.0) -> LayerCosts:
         """Return the costs of a cluster's file: the same in both phases."""

@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ds_fsmoe.planning.cost import Cost, Fit, LinearCost, fit, fit_switched
@@ -58,6 +58,8 @@ class Timing:
     """The medians, one per size."""
     issued_ms: tuple[float, ...] = ()
     """The host time to issue it, one per size; empty if the thread that issues it also does it."""
+    least_ms: tuple[float, ...] = ()
+    """The fastest of the repetitions, one per size; empty: not kept."""
 
     @property
     def issue_ms(self) -> float:
@@ -78,6 +80,15 @@ class Timing:
     def cost(self) -> Cost:
         """The cost with the best fit."""
         return self.best_fit.cost
+
+    def at_its_fastest(self) -> Timing:
+        """Return the operation as if it always took what it took at its fastest, at no size more: for bounds."""
+        if not self.least_ms:
+            return self
+        line = self.best_fit.cost
+        shares = (least / max(line.ms(size), 1e-12) for size, least in zip(self.sizes, self.least_ms, strict=True))
+        share = min(1.0, *shares)
+        return replace(self, times_ms=tuple(share * line.ms(size) for size in self.sizes), least_ms=())
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,10 @@ class LayerProfile:
             issues_ahead: whether one thread issues the tasks of all lanes ahead of them, as for a GPU: then issue
                 times add up over lanes. Otherwise each lane runs its own tasks and bears their issue costs itself.
         """
+        least = None
+        if any(each.least_ms for each in self.operations.values()):
+            fastest = {name: each.at_its_fastest() for name, each in self.operations.items()}
+            least = replace(self, operations=fastest).costs(issues_ahead)
         forward, backward, rechunked = (self._costs(*each, issues_ahead) for each in _PHASES)
         hosts = [self._issue_ms(*each) if issues_ahead else 0.0 for each in _PHASES]
         return LayerCosts(
@@ -123,6 +138,7 @@ class LayerProfile:
             is_per_launch=False,
             uses_rng=self.uses_rng,
             relative_residual=self.relative_residual,
+            least=least,
         )
 
     def _costs(self, backward: bool, same_chunks: bool, issues_ahead: bool) -> dict[str, Cost]:

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+from ds_fsmoe.planning.architecture import Architecture
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.model_layers import Stage, busiest_stage, model_layers
+from ds_fsmoe.planning.model_text import describe
 from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.search import Choice
@@ -32,6 +35,7 @@ class Report:
     cluster: Cluster
     groups: Groups
     shape: Shape
+    """A layer; of an architecture, the one that most of its blocks with experts have."""
     settings: Settings
     costs: Mapping[str, LinearCost]
     layers: tuple[Layer, ...]
@@ -42,6 +46,17 @@ class Report:
     bounds_ms: tuple[float, float]
     """The lower bounds of forward and backward: no plan is faster."""
     preset_name: str
+    architecture: Architecture | None = None
+    """The model block by block; ``None``: all layers are alike, and there is nothing else."""
+    stage: Stage | None = None
+    """The stage that is planned, of an architecture."""
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The places of the layers in the model: of an architecture, those of blocks with experts."""
+        if self.architecture is None or self.stage is None:
+            return range(len(self.layers))
+        return [each for each in self.architecture.moe_blocks if each in self.stage.places][: len(self.layers)]
 
     @property
     def plan(self) -> ModelPlan:
@@ -61,20 +76,42 @@ class Report:
             drop += f", the fullest rank {s.imbalance:g} times the mean"
         kappa = self.settings.contention
         lies = ", ".join(f"{name} = {place.size}{_lies(place.lanes)}" for name, place in at.items() if place.size > 1)
+        if self.architecture is None:
+            model = [
+                (
+                    "model",
+                    f"{len(self.layers) * g.pp} layers, B = {s.B}, L = {s.L}, M = {s.M}, H = {s.H}, E = {s.E}, "
+                    f"k = {s.K}, {drop}, {s.ffn} experts, {s.heads} heads, {8 * s.dtype_bytes}-bit",
+                )
+            ]
+        else:
+            step = f"B = {s.B}, L = {s.L}, {drop}, {8 * s.dtype_bytes}-bit"
+            model = [*describe(self.architecture), ("step", step)]
         return [
-            (
-                "model",
-                f"{len(self.layers) * g.pp} layers, B = {s.B}, L = {s.L}, M = {s.M}, H = {s.H}, E = {s.E}, k = {s.K}, "
-                f"{drop}, {s.ffn} experts, {s.heads} heads, {8 * s.dtype_bytes}-bit",
-            ),
+            *model,
             ("groups", f"{g.world} ranks, {g.gpus_per_node} per node: {lies or 'one rank each'}"),
-            *([("stages", f"{g.pp}; times are those of one stage and one micro-batch")] if g.pp > 1 else []),
+            *([("stages", self._stages())] if g.pp > 1 else []),
             (
                 "links",
                 f"kappa = {kappa.links:g} while both are busy, computation {kappa.compute:+.0%} beside traffic, "
                 f"{self.settings.host_ms * 1e3:g} us to launch a task",
             ),
         ]
+
+    def _stages(self) -> str:
+        pp = self.groups.pp
+        if self.stage is None:
+            return f"{pp}; times are those of one stage and one micro-batch"
+        assert self.architecture is not None
+        least, more = divmod(len(self.architecture.blocks), pp)
+        sizes = f"{least} or {least + 1}" if more else f"{least}"
+        places = f"{self.stage.places[0]} to {self.stage.places[-1]}" + (
+            ", and the head" if self.stage.has_head else ""
+        )
+        return (
+            f"{pp} of {sizes} blocks; times are those of one micro-batch on stage {self.stage.index + 1} (blocks "
+            f"{places}), which computes the most"
+        )
 
     def block_timelines(self, preset_name: str) -> list[tuple[str, Timeline]]:
         """Return the timelines of a plan's middle layer, in both phases."""
@@ -111,13 +148,13 @@ class Report:
 
     def plan_rows(self) -> list[dict[str, Any]]:
         """Return the plan, layer by layer. Layers are counted from the front, in both phases."""
-        last = len(self.layers) - 1
+        last, places = len(self.layers) - 1, self.places
         forward = zip(self.plan.forward, self.plan.forward_choices, strict=True)
         backward = zip(self.plan.backward, self.plan.backward_choices, strict=True)
         return [
-            *({"layer": index} | self._row("forward", index, *each) for index, each in enumerate(forward)),
+            *({"layer": places[index]} | self._row("forward", index, *each) for index, each in enumerate(forward)),
             *(
-                {"layer": last - index} | self._row("backward", last - index, *each)
+                {"layer": places[last - index]} | self._row("backward", last - index, *each)
                 for index, each in enumerate(backward)
             ),
         ]
@@ -146,6 +183,22 @@ class Report:
             }
         return self._rows[key]
 
+    def _model(self) -> dict[str, Any]:
+        """Return what the architecture is, in plain types."""
+        model, stage = self.architecture, self.stage
+        assert model is not None
+        assert stage is not None
+        return {
+            "name": model.name,
+            "source": model.source,
+            "num_blocks": len(model.blocks),
+            "moe_blocks": list(model.moe_blocks),
+            "num_parameters": model.num_parameters,
+            "num_expert_parameters": model.num_expert_parameters,
+            "num_active_parameters": model.num_active_parameters,
+            "stage": {"index": stage.index, "blocks": [stage.places[0], stage.places[-1]]},
+        }
+
     @cached_property
     def _rows(self) -> dict[tuple, dict[str, Any]]:
         return {}
@@ -158,6 +211,7 @@ class Report:
             "shape": asdict(self.shape),
             "groups": asdict(self.groups) | {"edp": self.groups.edp},
             "num_layers_per_stage": len(self.layers),
+            **({} if self.architecture is None else {"model": self._model()}),
             "contention": asdict(self.settings.contention),
             "host_ms": self.settings.host_ms,
             "solver": self.settings.solver,
@@ -192,6 +246,8 @@ def report(
     alltoall: AllToAll = "flat",
     recompute: bool = False,
     crossings: Crossings | None = None,
+    architecture: Architecture | None = None,
+    max_layers: int | None = None,
 ) -> Report:
     """Plan a model the way every system would.
 
@@ -201,6 +257,9 @@ def report(
         alltoall: how tokens are exchanged.
         recompute: whether layers run their forward again in the backward.
         crossings: how often a token crosses where it does so once per node; ``None``: as with balanced routing.
+        architecture: a whole model, of whose first ``num_layers`` blocks ``shape`` has the samples, the length, and the
+            bytes of an element; ``None``: so many layers of that shape, and nothing else.
+        max_layers: so many layers of a stage and no more are planned; ``None``: all.
 
     Raises:
         ValueError: an unknown preset, or whatever the parts refuse.
@@ -208,16 +267,26 @@ def report(
     if preset_name not in NAMES:
         raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
     costs = kind_costs(cluster, groups, alltoall)
-    # Chunks are whole slots, as they are in training.
-    layers = (layer_work(shape, groups, alltoall, recompute, True, crossings),) * (num_layers // groups.pp)
+    stage = None
+    if architecture is None:
+        # Chunks are whole slots, as they are in training.
+        layers = (layer_work(shape, groups, alltoall, recompute, True, crossings),) * (num_layers // groups.pp)
+    else:
+        architecture = architecture.first(num_layers)
+        stage = busiest_stage(architecture, groups.pp, shape.L)
+        step = shape.B, shape.L, shape.dtype_bytes
+        how = alltoall, recompute, crossings
+        layers = model_layers(architecture, groups, *step, *how, imbalance=shape.imbalance, stage=stage)
+    layers = layers[:max_layers]
     planner = Planner(costs, settings)
     plans = {name: plan_by_name(planner, name, layers) for name in NAMES}
-    times_ms = {
-        name: tuple(each.makespan_ms for each in plan.timelines(costs, settings.contention, settings.host_ms))
-        for name, plan in plans.items()
-    }
+    times_ms = {}
+    for name, plan in plans.items():
+        forward, backward = plan.timelines(costs, settings.contention, settings.host_ms)
+        times_ms[name] = forward.makespan_ms, backward.makespan_ms
     bounds = step_bounds_ms(layers, costs, settings.max_degree)
-    return Report(cluster, groups, shape, settings, costs, layers, plans, times_ms, bounds, preset_name)
+    found = layers, plans, times_ms, bounds, preset_name
+    return Report(cluster, groups, shape, settings, costs, *found, architecture, stage)
 
 
 def _lies(lanes: tuple) -> str:

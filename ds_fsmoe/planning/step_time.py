@@ -69,7 +69,7 @@ def predict_step(
     stock = planner.plan([replace(each, gradients=()) for each in stocks], settings.space("deepspeed"), "off")
 
     def least(each: Mapping[str, Layer]) -> Layer:
-        return min(each.values(), key=lambda layer: _least_ms(layer, settings.max_degree))
+        return min(map(_at_its_fastest, each.values()), key=lambda layer: _least_ms(layer, settings.max_degree))
 
     chosen_ms = plan.step_ms({}, **how)
     return StepTimes(
@@ -81,6 +81,11 @@ def predict_step(
         exposed_ms=max(0.0, chosen_ms - plan.without_gradients().step_ms({}, **how)),
         bound_ms=sum(step_bounds_ms([least(each) for each in options], {}, settings.max_degree)),
     )
+
+
+def _at_its_fastest(layer: Layer) -> Layer:
+    """Return the layer with what its tasks cost at their fastest: no measured step shall be below a bound."""
+    return layer if layer.costs is None or layer.costs.least is None else replace(layer, costs=layer.costs.least)
 
 
 def _least_ms(layer: Layer, max_degree: int) -> float:

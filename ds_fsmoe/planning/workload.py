@@ -13,7 +13,7 @@ F = K * capacity factor, the copies that each token is sent as.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -48,6 +48,8 @@ from ds_fsmoe.planning.schedule import (
     Lane,
 )
 
+DENSE = "DENSE"
+"""The kind of what is computed densely beside experts: layers without, shared experts, the head."""
 GEMMS = {"gpt": 2, "mixtral": 3}
 """The matrix products of an expert: two layers, or the three of SwiGLU."""
 HALVES = (EXPERT_DX, EXPERT_DW)
@@ -215,26 +217,19 @@ def layer_work(
     Raises:
         ValueError: experts that do not divide over the EP ranks, or their width over the ESP ranks.
     """
-    for name, value, over, ranks in (
-        ("E", shape.E, "ep", groups.ep),
-        ("H", shape.H, "esp", groups.esp),
-    ):
-        if value % ranks:
-            raise ValueError(f"{name} = {value}: must be divisible by {over} = {ranks}")
+    check_divides(shape, groups)
     at = groups.placements
     # With model parallelism each of its ranks holds its share of the tokens after the reduce-scatter.
     tokens_S = shape.B * shape.L / groups.mp
     row_bytes = shape.M * shape.dtype_bytes
-    forward_moe, backward_moe = _moe_work(shape, groups, alltoall, tokens_S, whole_slots, crossings)
+    forward_moe, backward_moe = moe_work(shape, groups, alltoall, tokens_S, whole_slots, crossings)
     mp_gather, mp_reduce = (
-        _collective(kind, at["mp"], shape.B * shape.L * row_bytes) for kind in (MP_GATHER, MP_REDUCE)
+        collective(kind, at["mp"], shape.B * shape.L * row_bytes) for kind in (MP_GATHER, MP_REDUCE)
     )
     products = shape.B * shape.L * shape.attention_weights + 2 * shape.B * shape.L**2 * shape.M
     attention = Work(ATTENTION, (Lane.COMPUTE,), 2 * products / groups.mp)
     softmax = Work(SOFTMAX, (Lane.COMPUTE,), shape.B * shape.heads * shape.L**2 / groups.mp)
-    route = Work(ROUTE, (Lane.COMPUTE,), 2 * tokens_S * shape.M * shape.E)
-    moved_bytes = (shape.F + 1) * tokens_S * row_bytes
-    order, restore = (Work(kind, (Lane.COMPUTE,), moved_bytes) for kind in (ORDER, RESTORE))
+    route, order, restore = arranging(shape, tokens_S)
 
     forward = BlockWork((*mp_gather, attention, softmax, *mp_reduce, route, order), forward_moe, (restore,))
     backward = BlockWork(
@@ -253,7 +248,25 @@ def layer_work(
     return Layer(forward, backward, _gradients(shape, groups), recompute)
 
 
-def _moe_work(
+def check_divides(shape: Shape, groups: Groups) -> None:
+    """Check that experts divide over the EP ranks, and their width over the ESP ranks.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for name, value, over, ranks in (("E", shape.E, "ep", groups.ep), ("H", shape.H, "esp", groups.esp)):
+        if value % ranks:
+            raise ValueError(f"{name} = {value}: must be divisible by {over} = {ranks}")
+
+
+def arranging(shape: Shape, tokens_S: float) -> tuple[Work, Work, Work]:
+    """Return the work of the gate, and of the order there and back, for so many tokens on a rank."""
+    moved_bytes = (shape.F + 1) * tokens_S * shape.M * shape.dtype_bytes
+    order, restore = (Work(kind, (Lane.COMPUTE,), moved_bytes) for kind in (ORDER, RESTORE))
+    return Work(ROUTE, (Lane.COMPUTE,), 2 * tokens_S * shape.M * shape.E), order, restore
+
+
+def moe_work(
     shape: Shape,
     groups: Groups,
     alltoall: AllToAll,
@@ -261,7 +274,7 @@ def _moe_work(
     whole_slots: bool,
     crossings: Crossings | None,
 ) -> tuple[MoEWork, MoEWork]:
-    """Return the part that is cut into chunks, forward and backward."""
+    """Return the part that is cut into chunks, forward and backward; see :func:`layer_work`."""
     at, gemms = groups.placements, GEMMS[shape.ffn]
     # The others wait for the fullest rank, which receives, computes and returns more than the mean.
     sent_bytes = shape.fullest_F * tokens_S * shape.M * shape.dtype_bytes
@@ -269,7 +282,7 @@ def _moe_work(
     expert_flops = 2 * gemms * shape.fullest_F * tokens_S * shape.M * shape.H
     expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
     enter, leave = _all_to_all(at["ep"], sent_bytes, alltoall)
-    gather, reduce = (_collective(kind, at["esp"], sent_bytes * groups.esp) for kind in (GATHER, REDUCE))
+    gather, reduce = (collective(kind, at["esp"], sent_bytes * groups.esp) for kind in (GATHER, REDUCE))
     if alltoall == ONCE_PER_NODE and crosses_once(groups):
         found = crossings or expected_crossings(shape.E, shape.K, at["ep"].nodes, at["ep"].per_node)
         between_bytes, inside_bytes = (sent_bytes * each / shape.K for each in (found.nodes, found.ranks))
@@ -279,37 +292,43 @@ def _moe_work(
     cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
     capacity = max(1, math.ceil(cut)) if whole_slots else None
     twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
+    expert_dx, expert_dw = (replace(expert, kind=each) for each in HALVES)
     return (
         MoEWork(enter, gather, expert, reduce, leave, capacity=capacity),
-        MoEWork(enter, gather, twice, reduce, leave, *(replace(expert, kind=each) for each in HALVES), capacity),
+        MoEWork(enter, gather, twice, reduce, leave, expert_dx, expert_dw, capacity),
     )
 
 
 def _gradients(shape: Shape, groups: Groups) -> tuple[Gradient, ...]:
     """Return the gradients that a layer's backward leaves to be reduced."""
-    at = groups.placements
     dense = round(shape.attention_weights / groups.mp + shape.M * shape.E)
     # The backward comes to the gate first, then to what attention gives, its values and keys, and its queries.
     kv_share = (shape.kv_heads or shape.heads) / shape.heads
     projections = [int(share * shape.M**2 / groups.mp) for share in (1.0, kv_share, kv_share, 1.0)]
-    of_expert = [shape.M * (shape.H // groups.esp)] * GEMMS[shape.ffn]
+    of_expert = [shape.M * (shape.H // groups.esp)] * GEMMS[shape.ffn] * (shape.E // groups.ep)
+    return summed(groups, shape.dtype_bytes, [dense - sum(projections), *projections], of_expert)
+
+
+def summed(groups: Groups, dtype_bytes: int, dense: Sequence[int], of_experts: Sequence[int]) -> tuple[Gradient, ...]:
+    """Return the gradients of a layer as they are summed over ranks: those that are alone with theirs sum nothing.
+
+    Args:
+        groups: the ranks.
+        dtype_bytes: the bytes of an element.
+        dense: the elements of each tensor that all ranks hold, in the order in which its gradient exists.
+        of_experts: the elements of each tensor of this rank's experts.
+    """
+    at = groups.placements
     return tuple(
         # Where a group crosses both kinds of links, slices hold the slower one alone.
-        Gradient(
-            kind,
-            at[group].lanes[:1],
-            sum(tensors) * shape.dtype_bytes,
-            tuple(each * shape.dtype_bytes for each in tensors),
-        )
-        for kind, group, tensors in (
-            (GRAD, "dp", [dense - sum(projections), *projections]),
-            (EXPERT_GRAD, "edp", of_expert * (shape.E // groups.ep)),
-        )
+        Gradient(kind, at[group].lanes[:1], sum(tensors) * dtype_bytes, tuple(each * dtype_bytes for each in tensors))
+        for kind, group, tensors in ((GRAD, "dp", dense), (EXPERT_GRAD, "edp", of_experts))
         if at[group].size > 1
     )
 
 
-def _collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
+def collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
+    """Return a collective among the ranks of a group: none in a group of one."""
     return (Work(kind, at.lanes, size_bytes),) if at.size > 1 else ()
 
 
@@ -317,7 +336,7 @@ def _all_to_all(at: Placement, size_bytes: float, alltoall: AllToAll) -> tuple[t
     if alltoall not in ALLTOALLS:
         raise ValueError(f"alltoall = {alltoall!r}: the choices are {', '.join(ALLTOALLS)}")
     if len(at.lanes) < 2 or alltoall in ("flat", ONCE_PER_NODE):
-        return _collective(A2A_IN, at, size_bytes), _collective(A2A_OUT, at, size_bytes)
+        return collective(A2A_IN, at, size_bytes), collective(A2A_OUT, at, size_bytes)
     # Exchange inside the node first, then among equals of other nodes; on the way out the other way round.
     enter = Work(A2A_IN_NODE, (Lane.INTRA,), size_bytes), Work(A2A_IN, (Lane.INTER,), size_bytes)
     leave = Work(A2A_OUT, (Lane.INTER,), size_bytes), Work(A2A_OUT_NODE, (Lane.INTRA,), size_bytes)
@@ -336,7 +355,7 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
     """
     costs = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
     for kind, name in (
-        *((each, "gemm") for each in (EXPERT, EXPERT_DX, EXPERT_DW)),
+        *((each, "gemm") for each in (EXPERT, EXPERT_DX, EXPERT_DW, DENSE)),
         (ATTENTION, "attention"),
         (SOFTMAX, "softmax"),
         (ROUTE, "routing"),
@@ -354,7 +373,9 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
     ):
         at = groups.placements[group]
         if at.size > 1:
-            costs |= dict.fromkeys(kinds, _cost_among(cluster, group, at, collective))
+            # A flat all-to-all starts a message to each rank, whatever its node; others go node by node.
+            peers = at.size if collective == "all_to_all" and alltoall == "flat" else None
+            costs |= dict.fromkeys(kinds, _cost_among(cluster, group, at, collective, peers))
     at = groups.placements["ep"]
     if len(at.lanes) == 2 and alltoall == "2dh":
         inside = cluster.operation("intra.all_to_all", f"2dh over the EP group ({at.per_node} ranks in a node)")
@@ -365,10 +386,10 @@ def kind_costs(cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat") ->
     return costs
 
 
-def _cost_among(cluster: Cluster, group: str, at: Placement, collective: str) -> LinearCost:
+def _cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
     lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
     if at.lanes == (Lane.INTRA,):
         return cluster.operation(f"intra.{collective}", lies).among(at.size)
-    cost = cluster.operation(f"inter.{collective}", lies).among(at.nodes)
+    cost = cluster.operation(f"inter.{collective}", lies).among(at.nodes, peers)
     share = 1 if collective == "all_to_all" else at.per_node
     return LinearCost(cost.alpha_ms, cost.beta_ms / share)

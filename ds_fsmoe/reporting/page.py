@@ -357,15 +357,15 @@ def _fits(page: Page, run: Run) -> None:
     if bad:
         page.paragraph(f"No straight line describes {', '.join(bad)}: predictions of these are rough.", "warn")
     page.table(
-        ("operation", "alpha ms", "beta ms per unit", "unit", "r²", "worst residual ms"),
+        ("operation", "alpha ms", "beta ms per unit", "unit", "typically off", "at most"),
         (
             (
                 each["operation"],
                 f"{line['alpha_ms']:.4f}",
                 f"{line['beta_ms']:.3e}",
                 each["unit"],
-                f"{each['r2']:.4f}",
-                f"{each['worst_residual_ms']:.4f}",
+                f"{each['typical_share']:.1%}",
+                f"{each['worst_share']:.1%}",
             )
             for each in fits
             for line in each["lines"]

@@ -93,7 +93,7 @@ def draw_fits(fits: Sequence[Mapping[str, Any]], file: Path) -> None:
             at.plot(sizes, [each[1] for each in points], "o", markersize=3.5, color=_COLOURS[0])
             at.plot(sizes, [each[2] for each in points], linewidth=1.2, color=_COLOURS[1])
             good = "" if fit["is_good"] else ", bad fit"
-            at.set_title(f"{fit['operation']}, r² {fit['r2']:.3f}{good}", fontsize=8)
+            at.set_title(f"{fit['operation']}, off by {fit['typical_share']:.1%}{good}", fontsize=8)
             at.set_xlabel(fit["unit"], fontsize=7)
             at.tick_params(labelsize=7)
             at.spines[["top", "right"]].set_visible(False)

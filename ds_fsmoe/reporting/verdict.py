@@ -82,19 +82,23 @@ def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
     """
     block = ours.facts.get("block", {})
     found = []
-    if not block.get("autotune", {}).get("enabled"):
+    if not ours.plans.get("choices"):  # nothing was measured
         asked = block.get("pipeline_degree", {})
         cut = {phase: asked[phase] for phase in ("forward", "backward") if _is_cut(asked.get(phase))}
         if cut:
             degrees = " and ".join(f"{degree} {phase}" for phase, degree in cut.items())
             found.append(
                 f"the layers are cut by hand ({degrees}), whether or not that pays here: leave fsmoe.num_chunks "
-                'out, or have degrees measured by "autotune": {"enabled": true}'
+                "out, so that degrees are measured"
+            )
+        elif block.get("autotune", {}).get("enabled") is False and block.get("schedule") != "lina":
+            found.append(
+                'the layers are not cut, so nothing of them overlaps: "autotune": false leaves them so; leave it out'
             )
         elif block.get("schedule") != "lina":  # which cuts by the bytes of layers
             found.append(
-                'the layers are not cut, so nothing of them overlaps: "autotune": {"enabled": true} measures whether '
-                "cutting them pays here"
+                "the layers are not cut, so nothing of them overlaps: measuring begins after ten steps of a job that is "
+                'to take a hundred or more; let the runs be longer, or write "autotune": true'
             )
     found += _by_trace(stock, times)
     return found

@@ -19,8 +19,10 @@ import torch
 
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.files.runs import (
+    CLUSTER,
     COMPARED,
     FORMAT,
+    MEASURED,
     PLACEMENT,
     PLANS,
     ROUTERS,
@@ -37,6 +39,7 @@ from ds_fsmoe.versions import VERSION
 
 logger = logging.getLogger("ds_fsmoe")
 
+_FILES = (RUN, STEPS, ROUTERS, COMPARED, PLANS, PLACEMENT, MEASURED, CLUSTER)
 _WRITE_EVERY = 10
 """The number of steps between writes."""
 
@@ -65,10 +68,7 @@ class Record:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             traces = self._folder / TRACE
-            for old in (
-                *(self._folder / name for name in (RUN, STEPS, ROUTERS, COMPARED, PLANS, PLACEMENT)),
-                *traces.glob("*.json"),
-            ):
+            for old in (*(self._folder / name for name in _FILES), *traces.glob("*.json")):
                 old.unlink(missing_ok=True)
             write_json(self._folder / RUN, self._facts)
         file = None if self._folder is None else self._folder / STEPS
@@ -101,6 +101,12 @@ class Record:
     def plans(self, value: Mapping[str, Any]) -> None:
         """Record what was measured and decided; the last call counts."""
         self._try(lambda folder: write_json(folder / PLANS, value))
+
+    def measured(self, value: Mapping[str, Any], cluster: Mapping[str, Any] | None = None) -> None:
+        """Record what the layers are and what their tasks cost, and what collectives cost on the cluster."""
+        self._try(lambda folder: write_json(folder / MEASURED, value))
+        if cluster is not None:
+            self._try(lambda folder: write_json(folder / CLUSTER, cluster))
 
     def close(self) -> None:
         """Write what is left, and that the run has ended. A second call does nothing."""

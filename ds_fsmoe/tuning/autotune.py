@@ -26,19 +26,16 @@ from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, 
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
-from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.candidates import Search
-from ds_fsmoe.planning.gradient_plan import WindowBytes
-from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner, Settings, mode_of
 from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
+from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
-from ds_fsmoe.tuning.summary import Outcome, summarize, too_short
+from ds_fsmoe.tuning.summary import Outcome, headline, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, Told, describe, describe_plan, rows_of
 from ds_fsmoe.tuning.trials import Trials, Tried
+from ds_fsmoe.tuning.tuned_model import TunedModel, windows_of
 from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 if TYPE_CHECKING:
@@ -92,6 +89,8 @@ class Autotune:
         self.outcome = Outcome()
         """What was gained, and what finding it took."""
         self._told: Told | None = None
+        self.hints: list[str] = []
+        """What to do next, once plans are settled."""
         self._refine: Callable[[int, tuple[int, int]], Trials | None] | None = None
         """Makes the next round: plan that is kept, and those of the fastest phases -> what is tried beside it."""
         self.predictors: dict[str, MeasuredPredictor] = {}
@@ -205,7 +204,7 @@ class Autotune:
         start_s = time.perf_counter()
         measured = measure(self._running, layers, reduction, self._group, reads_cache=self._why_again is None)
         of_gradients = gradients_of(reduction), tensors_of(reduction)
-        model = _Model(self._block, self._running, layers, measured, *of_gradients, dense_ms)
+        model = TunedModel(self._block, self._running, layers, measured, *of_gradients, dense_ms)
         self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
         plans = self._on_first(lambda: [*model.search.candidates(), model.search.stock()])
         sharded = self._on_first(model.other_esp_sizes)
@@ -240,7 +239,7 @@ class Autotune:
             self._summarize()
         return self.trials is None
 
-    def _apply(self, model: _Model, plan: ModelPlan) -> None:
+    def _apply(self, model: TunedModel, plan: ModelPlan) -> None:
         """Run layers by a plan from now on."""
         model.apply(plan, self.predictors)
         self.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
@@ -248,7 +247,7 @@ class Autotune:
         asked = tuple(None if each is None else each.degree for each in model.search.space.asked)
         self.rows = rows_of(model.measured, model.labels, plan, asked)
 
-    def _start(self, model: _Model, plans: Sequence[ModelPlan]) -> Trials | None:
+    def _start(self, model: TunedModel, plans: Sequence[ModelPlan]) -> Trials | None:
         """Apply the first plan; try the others in turns, if there are others and trials are asked for. The last one is
         DeepSpeed's schedule."""
         self._apply(model, plans[0])
@@ -268,7 +267,7 @@ class Autotune:
         return Trials(names, rounds, use, clock, self._group, len(plans) - 1, may_keep)
 
     def _start_again(
-        self, model: _Model, plans: Sequence[ModelPlan], kept: int, halves: tuple[int, int]
+        self, model: TunedModel, plans: Sequence[ModelPlan], kept: int, halves: tuple[int, int]
     ) -> Trials | None:
         forward, backward = (plans[number] for number in halves)
         near = self._on_first(lambda: [*model.search.refinements(plans[kept], forward, backward), plans[-1]])
@@ -310,112 +309,22 @@ class Autotune:
         self._steps_since = 0
         assert self._told is not None
         assert self.step is not None
-        log_on_rank_0(summarize(self.rows, replace(self._told, step=self.step), self.outcome))
+        self._told = replace(self._told, step=self.step)
+        self.hints = hints(self.rows, self._told, self.outcome)
+        log_on_rank_0(summarize(self.rows, self._told, self.outcome))
+
+    def describe(self) -> str:
+        """Describe in one line what was chosen and what it gains, or when that will be known."""
+        if self.is_waiting:
+            return f"begins after {self._steps_before} more steps"
+        if self.trials is not None:
+            return f"tries {len(self.trials.names)} plans"
+        if self._told is None:
+            return "measures in the third forward" if self._is_wanted else "not measured: plans came from a checkpoint"
+        return headline(self.rows, self._told, self.outcome)
 
 
 def _at_exit(stage: weakref.ref[Autotune]) -> None:
     found = stage()
     if found is not None:
         found.close()
-
-
-def windows_of(plan: ModelPlan) -> list[WindowBytes]:
-    """Return the gradients that a plan sends in each window, in the order of the backward."""
-
-    def bytes_of(slices: Sequence[Slice]) -> tuple[tuple[str, float], ...]:
-        return tuple((each.kind, each.size_bytes) for each in slices)
-
-    return [WindowBytes(bytes_of(each.moe_slices), bytes_of(each.dense_slices)) for each in plan.backward]
-
-
-class _Model:
-    """Holds the layers of one engine as they were measured: plans are searched for them and applied to them.
-
-    Args:
-        block: the options of the stage.
-        running: the lanes and groups of the layers.
-        layers: the layers by label, in the order of the forward.
-        measured: what was measured of them.
-        gradients: the kind and bytes of every buffer that we reduce.
-        tensors_bytes: kind of gradient -> the bytes of its tensors.
-        dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
-            when it was measured; ``None``: not seen.
-    """
-
-    def __init__(
-        self,
-        block: FSMoEBlock,
-        running: LayerRuntime,
-        layers: Mapping[str, FSMoELayer],
-        measured: Measured,
-        gradients: Sequence[tuple[str, int]],
-        tensors_bytes: Mapping[str, Sequence[int]],
-        dense_ms: tuple[float, float] | None,
-    ) -> None:
-        self.measured = measured
-        self._layers = layers
-        self.labels = [label for label in layers if label in measured.kind_of]
-        contention = measured.slowed.contention()
-        settings = Settings(
-            contention,
-            max_degree=block.pipeline_degree.max,
-            gradient_solver=block.gradient_partition.solver,
-            chunk_bytes=block.gradient_partition.asked_bytes,
-            is_serial=measured.is_serial,
-            shared_link=running.one_link is not None,
-        )
-        costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
-        of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
-        self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
-        rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - self._gradients_ms))
-        self._dense_ms = None if dense_ms is None else sum(rest_ms)
-        totals: dict[str, int] = {}
-        for kind, size in gradients:
-            if kind in of_gradients:
-                totals[kind] = totals.get(kind, 0) + size
-        asked = block.pipeline_degree
-        forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
-        space = settings.space(block.schedule)
-        asked_mode = block.gradient_partition.mode
-        mode = mode_of(block.schedule) if asked_mode == "auto" else asked_mode
-        self.search = Search(
-            Planner({}, settings),
-            measured.options(self.labels, rest_ms, totals, tensors_bytes if mode == "micro_ops" else None),
-            space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
-            mode,
-            running.links,
-            [layers[label].fsmoe.is_uncut for label in self.labels],
-        )
-
-    def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:
-        """Run the layers by a plan from now on."""
-        measured = self.measured
-        for index, label in enumerate(self.labels):
-            kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
-            forward, backward = (each.order.plan() for each in plan.choices(index))
-            self._layers[label].fsmoe.apply(LayerPlan(forward, backward, alltoall, measured.reduces(kind)))
-            predictors[label] = MeasuredPredictor(
-                measured.costs_of(kind, alltoall),
-                measured.slowed.contention(),
-                measured.is_serial,
-                forward.degree == backward.degree,
-                kind.sizes.capacity,
-            )
-
-    def predict(self, plan: ModelPlan) -> StepTimes:
-        """Predict what a step with a plan takes."""
-        search = self.search
-        return predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms)
-
-    def other_esp_sizes(self) -> dict[int, float]:
-        """Predict the time of the experts' parts of a step with other numbers of shards."""
-        measured, search = self.measured, self.search
-        counted = [
-            (len(kind.labels), kind.pipeline.forward.groups, kind.sizes, measured.costs_of(kind, next(iter(kind.ways))))
-            for kind in measured.kinds
-        ]
-        if world_size_now() == 1 or measured.cluster is None:
-            return {}
-        return other_esp_sizes(
-            search.planner, search.space, measured.cluster, counted, measured.topology.ranks_per_node
-        )

@@ -19,7 +19,9 @@ from ds_fsmoe.observing.step_timer import StepClock, most_of
 GAIN = 0.01
 """The share that a plan has to gain over one before it in the list: less is chance."""
 HOPELESS = 0.1
-"""A plan whose fastest step is slower than another's by this share is not tried again: no training time is lost."""
+"""A plan whose fastest step is slower than another's by this share is not tried again: little training time is lost."""
+FINALISTS = 2
+"""So many plans, the fastest so far, are tried in every round all the same: none is kept for a single lucky step."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,10 @@ class Gain:
     """How many times as fast a plan is as the baseline, from steps of both in turns."""
 
     ratio: float
-    """The ratio of the medians."""
+    """The median, over turns, of the ratio of the two steps in it."""
     low: float
     high: float
-    """The smallest and the largest ratio of two steps in the same turn."""
+    """The smallest and the largest of these ratios."""
     num_turns: int
 
     @property
@@ -116,7 +118,9 @@ class Trials:
         if not self._to_try:
             self._rounds -= 1
             self._turn += 1
-            self._to_try, self._tried = [plan for plan in reversed(self._tried) if self._has_hope(plan)], []
+            finalists = self._finalists()
+            self._to_try = [plan for plan in reversed(self._tried) if plan in finalists or self._has_hope(plan)]
+            self._tried = []
             if len(self._to_try) == 1:
                 self._rounds = 0
         if not self._rounds:
@@ -128,9 +132,12 @@ class Trials:
         self._clock.start()
         return None
 
+    def _finalists(self) -> set[int | None]:
+        """Return the plans that stay in every round: the fastest ones, and the baseline."""
+        seen = [plan for plan, times_ms in enumerate(self.times_ms) if times_ms and plan != self.baseline]
+        return {self.baseline, *sorted(seen, key=lambda plan: min(self.times_ms[plan]))[:FINALISTS]}
+
     def _has_hope(self, plan: int) -> bool:
-        if plan == self.baseline:
-            return True
         # One that has not been seen whole is tried on.
         fastest_ms = min((min(each) for each in self.times_ms if each), default=float("inf"))
         return not self.times_ms[plan] or min(self.times_ms[plan]) <= (1 + HOPELESS) * fastest_ms
@@ -164,8 +171,7 @@ class Trials:
         ratios = [base[turn] / ours[turn] for turn in ours.keys() & base.keys() if ours[turn] > 0]
         if not ratios:
             return None
-        ratio = statistics.median(base.values()) / statistics.median(ours.values())
-        return Gain(ratio, min(ratios), max(ratios), len(ratios))
+        return Gain(statistics.median(ratios), min(ratios), max(ratios), len(ratios))
 
     @property
     def num_steps(self) -> int:

@@ -39,7 +39,7 @@ def settled(
     tunes_itself = ds_config.get("autotuning", {})
     if isinstance(tunes_itself, Mapping) and tunes_itself.get("enabled", False):
         # It launches short jobs to compare their speed, and in each of them this would be measured anew.
-        why = "autotuning.enabled = true: DeepSpeed's own tuner is at work, so fsmoe.autotune is left out"
+        why = "autotuning.enabled = true, so DeepSpeed's own tuner is at work"
         return _without(block), why
     needs_numbers = block.schedule != BEST and "auto" in (block.pipeline_degree.forward, block.pipeline_degree.backward)
     needs_numbers = needs_numbers and PRESETS[block.schedule]().pipeline in ("common", "per_phase")
@@ -56,7 +56,7 @@ def settled(
     if block.autotune.enabled is True:
         return block, None
     why_not = _why_not_unasked(block, ds_config, num_ranks, in_stages, needs_numbers)
-    return (block, None) if why_not is None else (_without(block), f"autotune: nothing is measured, because {why_not}")
+    return (block, None) if why_not is None else (_without(block), why_not)
 
 
 def _without(block: FSMoEBlock) -> FSMoEBlock:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cluster files: those that come with the package are the paper's, and a wrong one is refused where it is wrong."""
+"""Cluster files: those that come with the package, and a wrong one, which is refused where it is wrong."""
 
 from __future__ import annotations
 
@@ -58,8 +58,17 @@ def test_every_cluster_of_the_package_has_all_operations_with_a_source(name: str
     assert costs["EXPERT"] == cluster.operations["gemm"].cost
 
 
-def test_the_package_brings_both_testbeds_in_both_readings() -> None:
-    assert names() == ("testbed_a", "testbed_a_printed", "testbed_b", "testbed_b_printed")
+PAPERS = ("testbed_a", "testbed_a_printed", "testbed_b", "testbed_b_printed")
+
+
+def test_the_package_brings_both_testbeds_in_both_readings_and_three_clusters_of_today() -> None:
+    assert names() == ("a100_200", "ethernet_25", "h100_400", *PAPERS)
+
+
+def test_the_schema_beside_the_clusters_is_no_cluster() -> None:
+    assert "cluster.schema" not in names()
+    with pytest.raises(ValueError, match=r"no cluster is called 'cluster.schema'"):
+        load_cluster("cluster.schema")
 
 
 # PAPER.md, section 6: (alpha in ms, beta), betas in ms per fp32 element or per multiply-add.
@@ -132,6 +141,90 @@ def test_among_other_ranks_a_buffer_costs_what_goes_over_the_wire() -> None:
     assert (measured.among(8).alpha_ms, measured.among(8).beta_ms) == pytest.approx((0.5, 0.875))
     assert measured.among(1) == LinearCost(0.0, 0.0)
     assert Operation(LinearCost(0.5, 0.75)).among(8) == LinearCost(0.5, 0.75)
+
+
+# ---- more ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 64, 4096])
+def test_a_start_up_grows_as_the_file_says_by_every_rank_and_by_every_doubling(ranks: int) -> None:
+    ring = Operation(LinearCost(0.5, 0.75), 4, alpha_ms_per_rank=0.01)
+    assert ring.among(ranks).alpha_ms == pytest.approx(0.5 + 0.01 * (ranks - 4))
+    tree = Operation(LinearCost(0.5, 0.75), 4, alpha_ms_per_doubling=0.1)
+    levels, reached = 0.0, 4.0
+    while reached * 2 <= ranks:
+        levels, reached = levels + 1, reached * 2
+    assert tree.among(ranks).alpha_ms >= (0.5 + 0.1 * levels if ranks >= 4 else 0.0) - 1e-12
+    if ranks in (2, 4, 64, 4096):
+        assert tree.among(ranks).alpha_ms == pytest.approx(0.5 + 0.1 * (ranks.bit_length() - 3))
+    plain = Operation(LinearCost(0.5, 0.75), 4)
+    assert ring.among(ranks).beta_ms == tree.among(ranks).beta_ms == plain.among(ranks).beta_ms
+    assert plain.among(ranks).alpha_ms == 0.5
+
+
+def test_few_ranks_cost_no_less_than_nothing_and_one_rank_nothing() -> None:
+    steep = Operation(LinearCost(0.1, 1.0), 100, alpha_ms_per_rank=0.01)
+    assert steep.among(2).alpha_ms == 0.0
+    assert steep.among(1) == LinearCost(0.0, 0.0)
+
+
+def test_messages_count_by_peers_and_bytes_by_nodes() -> None:
+    measured = Operation(LinearCost(0.5, 0.75), 4, alpha_ms_per_rank=0.01)
+    among = measured.among(4, peers=32)
+    assert (among.alpha_ms, among.beta_ms) == pytest.approx((0.5 + 0.01 * 28, 0.75))
+    assert measured.among(4, peers=4) == LinearCost(0.5, 0.75)
+    assert Operation(LinearCost(0.5, 0.75), 4).among(8, peers=64) == Operation(LinearCost(0.5, 0.75), 4).among(8)
+
+
+def test_the_papers_clusters_say_nothing_of_growth_and_the_others_do() -> None:
+    for name in names():
+        operations = load_cluster(name).operations
+        grows = {each: bool(of.alpha_ms_per_rank or of.alpha_ms_per_doubling) for each, of in operations.items()}
+        if name in PAPERS:
+            assert not any(grows.values()), name
+        else:
+            assert all(grow for each, grow in grows.items() if each.startswith("inter.")), name
+
+
+def test_growth_without_the_ranks_that_it_counts_from_is_refused(tmp_path: Path) -> None:
+    path = ("operations", "inter.all_to_all")
+    data = with_change((*path, "alpha_ms_per_rank"), 0.01)
+    assert loaded(tmp_path, data).operations["inter.all_to_all"].among(5).alpha_ms == pytest.approx(0.33)
+    del data["operations"]["inter.all_to_all"]["ranks"]
+    with pytest.raises(ValueError, match=r"inter.all_to_all.ranks is missing, and alpha_ms_per_rank counts from there"):
+        loaded(tmp_path, data)
+    with pytest.raises(ValueError, match=r"gemm.alpha_ms_per_rank: no such field"):
+        loaded(tmp_path, with_change(("operations", "gemm", "alpha_ms_per_rank"), 0.01))
+    with pytest.raises(ValueError, match=r"alpha_ms_per_rank = -1: must be a finite number of at least 0"):
+        loaded(tmp_path, with_change((*path, "alpha_ms_per_rank"), -1))
+
+
+# ---- what else a file says
+
+
+def test_what_a_file_says_of_its_gpus_is_read(tmp_path: Path) -> None:
+    said = {"gpu": "X1", "memory_gb": 80, "dtype": "bf16", "peak_tflops": 989, "date": "2026-11-25"}
+    cluster = loaded(tmp_path, GOOD | said | {"link_gb_per_s": {"inter": 50}, "contributed_by": "me"})
+    assert {name: getattr(cluster, name) for name in said} == said
+    assert (dict(cluster.link_gb_per_s), cluster.contributed_by) == ({"inter": 50.0}, "me")
+    silent = loaded(tmp_path, GOOD)
+    assert (silent.memory_gb, silent.dtype, silent.peak_tflops, dict(silent.link_gb_per_s)) == (None, None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("memory_gb",), 0, "memory_gb = 0: must be above 0"),
+        (("memory_gb",), "80", 'memory_gb = "80": must be a finite number of at least 0'),
+        (("peak_tflops",), -1, "peak_tflops = -1: must be a finite number of at least 0"),
+        (("dtype",), "bfloat16", 'dtype = "bfloat16": the choices are fp32, bf16, fp16, fp8'),
+        (("link_gb_per_s",), {"inner": 1}, "link_gb_per_s.inner: no such field: did you mean 'inter'"),
+        (("link_gb_per_s",), {"inter": 0}, "link_gb_per_s.inter = 0: must be above 0"),
+    ],
+)
+def test_a_wrong_word_about_gpus_is_refused(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path, with_change(path, value))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +304,7 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_an_unknown_cluster_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    choices = "the choices are testbed_a, testbed_a_printed, testbed_b, testbed_b_printed, or the path of a JSON file"
+    choices = f"the choices are {', '.join(names())}, or the path of a JSON file"
     with pytest.raises(ValueError, match=f"no cluster is called 'testbedb', .*: did you mean 'testbed_b'[?] {choices}"):
         load_cluster("testbedb")
     for nothing in ("zzz", "", str(tmp_path), str(tmp_path / "missing.json")):
@@ -233,7 +326,7 @@ def test_a_cluster_that_is_written_is_read_back_equal(tmp_path: Path, name: str)
 
 def test_numbers_are_read_back_to_the_last_bit(tmp_path: Path) -> None:
     exact = LinearCost(1 / 3, 2.0**-71 / 3)
-    operations = {"gemm": Operation(exact), "intra.all_to_all": Operation(exact, 7, "words")}
+    operations = {"gemm": Operation(exact), "intra.all_to_all": Operation(exact, 7, "words", 1 / 19, 1 / 23)}
     cluster = Cluster("mine", 3, 7, operations, Contention(1 / 7, 1 / 11, 1 / 13), 1 / 17, "where from")
     found = loaded(tmp_path, cluster_as_json(cluster))
     assert found == cluster

@@ -232,3 +232,20 @@ def test_other_esp_sizes_are_priced_for_all_layers_of_every_kind() -> None:
     # Gathering and reducing cost a launch each, in both phases.
     assert of_each[0][2] == pytest.approx(of_each[0][1] + 4 * 0.25)
     assert priced([]) == {}
+
+
+def test_the_bound_is_what_tasks_take_at_their_fastest() -> None:
+    """Medians of what was measured are not the least: a step whose tasks were all fast beats a bound made of them."""
+    profile = made_up()
+    timings = {
+        name: replace(each, least_ms=tuple(0.8 * ms for ms in each.times_ms))
+        for name, each in profile.operations.items()
+    }
+    planner, found = Machine().planner(), {}
+    for name, of in (("medians", profile), ("fastest", replace(profile, operations=timings))):
+        options = [{"flat": layer_of(of)}] * 2
+        plan = planner.plan_options(options, planner.settings.space("best"), "off")
+        found[name] = predict_step(planner, plan, options, None, 0.0)
+    assert found["fastest"].chosen_ms == pytest.approx(found["medians"].chosen_ms)
+    assert found["fastest"].bound_ms < 0.85 * found["medians"].bound_ms
+    assert found["fastest"].bound_ms < 0.85 * found["fastest"].chosen_ms

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ds_fsmoe.planning.workload import Shape
 
@@ -30,7 +31,7 @@ class Model:
     num_layers: int
     shape: Shape
 
-    def with_(self, **changes: object) -> Model:
+    def with_(self, **changes: Any) -> Model:
         """Return the same model with another shape."""
         return Model(self.num_layers, replace(self.shape, **changes))
 
@@ -43,17 +44,13 @@ MODELS: dict[str, Model] = {
     "mixtral-22b": Model(56, Shape(1, 1024, 6144, 16384, 8, 2, 1.2, "mixtral", 48, 8)),
 }
 
-ALIASES = {"mixtral-8x7b": "mixtral-7b", "mixtral-8x22b": "mixtral-22b"}
-"""Published name -> the name in the paper."""
-
 
 def model(name: str) -> Model:
-    """Return a model by its name.
+    """Return a model of the paper by its name there.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
     """
-    known = ALIASES.get(name, name)
-    if known not in MODELS:
-        raise ValueError(f"no model is called {name!r}: the choices are {', '.join([*MODELS, *ALIASES])}")
-    return MODELS[known]
+    if name not in MODELS:
+        raise ValueError(f"no model is called {name!r}: the choices are {', '.join(MODELS)}")
+    return MODELS[name]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List the clusters that come along, or check the file of one: what is wrong with it, what it lacks, what cannot well
+be."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ds_fsmoe.commands.tables import print_table
+
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.cluster import Cluster
+
+HELP = "the clusters that can be planned for, and whether a file of your own is one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments: what is to be checked, if anything."""
+    parser.add_argument("--check", nargs="+", metavar="FILE", help="check files (or names) of clusters")
+    parser.add_argument("--sources", action="store_true", help="where each number of each cluster comes from")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, or check."""
+    from ds_fsmoe.planning.cluster import load_cluster, names
+
+    if args.check is not None:
+        wrong = [name for name in args.check if _check(name)]
+        return 1 if wrong else 0
+    clusters = [load_cluster(name) for name in names()]
+    heads = ("cluster", "nodes x GPUs", "GPU", "memory GB", "type", "intra GB/s", "inter GB/s", "TFLOP/s")
+    print_table(heads, [_row(each) for each in clusters])
+    print("\nGB/s: what an all-to-all sends over a GPU's share of the link; TFLOP/s: of a large matrix product")
+    for each in clusters:
+        print(f"\n{each.name}: {each.source}")
+        if args.sources:
+            for name, operation in each.operations.items():
+                print(f"  {name}: {operation.source}")
+    return 0
+
+
+def _row(cluster: Cluster) -> tuple[str, ...]:
+    from ds_fsmoe.planning.cluster_check import gb_per_s
+
+    rates = {
+        link: gb_per_s(name, cluster.operations[name]) if name in cluster.operations else 0.0
+        for link in ("intra", "inter")
+        for name in (f"{link}.all_to_all",)
+    }
+    gemm = cluster.operations.get("gemm")
+    tflops = 1e-9 / gemm.cost.beta_ms if gemm is not None and gemm.cost.beta_ms else 0.0
+    return (
+        cluster.name,
+        f"{cluster.num_nodes} x {cluster.gpus_per_node}",
+        cluster.gpu,
+        "" if cluster.memory_gb is None else f"{cluster.memory_gb:g}",
+        cluster.dtype or "",
+        *(f"{rates[link]:.3g}" for link in ("intra", "inter")),
+        f"{tflops:.3g}",
+    )
+
+
+def _check(name: str) -> bool:
+    """Print what there is to say about a file, and return whether something is wrong."""
+    from ds_fsmoe.planning.cluster_check import check_cluster
+
+    findings = check_cluster(name)
+    for finding in findings:
+        print(f"{name}: {finding.kind}: {finding.sentence}")
+    if not findings:
+        print(f"{name}: nothing to say against it")
+    return any(finding.kind == "wrong" for finding in findings)

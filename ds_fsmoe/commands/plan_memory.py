@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say in ``ds_fsmoe plan`` what a rank needs of memory, item by item, and what changes with ZeRO and ep."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe.commands.tables import print_table
+
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.architecture import Architecture
+    from ds_fsmoe.planning.groups import Groups
+    from ds_fsmoe.planning.memory import Choice, Memory
+    from ds_fsmoe.planning.training import Training
+    from ds_fsmoe.planning.workload import Shape
+
+GB = 1e9
+
+
+def add_memory(parser: Any) -> None:
+    """Add the arguments about memory."""
+    memory = parser.add_argument_group(
+        "the memory of a rank (of real models; the micro-batch is --samples of --length)"
+    )
+    memory.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="the stage of ZeRO (0)")
+    memory.add_argument(
+        "--optimizer", choices=("adam", "torch_adam", "momentum", "sgd"), default="adam", help="adam: DeepSpeed's fused"
+    )
+    memory.add_argument("--grad-accum-fp32", action="store_true", help="data_types.grad_accum_dtype is fp32")
+    memory.add_argument("--activation-checkpointing", action="store_true", help="every block is checkpointed")
+    memory.add_argument("--memory-gb", type=float, metavar="GB", help="of a GPU, in 10^9 bytes (the cluster's)")
+    memory.add_argument("--reduce-bucket-size", type=float, metavar="N", help="DeepSpeed's, in elements (5e8)")
+
+
+def print_memory(
+    args: argparse.Namespace, architecture: Architecture | None, groups: Groups, shape: Shape | None
+) -> dict[str, Any]:
+    """Print what a rank needs of memory; return it as plain data.
+
+    Raises:
+        ValueError: something that DeepSpeed or ds_fsmoe refuses, or the memory of a GPU for layers in numbers.
+    """
+    from ds_fsmoe.planning.memory import choices_of, largest_batch, memory_of
+
+    if architecture is None or shape is None or groups.mp > 1:
+        if args.memory_gb is not None:
+            raise ValueError(f"--memory-gb = {args.memory_gb:g}: goes with a real model and mp = 1 only")
+        return {}
+    training = _training(args, architecture, shape)
+    memory_gb = _memory_gb(args)
+    memory = memory_of(architecture, groups, training)
+    most = None if memory_gb is None else largest_batch(architecture, groups, training, memory_gb)
+    _print_items(memory, training)
+    if most is not None:
+        print(f"largest micro-batch in {memory_gb:g} GB: {most or 'not even one sample fits'}")
+    choices = choices_of(architecture, groups, training, memory_gb)
+    _print_choices(choices, training, groups)
+    return {
+        "memory": {
+            "peak_bytes": round(memory.total),
+            "moment": memory.peak.name,
+            "items_bytes": {item: round(size) for item, size in memory.peak.items.items()},
+            "largest_samples": most,
+            "choices": [
+                {
+                    "zero": each.zero,
+                    "ep": each.ep,
+                    "esp": each.esp,
+                    "early_gradients": each.early_gradients,
+                    "peak_bytes": round(each.memory.total),
+                    "largest_samples": each.largest_batch,
+                }
+                for each in choices
+            ],
+        }
+    }
+
+
+def _training(args: argparse.Namespace, architecture: Architecture, shape: Shape) -> Training:
+    from ds_fsmoe.planning.training import Training
+
+    bucket = {} if args.reduce_bucket_size is None else {"reduce_bucket": int(args.reduce_bucket_size)}
+    return Training(
+        samples=shape.B,
+        length=shape.L,
+        zero=args.zero,
+        dtype=args.dtype or architecture.dtype,
+        accumulation="fp32" if args.grad_accum_fp32 else None,
+        optimizer=args.optimizer,
+        checkpointing=args.activation_checkpointing,
+        recompute=args.recompute,
+        load=args.imbalance or 1.0,
+        **bucket,
+    )
+
+
+def _memory_gb(args: argparse.Namespace) -> float | None:
+    from ds_fsmoe.planning.cluster import load_cluster
+
+    if args.memory_gb is not None:
+        if args.memory_gb <= 0:
+            raise ValueError(f"--memory-gb = {args.memory_gb:g}: must be above 0")
+        return args.memory_gb
+    return load_cluster(args.cluster).memory_gb
+
+
+def _print_items(memory: Memory, training: Training) -> None:
+    words = [f"ZeRO {training.zero}", training.dtype, training.optimizer]
+    words += ["checkpointed"] * training.checkpointing + ["recompute"] * training.recompute
+    print(f"\nmemory of a rank: {', '.join(words)}; B = {training.samples}, L = {training.length}")
+    rows = sorted(memory.peak.items.items(), key=lambda each: -each[1])
+    table = [(item, f"{size / GB:.2f}", f"{100 * size / memory.total:.0f}%") for item, size in rows]
+    table.append(("all", f"{memory.total / GB:.2f}", ""))
+    print_table((f"at its fullest: {memory.peak.name}", "GB", "of all"), table)
+    fullest: dict[str, float] = {}
+    for moment in memory.moments:
+        name = "backward of a block" if moment.name.startswith("backward of block") else moment.name
+        fullest[name] = max(fullest.get(name, 0.0), moment.total)
+    print("moments: " + ", ".join(f"{name} {size / GB:.2f}" for name, size in fullest.items()))
+
+
+def _print_choices(choices: list[Choice], training: Training, groups: Groups) -> None:
+    print(f"\non the same {groups.world} ranks, GB of a rank (<: as asked)")
+    asked = training.zero, groups.ep, groups.esp, training.early_gradients
+    heads = ("ZeRO", "ep", "esp", "GB", "largest B", "fullest", "")
+    rows = [
+        (
+            f"{each.zero}" + ("" if each.early_gradients else " (gradients off)"),
+            each.ep,
+            each.esp,
+            f"{each.memory.total / GB:.1f}",
+            "" if each.largest_batch is None else each.largest_batch or "0",
+            each.memory.peak.name,
+            "<" * ((each.zero, each.ep, each.esp, each.early_gradients) == asked),
+        )
+        for each in choices
+    ]
+    print_table(heads, rows)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank holds of parameters, gradients and optimizer, stage by stage of ZeRO, in bytes; whatever the batch is.
+
+Experts are shared out over the ranks that hold the same ones (edp), everything else over all replicas (dp). The stages
+are those of Rajbhandari et al., ZeRO (arXiv:1910.02054, section 5); the buffers besides are those that DeepSpeed
+0.19.8 allocates, and those of ``gradients/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.memory_parameters import Parameters
+from ds_fsmoe.planning.training import MASTER, Training
+
+Account = dict[str, float]
+"""An item to its bytes."""
+
+PARAMETERS = "parameters"
+MASTERS = "master weights"
+OPTIMIZER = "optimizer states"
+GRADIENTS = "gradients"
+OUR_GRADIENTS = "gradient buffers of ds_fsmoe"
+BUCKETS = "DeepSpeed's buckets"
+GATHERED = "gathered parameters"
+STEP = "inside the optimizer step"
+
+SUB_GROUP = 1_000_000_000
+"""``zero_optimization.sub_group_size``, in elements: stage 3 updates as many at a time."""
+
+
+def plus(*accounts: Account) -> Account:
+    """Return the sum, item by item."""
+    total: Account = {}
+    for account in accounts:
+        for item, size in account.items():
+            total[item] = total.get(item, 0.0) + size
+    return total
+
+
+@dataclass(frozen=True)
+class States:
+    """What a rank holds besides activations."""
+
+    rest: Account
+    """Between two steps."""
+    head: Account
+    """In the forward, and until the backward of the head is over, besides."""
+    before: tuple[Account, ...]
+    """In the backward of each block, until its experts have their gradients, besides."""
+    behind: tuple[Account, ...]
+    """In the backward of each block from there on, besides."""
+    after: Account
+    """At the end of the backward, when all gradients are there, besides."""
+    steps: tuple[Account, ...] = field(default=())
+    """At each moment of the optimizer step, besides."""
+    stay: bool = False
+    """Whether gradients of experts stay where the backward makes them."""
+
+
+def states_of(parameters: Parameters, groups: Groups, training: Training) -> States:
+    """Return what a rank holds of a model, or of its pipeline stage."""
+    dp, edp = groups.stage // groups.mp, groups.edp
+    make = (_stage_0, _stages_1_and_2, _stages_1_and_2, _stage_3)[training.zero]
+    return make(parameters, dp, edp, training)
+
+
+def _are_ours(dp: int, training: Training) -> bool:
+    """Whether gradients travel in our buffers; a model without a replica has nobody to reduce with, stage 3 reduces
+    them itself, and so does BF16_Optimizer."""
+    is_bf16_optimizer = training.zero == 1 and training.gradient_bytes > training.number_bytes
+    return training.early_gradients and dp > 1 and training.zero < 3 and not is_bf16_optimizer
+
+
+def _ours(parameters: Parameters, dp: int, edp: int, training: Training) -> tuple[Account, bool, bool]:
+    """Return our buffers, and of dense gradients and of experts' whether they lie there."""
+    dense = _are_ours(dp, training)
+    experts = dense and edp > 1
+    elements = dense * parameters.num_dense + experts * parameters.num_experts
+    return {OUR_GRADIENTS: elements * training.number_bytes}, dense, experts
+
+
+def _coming(parameters: Parameters, has_dense: bool, has_experts: bool) -> tuple[list[int], list[int]]:
+    """Return for each block how many elements have gradients that do not lie in our buffers: when its backward begins,
+    and when its experts have theirs. A backward makes those of the head first."""
+    blocks = list(zip(parameters.experts_of_block, parameters.dense_of_block, strict=True))
+    before, behind = [], []
+    there = (not has_dense) * parameters.num_head
+    for of_experts, of_dense in reversed(blocks):
+        before.append(there)
+        behind.append(there + (not has_experts) * of_experts)
+        there = behind[-1] + (not has_dense) * of_dense
+    return before[::-1], behind[::-1]
+
+
+def _temporary(training: Training, elements: float) -> float:
+    """Return what one update of so many numbers takes: torch's Adam makes the root of the second moment, and its sum
+    with epsilon from it, tensor by tensor; the fused kernels nothing."""
+    return 2 * MASTER * elements if training.optimizer == "torch_adam" else 0.0
+
+
+def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
+    a, dense, experts = training.number_bytes, parameters.num_dense, parameters.num_experts
+    everything = dense + experts
+    rest: Account = {PARAMETERS: a * everything, OPTIMIZER: training.moments * MASTER * everything}
+    if a < MASTER:
+        rest[MASTERS] = MASTER * everything
+    buffers, has_dense, has_experts = _ours(parameters, dp, edp, training)
+    rest = plus(rest, buffers)
+    after = {GRADIENTS: a * ((not has_experts) * experts + (not has_dense) * dense)}
+    largest = max((*parameters.dense, *parameters.experts))
+    if a == MASTER:
+        steps = [plus(after, {STEP: _temporary(training, largest)})]
+    elif training.optimizer == "adam":
+        # FP16_Optimizer: the gradients of a group in fp32, tensor by tensor and then end to end; the dense ones first.
+        steps = [plus(after, {STEP: MASTER * size}) for size in (2 * dense, dense + 2 * experts, everything) if size]
+    else:
+        # FP16_UnfusedOptimizer: all gradients in fp32, tensor by tensor.
+        steps = [plus(after, {STEP: MASTER * everything + _temporary(training, largest)})]
+    before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in _coming(parameters, has_dense, has_experts))
+    return States(rest, {}, before, behind, after, tuple(steps), stay=not has_experts)
+
+
+def in_partition(sizes: Sequence[int], parts: int, part: int) -> int:
+    """Return the elements of all tensors that lie in one part of a group, those that only begin or end there whole:
+    as many gradients ZeRO 1 and 2 copy."""
+    cut = -(-sum(sizes) // parts)
+    found, at = 0, 0
+    for size in sizes:
+        if at < (part + 1) * cut and at + size > part * cut:
+            found += size
+        at += size
+    return found
+
+
+def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
+    a, g, dense, experts = (
+        training.number_bytes,
+        training.gradient_bytes,
+        parameters.num_dense,
+        parameters.num_experts,
+    )
+    parts = [each for each in (dense / dp, experts / edp) if each]
+    held = sum(parts)
+    rest: Account = {
+        PARAMETERS: a * (dense + experts),
+        MASTERS: MASTER * held,
+        OPTIMIZER: training.moments * MASTER * held,
+    }
+    if g > a and training.zero == 1:
+        # BF16_Optimizer: fp32 gradients of all parameters, end to end; and those that the backward makes stay.
+        rest[GRADIENTS] = g * (dense + experts)
+        before, behind = (tuple({GRADIENTS: a * each} for each in of) for of in _coming(parameters, False, False))
+        after = {GRADIENTS: a * (dense + experts)}
+        steps = [plus(after, {STEP: _temporary(training, each)}) for each in parts]
+        return States(rest, {}, before, behind, after, tuple(steps), stay=True)
+    buffers, has_dense, has_experts = _ours(parameters, dp, edp, training)
+    rest = plus(rest, buffers)
+    whole = max(in_partition(parameters.dense, dp, part) for part in range(dp))
+    whole += max(in_partition(parameters.experts, edp, part) for part in range(edp))
+    copied = g * held if g > a else a * whole
+    bucket = a * training.reduce_bucket
+    largest = max((*parameters.dense, *parameters.experts))
+    left = (not has_experts) * experts + (not has_dense) * dense
+    early = copied
+    if g > a:  # in fp32, group by group: those that are in our buffers get theirs at the end
+        early = g * ((not has_experts) * experts / edp + (not has_dense) * dense / dp)
+
+    def there(elements: int) -> Account:
+        if training.zero == 1:
+            return {BUCKETS: bucket, GRADIENTS: a * elements}
+        # When the first bucket is full the copies get their memory, all of it.
+        return {BUCKETS: bucket, GRADIENTS: early if elements > training.reduce_bucket else 0.0}
+
+    before, behind = (tuple(map(there, each)) for each in _coming(parameters, has_dense, has_experts))
+    left = max(0, left - training.reduce_bucket) if training.zero == 1 else 0
+    passing = min(largest if largest > training.reduce_bucket else training.reduce_bucket, dense + experts)
+    after = {BUCKETS: bucket + (has_dense * a * passing), GRADIENTS: copied + a * left}
+    steps = []
+    for place, part in enumerate(parts):
+        is_last = place == len(parts) - 1
+        flat = a * part if a < MASTER and g == a else 0.0
+        steps.append({GRADIENTS: copied, STEP: MASTER * part + flat})
+        # The copies are one memory, which goes with the last view of it.
+        steps.append({GRADIENTS: 0.0 if is_last else copied, STEP: MASTER * part + _temporary(training, part)})
+    stay = training.zero == 1 and not has_experts
+    return States(rest, {}, before, behind, after, tuple(steps), stay)
+
+
+def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
+    a, g, dense, experts = (
+        training.number_bytes,
+        training.gradient_bytes,
+        parameters.num_dense,
+        parameters.num_experts,
+    )
+    parts = [dense / dp, experts / edp]
+    held = sum(parts)
+    # On a CPU DeepSpeed compares "cpu" with "cpu:0", and copies fp32 parameters that could be updated where they are.
+    is_shared = a == MASTER and training.device == "gpu"
+    rest: Account = {
+        PARAMETERS: a * held,
+        MASTERS: 0.0 if is_shared else MASTER * held,
+        OPTIMIZER: training.moments * MASTER * held,
+        GRADIENTS: g * held,
+        BUCKETS: a * training.reduce_bucket,
+    }
+    of_blocks = [
+        (edp > 1) * of_experts + (dp > 1) * of_dense
+        for of_experts, of_dense in zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
+    ]
+    cut = (dp > 1) * dense + (edp > 1) * experts
+    small = sum(each for each in parameters.dense if each < training.persistence) if dp > 1 else 0
+    # The prefetcher runs ahead, module by module, until so many parameters are there; those of experts that are on one
+    # rank alone count, and take nothing. What the module at hand needs comes on top.
+    share = min(1.0, training.max_live / max(1, dense + experts))
+    largest = max((edp > 1) * max((0, *parameters.experts_of_block)), (dp > 1) * max(parameters.dense))
+    most = share * cut + (largest if share < 1 else 0)
+
+    def gathered(elements: int) -> Account:
+        return {GATHERED: a * max(0.0, min(elements, most) - small)}
+
+    # What lies behind a block has been given back when its backward runs.
+    embedding = (dp > 1) * parameters.num_embedding
+    ahead = tuple(gathered(embedding + sum(of_blocks[: place + 1])) for place in range(len(of_blocks)))
+    steps = []
+    for part in parts:
+        size = min(part, SUB_GROUP)
+        flat = g * size if g < MASTER else 0.0
+        steps.append({STEP: MASTER * size + max(flat, _temporary(training, size))})
+    rest[GATHERED] = a * small
+    return States(rest, gathered(cut), ahead, ahead, {}, tuple(steps))

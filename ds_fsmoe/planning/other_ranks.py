@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded job on other ranks: more nodes, experts spread or sharded otherwise, an all-to-all that was not timed.
+
+Each rank keeps the tokens that it had, and experts cost what they were measured to cost. A collective costs what it did
+in the job, times what the cluster's numbers say of the other group over the group that it had; one that the job did not
+have costs what the cluster says. None of this was measured in the job: it is extrapolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.planning.call_shape import CallShape, moe_work
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.crossings import Crossings, crosses_once, expected_crossings
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, HOLD, REST
+from ds_fsmoe.planning.timeline import HostCost
+from ds_fsmoe.planning.workload import ONCE_PER_NODE, AllToAll, kind_costs
+
+_COMPUTED = (HOLD, REST, EXPERT, EXPERT_DX, EXPERT_DW)
+_GRADIENT_BYTES = 1 << 20
+"""The size at which collectives of gradients are compared."""
+
+
+@dataclass(frozen=True)
+class OtherRanks:
+    """What is different; ``None`` stays as it was."""
+
+    nodes: int | None = None
+    per_node: int | None = None
+    """The ranks of a node."""
+    ep: int | None = None
+    """The ranks over which experts are spread; as they were, or over all ranks if that is how they were."""
+    esp: int | None = None
+    """The ranks that share an expert's width."""
+    alltoall: AllToAll | None = None
+
+    def groups(self, was: Groups, num_experts: int) -> Groups:
+        """Return the process groups of a layer.
+
+        Args:
+            was: its groups in the job.
+            num_experts: the number of experts, E.
+
+        Raises:
+            ValueError: sizes that do not fit each other.
+        """
+        per_node = was.gpus_per_node if self.per_node is None else self.per_node
+        nodes = max(1, was.world // was.gpus_per_node) if self.nodes is None else self.nodes
+        esp, own = was.esp if self.esp is None else self.esp, 1 if self.ep is None else self.ep
+        for name, value in (("nodes", nodes), ("ranks per node", per_node), ("ep", own), ("esp", esp)):
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+        stage, ep = nodes * per_node // was.pp, self.ep
+        if ep is None:
+            most = max(1, stage // esp) if was.ep * was.esp == was.stage else was.ep
+            ep = max(each for each in range(1, most + 1) if num_experts % each == 0 and stage % (each * esp) == 0)
+        elif num_experts % ep:
+            raise ValueError(f"ep = {ep}: must divide the {num_experts} experts")
+        return Groups(nodes * per_node, per_node, was.mp, esp, ep, None, was.pp)
+
+
+def on_other_ranks(job: RecordedJob, cluster: Cluster, other: OtherRanks) -> RecordedJob:
+    """Return a job as it would be on other ranks.
+
+    Args:
+        job: the job, with costs.
+        cluster: what collectives cost there.
+        other: what is different.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or a cluster that lacks a number.
+    """
+    kinds = tuple(_kind(job, kind, cluster, other) for kind in job.kinds)
+    gradients_bytes = dict(job.gradients_bytes)
+    if gradients_bytes:
+        gradients_bytes[EXPERT_GRAD] = sum(
+            len(kind.labels) * kind.shape.num_weights * kind.shape.dtype_bytes for kind in kinds if kind.groups.edp > 1
+        )
+    return replace(job, kinds=kinds, gradients_bytes=gradients_bytes, tensors_bytes={}, _costs={})
+
+
+def _kind(job: RecordedJob, kind: RecordedKind, cluster: Cluster, other: OtherRanks) -> RecordedKind:
+    groups = other.groups(kind.groups, kind.shape.num_experts)
+    name, way = next(iter(kind.ways.items()))
+    alltoall = other.alltoall or way.planned
+    if alltoall == ONCE_PER_NODE and not crosses_once(groups):
+        raise ValueError(f"{ONCE_PER_NODE}: needs whole experts on several ranks of several nodes")
+    # The nearest of those that were timed is what others are held against.
+    name, way = next(((key, each) for key, each in kind.ways.items() if each.planned == alltoall), (name, way))
+    was_local, is_local = kind.groups.ep * kind.groups.esp, groups.ep * groups.esp
+    shape = replace(
+        kind.shape,
+        num_weights=max(1, kind.shape.num_weights * was_local // is_local),
+        crossings=_crossings(kind, groups) if alltoall == ONCE_PER_NODE else kind.shape.crossings,
+    )
+    was, now = kind_costs(cluster, kind.groups, way.planned), kind_costs(cluster, groups, alltoall)
+    sizes = _sizes(groups, shape, alltoall)
+    costs = job.costs_of(kind, name)
+
+    def costs_of(own: Mapping[str, Cost]) -> dict[str, Cost]:
+        found: dict[str, Cost] = {each: own[each] for each in _COMPUTED if each in own}
+        for each, cost in now.items():
+            if each in _COMPUTED:
+                continue
+            size = sizes.get(each, _GRADIENT_BYTES)
+            before_ms = was[each].ms(size) if each in was and each in own else 0.0
+            found[each] = cost_times(own[each], cost.ms(size) / before_ms) if before_ms else cost
+        return found
+
+    fitted = replace(
+        costs,
+        forward=costs_of(costs.forward),
+        backward=costs_of(costs.backward),
+        rechunked=None if costs.rechunked is None else costs_of(costs.rechunked),
+        **{
+            each: _host_ms(getattr(costs, each), now)
+            for each in ("forward_host_ms", "backward_host_ms", "rechunked_host_ms")
+        },
+    )
+    return replace(kind, groups=groups, shape=shape, ways={alltoall: RecordedWay(alltoall, None, fitted)})
+
+
+def _crossings(kind: RecordedKind, groups: Groups) -> Crossings:
+    """Return how often a token crosses, for each of its choices: as counted in the job where the places are its own."""
+    at, counted = groups.placements["ep"], kind.shape.crossings
+    if counted is not None and at == kind.groups.placements["ep"]:
+        return counted
+    k = kind.num_choices or 1
+    found = expected_crossings(kind.shape.num_experts, k, at.nodes, at.per_node)
+    return Crossings(found.nodes / k, found.ranks / k)
+
+
+def _sizes(groups: Groups, shape: CallShape, alltoall: AllToAll) -> dict[str, float]:
+    return {each.kind: each.size for each in moe_work(groups, False, shape, alltoall).collectives}
+
+
+def _host_ms(own: HostCost, kinds: Mapping[str, Cost]) -> HostCost:
+    if not isinstance(own, Mapping):
+        return own
+    # To issue a collective takes the host as long among other ranks, and one kind of them as long as another.
+    of_links = [each_ms for kind, each_ms in own.items() if kind not in _COMPUTED]
+    return dict.fromkeys(kinds, max(of_links or own.values(), default=0.0)) | dict(own)

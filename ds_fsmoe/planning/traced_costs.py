@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tasks cost by the trace of a run: fitted to it, or measured before and corrected by it.
+
+Chunks of other sizes, as both phases have where their degrees differ, and plans that are tried, make a line. Of a
+single size nobody can tell what of its time is start-up: measurements say it, or a cluster's file, or it is taken to be
+none, and then more chunks seem to cost nothing. Where it is known how lanes slow each other down, that is taken out of
+the spans; otherwise it stays in them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ds_fsmoe.planning.call_shape import moe_work
+from ds_fsmoe.planning.chunks import chunk_shares
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import Cost, LinearCost, fit
+from ds_fsmoe.planning.layer_costs import LayerCosts
+from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, cost_times
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_IN_NODE,
+    A2A_OUT,
+    A2A_OUT_NODE,
+    COLLECT,
+    EXPERT,
+    EXPERT_DW,
+    EXPERT_DX,
+    GRADIENT_TASKS,
+    HOLD,
+    REST,
+    SPREAD,
+)
+from ds_fsmoe.planning.traced_tasks import Traced
+from ds_fsmoe.planning.workload import AllToAll, kind_costs
+
+_SAME = ((A2A_IN, A2A_OUT), (A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT))
+"""Kinds of tasks that are the same collective."""
+_EXPERTS = (EXPERT, EXPERT_DX, EXPERT_DW)
+_APART = 1.25
+"""Sizes that differ by less than this factor count as one: a line through them would be chance."""
+
+
+def fit_costs(
+    job: RecordedJob, traced: Traced, cluster: Cluster | None = None
+) -> tuple[dict[str, LayerCosts], tuple[str, ...]]:
+    """Return what the tasks of a job cost that measured nothing.
+
+    Args:
+        job: what its layers are.
+        traced: what its trace tells.
+        cluster: what start-up costs, where that is known.
+
+    Returns:
+        Label of a layer -> the costs of its tasks; and the kinds of tasks that had one size, so that nobody can tell
+        what of their time is start-up.
+
+    Raises:
+        ValueError: the trace has no task of a layer, or lacks a kind of task.
+    """
+    one_size: dict[str, None] = {}
+    costs = {}
+    for kind in job.kinds:
+        way = next(iter(kind.ways.values()))
+        written = {} if cluster is None else kind_costs(cluster, kind.groups, way.planned)
+        found = _costs(kind, way.planned, _points(kind, way.planned, traced), written, one_size)
+        costs |= dict.fromkeys(kind.labels, found)
+    return costs, tuple(one_size)
+
+
+def corrected(job: RecordedJob, traced: Traced) -> RecordedJob:
+    """Return a job whose measured costs are corrected by what tasks took in its trace.
+
+    Measuring was a moment, and the trace is the training. Where a kind of task had several sizes there, as it has while
+    plans are tried, its cost is the line through them; where it had one, the measured cost times a factor. What the
+    trace does not have is corrected as the rest of its lane is.
+
+    Args:
+        job: the job, with measured costs.
+        traced: what its trace tells, of tasks alone.
+    """
+    kinds = []
+    for kind in job.kinds:
+        ways = {}
+        for name, way in kind.ways.items():
+            points = _points(kind, way.planned, traced)
+            ways[name] = replace(way, profile=None, fitted=_corrected(job.costs_of(kind, name), points))
+        kinds.append(replace(kind, ways=ways))
+    return replace(job, kinds=tuple(kinds), _costs={})
+
+
+Points = Mapping[tuple[bool, str], Sequence[tuple[float, float]]]
+"""(whether it is the backward, kind of task), see :func:`_pooled` -> (size, time) of what was traced."""
+
+
+def _points(kind: RecordedKind, alltoall: AllToAll, traced: Traced) -> Points:
+    """Return what was traced of these layers with an all-to-all, without empty chunks."""
+    found: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
+    moes = [moe_work(kind.groups, backward, kind.shape, alltoall) for backward in (False, True)]
+    works = [{each.kind: each for each in (*moe.collectives, *moe.computations)} for moe in moes]
+    for piece, time_ms in traced.pieces_ms.items():
+        if piece.label not in kind.labels or piece.alltoall != alltoall or piece.kind not in works[piece.backward]:
+            continue
+        share = chunk_shares(moes[piece.backward].capacity, piece.degree)[piece.chunk]
+        if share:
+            size = works[piece.backward][piece.kind].size * share
+            found[_pooled(piece.backward, piece.kind)].append((size, time_ms))
+    return found
+
+
+def _corrected(costs: LayerCosts, points: Points) -> LayerCosts:
+    lines = {key: _line(each) for key, each in points.items()}
+    of_links: list[float] = []
+    of_experts: dict[bool, list[float]] = {False: [], True: []}
+    factors: dict[tuple[bool, str], float] = {}
+    for (backward, name), found in points.items():
+        cost = costs.of(backward)[0].get(name)
+        expected = [(time_ms, cost.ms(size)) for size, time_ms in found] if cost is not None else []
+        ratios = [time_ms / expected_ms for time_ms, expected_ms in expected if expected_ms]
+        if ratios:
+            factors[backward, name] = statistics.median(ratios)
+            (of_experts[backward] if name in _EXPERTS else of_links).append(factors[backward, name])
+
+    def phase(own: Mapping[str, Cost], backward: bool) -> dict[str, Cost]:
+        found = {}
+        for name, cost in own.items():
+            key = _pooled(backward, name)
+            others = of_experts[backward] if name in _EXPERTS else of_links
+            factor = factors.get(key, statistics.median(others) if others else 1.0)
+            line = lines.get(key)
+            is_kept = name in (HOLD, REST, *GRADIENT_TASKS)
+            found[name] = cost if is_kept else line if line is not None else cost_times(cost, factor)
+        return found
+
+    rechunked = None if costs.rechunked is None else phase(costs.rechunked, True)
+    return replace(
+        costs, forward=phase(costs.forward, False), backward=phase(costs.backward, True), rechunked=rechunked
+    )
+
+
+def _costs(
+    kind: RecordedKind,
+    alltoall: AllToAll,
+    points: Points,
+    written: Mapping[str, LinearCost],
+    one_size: dict[str, None],
+) -> LayerCosts:
+    """Return what tasks of one kind of layers cost, and note the kinds of tasks that had one size."""
+    if not points:
+        raise ValueError(f"the trace has no task of {', '.join(kind.labels)}")
+    fitted: dict[tuple[bool, str], LinearCost] = {}
+    for key, each in points.items():
+        line = _line(each)
+        if line is None and key[1] not in written:
+            one_size.setdefault(key[1])
+        fitted[key] = line or _with_start_up(each, written.get(key[1]))
+    phases: list[dict[str, Cost]] = []
+    for backward in (False, True):
+        moe = moe_work(kind.groups, backward, kind.shape, alltoall)
+        costs: dict[str, Cost] = {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)}
+        for each in (*moe.collectives, moe.expert):
+            found = fitted.get(_pooled(backward, each.kind))
+            if found is None and each.kind == EXPERT and backward:
+                found = _sum_of_halves(fitted)
+            if found is None:
+                raise ValueError(f"the trace has no {each.kind} of {', '.join(kind.labels)}")
+            costs[each.kind] = found
+        for half in (EXPERT_DX, EXPERT_DW):
+            if backward and (half_cost := fitted.get((True, half))) is not None:
+                costs[half] = half_cost
+        phases.append(costs)
+    return LayerCosts(phases[0], phases[1], is_per_launch=False)
+
+
+def _pooled(backward: bool, kind: str) -> tuple[bool, str]:
+    """Return under which name the times of a task are put together with those of its like."""
+    for same in _SAME:
+        if kind in same:
+            return False, same[0]
+    return (backward, kind) if kind in _EXPERTS else (False, kind)
+
+
+def _sum_of_halves(fitted: Mapping[tuple[bool, str], LinearCost]) -> LinearCost | None:
+    halves = [fitted[True, each] for each in (EXPERT_DX, EXPERT_DW) if (True, each) in fitted]
+    if len(halves) < 2:
+        return None
+    return LinearCost(sum(each.alpha_ms for each in halves), sum(each.beta_ms for each in halves) / 2)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> LinearCost | None:
+    """Return the line through what was traced; ``None`` where it had one size, or too few points."""
+    sizes, times_ms = zip(*points, strict=True)
+    if len(points) < 3 or max(sizes) < _APART * min(sizes):
+        return None
+    cost = fit(sizes, times_ms).cost
+    assert isinstance(cost, LinearCost)
+    return cost
+
+
+def _with_start_up(points: Sequence[tuple[float, float]], written: LinearCost | None) -> LinearCost:
+    """Return a cost that gives what was traced of one size, with the start-up of another one."""
+    size, time_ms = (statistics.median(each) for each in zip(*points, strict=True))
+    alpha_ms = 0.0 if written is None else min(written.alpha_ms, 0.9 * time_ms)
+    return LinearCost(alpha_ms, (time_ms - alpha_ms) / size)

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What another plan would have given in a recorded job: another schedule, degree or all-to-all.
+
+A step is the forwards and backwards of its micro batches, without the optimizer. Schedules, degrees and the all-to-alls
+that were timed are planned from the costs of that very job, and for all else
+:func:`~ds_fsmoe.planning.other_ranks.on_other_ranks` makes another job of it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_fsmoe.planning.block import Links
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.plan import Planner, mode_of
+from ds_fsmoe.planning.presets import BEST, preset
+from ds_fsmoe.planning.recorded_costs import RecordedJob
+from ds_fsmoe.planning.search import Degree
+
+_TURNS = 30
+"""The halvings by which a number is found that explains a measured time."""
+_MOST_TIMES = 4.0
+"""The most by which gradients may take longer than they were measured to."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How the layers of a run were run, each by the order of the forward."""
+
+    orders: tuple[tuple[Order, Order], ...]
+    """For each layer the way to run its forward and its backward."""
+    alltoalls: tuple[str, ...]
+    """For each layer the name of its all-to-all."""
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """The most chunks of any layer, forward and backward."""
+        forward, backward = (max((each[phase].degree for each in self.orders), default=1) for phase in (0, 1))
+        return forward, backward
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan, and the time of a step with it."""
+
+    plan: ModelPlan
+    forward_ms: float
+    """The time of all forwards of a step."""
+    backward_ms: float
+    """The time of all backwards of a step, with gradients."""
+    isolated_ms: float
+    """The time of both if lanes did not slow each other down."""
+
+    @property
+    def step_ms(self) -> float:
+        """The time of both phases."""
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def phases_ms(self) -> tuple[float, float]:
+        """The times of forward and backward."""
+        return self.forward_ms, self.backward_ms
+
+    @property
+    def ran(self) -> Ran:
+        """How the plan runs its layers."""
+        pairs = [self.plan.choices(index) for index in range(len(self.plan.layers))]
+        return Ran(tuple((forward.order, backward.order) for forward, backward in pairs), self.plan.alltoalls)
+
+
+def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
+    """Return how the layers of a job were run.
+
+    Args:
+        job: the job.
+        rows: the ``layers`` of the run's plans: layer, phase, degree, order, late_dw and all-to-all of each.
+
+    Raises:
+        ValueError: a layer of the job is missing.
+    """
+    of_phase = {(row["layer"], row["phase"]): row for row in rows}
+    orders, alltoalls = [], []
+    for label in job.labels:
+        found = [of_phase.get((label, phase)) for phase in ("forward", "backward")]
+        if None in found:
+            raise ValueError(f"the run's plans do not say how {label} was run")
+        forward, backward = (Order(row["degree"], row["order"], row["late_dw"]) for row in found if row is not None)
+        orders.append((forward, backward))
+        ways, planned = job.kind_of(label).ways, (found[0] or {}).get("alltoall")
+        alltoalls.append(next((name for name, way in ways.items() if way.planned == planned), next(iter(ways))))
+    return Ran(tuple(orders), tuple(alltoalls))
+
+
+class WhatIf:
+    """Predicts steps of a recorded job.
+
+    Args:
+        job: the job, with costs.
+        rest_ms: the time of all but the experts' parts of one micro batch, forward and backward; what the job has
+            recorded if left out.
+    """
+
+    def __init__(self, job: RecordedJob, rest_ms: tuple[float, float] | None = None) -> None:
+        self.job = job
+        self.rest_ms = rest_ms or job.rest_ms or (0.0, 0.0)
+        options = job.options(job.mode, self.rest_ms)
+        space = job.settings.space(job.schedule)
+        self._search = Search(Planner({}, job.settings), options, space, job.mode, job.links, job.uncut)
+
+    @property
+    def must_match(self) -> bool:
+        """Whether both phases must have the same degree, by the job's schedule or because experts draw numbers."""
+        uses_rng = any(self.job.costs_of(kind, next(iter(kind.ways))).uses_rng for kind in self.job.kinds)
+        return uses_rng or self.job.settings.space(self.job.schedule).common_degree
+
+    def by_schedule(self, schedule: str) -> Prediction:
+        """Return what a schedule by name would take, with the degrees that it chooses itself.
+
+        Raises:
+            ValueError: an unknown schedule.
+        """
+        return self.of_schedule(schedule).with_degrees(None, None)
+
+    def of_schedule(self, schedule: str) -> WhatIf:
+        """Return predictions for the same job with another schedule, its gradients included.
+
+        Raises:
+            ValueError: an unknown schedule.
+        """
+        if schedule == self.job.schedule:
+            return self
+        links: Links = "reduce_first" if schedule == BEST else preset(schedule).links
+        changed = replace(self.job, schedule=schedule, mode=mode_of(schedule), links=links, _costs={})
+        return WhatIf(changed, self.rest_ms)
+
+    def with_degrees(self, forward: Degree, backward: Degree) -> Prediction:
+        """Return what the job's own schedule would take with these degrees; ``None``: the one that it chooses."""
+        return self._predict(self._search.fastest(self._search.space.with_degrees(forward, backward, self.job.links)))
+
+    def as_ran(self, ran: Ran) -> Prediction:
+        """Return what the job should have taken, as it was run."""
+        search = self._search
+        spaces = [search.space.with_orders(*pair) for pair in ran.orders]
+        return self._predict(search.planner.plan_options(search.options, spaces, search.mode, ran.alltoalls))
+
+    def with_rest_of(self, measured_ms: tuple[float, float], ran: Ran) -> WhatIf:
+        """Return the same with the rest that explains what the run took, as it was run.
+
+        What the plan of the run does not explain is taken to be in what no plan changes. The rest is never below 0.
+
+        Args:
+            measured_ms: the time of all forwards, and of all backwards, of a step.
+            ran: how it was run.
+        """
+        rest_ms = [0.0, 0.0]
+        for phase in (0, 1):
+
+            def predicted_ms(each_ms: float, phase: int = phase) -> float:
+                tried_ms = (each_ms, 0.0) if phase == 0 else (0.0, each_ms)
+                return WhatIf(self.job, tried_ms).as_ran(ran).phases_ms[phase]
+
+            rest_ms[phase] = _least_that_takes(predicted_ms, measured_ms[phase], measured_ms[phase])
+        return WhatIf(self.job, (rest_ms[0], rest_ms[1]))
+
+    def with_gradients_of(self, backward_ms: float, ran: Ran) -> WhatIf:
+        """Return the same with a cost of gradients that explains what all backwards of a step took, as it was run.
+
+        Args:
+            backward_ms: that time.
+            ran: how it was run.
+        """
+
+        def predicted_ms(factor: float) -> float:
+            return WhatIf(replace(self.job, gradient_factor=factor, _costs={}), self.rest_ms).as_ran(ran).backward_ms
+
+        if not self.job.gradients_bytes or self.job.mode == "off":
+            return self
+        factor = _least_that_takes(predicted_ms, backward_ms, _MOST_TIMES)
+        return WhatIf(replace(self.job, gradient_factor=factor, _costs={}), self.rest_ms)
+
+    def _predict(self, plan: ModelPlan) -> Prediction:
+        settings, more = self.job.settings, self.job.micro_batches - 1
+        forward, backward = plan.timelines({}, settings.contention, is_serial=settings.is_serial)
+        # Gradients travel when the last micro batch is through.
+        bare_ms = 0.0
+        if more:
+            _, bare = plan.without_gradients().timelines({}, settings.contention, is_serial=settings.is_serial)
+            bare_ms = bare.makespan_ms
+        isolated_ms = plan.step_ms({}, is_serial=settings.is_serial) * (1 + more)
+        return Prediction(plan, (1 + more) * forward.makespan_ms, more * bare_ms + backward.makespan_ms, isolated_ms)
+
+
+def _least_that_takes(predicted_ms: Callable[[float], float], wanted_ms: float, most: float) -> float:
+    """Return the least number from 0 up with which it is predicted to take as long, or the most."""
+    low, high = 0.0, most
+    for _ in range(_TURNS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if predicted_ms(middle) >= wanted_ms else (middle, high)
+    return high

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the layers of one engine as they were measured: plans are searched for them and applied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.observing.predicted import MeasuredPredictor
+from ds_fsmoe.planning.block import Slice
+from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.gradient_plan import WindowBytes
+from ds_fsmoe.planning.layer_plan import LayerPlan
+from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.plan import Planner, Settings, mode_of
+from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
+from ds_fsmoe.tuning.measure import Measured
+
+if TYPE_CHECKING:
+    from ds_fsmoe.layer.runtime import LayerRuntime
+    from ds_fsmoe.layer.stock_layer import FSMoELayer
+
+
+def windows_of(plan: ModelPlan) -> list[WindowBytes]:
+    """Return the gradients that a plan sends in each window, in the order of the backward."""
+
+    def bytes_of(slices: Sequence[Slice]) -> tuple[tuple[str, float], ...]:
+        return tuple((each.kind, each.size_bytes) for each in slices)
+
+    return [WindowBytes(bytes_of(each.moe_slices), bytes_of(each.dense_slices)) for each in plan.backward]
+
+
+class TunedModel:
+    """Holds the layers of one engine as they were measured: plans are searched for them and applied to them.
+
+    Args:
+        block: the options of the stage.
+        running: the lanes and groups of the layers.
+        layers: the layers by label, in the order of the forward.
+        measured: what was measured of them.
+        gradients: the kind and bytes of every buffer that we reduce.
+        tensors_bytes: kind of gradient -> the bytes of its tensors.
+        dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
+            when it was measured; ``None``: not seen.
+    """
+
+    def __init__(
+        self,
+        block: FSMoEBlock,
+        running: LayerRuntime,
+        layers: Mapping[str, FSMoELayer],
+        measured: Measured,
+        gradients: Sequence[tuple[str, int]],
+        tensors_bytes: Mapping[str, Sequence[int]],
+        dense_ms: tuple[float, float] | None,
+    ) -> None:
+        self.measured = measured
+        self._layers = layers
+        self.labels = [label for label in layers if label in measured.kind_of]
+        contention = measured.slowed.contention()
+        settings = Settings(
+            contention,
+            max_degree=block.pipeline_degree.max,
+            gradient_solver=block.gradient_partition.solver,
+            chunk_bytes=block.gradient_partition.asked_bytes,
+            is_serial=measured.is_serial,
+            shared_link=running.one_link is not None,
+        )
+        costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
+        of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
+        self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
+        rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - self._gradients_ms))
+        self._dense_ms = None if dense_ms is None else sum(rest_ms)
+        totals: dict[str, int] = {}
+        for kind, size in gradients:
+            if kind in of_gradients:
+                totals[kind] = totals.get(kind, 0) + size
+        asked = block.pipeline_degree
+        forward, backward = (None if each == "auto" else each for each in (asked.forward, asked.backward))
+        space = settings.space(block.schedule)
+        asked_mode = block.gradient_partition.mode
+        mode = mode_of(block.schedule) if asked_mode == "auto" else asked_mode
+        self.search = Search(
+            Planner({}, settings),
+            measured.options(self.labels, rest_ms, totals, tensors_bytes if mode == "micro_ops" else None),
+            space if (forward, backward) == (None, None) else space.with_degrees(forward, backward, running.links),
+            mode,
+            running.links,
+            [layers[label].fsmoe.is_uncut for label in self.labels],
+        )
+
+    def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:
+        """Run the layers by a plan from now on."""
+        measured = self.measured
+        for index, label in enumerate(self.labels):
+            kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
+            forward, backward = (each.order.plan() for each in plan.choices(index))
+            self._layers[label].fsmoe.apply(LayerPlan(forward, backward, alltoall, measured.reduces(kind)))
+            predictors[label] = MeasuredPredictor(
+                measured.costs_of(kind, alltoall),
+                measured.slowed.contention(),
+                measured.is_serial,
+                forward.degree == backward.degree,
+                kind.sizes.capacity,
+            )
+
+    def predict(self, plan: ModelPlan) -> StepTimes:
+        """Predict what a step with a plan takes."""
+        search = self.search
+        return predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms)
+
+    def other_esp_sizes(self) -> dict[int, float]:
+        """Predict the time of the experts' parts of a step with other numbers of shards."""
+        measured, search = self.measured, self.search
+        counted = [
+            (len(kind.labels), kind.pipeline.forward.groups, kind.sizes, measured.costs_of(kind, next(iter(kind.ways))))
+            for kind in measured.kinds
+        ]
+        if world_size_now() == 1 or measured.cluster is None:
+            return {}
+        return other_esp_sizes(
+            search.planner, search.space, measured.cluster, counted, measured.topology.ranks_per_node
+        )

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's models in a size of which both weights and activations are seen, trained for two steps and counted."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.live_memory import LiveMemory
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,  # as Trainer has it; a cache would keep another copy of keys and values
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmoe": {"intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "mixtral": {"intermediate_size": 160, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "head_dim": 24,
+    },
+    "deepseek_v3": {
+        "intermediate_size": 224,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 40,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 32,
+        "num_key_value_heads": 4,
+    },
+    "gpt_oss": {
+        "intermediate_size": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+"""One with experts of all its blocks, one with grouped heads, one with normed heads, one with latent attention, shared
+experts and a dense block, one with eager attention, sinks and biases."""
+BUCKET, PERSISTENCE = 100_000, 1000
+"""DeepSpeed's own sizes would hide a tiny model: buckets alone are gigabytes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    family: str
+    zero: int
+    checkpointing: bool = False
+    samples: int = 2
+    length: int = 128
+    dtype: str = "fp32"
+    accumulation: str | None = None
+    optimizer: str = "torch_adam"
+    ep: int = 2
+    esp: int = 1
+    load: float = 1.0
+    """Rows at the first half of the ranks, over the mean."""
+    block: dict[str, Any] = field(default_factory=dict)
+    """Of the fsmoe block."""
+
+    @property
+    def name(self) -> str:
+        """All that differs from the defaults."""
+        given = asdict(self)
+        return " ".join(f"{key}={value}" for key, value in given.items() if value != _DEFAULTS.get(key))
+
+
+_DEFAULTS = asdict(Case("", -1))
+
+
+def config_of(family: str) -> Any:
+    """The configuration of a family."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family](**COMMON | FAMILIES[family])
+
+
+def ds_config(case: Case) -> dict[str, Any]:
+    """DeepSpeed's configuration of a case."""
+    zero = {"stage": case.zero, "reduce_bucket_size": BUCKET}
+    if case.zero == 3:
+        zero |= {"stage3_param_persistence_threshold": PERSISTENCE}
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.samples,
+        "optimizer": adam if case.optimizer == "torch_adam" else {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "fsmoe": {"enabled": True, "ep_size": case.ep, "expert_tensor_parallel_size": case.esp} | case.block,
+    }
+    if case.dtype != "fp32":
+        config[case.dtype] = {"enabled": True}
+    if case.accumulation is not None:
+        config["data_types"] = {"grad_accum_dtype": case.accumulation}
+    return config
+
+
+def spread(load: float) -> Any:
+    """A hook that gives a layer's experts other choices: those of the first half of them so many rows, over the mean.
+
+    How many rows come to a rank is then known beforehand. Weights stay the router's, and so do all sizes.
+    """
+
+    def chosen(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, index, weights = args
+        experts = module.fsmoe.total_experts
+        at = torch.arange(index.numel())
+        first = at < round(index.numel() * load / 2)
+        half = experts // 2
+        return hidden, (at % half + half * ~first).view_as(index).to(index.dtype), weights
+
+    return chosen
+
+
+def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -> tuple[int, str]:
+    """The peak of the second step of a case, in bytes, and what lived then if that is asked for."""
+    from transformers import AutoModelForCausalLM
+
+    import ds_fsmoe
+
+    with LiveMemory(with_places) as memory:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config_of(case.family))
+        if case.checkpointing:
+            model.gradient_checkpointing_enable()
+        parameters = list(model.parameters())
+        engine = ds_fsmoe.initialize(model=model, model_parameters=parameters, config=ds_config(case))[0]
+        del parameters
+
+        def count_lanes(call: Any) -> None:
+            call.pipeline = call.pipeline.watched(memory.in_every_thread())
+
+        layers = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
+        layers[0].fsmoe.running.instruments.append(count_lanes)
+        for each in layers:
+            each.register_forward_pre_hook(spread(case.load))
+        for step in range(2):
+            # What a first call is told is in a ring, and holds the call before it: the collector takes one at a time.
+            for _ in range(2 * len(layers)):
+                gc.collect()
+            memory.begin_again()
+            generator = torch.Generator().manual_seed(step * world_size + rank)
+            x = torch.randint(3, 900, (case.samples, case.length), generator=generator)
+            loss = engine(input_ids=x, labels=x).loss
+            engine.backward(loss)
+            del loss
+            engine.step()
+        engine.destroy()
+        del engine, model, layers
+    gc.collect()
+    return memory.peak, memory.at_peak()

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work of a whole model, against plain loops over its blocks: nothing is forgotten, and nothing counted twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ds_fsmoe.planning.architecture import Architecture, Attention, Block, Experts
+from ds_fsmoe.planning.bounds import step_bounds_ms
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.model_layers import Stage, busiest_stage, model_layers, moe_shape, stage_flops, stages
+from ds_fsmoe.planning.models import load_model, names
+from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.schedule import ATTENTION, EXPERT, EXPERT_GRAD, GRAD, MP_GATHER, MP_REDUCE, ROUTE, SOFTMAX
+from ds_fsmoe.planning.workload import DENSE, BlockWork, Layer, Work, kind_costs, layer_work
+
+M, VOCAB, B, L = 6, 19, 3, 5
+FULL = Attention(heads=3, kv_heads=1, head_dim=2, value_dim=2, num_other=4)
+SLIDING = replace(FULL, kind="sliding", window=2)
+LINEAR = Attention(3, 3, 2, 2, kind="linear", window=4, num_other=6, has_output_gate=True)
+EXPERTS = Experts(E=4, K=2, H=10, shared_H=7, has_shared_gate=True, has_bias=True, has_router_bias=True)
+DENSE_BLOCK = Block(SLIDING, None, dense_H=11, dense_gemms=2, num_norms=12)
+PLAIN, SHARING = Block(FULL, Experts(4, 2, 10), num_norms=12), Block(LINEAR, EXPERTS, num_norms=12)
+ODD = Architecture(
+    name="odd",
+    source="",
+    M=M,
+    vocab=VOCAB,
+    is_tied=False,
+    max_length=64,
+    blocks=(DENSE_BLOCK, DENSE_BLOCK, PLAIN, SHARING, DENSE_BLOCK, PLAIN, PLAIN, DENSE_BLOCK),
+    num_other=M,
+)
+ALONE = Groups(world=8, gpus_per_node=4, ep=2)
+
+
+def works(block: BlockWork) -> list[Work]:
+    return [*block.before, *block.moe.collectives, block.moe.expert, *block.after]
+
+
+def total(layers: tuple[Layer, ...], phase: str, kind: str) -> float:
+    return sum(each.size for layer in layers for each in works(getattr(layer, phase)) if each.kind == kind)
+
+
+def expected(architecture: Architecture, places: range, mp: int = 1, has_head: bool = True) -> dict[str, float]:
+    """Kind -> the forward's computation on one rank, block by block."""
+    sums = dict.fromkeys((ATTENTION, SOFTMAX, DENSE, ROUTE, EXPERT), 0.0)
+    for place in places:
+        block = architecture.blocks[place]
+        sums[ATTENTION] += B * block.attention.flops(M, L) / mp
+        sums[SOFTMAX] += B * block.attention.scores(L) / mp
+        sums[DENSE] += 2 * block.dense_gemms * B * L * M * block.dense_H / mp
+        if block.experts is not None:
+            sums[DENSE] += 2 * block.experts.gemms * B * L / mp * M * block.experts.shared_H
+            sums[ROUTE] += 2 * B * L / mp * M * block.experts.E
+            sums[EXPERT] += 2 * block.experts.gemms * B * L / mp * block.experts.K * M * block.experts.H
+    if has_head:
+        sums[DENSE] += 2 * B * L * M * VOCAB / mp
+        sums[SOFTMAX] += B * L * VOCAB / mp
+    return sums
+
+
+@pytest.mark.parametrize("mp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_all_blocks_are_computed_once_forward_and_twice_backward(pp: int, mp: int) -> None:
+    groups = Groups(world=24, gpus_per_node=4, mp=mp, ep=2, pp=pp)
+    for stage in stages(ODD, pp):
+        layers = model_layers(ODD, groups, B, L, 2, stage=stage)
+        for kind, size in expected(ODD, stage.places, mp, stage.has_head).items():
+            assert total(layers, "forward", kind) == pytest.approx(size), kind
+            assert total(layers, "backward", kind) == pytest.approx((1 if kind == ROUTE else 2) * size), kind
+
+
+def test_model_parallelism_gathers_and_reduces_around_every_part_that_it_divides() -> None:
+    layers = model_layers(ODD, Groups(8, 4, mp=2, ep=2), B, L, 2)
+    num_attentions, num_dense, num_heads = 8, 4, 1
+    for phase in ("forward", "backward"):
+        for kind in (MP_GATHER, MP_REDUCE):
+            sizes = [each.size for layer in layers for each in works(getattr(layer, phase)) if each.kind == kind]
+            assert sizes == [B * L * M * 2] * (num_attentions + num_dense + num_heads)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_every_parameter_has_one_gradient_on_the_stages_that_hold_it(pp: int, is_tied: bool) -> None:
+    model = replace(ODD, is_tied=is_tied)
+    groups = Groups(world=16, gpus_per_node=4, ep=2, pp=pp)
+    sums = {GRAD: 0, EXPERT_GRAD: 0}
+    for stage in stages(model, pp):
+        for layer in model_layers(model, groups, B, L, 2, stage=stage):
+            for each in layer.gradients:
+                assert sum(each.tensors_bytes) == each.size_bytes
+                sums[each.kind] += each.size_bytes
+    # The first stage looks words up in it and the last multiplies with it.
+    twice_held = M * VOCAB if is_tied and pp > 1 else 0
+    in_experts = sum(each.experts.num_expert_parameters(M) for each in model.blocks if each.experts)
+    assert sums[GRAD] == 2 * (model.num_parameters - in_experts + twice_held)
+    assert sums[EXPERT_GRAD] == 2 * in_experts / groups.ep
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_parameter_of_a_known_model_has_a_gradient(name: str) -> None:
+    model = load_model(name)
+    layers = model_layers(model, Groups(32, 4, ep=4), 1, 128, 2)
+    sent = sum(each.size_bytes for layer in layers for each in layer.gradients)
+    assert sent == 2 * (model.num_parameters - model.num_expert_parameters * 3 // 4)
+    assert len(layers) == len(model.moe_blocks)
+    # However many blocks: what is planned is planned once for each kind, and for the two ends.
+    assert len({id(each) for each in layers}) <= len(model.kinds) + 2
+
+
+def test_the_heads_gradient_comes_first_and_the_embeddings_last() -> None:
+    layers = model_layers(ODD, ALONE, B, L, 2)
+    first, last = (next(each for each in layer.gradients if each.kind == GRAD) for layer in (layers[0], layers[-1]))
+    assert last.tensors_bytes[0] == 2 * M * VOCAB
+    assert first.tensors_bytes[-1] == 2 * M * VOCAB
+    assert 2 * M * VOCAB not in (*first.tensors_bytes[:-1], *last.tensors_bytes[1:])
+
+
+def test_blocks_without_experts_come_before_the_next_one_with_experts_or_behind_the_last() -> None:
+    layers = model_layers(ODD, ALONE, B, L, 2)
+    before = [sum(each.kind == ATTENTION for each in layer.forward.before) for layer in layers]
+    behind = [sum(each.kind == ATTENTION for each in layer.forward.after) for layer in layers]
+    assert before == [3, 1, 2, 1]
+    assert behind == [0, 0, 0, 1]
+    # The backward comes the other way.
+    assert [sum(each.kind == ATTENTION for each in layer.backward.after) for layer in layers] == before
+    assert [sum(each.kind == ATTENTION for each in layer.backward.before) for layer in layers] == behind
+
+
+def test_a_block_that_a_generalised_layer_can_be_is_that_layer() -> None:
+    model = Architecture("even", "", M, VOCAB, False, 64, (replace(PLAIN, attention=replace(FULL, num_other=0)),) * 3)
+    for groups in (ALONE, Groups(12, 4, mp=2, esp=2, ep=2)):
+        shape = moe_shape(model, model.blocks[1], B, L, 2)
+        one = layer_work(shape, groups, whole_slots=True)
+        middle = model_layers(model, groups, B, L, 2)[1]
+        assert middle.forward == one.forward
+        assert middle.backward == one.backward
+
+
+def test_blocks_that_recompute_run_their_forward_again_and_the_head_does_not() -> None:
+    layers = model_layers(ODD, ALONE, B, L, 2, recompute=True)
+    again = total(layers, "forward", DENSE) + total(layers, "backward", DENSE)
+    with_head, without = (expected(ODD, range(8), has_head=each)[DENSE] for each in (True, False))
+    assert all(layer.recompute for layer in layers)
+    assert again == pytest.approx(3 * without + 2 * (with_head - without))
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 5, 8])
+def test_stages_hold_all_blocks_in_order_and_differ_by_one_at_most(pp: int) -> None:
+    found = stages(ODD, pp)
+    assert [place for each in found for place in each.places] == list(range(8))
+    sizes = [len(each.places) for each in found]
+    assert max(sizes) - min(sizes) <= 1
+    assert [each.has_embedding for each in found] == [True] + [False] * (pp - 1)
+    assert [each.has_head for each in found] == [False] * (pp - 1) + [True]
+
+
+def test_the_stage_that_computes_the_most_is_the_one_that_is_planned() -> None:
+    big = replace(ODD, vocab=1)
+    heavy = Block(FULL, Experts(4, 2, 1000))
+    for at in (2, 3, 5, 6):
+        blocks = (*big.blocks[:at], heavy, *big.blocks[at + 1 :])
+        model = replace(big, blocks=blocks)
+        chosen = busiest_stage(model, 4, L)
+        assert at in chosen.places
+        assert stage_flops(model, chosen, L) == max(stage_flops(model, each, L) for each in stages(model, 4))
+        planned = model_layers(model, Groups(8, 4, pp=4), B, L, 2)
+        assert planned == model_layers(model, Groups(8, 4, pp=4), B, L, 2, stage=chosen)
+    # A large vocabulary makes it the last one, with the head; but one without experts cannot be planned.
+    assert busiest_stage(replace(ODD, vocab=10**6), 4, L).has_head
+    assert 7 not in busiest_stage(replace(ODD, vocab=10**6), 8, L).places
+
+
+def test_another_capacity_and_a_fuller_rank_change_what_is_sent() -> None:
+    even, fuller, dropping = (
+        model_layers(ODD, ALONE, B, L, 2, **how)[0] for how in ({}, {"imbalance": 1.5}, {"capacity_factor": 2.0})
+    )
+    for other, share in ((fuller, 1.5), (dropping, 2.0)):
+        assert other.forward.moe.enter[0].size == pytest.approx(share * even.forward.moe.enter[0].size)
+        assert other.forward.before[:2] == even.forward.before[:2]
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ({"groups": Groups(12, 4, ep=3)}, "E = 4: must be divisible by ep = 3"),
+        ({"groups": Groups(12, 4, esp=3)}, "H = 10: must be divisible by esp = 3"),
+        ({"groups": Groups(9, 4, pp=9)}, "pp = 9: must be at most the number of blocks, 8"),
+        ({"stage": Stage(0, range(2), True, False)}, "stage 1 of 1: none of its blocks has experts"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(how: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        model_layers(ODD, **({"groups": ALONE, "samples": B, "length": L, "dtype_bytes": 2} | how))
+
+
+@pytest.mark.parametrize("preset_name", NAMES)
+def test_no_plan_of_a_whole_model_is_faster_than_the_bound(preset_name: str) -> None:
+    cluster = load_cluster("testbed_b")
+    groups = Groups(16, 4, ep=8)
+    costs = kind_costs(cluster, groups)
+    layers = model_layers(load_model("deepseek-v2-lite").first(4), groups, 1, 512, 2)
+    planner = Planner(costs, Settings(cluster.contention, max_degree=4))
+    forward, backward = plan_by_name(planner, preset_name, layers).timelines(costs, cluster.contention)
+    bounds_ms = step_bounds_ms(layers, costs, 4)
+    assert forward.makespan_ms >= bounds_ms[0]
+    assert backward.makespan_ms >= bounds_ms[1]

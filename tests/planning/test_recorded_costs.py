@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded job as data and back, and costs that are fitted to, or corrected by, the spans of a trace."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.planning.block import BlockPlan
+from ds_fsmoe.planning.call_shape import moe_work, sized
+from ds_fsmoe.planning.cluster import Cluster, Operation
+from ds_fsmoe.planning.cost import LinearCost, SwitchedCost
+from ds_fsmoe.planning.crossings import Crossings
+from ds_fsmoe.planning.groups import Placement
+from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.recorded_costs import (
+    RecordedGroups,
+    RecordedJob,
+    RecordedKind,
+    RecordedWay,
+    cost_times,
+)
+from ds_fsmoe.planning.recorded_data import job_as_data, job_from_data
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Lane
+from ds_fsmoe.planning.timeline import IDEAL, Contention, play
+from ds_fsmoe.planning.traced_costs import corrected, fit_costs
+from ds_fsmoe.planning.traced_tasks import TracedTask, read_traces, traced_tasks
+from tests.planning.measured_layers import GROUPS, SIZES, made_up
+
+LABELS = ("L00", "L01", "L02")
+COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
+
+
+def job_of(**more: Any) -> RecordedJob:
+    """A job of three equal layers whose costs were measured."""
+    kind = RecordedKind(LABELS, GROUPS, SIZES, {"flat": RecordedWay("flat", made_up(seed=3))}, num_choices=2)
+    return replace(RecordedJob((kind,), LABELS, "best", "adaptive", "reduce_first", (3.0, 5.0)), **more)
+
+
+def test_a_job_is_read_back_as_it_was_written() -> None:
+    placed = (("ep", Placement(2, 1, (Lane.INTER,), 2)), ("esp", Placement(2, 2, (Lane.INTRA,))))
+    placed += tuple((name, Placement(1, 1, ())) for name in ("mp", "edp"))
+    placed += (("dp", Placement(4, 3, (Lane.INTER, Lane.INTRA), 2)),)
+    uneven = RecordedGroups(4, 2, ep=2, esp=2, placed=placed)
+    shape = replace(SIZES, num_tokens=11, crossings=Crossings(0.75, 1.5), wires=(0.3, 1.0))
+    ways = {"flat": RecordedWay("flat", made_up()), "2dh": RecordedWay("2dh", made_up(seed=1, splits=False))}
+    kinds = RecordedKind(("L00", "L02"), uneven, shape, ways, True), RecordedKind(("L01",), GROUPS, SIZES, ways)
+    job = RecordedJob(
+        kinds,
+        LABELS,
+        "lina",
+        "micro_ops",
+        "shared",
+        (1.5, 2.5),
+        {"GRAD": 701},
+        {"GRAD": (500, 201)},
+        Slowdowns({(Lane.INTER, Lane.INTRA): 1.25, (Lane.COMPUTE, Lane.INTER): 1.5}),
+        is_serial=True,
+        max_degree=7,
+        chunk_bytes=4096,
+        micro_batches=3,
+    )
+    again = job_from_data(json.loads(json.dumps(job_as_data(job))))
+    assert again == job
+    assert again.kinds[0].groups.placements == dict(placed)
+    assert again.contention == Contention(1.25 - 1.0, 0.5)
+
+
+def test_a_job_without_measurements_is_read_back_too() -> None:
+    kind = RecordedKind(LABELS, GROUPS, SIZES, {"flat": RecordedWay("flat")})
+    job = RecordedJob((kind,), LABELS, "tutel", "off", "shared")
+    again = job_from_data(json.loads(json.dumps(job_as_data(job))))
+    assert again == job
+    assert not again.is_measured
+    assert job_of().is_measured
+    with pytest.raises(ValueError, match="nothing tells what tasks of these layers cost"):
+        again.options("off", (0.0, 0.0))
+
+
+def damaged(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    data = copy.deepcopy(job_as_data(job_of()))
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(format=99), "format 99"),
+        (lambda data: data.pop("kinds"), "KeyError: 'kinds'"),
+        (lambda data: data.update(mode="sometimes"), "'sometimes' where the choices are"),
+        (lambda data: data.update(rest_ms=[1.0]), "IndexError"),
+        (lambda data: data.update(layers=["L00", "L07"]), "says nothing of L07"),
+        (lambda data: data["kinds"][0]["groups"].update(ep=3), "must divide"),
+        (lambda data: data["kinds"][0]["ways"]["flat"].update(planned="pigeons"), "'pigeons'"),
+        (
+            lambda data: data["kinds"][0]["ways"]["flat"]["measured"]["operations"]["all-to-all"].update(sizes=[1]),
+            "needed are three",
+        ),
+    ],
+)
+def test_what_no_run_writes_is_refused_with_a_reason(change: Callable[[dict[str, Any]], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        job_from_data(damaged(change))
+
+
+def test_layers_leave_their_share_of_rest_and_gradients() -> None:
+    job = job_of(gradients_bytes={"GRAD": 902, "EXPERT_GRAD": 5000}, tensors_bytes={"GRAD": (100, 700, 102)})
+    layer = job.options("adaptive", (3.0, 6.0))[1]["flat"]
+    assert [each.size for each in layer.forward.after] == [pytest.approx(1.0)]
+    assert [each.size for each in layer.backward.after] == [pytest.approx(2.0)]
+    # Experts lie on all ranks once, but a kind of gradient that is reduced goes where dense ones do.
+    assert {each.kind: each.size_bytes for each in layer.gradients} == {"GRAD": 300, "EXPERT_GRAD": 1666}
+    assert all(not each.tensors_bytes for each in layer.gradients)
+    (dense, *_) = job.options("micro_ops", (3.0, 6.0))[1]["flat"].gradients
+    assert dense.tensors_bytes == (300,)
+
+
+# ---- spans
+
+
+def traced(
+    job: RecordedJob,
+    degrees: tuple[int, int],
+    factor: float = 1.0,
+    contention: Contention = IDEAL,
+    waits: Mapping[int, float] | None = None,
+) -> dict[int, list[TracedTask]]:
+    """The tasks of two ranks in two steps, as if each task took a factor of what the job's costs say; ``waits``: rank
+    -> so many ms are added to each of its collectives."""
+    costs = job.costs_of(job.kinds[0], "flat")
+    found: dict[int, list[TracedTask]] = {}
+    for rank in (0, 1):
+        wait_ms = (waits or {}).get(rank, 0.0)
+        for step in (7, 8):
+            for backward, degree in enumerate(degrees):
+                plan = PhasePlan(BlockPlan(degree, "reduce_first"), GROUPS, bool(backward))
+                run, (cost, _) = sized(plan.schedule, plan, SIZES), costs.of(bool(backward))
+                times_ms = [
+                    factor * cost[each.kind].ms(each.size, min(1, each.launches))
+                    + wait_ms * (each.lane is not Lane.COMPUTE)
+                    for each in run.tasks
+                ]
+                spans = play(run, times_ms, [0.0] * len(times_ms), contention).spans
+                for number, label in enumerate(LABELS):
+                    shift_ms = 1000.0 * step + 300.0 * number + 100.0 * backward
+                    found.setdefault(rank, []).extend(
+                        TracedTask(
+                            *(label, bool(backward), step, 0, index, each.task.kind, each.task.chunk, each.task.lane),
+                            *(shift_ms + each.start_ms, shift_ms + each.end_ms),
+                        )
+                        for index, each in enumerate(spans)
+                        if each.task.kind != HOLD
+                    )
+    return found
+
+
+def times_of(costs: Any, backward: bool) -> dict[str, float]:
+    cost, _ = costs.of(backward)
+    sizes = {A2A_IN: 7e4, A2A_OUT: 7e4, GATHER: 9e4, REDUCE: 9e4, EXPERT: 3e6}
+    return {kind: cost[kind].ms(size) for kind, size in sizes.items()}
+
+
+def test_two_sizes_give_the_line_of_every_task() -> None:
+    job = job_of()
+    fitted, one_size = fit_costs(job, read_traces(traced(job, (2, 5))))
+    measured = job.costs_of(job.kinds[0], "flat")
+    # Experts' chunks are alike within a phase, and phases differ in their experts.
+    assert one_size == (EXPERT,)
+    for backward in (False, True):
+        expected, found = times_of(measured, backward), times_of(fitted["L01"], backward)
+        for kind in (A2A_IN, A2A_OUT, GATHER, REDUCE):
+            assert found[kind] == pytest.approx(expected[kind], rel=1e-6)
+
+
+def test_one_size_takes_start_up_from_a_cluster_or_leaves_it_out() -> None:
+    job = job_of()
+    operations = {
+        **{f"{link}.{name}": Operation(LinearCost(0.05, 1e-6)) for link in ("inter", "intra") for name in COLLECTIVES},
+        **{name: Operation(LinearCost(0.02, 1e-9)) for name in ("gemm", "attention", "softmax", "routing", "order")},
+    }
+    cluster = Cluster("made up", 2, 2, operations)
+    spans = read_traces(traced(job, (2, 2)))
+    for known, alpha_ms, count in ((None, 0.0, 4), (cluster, 0.05, 0)):
+        fitted, one_size = fit_costs(job, spans, known)
+        assert len(one_size) == count
+        cost = fitted["L00"].forward[A2A_IN]
+        assert cost.alpha_ms == pytest.approx(alpha_ms)
+        half_bytes = moe_work(GROUPS, False, SIZES).enter[0].size / 2
+        assert cost.ms(half_bytes) == pytest.approx(spans.pieces_ms["L00", False, "flat", 2, A2A_IN, 1])
+    assert fitted["L00"] is fitted["L02"]
+
+
+def test_the_rank_that_waits_least_counts() -> None:
+    job = job_of()
+    plain = read_traces(traced(job, (3, 3)))
+    late = read_traces(traced(job, (3, 3), waits={1: 25.0}))
+    assert late.pieces_ms == pytest.approx(plain.pieces_ms)
+    assert late.runs_ms == {step: pytest.approx(each) for step, each in plain.runs_ms.items()}
+    assert set(plain.runs_ms) == {7, 8}
+
+
+def test_measured_costs_are_corrected_by_what_tasks_took() -> None:
+    job = job_of()
+    before = job.costs_of(job.kinds[0], "flat")
+    after = corrected(job, read_traces(traced(job, (3, 4), factor=0.7)))
+    costs = after.costs_of(after.kinds[0], "flat")
+    for backward in (False, True):
+        expected = {kind: 0.7 * each for kind, each in times_of(before, backward).items()}
+        assert times_of(costs, backward) == pytest.approx(expected)
+    # Weight gradients that were not put off are corrected as whole experts are, and gradients not at all.
+    for kind in ("EXPERT_DX", "EXPERT_DW"):
+        assert costs.backward[kind].ms(5e5) == pytest.approx(0.7 * before.backward[kind].ms(5e5))
+    assert not after.is_measured
+
+
+def test_slowdown_is_taken_out_of_the_spans() -> None:
+    job = job_of()
+    contention = Contention(links=0.5, compute=0.25, traffic=0.125)
+    slowed = read_traces(traced(job, (4, 4), contention=contention), contention)
+    alone = read_traces(traced(job, (4, 4)))
+    assert slowed.pieces_ms == pytest.approx(alone.pieces_ms)
+    assert sum(slowed.runs_ms[7]) > sum(alone.runs_ms[7])
+
+
+def test_the_time_between_layers_of_the_backward_is_seen() -> None:
+    job = job_of()
+    spans = traced(job, (1, 1))
+    found = read_traces(spans)
+    of_backward = [each for each in spans[0] if each.backward and each.step == 7]
+    ends = {label: max(each.end_ms for each in of_backward if each.label == label) for label in LABELS}
+    begins = {label: min(each.begin_ms for each in of_backward if each.label == label) for label in LABELS}
+    assert found.behind_ms == pytest.approx(begins["L01"] - ends["L00"])
+    only = read_traces({0: [each for each in spans[0] if each.label == "L00"]})
+    assert only.behind_ms is None
+
+
+def test_a_fitted_job_plans_by_its_lines_and_slowdown() -> None:
+    job, contention = job_of(), Contention(links=0.5, compute=0.25, traffic=0.125)
+    costs, _ = fit_costs(job, read_traces(traced(job, (2, 3))))
+    bare = replace(job, kinds=(replace(job.kinds[0], ways={"flat": RecordedWay("flat")}),), _costs={})
+    fitted = bare.with_fitted(costs, contention)
+    assert fitted.contention == contention
+    assert fitted.settings.contention == contention
+    assert fitted.options("off", (0.0, 0.0))[2]["flat"].costs is costs["L00"]
+
+
+def test_a_layer_that_was_not_traced_is_named() -> None:
+    job = job_of()
+    spans = {rank: [each for each in tasks if each.label == "L77"] for rank, tasks in traced(job, (1, 1)).items()}
+    with pytest.raises(ValueError, match="the trace has no task of L00, L01, L02"):
+        fit_costs(job, read_traces(spans))
+    half = {0: [each for each in traced(job, (2, 2))[0] if each.kind != GATHER]}
+    with pytest.raises(ValueError, match="the trace has no GATHER"):
+        fit_costs(job, read_traces(half))
+
+
+def test_events_of_unfinished_runs_and_predictions_do_not_count() -> None:
+    args = {"layer": "L00", "phase": "bwd", "step": 3, "run": 5, "index": 0, "kind": A2A_IN, "chunk": 0}
+    args |= {"lane": "inter", "ms": 2.5}
+    event = {"ph": "X", "cat": "measured", "ts": 4000, "args": args}
+    events = [
+        event,
+        event | {"args": args | {"run": 2, "ms": 1.5}},
+        event | {"cat": "predicted"},
+        event | {"args": args | {"cut_short": True}},
+        event | {"args": args | {"kind": HOLD}},
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = sorted(traced_tasks(events), key=lambda each: each.turn)
+    assert [(each.turn, each.begin_ms, each.end_ms) for each in found] == [(0, 4.0, 5.5), (1, 4.0, 6.5)]
+    assert all(each.backward and each.lane is Lane.INTER for each in found)
+
+
+def test_a_cost_is_multiplied_at_every_size() -> None:
+    cost = SwitchedCost(LinearCost(1.0, 2.0), LinearCost(3.0, 0.5), 10.0)
+    for size in (0.0, 3.0, 10.0, 55.0):
+        assert cost_times(cost, 1.5).ms(size) == pytest.approx(1.5 * cost.ms(size))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``ds_fsmoe plan`` says that a rank needs of memory is what its tensors take, to a few thousandths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.hf_config import read_hf_config
+from ds_fsmoe.planning.memory import Memory, memory_of
+from ds_fsmoe.planning.training import Training
+from tests.memory_cases import BUCKET, FAMILIES, PERSISTENCE, Case, config_of, peak_of
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+
+TOLERANCE = 0.05
+ALL = [(zero, checkpointing) for zero in (0, 1, 2, 3) for checkpointing in (False, True)]
+OFF = {"gradient_partition": {"mode": "off"}}
+
+
+def predicted(case: Case, world_size: int, load: float) -> Memory:
+    training = Training(
+        samples=case.samples,
+        length=case.length,
+        zero=case.zero,
+        dtype=case.dtype,
+        accumulation=case.accumulation,
+        optimizer=case.optimizer,
+        checkpointing=case.checkpointing,
+        recompute=case.block.get("recompute", False),
+        degree=case.block.get("num_chunks", 1),
+        early_gradients="gradient_partition" not in case.block,
+        load=load,
+        device="cpu",
+        reduce_bucket=BUCKET,
+        persistence=PERSISTENCE,
+    )
+    groups = Groups(world=world_size, gpus_per_node=world_size, ep=case.ep, esp=case.esp)
+    return memory_of(read_hf_config(config_of(case.family).to_dict()), groups, training)
+
+
+def measured(rank: int, world_size: int, cases: list[Case]) -> list[int]:
+    return [peak_of(each, rank, world_size)[0] for each in cases]
+
+
+def check(cases: list[Case], world_size: int, folder: Path) -> None:
+    found = run_on_ranks(measured, world_size, folder, cases, limit_s=900)
+    wrong = []
+    for number, case in enumerate(cases):
+        for rank, of_rank in enumerate(found):
+            load = case.load if rank % case.ep < case.ep / 2 or case.ep == 1 else 2 - case.load
+            memory = predicted(case, world_size, load)
+            print(f"{case.name}, rank {rank}: {of_rank[number]} measured, {round(memory.total)} predicted")
+            if abs(memory.total / of_rank[number] - 1) > TOLERANCE:
+                wrong.append(f"{case.name}, rank {rank}: {of_rank[number]} for {memory.total:.0f}, {memory.peak}")
+    assert not wrong
+
+
+SOME = [
+    Case("gpt_oss", 1, checkpointing=True),
+    Case("mixtral", 2, checkpointing=True, load=1.5),
+    Case("deepseek_v3", 3, dtype="bf16", samples=3, length=61),
+]
+"""The stages of ZeRO, both types, three ways of attention, and ranks with unequal rows."""
+
+
+def of_family(family: str) -> list[Case]:
+    return [Case(family, zero, checkpointing) for zero, checkpointing in ALL]
+
+
+@sampled(("cases",), [(SOME,), *((of_family(each),) for each in FAMILIES)], kept=[0])
+def test_the_peak_of_a_rank_is_as_predicted(cases: list[Case], tmp_path: Path) -> None:
+    check(cases, 2, tmp_path)
+
+
+OTHERS: dict[str, list[Case]] = {
+    "bf16": [Case(each, zero, c, 3, 101, "bf16") for each in ("olmoe", "gpt_oss") for zero, c in ALL],
+    "gradients in fp32": [Case("olmoe", zero, True, 2, 90, "bf16", "fp32") for zero in (1, 2, 3)],
+    "no optimizer states": [Case("qwen3_moe", zero, True, 2, 110, optimizer="sgd") for zero in (0, 2)],
+    "DeepSpeed's own reduction": [Case("olmoe", zero, c, 2, 110, block=OFF) for zero, c in ALL if zero < 3],
+    "whole experts on every rank": [Case("olmoe", zero, True, 2, 90, ep=1) for zero in (0, 2, 3)],
+    "experts cut in two": [Case("mixtral", zero, c, 2, 110, ep=1, esp=2) for zero, c in ALL if zero < 3],
+    "recompute": [Case("olmoe", 1, c, 2, 150, block={"recompute": True}) for c in (False, True)],
+    "chunks": [Case("mixtral", 1, c, 4, 150, block={"num_chunks": 3}) for c in (False, True)],
+    "unequal rows": [Case("mixtral", zero, c, load=1.7) for zero, c in ALL],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", OTHERS)
+def test_the_peak_is_as_predicted_with(what: str, tmp_path: Path) -> None:
+    check(OTHERS[what], 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_peak_is_as_predicted_with_replicas_of_experts_on_other_ranks(tmp_path: Path) -> None:
+    check([Case("mixtral", zero, checkpointing, length=60) for zero, checkpointing in ALL], 4, tmp_path)
+
+
+def at_the_peak(rank: int, world_size: int, case: Case) -> Any:
+    return peak_of(case, rank, world_size, with_places=True)
+
+
+@pytest.mark.slow
+def test_what_lives_at_the_peak_can_be_looked_at(tmp_path: Path) -> None:
+    for peak, listed in run_on_ranks(at_the_peak, 2, tmp_path, Case("mixtral", 0)):
+        sizes = [int(line.split()[0].replace(",", "")) for line in listed.splitlines()]
+        assert sum(sizes) == peak
+        assert sizes == sorted(sizes, reverse=True)
+        assert "modeling_mixtral.py" in listed
+        assert "stacked_forms.py" in listed

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds_fsmoe plan --from-trace``: a run that was tuned and traced, and one that only has a trace, planned from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fsmoe import cli
+from ds_fsmoe.commands.plan_from_trace import calibrated
+from ds_fsmoe.files.runs import CLUSTER, MEASURED, read_run
+from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.recorded_data import job_from_data
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import Case, SmallModel, batch
+
+STEPS = 9
+
+
+def train(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Record two runs, one after the other; return the step that the autotuner of the first one predicted, without and
+    with another schedule, and the sizes that it planned for."""
+    import ds_fsmoe
+
+    hurry()
+    found = []
+    tuned = {"autotune": {"enabled": True, "trials": 0, "watch_every": 0}, "num_chunks": {"max": 3}}
+    given = {"autotune": {"enabled": False}, "num_chunks": {"forward": 1, "backward": 3}}
+    for name, how in (("tuned", tuned), ("given", given)):
+        case = Case(2, 0, "fp32", 2, 2, drop_tokens=name != "tuned")
+        model = SmallModel(case, rank)
+        block = {
+            "enabled": True,
+            "record": {"dir": f"{folder}/{name}"},
+            "trace": {"enabled": True, "start_step": STEPS - 4, "num_steps": 2},
+            "routing": {"record": f"{folder}/{name}/routing"},
+        }
+        config = case.ds_config(fsmoe=block | how)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        for step in range(STEPS):
+            for micro in range(2):
+                torch.manual_seed(100 * step + micro)  # the gate samples
+                loss, _ = engine(*batch(10 * step + micro, rank, torch.float32))
+                engine.backward(loss)
+                engine.step()
+        if name == "tuned":
+            tuner = engine.fsmoe.autotune
+            found = [tuner.step.chosen_ms, [each.labels for each in tuner.measured.kinds]]
+        engine.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planned_from")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> list[Any]:
+    return run_on_ranks(train, 2, folder / "ranks", str(folder))[0]
+
+
+def test_what_the_autotuner_planned_is_planned_again_from_its_file(folder: Path, trained: list[Any]) -> None:
+    run = read_run(folder / "tuned")
+    job = job_from_data(run.measured)
+    assert job.is_measured
+    assert job.micro_batches == 2
+    assert [list(kind.labels) for kind in job.kinds] == trained[1]
+    found = calibrated(folder / "tuned")
+    # The autotuner speaks of one micro batch with its gradients.
+    one = found.predicted.plan.step_ms({}, job.contention, is_serial=job.is_serial)
+    assert one == pytest.approx(trained[0])
+    assert load_cluster(str(folder / "tuned" / CLUSTER)).num_nodes == 1
+
+
+def test_predictions_are_held_against_what_the_run_took(
+    folder: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "tuned.json"
+    arguments = ["plan", "--from-trace", str(folder / "tuned"), "--json", str(out), "--nodes", "3"]
+    assert cli.main([*arguments, "--spare-experts", "1"]) == 0
+    data, said = json.loads(out.read_text()), capsys.readouterr().out
+    run = data["run"]
+    assert run["off"] == pytest.approx(run["predicted_ms"] / run["measured_ms"] - 1)
+    assert f"measured  {run['measured_ms']:.1f} ms a step, the median of {run['num_steps']}" in said
+    assert [row["name"] for row in data["presets"]] == list(NAMES)
+    for row in data["presets"]:
+        assert row["gain"] == pytest.approx(run["measured_ms"] / row["step_ms"])
+        assert f"{row['name']} " in said
+    assert {tuple(row["degrees"]) for row in data["degrees"]} == {(a, b) for a in (1, 2, 3) for b in (1, 2, 3)}
+    asked = data["elsewhere"][0]
+    assert asked["name"] == "--nodes 3"
+    # One node was measured: nothing says what collectives between nodes cost.
+    assert "inter." in asked["why_not"]
+    assert {"ep 1, esp 2"} <= {row["name"] for row in data["elsewhere"]}
+    assert [row["layer"] for row in data["placement"]["layers"]] == ["moes.0", "moes.1"]
+    assert "corrected by what it took in the trace" in data["notes"][0]
+
+
+def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
+    folder: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not job_from_data(read_run(folder / "given").measured).is_measured
+    assert cli.main(["plan", "--from-trace", str(folder / "given")]) == 0
+    said = capsys.readouterr().out
+    assert "1 and 3 chunks" in said
+    assert "fitted to the spans of the trace" in said
+    assert "presets that differ by gradients alone are not told apart" in said
+    assert "--cluster FILE says it" in said
+    assert "places change nothing" in said
+    found = calibrated(folder / "given")
+    assert found.what_if.as_ran(found.ran).step_ms == pytest.approx(
+        found.parts_ms["forward"] + found.parts_ms["backward"], rel=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda of: (of / MEASURED).unlink(), f"it has no {MEASURED}"),
+        (lambda of: (of / MEASURED).write_text('{"format": 99}'), "format 99"),
+        (lambda of: shutil.rmtree(of / "trace"), "nothing tells what tasks cost: there is no trace"),
+        (lambda of: (of / "steps.jsonl").unlink(), "no step is told in parts"),
+        (lambda of: (of / "plans.json").write_text("{}"), "do not say how L00 was run"),
+        (lambda of: (of / "trace" / "rank1.json").write_text("{"), "the trace is of no use"),
+    ],
+)
+def test_a_run_without_what_is_needed_is_refused_with_a_reason(
+    folder: Path, trained: list[Any], tmp_path: Path, damage: Any, message: str
+) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(folder / "given", copied)
+    damage(copied)
+    with pytest.raises(ValueError, match=message):
+        calibrated(copied)
