@@ -123,7 +123,7 @@ class TrainingStep:
     def __init__(self, block: dict[str, Any], in_turns: bool, sizes: GPT) -> None:
         torch.manual_seed(0)
         model = Blocks(sizes)
-        of_engine = {"enabled": True, "metrics": "off", "topology": {"ranks_per_node": 2}}
+        of_engine = {"enabled": True, "metrics": "off", "autotune": False, "topology": {"ranks_per_node": 2}}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},

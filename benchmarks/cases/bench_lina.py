@@ -67,7 +67,9 @@ def ways(ranks: int, micro_op_bytes: int) -> dict[str, dict[str, Any]]:
 def made(block: dict[str, Any], model: Model) -> Step:
     """Return a step of an engine whose plans are settled."""
     return Step(
-        model, {"fsmoe": {"enabled": True, "metrics": "off"} | block}, None if "autotune" in block else LOOKS + 1
+        model,
+        {"fsmoe": {"enabled": True, "metrics": "off", "autotune": False} | block},
+        None if "autotune" in block else LOOKS + 1,
     )
 
 

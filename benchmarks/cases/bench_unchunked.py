@@ -72,7 +72,7 @@ class TrainingStep:
             "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": 1, "reduce_bucket_size": 1 << 20},
-            "fsmoe": {"enabled": enabled},
+            "fsmoe": {"enabled": enabled} | ({"autotune": False} if enabled else {}),
             "steps_per_print": 1_000_000,
         }
         if layer.dtype == "bf16":

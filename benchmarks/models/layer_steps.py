@@ -91,7 +91,7 @@ class Steps:
             "steps_per_print": 1_000_000,
         }
         if not stock:
-            config["fsmoe"] = {"enabled": True} | block
+            config["fsmoe"] = {"enabled": True, "autotune": False} | block
         initialize: Any = deepspeed.initialize if stock else ds_fsmoe.initialize
         self.engine = initialize(model=module, model_parameters=list(module.parameters()), config=config, mpu=mpu)[0]
         self.groups.take()

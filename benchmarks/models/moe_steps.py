@@ -55,7 +55,7 @@ class MoESteps:
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
             "zero_allow_untested_optimizer": True,
-            "fsmoe": {"enabled": True} | block,
+            "fsmoe": {"enabled": True, "autotune": False} | block,
             "steps_per_print": 1_000_000,
         } | config
         self.engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=whole)[0]
