@@ -61,8 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """One with experts of all its blocks, one with grouped heads, one with normed heads, one with latent attention, shared
 experts and a dense block, one with eager attention, sinks and biases."""
-BUCKET, PERSISTENCE = 100_000, 1000
-"""DeepSpeed's own sizes would hide a tiny model: buckets alone are gigabytes."""
+BUCKET, PREFETCH, PERSISTENCE = 100_000, 50_000, 1000
+"""DeepSpeed's own sizes would hide a tiny model: buckets alone are gigabytes, and one message would have all of it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def ds_config(case: Case) -> dict[str, Any]:
     """DeepSpeed's configuration of a case."""
     zero = {"stage": case.zero, "reduce_bucket_size": BUCKET}
     if case.zero == 3:
-        zero |= {"stage3_param_persistence_threshold": PERSISTENCE}
+        zero |= {"stage3_param_persistence_threshold": PERSISTENCE, "stage3_prefetch_bucket_size": PREFETCH}
+        zero |= {"stage3_max_reuse_distance": 0}
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.samples,
@@ -131,9 +132,9 @@ def spread(load: float) -> Any:
     def chosen(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, index, weights = args
         experts = module.fsmoe.total_experts
-        at = torch.arange(index.numel())
-        first = at < round(index.numel() * load / 2)
-        half = experts // 2
+        at, half = torch.arange(index.numel()), experts // 2
+        # As evenly over the tokens as can be, so that chunks have as many rows each.
+        first = ((at + 1) * (load / 2)).floor() > (at * (load / 2)).floor()
         return hidden, (at % half + half * ~first).view_as(index).to(index.dtype), weights
 
     return chosen

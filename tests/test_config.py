@@ -199,8 +199,15 @@ def test_an_option_of_another_mode_is_refused_and_never_ignored(written: dict, s
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        ({"autotune": {"cache_dir": "x"}}, 'fsmoe.autotune.cache_dir = "x": only with fsmoe.autotune.enabled = true'),
-        ({"num_chunks": {"max": 8}}, "fsmoe.num_chunks.max = 8: only with fsmoe.autotune.enabled = true"),
+        (
+            {"autotune": {"enabled": False, "cache_dir": "x"}},
+            'fsmoe.autotune.cache_dir = "x": only with fsmoe.autotune.enabled = true or "auto", and it is false',
+        ),
+        (
+            {"autotune": {"enabled": False, "details": True}},
+            "fsmoe.autotune.details = true: only with fsmoe.autotune.enabled = true",
+        ),
+        ({"num_chunks": {"max": 8}, "autotune": {"enabled": False}}, "fsmoe.num_chunks.max = 8: only with"),
         ({"autotune": {"enabled": True}, "deterministic": True}, "go against fsmoe.deterministic = true"),
     ],
 )
@@ -262,7 +269,7 @@ def test_every_field_is_used() -> None:
     used = {"enabled", "schedule", "order", "alltoall", "ops", "plugins", "esp_size", "overlap", "recompute", "hooks"}
     used |= {"dispatch", "ep_size"}
     used |= {"pipeline_degree.forward", "pipeline_degree.backward", "topology.ranks_per_node"}
-    used |= {"pipeline_degree.max", "autotune.enabled", "autotune.cache_dir", "autotune.trials"}
+    used |= {"pipeline_degree.max", "autotune.enabled", "autotune.cache_dir", "autotune.trials", "autotune.details"}
     used |= {"autotune.watch_every", "autotune.drift_threshold", "autotune.retune_on_drift"}
     used |= {"trace.enabled", "trace.start_step", "trace.num_steps", "trace.path", "trace.cluster"}
     used |= {"debug.check_every", "debug.hang_timeout_s", "debug.check_experts", "debug.check_router"}
@@ -285,7 +292,7 @@ def test_every_field_is_used() -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True, "schedule": "tutel", "order": "einsun"}})
+        read_block({"fsmoe": {"enabled": True, "schedule": "tutel", "order": "einsun", "autotune": False}})
     lines = str(caught.value).splitlines()
     assert lines[0] == "3 problems:"
     degrees = ["fsmoe.num_chunks.forward", "fsmoe.num_chunks.backward"]

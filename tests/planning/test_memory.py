@@ -52,7 +52,9 @@ def test_stages_of_a_pipeline_are_the_model() -> None:
 def test_a_part_of_a_group_has_every_tensor_that_touches_it() -> None:
     for sizes, parts in product(([3, 5, 1, 7], [10], [1, 1, 1], [4, 4]), (1, 2, 3, 5)):
         cut = -(-sum(sizes) // parts)
-        owners = [(tensor, place // cut) for place, tensor in enumerate(n for n, s in enumerate(sizes) for _ in range(s))]
+        owners = [
+            (tensor, place // cut) for place, tensor in enumerate(n for n, s in enumerate(sizes) for _ in range(s))
+        ]
         for part in range(parts):
             touched = {tensor for tensor, owner in owners if owner == part}
             assert in_partition(sizes, parts, part) == sum(sizes[each] for each in touched), (sizes, parts, part)
@@ -223,9 +225,7 @@ def test_a_plan_says_what_a_rank_needs_and_which_batch_fits(capsys, tmp_path) ->
     memory = json.loads(file.read_text())["memory"]
     assert sum(memory["items_bytes"].values()) == pytest.approx(memory["peak_bytes"], abs=10)
     assert f"largest micro-batch in 40 GB: {memory['largest_samples']}" in text
-    asked_for = [
-        each for each in memory["choices"] if (each["zero"], each["ep"], each["esp"]) == (1, 8, 1)
-    ]
+    asked_for = [each for each in memory["choices"] if (each["zero"], each["ep"], each["esp"]) == (1, 8, 1)]
     assert [each["peak_bytes"] for each in asked_for] == [memory["peak_bytes"]]
 
 
