@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -116,12 +116,13 @@ class LiveMemory(TorchDispatchMode):
 
 def _place(most: int = 3) -> str:
     """The innermost lines that are not torch's."""
-    frame, lines = sys._getframe(1), Counter[str]()
+    frame: FrameType | None = sys._getframe(1)
+    lines: dict[str, None] = {}
     while frame is not None and len(lines) < most:
         path = Path(frame.f_code.co_filename)
         own = "/".join(path.parts[-2:])
         if "torch" not in path.parts and own not in WITHOUT_PLACE:
-            lines[f"{own}:{frame.f_lineno}"] += 1
+            lines[f"{own}:{frame.f_lineno}"] = None
         frame = frame.f_back
     return " < ".join(lines)
 

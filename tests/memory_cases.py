@@ -159,7 +159,8 @@ def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -
             call.pipeline = call.pipeline.watched(memory.in_every_thread())
 
         layers = [each.deepspeed_moe for each in engine.fsmoe.layers.values()]
-        layers[0].fsmoe.running.instruments.append(count_lanes)
+        runtime: Any = layers[0].fsmoe.running
+        runtime.instruments.append(count_lanes)
         for each in layers:
             each.register_forward_pre_hook(spread(case.load))
         for step in range(2):

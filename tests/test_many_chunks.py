@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -46,3 +48,22 @@ def test_chunks_beyond_the_slots_are_said_to_be_empty(
     watching.tell()
     warned = [text for text, level in said if level == logging.WARNING]
     assert [text.startswith(words) for text in warned] == [True] * bool(words)
+
+
+def test_a_watched_call_is_gone_with_its_last_reader_and_waits_for_no_collection_of_garbage() -> None:
+    watching = FirstForwards(keeps_calls=True)
+    layer = MOELayer(LinearGate(k=1), SimpleOrder(), model_dim=8, num_experts=4, expert_dim=8)
+    x = torch.randn(16, 8)
+    layer(x)
+    pipeline, experts = layer._running
+    gc.collect()
+    gc.disable()
+    try:
+        inputs = torch.randn(16, 8)
+        gone = weakref.ref(inputs)
+        watched = call_of(pipeline, inputs, experts, watching, "L00")
+        del inputs
+        assert gone() is None
+        assert watched.degrees == (1, 1)
+    finally:
+        gc.enable()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``ds_fsmoe plan`` says that a rank needs of memory is what its tensors take, to a few thousandths."""
+"""What ``ds_fsmoe plan`` says that a rank needs of memory is what its tensors take, within 5%."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_fsmoe import cli
-from ds_fsmoe.commands.plan_from_trace import calibrated
+from ds_fsmoe.commands.recorded_run import calibrated
 from ds_fsmoe.files.runs import CLUSTER, MEASURED, read_run
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.presets import NAMES
@@ -140,3 +140,8 @@ def test_a_run_without_what_is_needed_is_refused_with_a_reason(
     damage(copied)
     with pytest.raises(ValueError, match=message):
         calibrated(copied)
+
+
+def test_neither_a_cluster_nor_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan"]) == 2
+    assert "--cluster is missing: a cluster's name or its file, or --from-trace" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from benchmarks.harness.harness import RESULTS, Case, CaseResult, Effort, Grid, 
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
-from ds_fsmoe.commands.plan_from_trace import Calibrated, calibrated
+from ds_fsmoe.commands.recorded_run import Calibrated, calibrated
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.gradients.reduction import LOOKS
 from ds_fsmoe.planning.layer_plan import LayerPlan

@@ -38,6 +38,17 @@ class FirstCall:
     """[K, S] int64: the expert of each choice, E where it was dropped; ``None``: the gate's experts choose tokens."""
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """How a layer is called, in plain values."""
+
+    label: str
+    num_tokens: int
+    device: torch.device
+    degrees: tuple[int, int]
+    in_rows: bool
+
+
 class FirstForwards:
     """Watches the first forwards of the layers of one engine.
 
@@ -77,22 +88,23 @@ class FirstForwards:
             self._recompute = call.pipeline.recompute
             if self._keeps_calls:
                 call.gate = self._keeping_choices(call.gate, call.label)
-            call.pipeline = call.pipeline.watched(on_call=partial(self._note, call, call.local_experts))
+            # Nothing of the call itself: its pipeline would hold it, and with its input the whole graph of a forward,
+            # until garbage is collected.
+            seen = _Seen(call.label, call.x.shape[:-1].numel(), call.x.device, call.pipeline.degrees, call.in_rows)
+            call.pipeline = call.pipeline.watched(on_call=partial(self._note, seen, call.local_experts))
 
-    def _note(self, call: LayerCall, experts: ExpertSet, sizes: CallSizes) -> None:
-        degrees = call.pipeline.degrees
+    def _note(self, seen: _Seen, experts: ExpertSet, sizes: CallSizes) -> None:
         # Slots are cut by their number for each expert, and rows by tokens.
-        can_be_cut_into = call.x.shape[:-1].numel() if call.in_rows else sizes.capacity
-        if max(degrees) > max(1, can_be_cut_into):
-            self._many.append((call.label, can_be_cut_into, degrees))
-        device = call.x.device
+        can_be_cut_into = seen.num_tokens if seen.in_rows else sizes.capacity
+        if max(seen.degrees) > max(1, can_be_cut_into):
+            self._many.append((seen.label, can_be_cut_into, seen.degrees))
+        device = seen.device
         for recompute, kept in self._kept.items() if not self._is_told else ():
             kept.append(saved_bytes(experts, sizes, device, recompute))
         if self._keeps_calls:
             autocast = AutocastState.now(dict.fromkeys(("cpu", device.type)))
-            num_tokens = call.x.shape[:-1].numel()
-            forms, expert_KS = experts.written_now(), self._expert_KS.pop(call.label, None)
-            self.calls[call.label] = FirstCall(experts, forms, sizes, autocast, num_tokens, expert_KS)
+            forms, expert_KS = experts.written_now(), self._expert_KS.pop(seen.label, None)
+            self.calls[seen.label] = FirstCall(experts, forms, sizes, autocast, seen.num_tokens, expert_KS)
 
     def _keeping_choices(self, gate: Gate, label: str) -> Gate:
         def kept(*args: Any) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.commands.tables import print_table
@@ -80,8 +81,7 @@ def print_memory(
 def _training(args: argparse.Namespace, architecture: Architecture, shape: Shape) -> Training:
     from ds_fsmoe.planning.training import Training
 
-    bucket = {} if args.reduce_bucket_size is None else {"reduce_bucket": int(args.reduce_bucket_size)}
-    return Training(
+    asked = Training(
         samples=shape.B,
         length=shape.L,
         zero=args.zero,
@@ -91,8 +91,9 @@ def _training(args: argparse.Namespace, architecture: Architecture, shape: Shape
         checkpointing=args.activation_checkpointing,
         recompute=args.recompute,
         load=args.imbalance or 1.0,
-        **bucket,
     )
+    bucket = args.reduce_bucket_size
+    return asked if bucket is None else replace(asked, reduce_bucket=int(bucket))
 
 
 def _memory_gb(args: argparse.Namespace) -> float | None:

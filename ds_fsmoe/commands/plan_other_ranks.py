@@ -15,7 +15,7 @@ from ds_fsmoe.commands.plan_placement import PAYS_WITHIN, read_loads
 from ds_fsmoe.commands.tables import print_table
 
 if TYPE_CHECKING:
-    from ds_fsmoe.commands.plan_from_trace import Calibrated
+    from ds_fsmoe.commands.recorded_run import Calibrated
     from ds_fsmoe.planning.groups import Groups
     from ds_fsmoe.planning.other_ranks import OtherRanks
     from ds_fsmoe.planning.placement_costs import Prices

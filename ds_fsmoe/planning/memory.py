@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from ds_fsmoe.planning.architecture import Architecture, Block
 from ds_fsmoe.planning.groups import Groups
@@ -114,7 +113,9 @@ def _stage(architecture: Architecture, groups: Groups, training: Training, stage
         moments.append(Moment("end of the forward", plus(computing, all_kept, forward)))
         moments += [Moment("backward of the head", plus(computing, all_kept, each)) for each in backward]
     # A checkpointed block keeps its input, its choices and its mask until its backward is over.
-    until = list(accumulate(keeps, plus, initial={}))
+    until: list[Account] = [{}]
+    for kept in keeps:
+        until.append(plus(until[-1], kept))
     for place in reversed(range(len(own))):
         ahead = plus(until[place + training.checkpointing], {INPUTS: sum(inputs[: place + 1])})
         if training.checkpointing and training.number_bytes == FP32:

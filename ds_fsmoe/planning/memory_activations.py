@@ -86,7 +86,7 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
     S, a, L = training.tokens, training.number_bytes, training.length
     queries, values = attention.heads * attention.head_dim, attention.heads * attention.value_dim
     keys, own_values = attention.kv_heads * attention.head_dim, attention.kv_heads * attention.value_dim
-    kept = a * S * M
+    kept: float = a * S * M
     if attention.kind == "latent":
         rank, kv_rank = attention.query_rank, attention.kv_rank or 0
         if rank is not None:
@@ -105,6 +105,8 @@ def attention_keeps(attention: Attention, M: int, training: Training) -> float:
             keys, own_values = queries, values  # repeated for the heads that share them
         kept += a * S * (queries + keys + own_values)
     kept += a * S * values
+    if attention.has_output_gate:  # its sigmoid, and what it leaves of the result
+        kept += 2 * a * S * values
     if is_eager(attention, M, training):
         scores = training.samples * attention.heads * L * L
         if _has_sinks(attention, M):
@@ -184,13 +186,13 @@ def block_needs(
     kept = block_keeps(block, M, groups, training)
     residual = a * S * M
     attention = {item: kept[item] for item in (ATTENTION, NORMS)}
-    late = [plus(attention, {AT_WORK: residual + _attention_needs(block.attention, M, training)})]
+    late: list[Account] = [plus(attention, {AT_WORK: residual + _attention_needs(block.attention, M, training)})]
     if block.experts is None:
         # The gradients of what is gated and of both its factors, and of the largest weight.
         work = residual + a * (S * M + 3 * S * block.dense_H + M * block.dense_H)
         return [plus(kept, {AT_WORK: work})], late
     experts, rows = block.experts, rows_of(block.experts, M, groups, training)
-    early = []
+    early: list[Account] = []
     if experts.shared_H:
         residual *= 2  # the gradient on the way around the experts, too
         work = residual + a * (3 * S * experts.shared_H + M * experts.shared_H)
@@ -200,8 +202,10 @@ def block_needs(
     early.append(plus(kept, {AT_WORK: residual + a * rows.sent * M}))
     kept = plus(kept, {ROWS: -a * rows.sent * M})
     sizes = rows.here * M
-    # Gradients of rows: as they are sent, as they come, and expert by expert; in chunks, two of which are under way.
-    part = 1.0 if training.device == "gpu" else min(1.0, 2 / training.degree)
+    # Gradients of rows: as they are sent, as they come, and expert by expert; in chunks, two of which are under way. On
+    # streams what comes and what leaves is held until the phase is over.
+    is_held = training.device == "gpu"
+    part = 1.0 if is_held else min(1.0, 2 / training.degree)
     comes = (groups.ep > 1) / groups.esp + (groups.esp > 1)
     is_ordered = groups.ep * groups.esp > 1  # the rows of one rank alone lie expert by expert already
     moved = rows.sent * M + sizes * (comes * part + is_ordered / training.degree)
@@ -211,7 +215,7 @@ def block_needs(
     # Then the gradients of weights: the first products are gone.
     inside = rows.here * rows.hidden * (rows.fan + 1) / training.degree
     less = rows.here * rows.fan * rows.hidden / training.degree
-    made = moved + inside + sizes / training.degree + weights - (less if training.recompute else 0)
+    made = moved + inside + sizes / (1 if is_held else training.degree) + weights - (less if training.recompute else 0)
     early.append(plus(kept, {ROWS: 0.0 if training.recompute else -a * less, AT_WORK: residual + a * made}))
     # They are handed over, that of the largest weight last, while the rows are on their way back.
     largest = 0.0 if stay else weights * (experts.gemms - 1) / experts.gemms
@@ -242,7 +246,7 @@ def head_needs(M: int, vocab: int, training: Training) -> tuple[Account, list[Ac
     forward = {LOGITS: kept + a * logits + (a < FP32) * FP32 * logits}
     # The gradient of the logarithms from that of the loss, and that of the logits from it; then in their own type, and
     # with them the gradients of weights and of what the head has read.
-    backward = [
+    backward: list[Account] = [
         {LOGITS: kept + 2 * FP32 * logits},
         {LOGITS: read + (a < FP32) * FP32 * logits + a * logits},
         {LOGITS: read + a * (logits + vocab * M + S * M)},

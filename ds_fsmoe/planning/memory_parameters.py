@@ -63,8 +63,9 @@ class Parameters:
             of_dense.append(sum(rest))
         head = embedding if ends[1] and not (architecture.is_tied and ends[0]) else 0
         dense += [architecture.num_other, head] if ends[1] else []
-        sizes = (tuple(each for each in of if each) for of in (dense, experts))
-        return cls(*sizes, tuple(of_experts), tuple(of_dense), embedding if ends[0] else 0, head)
+        tensors, of_all = ([each for each in of if each] for of in (dense, experts))
+        ends_numel = embedding if ends[0] else 0, head
+        return cls(tuple(tensors), tuple(of_all), tuple(of_experts), tuple(of_dense), *ends_numel)
 
 
 def _attention(attention: Attention, M: int) -> list[int]:

@@ -8,14 +8,14 @@ are those of Rajbhandari et al., ZeRO (arXiv:1910.02054, section 5); the buffers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.memory_parameters import Parameters
 from ds_fsmoe.planning.training import MASTER, Training
 
-Account = dict[str, float]
+Account = Mapping[str, float]
 """An item to its bytes."""
 
 PARAMETERS = "parameters"
@@ -31,9 +31,9 @@ SUB_GROUP = 1_000_000_000
 """``zero_optimization.sub_group_size``, in elements: stage 3 updates as many at a time."""
 
 
-def plus(*accounts: Account) -> Account:
+def plus(*accounts: Account) -> dict[str, float]:
     """Return the sum, item by item."""
-    total: Account = {}
+    total: dict[str, float] = {}
     for account in accounts:
         for item, size in account.items():
             total[item] = total.get(item, 0.0) + size
@@ -104,7 +104,7 @@ def _temporary(training: Training, elements: float) -> float:
 def _stage_0(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
     a, dense, experts = training.number_bytes, parameters.num_dense, parameters.num_experts
     everything = dense + experts
-    rest: Account = {PARAMETERS: a * everything, OPTIMIZER: training.moments * MASTER * everything}
+    rest: dict[str, float] = {PARAMETERS: a * everything, OPTIMIZER: training.moments * MASTER * everything}
     if a < MASTER:
         rest[MASTERS] = MASTER * everything
     buffers, has_dense, has_experts = _ours(parameters, dp, edp, training)
@@ -144,7 +144,7 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     )
     parts = [each for each in (dense / dp, experts / edp) if each]
     held = sum(parts)
-    rest: Account = {
+    rest: dict[str, float] = {
         PARAMETERS: a * (dense + experts),
         MASTERS: MASTER * held,
         OPTIMIZER: training.moments * MASTER * held,
@@ -164,20 +164,20 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     bucket = a * training.reduce_bucket
     largest = max((*parameters.dense, *parameters.experts))
     left = (not has_experts) * experts + (not has_dense) * dense
-    early = copied
+    soon = copied
     if g > a:  # in fp32, group by group: those that are in our buffers get theirs at the end
-        early = g * ((not has_experts) * experts / edp + (not has_dense) * dense / dp)
+        soon = g * ((not has_experts) * experts / edp + (not has_dense) * dense / dp)
 
     def there(elements: int) -> Account:
         if training.zero == 1:
             return {BUCKETS: bucket, GRADIENTS: a * elements}
         # When the first bucket is full the copies get their memory, all of it.
-        return {BUCKETS: bucket, GRADIENTS: early if elements > training.reduce_bucket else 0.0}
+        return {BUCKETS: bucket, GRADIENTS: soon if elements > training.reduce_bucket else 0.0}
 
-    before, behind = (tuple(map(there, each)) for each in _coming(parameters, has_dense, has_experts))
+    early, late = (tuple(map(there, each)) for each in _coming(parameters, has_dense, has_experts))
     left = max(0, left - training.reduce_bucket) if training.zero == 1 else 0
     passing = min(largest if largest > training.reduce_bucket else training.reduce_bucket, dense + experts)
-    after = {BUCKETS: bucket + (has_dense * a * passing), GRADIENTS: copied + a * left}
+    full: Account = {BUCKETS: bucket + (has_dense * a * passing), GRADIENTS: copied + a * left}
     steps = []
     for place, part in enumerate(parts):
         is_last = place == len(parts) - 1
@@ -186,7 +186,7 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
         # The copies are one memory, which goes with the last view of it.
         steps.append({GRADIENTS: 0.0 if is_last else copied, STEP: MASTER * part + _temporary(training, part)})
     stay = training.zero == 1 and not has_experts
-    return States(rest, {}, before, behind, after, tuple(steps), stay)
+    return States(rest, {}, early, late, full, tuple(steps), stay)
 
 
 def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> States:
@@ -200,7 +200,7 @@ def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     held = sum(parts)
     # On a CPU DeepSpeed compares "cpu" with "cpu:0", and copies fp32 parameters that could be updated where they are.
     is_shared = a == MASTER and training.device == "gpu"
-    rest: Account = {
+    rest: dict[str, float] = {
         PARAMETERS: a * held,
         MASTERS: 0.0 if is_shared else MASTER * held,
         OPTIMIZER: training.moments * MASTER * held,
@@ -219,8 +219,11 @@ def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     largest = max((edp > 1) * max((0, *parameters.experts_of_block)), (dp > 1) * max(parameters.dense))
     most = share * cut + (largest if share < 1 else 0)
 
+    # A message stays as it came until the last of its parameters is asked for, beside those that are taken out of it.
+    message = min(training.prefetch_bucket, cut)
+
     def gathered(elements: int) -> Account:
-        return {GATHERED: a * max(0.0, min(elements, most) - small)}
+        return {GATHERED: a * (max(0.0, min(elements, most) - small) + message)}
 
     # What lies behind a block has been given back when its backward runs.
     embedding = (dp > 1) * parameters.num_embedding

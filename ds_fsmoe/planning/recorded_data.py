@@ -67,9 +67,13 @@ def _groups_as_data(groups: Groups) -> dict[str, Any]:
     return sizes | ({} if Groups(**sizes).placements == groups.placements else {"placed": placed})
 
 
+_NUMBERS = ("sizes", "times_ms", "issued_ms", "least_ms")
+"""The fields of a timing that have a number for each size."""
+
+
 def _profile_as_data(profile: LayerProfile) -> dict[str, Any]:
     operations = {
-        name: {"unit": at.unit, "sizes": list(at.sizes), "times_ms": list(at.times_ms), "issued_ms": list(at.issued_ms)}
+        name: {"unit": at.unit} | {key: list(getattr(at, key)) for key in _NUMBERS}
         for name, at in profile.operations.items()
     }
     return {"operations": operations, "task_ms": profile.task_ms, "uses_rng": profile.uses_rng}
@@ -143,7 +147,7 @@ def _groups(data: Any) -> Groups:
 
 def _profile(data: Any) -> LayerProfile:
     operations = {
-        name: Timing(at["unit"], *(tuple(map(float, at[key])) for key in ("sizes", "times_ms", "issued_ms")))
+        name: Timing(at["unit"], *(tuple(map(float, at[key])) for key in _NUMBERS))
         for name, at in data["operations"].items()
     }
     for each in operations.values():

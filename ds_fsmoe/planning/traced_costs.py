@@ -9,6 +9,7 @@ the spans; otherwise it stays in them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,27 +20,21 @@ from ds_fsmoe.planning.chunks import chunk_shares
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import Cost, LinearCost, fit
 from ds_fsmoe.planning.layer_costs import LayerCosts
-from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, cost_times
+from ds_fsmoe.planning.measured import Slowdowns
+from ds_fsmoe.planning.recorded_costs import RecordedJob, RecordedKind, RecordedWay, cost_times
 from ds_fsmoe.planning.schedule import (
-    A2A_IN,
-    A2A_IN_NODE,
-    A2A_OUT,
-    A2A_OUT_NODE,
-    COLLECT,
     EXPERT,
     EXPERT_DW,
     EXPERT_DX,
     GRADIENT_TASKS,
     HOLD,
     REST,
-    SPREAD,
 )
-from ds_fsmoe.planning.traced_tasks import Traced
+from ds_fsmoe.planning.traced_tasks import Traced, TracedTask, read_traces
 from ds_fsmoe.planning.workload import AllToAll, kind_costs
 
-_SAME = ((A2A_IN, A2A_OUT), (A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT))
-"""Kinds of tasks that are the same collective."""
 _EXPERTS = (EXPERT, EXPERT_DX, EXPERT_DW)
+_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 _APART = 1.25
 """Sizes that differ by less than this factor count as one: a line through them would be chance."""
 
@@ -84,12 +79,51 @@ def corrected(job: RecordedJob, traced: Traced) -> RecordedJob:
     """
     kinds = []
     for kind in job.kinds:
-        ways = {}
+        ways: dict[str, RecordedWay] = {}
+        seen: set[AllToAll] = set()
+        on_links: list[float] = []
         for name, way in kind.ways.items():
-            points = _points(kind, way.planned, traced)
-            ways[name] = replace(way, profile=None, fitted=_corrected(job.costs_of(kind, name), points))
+            # Of two that have the same tasks the first one is taken for what was traced.
+            points = {} if way.planned in seen else _points(kind, way.planned, traced)
+            seen.add(way.planned)
+            fitted = _corrected(job.costs_of(kind, name), points, on_links)
+            ways[name] = replace(way, profile=None, fitted=fitted)
         kinds.append(replace(kind, ways=ways))
     return replace(job, kinds=tuple(kinds), _costs={})
+
+
+def with_slowdown_of(
+    job: RecordedJob, ranks: Mapping[int, Sequence[TracedTask]], settled: int = 0
+) -> tuple[RecordedJob, Traced]:
+    """Return a job, and what its traces tell, with as much slowdown of lanes by each other as the spans show.
+
+    How lanes slow each other down was measured in a moment, too. Of a few shares of that the one is taken with which
+    tasks that ran beside others and tasks that ran alone lie nearest to one line.
+
+    Args:
+        job: the job, with measured costs.
+        ranks: rank -> the tasks that it has traced.
+        settled: the first step in which nothing is tried any more.
+    """
+    found: list[tuple[float, RecordedJob, Traced]] = []
+    for share in _SHARES:
+        factors = {pair: 1 + share * (factor - 1) for pair, factor in job.slowed.factors.items()}
+        slowed = replace(job, slowed=Slowdowns(factors), _costs={})
+        traced = read_traces(ranks, slowed.contention, settled)
+        found.append((_off_lines(slowed, traced), slowed, traced))
+    _, best, traced = min(found, key=lambda each: each[0])
+    return best, traced
+
+
+def _off_lines(job: RecordedJob, traced: Traced) -> float:
+    """Return how far what was traced lies off the lines through it, as a mean of shares; 0 where there are none."""
+    off = []
+    for kind in job.kinds:
+        for alltoall in dict.fromkeys(way.planned for way in kind.ways.values()):
+            for points in _points(kind, alltoall, traced).values():
+                line = _line(points)
+                off += [abs(math.log(time_ms / line.ms(size))) for size, time_ms in points] if line else []
+    return statistics.fmean(off) if off else 0.0
 
 
 Points = Mapping[tuple[bool, str], Sequence[tuple[float, float]]]
@@ -111,9 +145,15 @@ def _points(kind: RecordedKind, alltoall: AllToAll, traced: Traced) -> Points:
     return found
 
 
-def _corrected(costs: LayerCosts, points: Points) -> LayerCosts:
+def _corrected(costs: LayerCosts, points: Points, on_links: list[float]) -> LayerCosts:
+    """Return costs corrected by what was traced.
+
+    Args:
+        costs: the costs as measured.
+        points: what was traced of these tasks.
+        on_links: the factors by which all-to-alls before this one were corrected; those of this one are added.
+    """
     lines = {key: _line(each) for key, each in points.items()}
-    of_links: list[float] = []
     of_experts: dict[bool, list[float]] = {False: [], True: []}
     factors: dict[tuple[bool, str], float] = {}
     for (backward, name), found in points.items():
@@ -122,13 +162,13 @@ def _corrected(costs: LayerCosts, points: Points) -> LayerCosts:
         ratios = [time_ms / expected_ms for time_ms, expected_ms in expected if expected_ms]
         if ratios:
             factors[backward, name] = statistics.median(ratios)
-            (of_experts[backward] if name in _EXPERTS else of_links).append(factors[backward, name])
+            (of_experts[backward] if name in _EXPERTS else on_links).append(factors[backward, name])
 
     def phase(own: Mapping[str, Cost], backward: bool) -> dict[str, Cost]:
         found = {}
         for name, cost in own.items():
             key = _pooled(backward, name)
-            others = of_experts[backward] if name in _EXPERTS else of_links
+            others = of_experts[backward] if name in _EXPERTS else on_links
             factor = factors.get(key, statistics.median(others) if others else 1.0)
             line = lines.get(key)
             is_kept = name in (HOLD, REST, *GRADIENT_TASKS)
@@ -177,9 +217,6 @@ def _costs(
 
 def _pooled(backward: bool, kind: str) -> tuple[bool, str]:
     """Return under which name the times of a task are put together with those of its like."""
-    for same in _SAME:
-        if kind in same:
-            return False, same[0]
     return (backward, kind) if kind in _EXPERTS else (False, kind)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks of a run as its ranks have traced them, read from the events of their traces and put together.
 
-A task's time on a rank includes its waiting for others: of a collective the rank that waits least counts, of a
-computation the slowest.
+A task's time on a rank includes its waiting for others. Of a run the rank counts that waits least, which is the one
+where it is the shortest, and all its tasks: of each task alone the rank with the least would be one whose part the
+others had sent already when it came, and then tasks that follow each other seem to take less than they do.
 """
 
 from __future__ import annotations
@@ -93,32 +94,23 @@ def read_traces(ranks: Mapping[int, Iterable[TracedTask]], contention: Contentio
         contention: how lanes slow each other down: what a task would have taken alone counts.
         settled: the first step in which nothing is tried any more: only from there on steps are told as a whole.
     """
-    times: dict[tuple[_Run, int], list[float]] = defaultdict(list)
-    tasks_at: dict[tuple[_Run, int], tuple[Piece, Lane]] = {}
-    lengths: dict[_Run, list[float]] = defaultdict(list)
+    of_ranks = [_runs(tasks) for tasks in ranks.values()]
     behind: dict[int, list[float]] = defaultdict(list)
-    for tasks in ranks.values():
-        runs = _runs(tasks)
-        for run, of_run in runs.items():
-            lengths[run].append(_end_ms(of_run) - _begin_ms(of_run))
-            alltoall = _alltoall_of(of_run)
-            degree = 1 + max((each.chunk for each in of_run if each.kind not in GRADIENT_TASKS), default=0)
-            for each, alone_ms in zip(of_run, _alone_ms(of_run, contention), strict=True):
-                times[run, each.index].append(alone_ms)
-                piece = Piece(each.label, each.backward, alltoall, degree, each.kind, each.chunk)
-                tasks_at[run, each.index] = piece, each.lane
+    for runs in of_ranks:
         for place, time_ms in _behind_ms({run: each for run, each in runs.items() if run.step >= settled}):
             behind[place].append(time_ms)
-    of_piece: dict[Piece, list[float]] = defaultdict(list)
-    for key, of_ranks in times.items():
-        piece, lane = tasks_at[key]
-        of_piece[piece].append(max(of_ranks) if lane is Lane.COMPUTE else min(of_ranks))
+    pieces: dict[Piece, list[float]] = defaultdict(list)
     runs_ms: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for run, of_ranks in lengths.items():
+    for run in sorted({run for runs in of_ranks for run in runs}):
+        tasks = min((runs[run] for runs in of_ranks if run in runs), key=_length_ms)
         if run.step >= settled:
-            runs_ms[run.step][run.backward] += min(of_ranks)
+            runs_ms[run.step][run.backward] += _length_ms(tasks)
+        alltoall = _alltoall_of(tasks)
+        degree = 1 + max((each.chunk for each in tasks if each.kind not in GRADIENT_TASKS), default=0)
+        for each, alone_ms in zip(tasks, _alone_ms(tasks, contention), strict=True):
+            pieces[Piece(each.label, each.backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
     return Traced(
-        {piece: statistics.median(each) for piece, each in of_piece.items()},
+        {piece: statistics.median(each) for piece, each in pieces.items()},
         {step: (each[0], each[1]) for step, each in sorted(runs_ms.items())},
         min(map(statistics.median, behind.values()), default=None),
     )
@@ -152,6 +144,10 @@ def _begin_ms(tasks: list[TracedTask]) -> float:
 
 def _end_ms(tasks: list[TracedTask]) -> float:
     return max(each.end_ms for each in tasks)
+
+
+def _length_ms(tasks: list[TracedTask]) -> float:
+    return _end_ms(tasks) - _begin_ms(tasks)
 
 
 def _behind_ms(runs: Mapping[_Run, list[TracedTask]]) -> list[tuple[int, float]]:

@@ -51,6 +51,8 @@ class Training:
     """``zero_optimization.reduce_bucket_size``, in elements."""
     max_live: int = 1_000_000_000
     """``zero_optimization.stage3_max_live_parameters``, in elements."""
+    prefetch_bucket: int = 50_000_000
+    """``zero_optimization.stage3_prefetch_bucket_size``, in elements."""
     persistence: int = 100_000
     """``zero_optimization.stage3_param_persistence_threshold``, in elements."""
 

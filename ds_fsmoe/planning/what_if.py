@@ -19,9 +19,9 @@ from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, mode_of
 from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.recorded_costs import RecordedJob
-from ds_fsmoe.planning.search import Degree
+from ds_fsmoe.planning.search import Degree, SearchSpace
 
-_TURNS = 30
+_TURNS = 22
 """The halvings by which a number is found that explains a measured time."""
 _MOST_TIMES = 4.0
 """The most by which gradients may take longer than they were measured to."""
@@ -144,8 +144,9 @@ class WhatIf:
     def as_ran(self, ran: Ran) -> Prediction:
         """Return what the job should have taken, as it was run."""
         search = self._search
-        spaces = [search.space.with_orders(*pair) for pair in ran.orders]
-        return self._predict(search.planner.plan_options(search.options, spaces, search.mode, ran.alltoalls))
+        spaces = [SearchSpace.fixed(*pair) for pair in ran.orders]
+        layers = [each[name] for each, name in zip(search.options, ran.alltoalls, strict=True)]
+        return self._predict(replace(search.planner.plan(layers, spaces, search.mode), alltoalls=ran.alltoalls))
 
     def with_rest_of(self, measured_ms: tuple[float, float], ran: Ran) -> WhatIf:
         """Return the same with the rest that explains what the run took, as it was run.

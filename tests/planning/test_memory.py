@@ -22,7 +22,8 @@ from ds_fsmoe.planning.training import Training
 MODELS = ("mixtral-8x7b", "olmoe", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite", "gpt-oss-20b", "phi-3.5-moe")
 ATTENTION = Attention(heads=5, kv_heads=5, head_dim=7, value_dim=7)
 DENSE = Block(ATTENTION, dense_H=33, num_norms=70)
-SPARSE = Block(ATTENTION, Experts(E=6, K=2, H=11), num_norms=70)
+EXPERTS = Experts(E=6, K=2, H=11)
+SPARSE = Block(ATTENTION, EXPERTS, num_norms=70)
 TINY = Architecture("tiny", "this test", M=35, vocab=101, is_tied=False, max_length=64, blocks=(DENSE, SPARSE, SPARSE))
 EIGHT = Groups(world=8, gpus_per_node=4, ep=2)
 
@@ -77,7 +78,7 @@ def test_experts_are_cut_over_their_replicas_and_all_else_over_all_ranks() -> No
 
 def test_experts_that_nobody_shares_are_not_in_our_buffers() -> None:
     alone = replace(EIGHT, ep=8, world=8)
-    blocks = (replace(SPARSE, experts=replace(SPARSE.experts, E=8)),)
+    blocks = (replace(SPARSE, experts=replace(EXPERTS, E=8)),)
     parameters = Parameters.of(replace(TINY, blocks=blocks), blocks, alone)
     rest = states_of(parameters, alone, Training(1, 16, 1, "fp32")).rest
     assert rest[OUR_GRADIENTS] == 4 * parameters.num_dense
@@ -117,10 +118,10 @@ def test_scores_are_kept_by_eager_attention_alone() -> None:
 
 def test_ranks_that_share_experts_gather_rows_and_cut_hidden_layers() -> None:
     training = Training(2, 64)
-    whole = rows_of(SPARSE.experts, 35, EIGHT, training)
-    cut = rows_of(SPARSE.experts, 35, replace(EIGHT, esp=2), training)
+    whole = rows_of(EXPERTS, 35, EIGHT, training)
+    cut = rows_of(EXPERTS, 35, replace(EIGHT, esp=2), training)
     assert (cut.sent, cut.here, cut.hidden) == (whole.sent, 2 * whole.here, whole.hidden / 2)
-    assert rows_of(SPARSE.experts, 35, EIGHT, replace(training, load=1.5)).here == 1.5 * whole.here
+    assert rows_of(EXPERTS, 35, EIGHT, replace(training, load=1.5)).here == 1.5 * whole.here
 
 
 def test_the_loss_is_computed_in_fp32() -> None:
@@ -145,8 +146,8 @@ def test_the_peak_is_that_of_one_moment() -> None:
 def test_checkpointing_chunks_and_recompute_take_less() -> None:
     training = Training(64, 64, 1, device="cpu", reduce_bucket=1000)
     total = memory_of(TINY, EIGHT, training).total
-    for less in ({"checkpointing": True}, {"recompute": True}):
-        assert memory_of(TINY, EIGHT, replace(training, **less)).total < total, less
+    for less in (replace(training, checkpointing=True), replace(training, recompute=True)):
+        assert memory_of(TINY, EIGHT, less).total < total, less
     checkpointed = replace(training, checkpointing=True)
     assert memory_of(TINY, EIGHT, replace(checkpointed, degree=4)).total <= memory_of(TINY, EIGHT, checkpointed).total
 
@@ -211,7 +212,7 @@ def test_choices_are_on_the_same_ranks_and_include_the_one_asked_for() -> None:
     assert all(6 % each.ep == 0 and 8 % (each.ep * each.esp) == 0 for each in found)
     assert (0, 2, 1) in {(each.zero, each.ep, each.esp) for each in found}
     assert not any(each.esp > 1 for each in found if each.zero == 3)
-    assert all(each.largest_batch >= 1 for each in found)
+    assert min(each.largest_batch or 0 for each in found) >= 1
 
 
 def test_a_plan_says_what_a_rank_needs_and_which_batch_fits(capsys, tmp_path) -> None:

@@ -29,7 +29,7 @@ from ds_fsmoe.planning.recorded_costs import (
 from ds_fsmoe.planning.recorded_data import job_as_data, job_from_data
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention, play
-from ds_fsmoe.planning.traced_costs import corrected, fit_costs
+from ds_fsmoe.planning.traced_costs import corrected, fit_costs, with_slowdown_of
 from ds_fsmoe.planning.traced_tasks import TracedTask, read_traces, traced_tasks
 from tests.planning.measured_layers import GROUPS, SIZES, made_up
 
@@ -187,7 +187,7 @@ def test_one_size_takes_start_up_from_a_cluster_or_leaves_it_out() -> None:
     }
     cluster = Cluster("made up", 2, 2, operations)
     spans = read_traces(traced(job, (2, 2)))
-    for known, alpha_ms, count in ((None, 0.0, 4), (cluster, 0.05, 0)):
+    for known, alpha_ms, count in ((None, 0.0, 5), (cluster, 0.05, 0)):
         fitted, one_size = fit_costs(job, spans, known)
         assert len(one_size) == count
         cost = fitted["L00"].forward[A2A_IN]
@@ -227,6 +227,25 @@ def test_slowdown_is_taken_out_of_the_spans() -> None:
     alone = read_traces(traced(job, (4, 4)))
     assert slowed.pieces_ms == pytest.approx(alone.pieces_ms)
     assert sum(slowed.runs_ms[7]) > sum(alone.runs_ms[7])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+def test_as_much_slowdown_is_kept_as_the_spans_show(share: float) -> None:
+    factors = {(Lane.INTER, Lane.INTRA): 1.75, (Lane.INTRA, Lane.INTER): 1.25, (Lane.COMPUTE, Lane.INTER): 1.5}
+    job = job_of(slowed=Slowdowns(factors | {(Lane.INTER, Lane.COMPUTE): 1.25}))
+    asked = job.contention
+    real = Contention(share * asked.links, share * asked.compute, share * asked.traffic)
+    spans: dict[int, list[TracedTask]] = {}
+    for number, degrees in enumerate(((1, 2), (3, 4), (5, 1))):
+        for rank, tasks in traced(job, degrees, contention=real).items():
+            spans.setdefault(rank, []).extend(replace(each, step=each.step + 10 * number) for each in tasks)
+    found, told = with_slowdown_of(job, spans, settled=20)
+    assert found.contention == real
+    assert set(told.runs_ms) == {27, 28}
+    after = corrected(found, told)
+    fitted = after.costs_of(after.kinds[0], "flat")
+    measured = job.costs_of(job.kinds[0], "flat")
+    assert times_of(fitted, False) == pytest.approx(times_of(measured, False))
 
 
 def test_the_time_between_layers_of_the_backward_is_seen() -> None:
