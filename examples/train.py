@@ -221,6 +221,7 @@ def main() -> None:
             "checkpoint": args.save_dir,
             "chosen": {} if state is None else state.chosen(),
             "hints": [] if state is None or state.autotune is None else state.autotune.hints,
+            "is_tuned": state is not None and state.autotune is not None and state.autotune.measured is not None,
         }
         report(result, args)
     dist.barrier()

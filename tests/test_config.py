@@ -123,7 +123,7 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
         ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
         ({"gate": 3}, "fsmoe.gate = 3: must be an object or the name of a gate"),
         ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are deepseek, expert'),
-        ({"autotune": 1}, 'fsmoe.autotune = 1: must be an object or true, false or "auto"'),
+        ({"autotune": 1}, 'fsmoe.autotune = 1: must be an object or "auto", true or false'),
         ({"autotune": "on"}, "fsmoe.autotune = \"on\": must be a boolean or 'auto'"),
         ({"debug": True}, "fsmoe.debug = true: must be an object"),
         ({"pipeline_degree": {"forward": 0}}, "fsmoe.pipeline_degree.forward = 0: must be greater than or equal to 1"),
@@ -208,6 +208,7 @@ def test_an_option_of_another_mode_is_refused_and_never_ignored(written: dict, s
             "fsmoe.autotune.details = true: only with fsmoe.autotune.enabled = true",
         ),
         ({"num_chunks": {"max": 8}, "autotune": {"enabled": False}}, "fsmoe.num_chunks.max = 8: only with"),
+        ({"deterministic": True, "autotune": {"trials": 5}}, "fsmoe.deterministic = true measures nothing"),
         ({"autotune": {"enabled": True}, "deterministic": True}, "go against fsmoe.deterministic = true"),
     ],
 )

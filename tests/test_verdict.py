@@ -79,10 +79,14 @@ def test_a_part_that_is_the_same_in_both_tells_whether_the_machine_was() -> None
 
 
 def test_why_layers_are_not_cut_is_told_from_what_was_asked_for(tmp_path: Path) -> None:
-    def said(**block: object) -> str:
-        return " ".join(reasons(Run(tmp_path), Run(tmp_path, {"block": block}), StepTimes(10, 10.0, {})))
+    def said(why: str | None = None, **block: object) -> str:
+        ours = Run(tmp_path, {"block": block, "why_untuned": why})
+        return " ".join(reasons(Run(tmp_path), ours, StepTimes(10, 10.0, {})))
 
-    assert "let the runs be longer" in said()
-    assert '"autotune": false leaves them so' in said(autotune={"enabled": False})
+    assert said().endswith("it ended too soon for that")
+    assert said(autotune={"enabled": False}).endswith('"autotune" is false')
+    assert said("a single rank sends nothing", autotune={"enabled": False}).endswith(
+        "because a single rank sends nothing"
+    )
     assert "cut by hand (2 forward)" in said(pipeline_degree={"forward": 2})
     assert said(schedule="lina") == ""

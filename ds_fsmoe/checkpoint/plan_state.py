@@ -47,9 +47,7 @@ def is_settled(state: FSMoEState) -> bool:
 
 def plans_of(state: FSMoEState) -> dict[str, Any]:
     """Return the plans of layers and gradients, which are the same on every rank of a stage."""
-    alltoall_of = (
-        {} if state.autotune is None else {label: row.alltoall for row in state.autotune.rows for label in row.labels}
-    )
+    is_chosen = state.autotune is not None and state.autotune.has_chosen
     layers = {}
     for label, layer in state.inner_layers.items():
         pipeline = layer.pipeline
@@ -57,7 +55,7 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
             "forward": asdict(pipeline.forward.block),
             "backward": asdict(pipeline.backward.block),
             "reduces": [list(each) for each in pipeline.collectives.reduces],
-            "alltoall": alltoall_of.get(label),
+            "alltoall": layer.fsmoe.plan.alltoall if is_chosen else None,
         }
     reducer = None if state.reduction is None else state.reduction.reducer
     gradients = None
@@ -68,8 +66,7 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
     if placement is not None and watch is not None:
         placement |= watch.as_data()
     # Plans of before the autotuner has begun do not keep it from beginning.
-    is_tuned = state.autotune is not None and state.autotune.is_settled
-    return {"layers": layers, "gradients": gradients, "placement": placement, "is_tuned": is_tuned}
+    return {"layers": layers, "gradients": gradients, "placement": placement, "is_tuned": is_chosen}
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,9 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
         if state.placement_watch is not None:
             state.placement_watch.check_data(watched)
     of_layers = {label: _layer(layers[label], layer.fsmoe.plan) for label, layer in inner.items()}
-    return ReadPlans(of_layers, read, placements, plans.get("is_tuned", True) is True, watched)
+    # Older files do not say so: there only what was measured has an all-to-all.
+    is_tuned = plans.get("is_tuned", any(each["alltoall"] is not None for each in layers.values()))
+    return ReadPlans(of_layers, read, placements, is_tuned is True, watched)
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
         if state.placement_watch is not None and plans.watched is not None:
             state.placement_watch.forget()
             state.placement_watch.go_on_with(plans.watched)
-    if state.autotune is not None and (plans.is_tuned or not state.autotune.is_waiting):
+    if state.autotune is not None and plans.is_tuned:
         state.autotune.need_not_run()
     if state.micro_ops is not None:
         state.micro_ops.need_not_run()

@@ -40,6 +40,9 @@ _LARGEST_BYTES = 1_000_000
 """The largest size of a config, in bytes."""
 _SOON_S = 300.0
 """The seconds after which a run without a record is considered to have none."""
+_FEWEST_TUNED = 80
+"""The fewest steps of a run whose layers are measured at its start, unless its config says otherwise: in fewer, plans
+would hardly be settled."""
 _FEWEST = 8
 """The fewest steps: some warm up, two are traced, one ends the trace."""
 
@@ -47,7 +50,7 @@ _FEWEST = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (50)")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each run (150)")
     parser.add_argument("--out", type=Path, default=Path("fsmoe_compare"), help="folder for both runs (fsmoe_compare)")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end a run that takes longer")
     parser.add_argument(OPTION, metavar="FILE|JSON", help=f"{HELP_ON_BLOCK}, if it has one; with ds_fsmoe.run")
@@ -198,6 +201,8 @@ def config_of(config: Mapping[str, Any], kind: str, folder: Path, steps: int, is
     changed = json.loads(json.dumps(config))
     block = changed["fsmoe"]
     block["enabled"] = kind == OURS
+    if kind == OURS and steps >= _FEWEST_TUNED:
+        block.setdefault("autotune", True)
     block["record"] = {"dir": str(folder), "stop_after": steps}
     # The last but one: by then all is settled, and the last one ends the trace.
     traced = {"enabled": True, "start_step": steps - 3, "num_steps": 2}

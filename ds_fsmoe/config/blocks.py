@@ -69,7 +69,7 @@ def _switch(*, has_auto: bool = False) -> _OrAlone:
     if not has_auto:
         return _OrAlone("enabled", kinds=(bool,), words="true or false", json_types=json_types)
     return _OrAlone(
-        "enabled", kinds=(bool, str), words='true, false or "auto"', json_types=(*json_types, {"enum": ["auto"]})
+        "enabled", kinds=(bool, str), words='"auto", true or false', json_types=(*json_types, {"enum": ["auto"]})
     )
 
 

@@ -219,7 +219,8 @@ def _unfit_gradients(block: FSMoEBlock) -> list[str]:
 def _unfit_autotune(block: FSMoEBlock) -> list[str]:
     """Return problems with options that only the autotuner uses, and with what conflicts with it."""
     enabled = f"{BLOCK}.autotune.enabled"
-    if block.autotune.enabled:
+    by_no_clock = block.deterministic and block.autotune.enabled == "auto"
+    if block.autotune.enabled and not by_no_clock:
         why = (
             f"{enabled} = true: degrees that follow from a clock go against {BLOCK}.deterministic = true; turn one off"
         )
@@ -239,8 +240,11 @@ def _unfit_autotune(block: FSMoEBlock) -> list[str]:
         },
         "num_chunks.max": (block.pipeline_degree.max, block.pipeline_degree.max if max_is_used else 1),
     }
+    why = "it is false; leave it out"
+    if by_no_clock:
+        why = f"{BLOCK}.deterministic = true measures nothing; leave one of them out"
     return [
-        f'{BLOCK}.{path} = {shown(value)}: only with {enabled} = true or "auto", and it is false; leave it out'
+        f'{BLOCK}.{path} = {shown(value)}: only with {enabled} = true or "auto", and {why}'
         for path, (value, idle) in written.items()
         if value != idle
     ]

@@ -63,7 +63,7 @@ from ds_fsmoe.layer.unsharded import facts_of_experts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.tuning.step_comparison import StepComparison
-from ds_fsmoe.tuning.when import settled
+from ds_fsmoe.tuning.when import needs_numbers, settled
 from ds_fsmoe.versions import VERSION
 
 
@@ -342,6 +342,12 @@ class FSMoEEngine(SavingEngine):
             make_groups_on_every_stage(model, stock, running, self.zero_optimization_stage())
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)
         self.fsmoe.why_untuned = untuned
+        if untuned is not None and needs_numbers(asked):
+            log_on_rank_0(
+                f'fsmoe.schedule = "{asked.schedule}" runs in one chunk, as fsmoe.num_chunks gives no numbers and '
+                f"nothing is measured: {untuned}",
+                logging.WARNING,
+            )
         return sources
 
     def _configure_distributed_model(self, model: nn.Module) -> None:

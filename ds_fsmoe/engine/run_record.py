@@ -35,6 +35,7 @@ def watch_ours(engine: Any) -> None:
         for path, each in state.layers.items()
     }
     facts = {"schedule": state.block.schedule, "chosen": state.chosen(), "layers": layers}
+    facts["why_untuned"] = state.why_untuned
     record = _record(engine, state.block, facts)
     if record is not None:
         state.telemetry.record = record

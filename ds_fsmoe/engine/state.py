@@ -234,18 +234,21 @@ class FSMoEState:
         self._cut_by_rule()
         if self.placement_watch is not None:
             tuner = self.autotune
-            is_tuned = tuner is None or tuner.is_waiting or tuner.is_settled
+            is_tuned = tuner is None or tuner.is_settled
             self.placement_watch.step_is_over(next_step, is_tuned)
         if self.autotune is not None and self.autotune.trials is not None:
             is_settled = self.autotune.trial_is_over()
             self._facts = {}
             if is_settled:
-                if self.reduction is not None:
+                if self.reduction is not None and self.autotune.outcome.is_stock:
+                    self.reduction.stay()
+                elif self.reduction is not None:
                     self.reduction.go_on()
                 self.plans_changed()
             return None
-        if self.autotune is not None:
-            self.autotune.step_is_over()
+        if self.autotune is not None and self.autotune.step_is_over():
+            # Layers may be cut from now on, and experts may have changed since they were looked at.
+            self.uncut.look_again()
         return None if self.watch is None else self.watch.step_is_over(next_step)
 
     def _predictors(self) -> Mapping[str, Predicts]:

@@ -96,7 +96,8 @@ class Telemetry:
             if measured is not self._recorded:
                 tensors = tensors_of(state.reduction)
                 of_run = state.block.schedule, tensors, micro_batches, choices
-                self.record.measured(measured_as_data(measured, search, *of_run), cluster_as_json(measured.cluster))
+                cluster = None if measured.cluster is None else cluster_as_json(measured.cluster)
+                self.record.measured(measured_as_data(measured, search, *of_run), cluster)
                 self._recorded = measured
         elif self._recorded is None and self._shapes:
             layers = {label: each.deepspeed_moe for label, each in self._layers.items()}

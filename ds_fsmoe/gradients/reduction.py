@@ -149,6 +149,10 @@ class Reduction:
             self._tried = None
             self.plan_anew()
 
+    def stay(self) -> None:
+        """Go on sending by the plan that was tried last."""
+        self._tried = None
+
     def plan_anew(self) -> None:
         """Measure the idle times of the layers' plans in the next backwards, and plan gradients from them."""
         self.reducer.forget_plan()

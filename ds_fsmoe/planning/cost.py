@@ -42,6 +42,10 @@ class LinearCost:
         """Return the milliseconds of a task of this size, done in this many launches."""
         return launches * self.alpha_ms + size * self.beta_ms
 
+    def times(self, share: float) -> LinearCost:
+        """Return the cost of something that takes a share of these times."""
+        return self if share == 1.0 else LinearCost(share * self.alpha_ms, share * self.beta_ms)
+
     def plus(self, alpha_ms: float) -> LinearCost:
         """Return the same cost with a larger start-up time."""
         return LinearCost(self.alpha_ms + alpha_ms, self.beta_ms)
@@ -59,6 +63,10 @@ class SwitchedCost:
     def ms(self, size: float, launches: int = 1) -> float:
         """Return the time; see :class:`LinearCost`."""
         return (self.below if size < self.switch_size else self.above).ms(size, launches)
+
+    def times(self, share: float) -> SwitchedCost:
+        """Return the cost of a share; see :class:`LinearCost`."""
+        return SwitchedCost(self.below.times(share), self.above.times(share), self.switch_size)
 
     def plus(self, alpha_ms: float) -> SwitchedCost:
         """Return the cost with a larger start-up; see :class:`LinearCost`."""

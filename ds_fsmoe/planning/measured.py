@@ -60,6 +60,8 @@ class Timing:
     """The host time to issue it, one per size; empty if the thread that issues it also does it."""
     least_ms: tuple[float, ...] = ()
     """The fastest of the repetitions, one per size; empty: not kept."""
+    share: float = 1.0
+    """The share of the fitted times that it is said to take."""
 
     @property
     def issue_ms(self) -> float:
@@ -79,16 +81,22 @@ class Timing:
     @property
     def cost(self) -> Cost:
         """The cost with the best fit."""
-        return self.best_fit.cost
+        return self.best_fit.cost.times(self.share)
+
+    @property
+    def line(self) -> Cost:
+        """The cost as one line."""
+        return self.fit.cost.times(self.share)
 
     def at_its_fastest(self) -> Timing:
         """Return the operation as if it always took what it took at its fastest, at no size more: for bounds."""
         if not self.least_ms:
             return self
-        line = self.best_fit.cost
-        shares = (least / max(line.ms(size), 1e-12) for size, least in zip(self.sizes, self.least_ms, strict=True))
-        share = min(1.0, *shares)
-        return replace(self, times_ms=tuple(share * line.ms(size) for size in self.sizes), least_ms=())
+        share = 1.0
+        for line in (self.best_fit.cost, self.fit.cost):
+            for size, least in zip(self.sizes, self.least_ms, strict=True):
+                share = min(share, least / max(line.ms(size), 1e-12))
+        return replace(self, share=share, least_ms=())
 
 
 @dataclass(frozen=True)
@@ -147,13 +155,13 @@ class LayerProfile:
         if EXPERT_DW in found:
             # The sum of its parts, of half the size each: measured apart from them, it differs by the noise of the
             # clock, and putting weight gradients off would seem to gain that.
-            dx, dw = at[DX].fit.cost, at[DW].fit.cost
+            dx, dw = at[DX].line, at[DW].line
             assert isinstance(dx, LinearCost)
             assert isinstance(dw, LinearCost)
             found[EXPERT] = LinearCost(dx.alpha_ms + dw.alpha_ms, (dx.beta_ms + dw.beta_ms) / 2)
         task_ms = 0.0 if issues_ahead else self.task_ms
         # Slices of gradients are cut by a formula that knows lines only.
-        found |= {kind: at[names[kind]].fit.cost for kind in GRADIENT_TASKS if kind in found}
+        found |= {kind: at[names[kind]].line for kind in GRADIENT_TASKS if kind in found}
         return {HOLD: LinearCost(0.0, 0.0), REST: LinearCost(0.0, 1.0)} | {
             kind: cost.plus(task_ms) for kind, cost in found.items()
         }

@@ -91,14 +91,13 @@ def reasons(stock: Run, ours: Run, times: StepTimes) -> list[str]:
                 f"the layers are cut by hand ({degrees}), whether or not that pays here: leave fsmoe.num_chunks "
                 "out, so that degrees are measured"
             )
-        elif block.get("autotune", {}).get("enabled") is False and block.get("schedule") != "lina":
-            found.append(
-                'the layers are not cut, so nothing of them overlaps: "autotune": false leaves them so; leave it out'
-            )
         elif block.get("schedule") != "lina":  # which cuts by the bytes of layers
+            why = ours.facts.get("why_untuned")
+            if not isinstance(why, str):
+                is_off = block.get("autotune", {}).get("enabled") is False
+                why = '"autotune" is false' if is_off else "it ended too soon for that"
             found.append(
-                "the layers are not cut, so nothing of them overlaps: measuring begins after ten steps of a job that is "
-                'to take a hundred or more; let the runs be longer, or write "autotune": true'
+                f"the layers are not cut, so nothing of them overlaps: the job was not measured, because {why}"
             )
     found += _by_trace(stock, times)
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import DisagreementError
 from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, raise_on_all_ranks
-from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.planning.call_shape import CallShape
@@ -33,10 +34,11 @@ from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
 from ds_fsmoe.tuning.summary import Outcome, headline, hints, summarize, too_short
-from ds_fsmoe.tuning.table import Row, Told, describe, describe_plan, rows_of
-from ds_fsmoe.tuning.trials import Trials, Tried
-from ds_fsmoe.tuning.tuned_model import TunedModel, windows_of
-from ds_fsmoe.tuning.when import STEPS_BEFORE
+from ds_fsmoe.tuning.table import Row, Told, describe, rows_of
+from ds_fsmoe.tuning.trial_rounds import TrialRounds
+from ds_fsmoe.tuning.trials import Tried
+from ds_fsmoe.tuning.tuned_model import TunedModel
+from ds_fsmoe.tuning.when import STEPS_BEFORE, needs_numbers
 
 if TYPE_CHECKING:
     from ds_fsmoe.gradients.reduction import Reduction
@@ -44,8 +46,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.layer.stock_layer import FSMoELayer
 
 _T = TypeVar("_T")
-STOCK = "DeepSpeed's schedule"
-"""The name of the plan that the others are compared with."""
+_FAILED = "measuring failed"
 FORWARDS_BEFORE = 2
 """The forwards in training before the measuring: one is slow, one shows what the rest of the model takes."""
 
@@ -69,6 +70,9 @@ class Autotune:
         """The optimizer steps until the stage asks for itself to be run."""
         self._steps_since = 0
         """The optimizer steps since plans were settled, or since the job began."""
+        self._why_without = ""
+        """The reason why there is nothing to wait for, though nothing was measured; empty: there is."""
+        self._says = rank_now() == 0
         self._why_again: str | None = None
         self._is_closed = False
         self._at_exit = partial(_at_exit, weakref.ref(self))
@@ -82,7 +86,7 @@ class Autotune:
         """The rows of what was measured and chosen."""
         self.step: StepTimes | None = None
         """The times that a step is predicted to take."""
-        self.trials: Trials | None = None
+        self.trials: TrialRounds | None = None
         """The trials under way, until which plans are not settled."""
         self.tried: list[list[Tried]] = []
         """Rounds of trials -> what each plan took: they decide what is run."""
@@ -91,8 +95,6 @@ class Autotune:
         self._told: Told | None = None
         self.hints: list[str] = []
         """What to do next, once plans are settled."""
-        self._refine: Callable[[int, tuple[int, int]], Trials | None] | None = None
-        """Makes the next round: plan that is kept, and those of the fastest phases -> what is tried beside it."""
         self.predictors: dict[str, MeasuredPredictor] = {}
         """Label of a layer -> the predictor of its phases, since the stage has run."""
         self.shapes: dict[str, CallShape] = {}
@@ -117,17 +119,25 @@ class Autotune:
 
     @property
     def is_settled(self) -> bool:
-        """Whether plans are chosen and tried."""
-        return bool(self.rows and self.trials is None)
+        """Whether plans are chosen and tried, or nothing will be measured any more."""
+        return self.trials is None and bool(self.rows or self._why_without)
 
-    def step_is_over(self) -> None:
-        """Take note that an optimizer step is over, outside of trials. The same on every rank."""
+    @property
+    def has_chosen(self) -> bool:
+        """Whether the plans that run are ones that were chosen by measuring, here or ahead of a checkpoint."""
+        return self.is_settled and self._why_without != _FAILED
+
+    def step_is_over(self) -> bool:
+        """Take note that an optimizer step is over, outside of trials; tell whether the stage asks for itself now. The
+        same on every rank."""
         self._steps_since += 1
         if not self._steps_before:
-            return
+            return False
         self._steps_before -= 1
         if not self._steps_before:
-            self._ask(None)
+            # A layer that is left out of one forward may be in the other.
+            self._ask(None, num_watched=2)
+        return not self._steps_before
 
     def close(self) -> None:
         """Say so if the job has been too short for measuring to pay. A second call says nothing."""
@@ -135,14 +145,21 @@ class Autotune:
         if self._is_closed:
             return
         self._is_closed = True
-        said = too_short(self.outcome, self._steps_since, self.is_waiting, self.trials is not None)
-        if said:
+        is_waiting = not (self.rows or self._why_without or self.trials)
+        said = too_short(self.outcome, self._steps_since, is_waiting, self.trials is not None)
+        # By then groups may be gone, and a job that has failed was not too short.
+        if said and self._says and getattr(sys, "last_value", None) is None:
             log_on_rank_0(said)
 
-    def need_not_run(self) -> None:
-        """Take note that plans came from somewhere else."""
-        self._is_wanted, self.trials, self._refine = False, None, None
+    def need_not_run(self, why: str = "plans came from a checkpoint") -> None:
+        """Take note that nothing has to be measured.
+
+        Args:
+            why: the reason.
+        """
+        self._is_wanted, self.trials = False, None
         self._steps_before = 0
+        self._why_without = why
 
     def request_again(self, reason: str) -> None:
         """Measure and plan again, one training forward from now. Every rank asks for it at the same step.
@@ -152,10 +169,10 @@ class Autotune:
         """
         self._ask(reason)
 
-    def _ask(self, reason: str | None) -> None:
-        self._is_wanted, self._why_again = True, reason
-        self._num_forwards = FORWARDS_BEFORE - 1
-        self.trials = self._refine = None
+    def _ask(self, reason: str | None, num_watched: int = 1) -> None:
+        self._is_wanted, self._why_again, self._why_without = True, reason, ""
+        self._num_forwards = FORWARDS_BEFORE - num_watched
+        self.trials = None
         self._running.first_forwards.watch_again()
 
     def run(
@@ -182,14 +199,21 @@ class Autotune:
         if self._block.autotune.enabled is True:
             self._run(layers, reduction, dense_ms)
             return True
+        before = {label: layer.fsmoe.plan for label, layer in layers.items()}
         try:
             self._run(layers, reduction, dense_ms)
         except (MeasuringError, DisagreementError) as error:
-            self.need_not_run()
+            if needs_numbers(self._block):
+                raise
+            for label, layer in layers.items():
+                layer.fsmoe.apply(before[label])
+            if reduction is not None:
+                reduction.go_on()
+            self.need_not_run(_FAILED)
             self._running.first_forwards.calls.clear()
             log_on_rank_0(
-                "autotune: this job could not be measured, and goes on as it was, with layers that are not cut "
-                f'("autotune": false says so from the start): {error}',
+                'autotune: this job could not be measured, and goes on as it was ("autotune": false says so from the '
+                f"start): {error}",
                 logging.WARNING,
             )
             return False
@@ -210,34 +234,21 @@ class Autotune:
         sharded = self._on_first(model.other_esp_sizes)
         self.num_measured = measured.num_measured
         self._reduction = reduction
+        self.outcome = Outcome()
         self.trials = self._start(model, plans)
-        can_refine = self.trials is not None and model.search.space.asked == (None, None)
-        self._refine = (lambda kept, halves: self._start_again(model, plans, kept, halves)) if can_refine else None
-        self.tried.clear()
-        self.took_s = time.perf_counter() - start_s
-        self.outcome = Outcome(self.took_s)
+        self.took_s = self.outcome.took_s = time.perf_counter() - start_s
         self._tell(measured, sharded)
 
     def trial_is_over(self) -> bool:
         """Take note that an optimizer step of a trial is over; tell whether a plan is settled on. Collective."""
         assert self.trials is not None
-        kept = self.trials.step_is_over()
-        if kept is None:
-            return False
-        trials, outcome = self.trials, self.outcome
-        self.tried.append(trials.results(kept))
-        outcome.num_plans += len(trials.names)
-        outcome.num_steps += trials.num_steps
-        outcome.lost_s += trials.lost_ms(kept) / 1e3
-        outcome.gain, outcome.tried = trials.gain(kept), self.tried[-1]
-        if self._block.autotune.details:
-            log_on_rank_0(trials.describe(kept))
-        halves, refine = trials.fastest_phases(kept), self._refine
-        self._refine = None
-        self.trials = None if refine is None else refine(kept, halves)
-        if self.trials is None:
+        start_s = time.perf_counter()
+        is_settled = self.trials.step_is_over()
+        self.outcome.took_s += time.perf_counter() - start_s
+        if is_settled:
+            self.tried, self.trials = self.trials.rounds, None
             self._summarize()
-        return self.trials is None
+        return is_settled
 
     def _apply(self, model: TunedModel, plan: ModelPlan) -> None:
         """Run layers by a plan from now on."""
@@ -247,31 +258,27 @@ class Autotune:
         asked = tuple(None if each is None else each.degree for each in model.search.space.asked)
         self.rows = rows_of(model.measured, model.labels, plan, asked)
 
-    def _start(self, model: TunedModel, plans: Sequence[ModelPlan]) -> Trials | None:
-        """Apply the first plan; try the others in turns, if there are others and trials are asked for. The last one is
-        DeepSpeed's schedule."""
+    def _start(self, model: TunedModel, plans: Sequence[ModelPlan]) -> TrialRounds | None:
+        """Apply the first plan; try it and the others, if trials are asked for. The last is DeepSpeed's schedule."""
         self._apply(model, plans[0])
-        rounds, clock = self._block.autotune.trials, self._running.step_clock
-        if not rounds or clock is None or not model.labels or len(plans) < 3:
+        block, clock = self._block, self._running.step_clock
+        if not block.autotune.trials or clock is None or not model.labels or len(plans) < 2:
             return None
-        names = [*(describe_plan(model.labels, plan) for plan in plans[:-1]), STOCK]
-
-        def use(number: int) -> None:
-            self._apply(model, plans[number])
-            if self._reduction is not None:
-                self._reduction.try_windows(windows_of(plans[number]))
-
-        if self._reduction is not None:
-            self._reduction.try_windows(windows_of(plans[0]))
-        may_keep = self._block.schedule == BEST and model.search.space.asked == (None, None)
-        return Trials(names, rounds, use, clock, self._group, len(plans) - 1, may_keep)
-
-    def _start_again(
-        self, model: TunedModel, plans: Sequence[ModelPlan], kept: int, halves: tuple[int, int]
-    ) -> Trials | None:
-        forward, backward = (plans[number] for number in halves)
-        near = self._on_first(lambda: [*model.search.refinements(plans[kept], forward, backward), plans[-1]])
-        return self._start(model, near)
+        is_open = model.search.space.asked == (None, None)
+        return TrialRounds(
+            model,
+            plans,
+            block.autotune.trials,
+            clock,
+            lambda plan: self._apply(model, plan),
+            self._on_first,
+            self._reduction,
+            self.outcome,
+            may_keep_stock=block.schedule == BEST and is_open,
+            can_refine=is_open,
+            group=self._group,
+            has_details=block.autotune.details,
+        )
 
     def _on_first(self, decide: Callable[[], _T]) -> _T:
         """Return what the stage's first rank decides. Collective over the stage, and raises on all of its ranks."""
@@ -301,7 +308,7 @@ class Autotune:
             again = f", again because {self._why_again}" if self._why_again else ""
             log_on_rank_0(
                 f"autotune{again}: {source} in {self.took_s:.3g} s; the next steps train with each of "
-                f"{len(self.trials.names)} plans in turns"
+                f"{len(self.trials.trials.names)} plans in turns"
             )
         self._why_again = None
 
@@ -318,9 +325,11 @@ class Autotune:
         if self.is_waiting:
             return f"begins after {self._steps_before} more steps"
         if self.trials is not None:
-            return f"tries {len(self.trials.names)} plans"
+            return f"tries {len(self.trials.trials.names)} plans"
+        if self._why_without:
+            return f"not measured: {self._why_without}"
         if self._told is None:
-            return "measures in the third forward" if self._is_wanted else "not measured: plans came from a checkpoint"
+            return "measures in a forward that is to come"
         return headline(self.rows, self._told, self.outcome)
 
 

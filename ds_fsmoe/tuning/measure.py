@@ -172,8 +172,10 @@ def measure(
     max_ctas = running.max_ctas
     fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=running.one_link is not None)
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
+    # What a folder is called is each rank's own; whether there is one is what the first says.
+    is_kept = from_first_rank(cache is not None)
     # It takes as long as all the rest, and no plan follows from it.
-    wants_cluster = block.autotune.enabled is True or cache is not None or block.record.dir is not None
+    wants_cluster = block.autotune.enabled is True or is_kept or block.record.dir is not None
     known, source = _known(everyone, cache if reads_cache else None, fingerprint)
     with Progress(rank_now() == 0) as progress:
         for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
@@ -182,10 +184,12 @@ def measure(
             cluster = profile_cluster(for_all, topology, running.lanes, _dtype(kinds, group), max_ctas=max_ctas)
         profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
     num_measured = everyone.num_timed + stage.num_timed
-    if cache is not None and cluster is not None and everyone.any_rank(num_measured > 0):
+    if is_kept and cluster is not None and everyone.any_rank(num_measured > 0):
         _keep(everyone, cache, fingerprint, known, cluster, group)
-    # They hold experts, and are of no use any more.
+    # They hold experts, and the choices of a whole batch, and are of no use any more.
     calls.clear()
+    for kind in kinds:
+        kind.choices.clear()
     lanes = running.lanes
     ahead = issues_ahead(lanes, device)
     return Measured(kinds, profiles, links, slowed, cluster, topology, is_serial(lanes), ahead, num_measured, source)
@@ -249,7 +253,7 @@ def _known(
 
 def _keep(
     everyone: Stopwatch,
-    cache: MeasurementCache,
+    cache: MeasurementCache | None,
     fingerprint: Mapping[str, object],
     known: Measurements,
     cluster: Cluster,
@@ -258,7 +262,7 @@ def _keep(
     # Stages have measured layers of their own.
     of_ranks = [known] if group is None else on_every_rank(known)
     with raise_on_all_ranks(everyone.group, "keeping what was measured"):
-        if rank_now() == 0:
+        if cache is not None and rank_now() == 0:
             joined = Measurements()
             for each in of_ranks:
                 joined.timings |= each.timings

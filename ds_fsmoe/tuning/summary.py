@@ -26,32 +26,30 @@ class Outcome:
     took_s: float = 0.0
     """The seconds of measuring and planning."""
     num_plans: int = 0
+    """The number of plans that were tried, DeepSpeed's schedule among them."""
     num_steps: int = 0
-    """The training steps of the trials."""
-    lost_s: float = 0.0
-    """The seconds by which these took longer than they would have with the plan that is kept."""
+    """The training steps of the trials that were seen whole."""
+    total_ms: float = 0.0
+    """The time of these steps."""
+    least_dense_ms: float | None = None
+    """The least time, over these steps, of all but the layers' runs."""
     gain: Gain | None = None
-    """The gain over DeepSpeed's schedule; ``None``: there were no trials, or none that was seen whole."""
+    """The gain of what stays over DeepSpeed's schedule; ``None``: not measured."""
+    kept_ms: float | None = None
+    """The median step with what stays, and with DeepSpeed's schedule, in the turns of these two."""
+    baseline_ms: float | None = None
+    is_stock: bool = False
+    """Whether DeepSpeed's schedule stays."""
     tried: Sequence[Tried] = field(default_factory=list)
-    """The last round: what each plan took, the fastest first."""
-
-    @property
-    def kept(self) -> Tried | None:
-        """The plan that stays, as it was measured."""
-        return next((each for each in self.tried if each.is_kept), None)
-
-    @property
-    def baseline_ms(self) -> float | None:
-        """The measured time of a step with DeepSpeed's schedule."""
-        kept = self.kept
-        return None if self.gain is None or kept is None else kept.step_ms * self.gain.ratio
+    """The turns in which it was found: what each plan took, the fastest first."""
 
     def steps_to_pay(self) -> int | None:
-        """Return after how many steps the gain has made up for measuring and trying; ``None``: no gain is clear."""
-        kept, baseline_ms = self.kept, self.baseline_ms
-        if kept is None or baseline_ms is None or self.gain is None or not self.gain.is_clear:
+        """Return after how many steps, from now on, the gain has made up for measuring and for trying slower plans;
+        ``None``: no gain is clear."""
+        if self.gain is None or not self.gain.is_clear or self.kept_ms is None or self.baseline_ms is None:
             return None
-        return math.ceil(1e3 * (self.took_s + self.lost_s) / (baseline_ms - kept.step_ms))
+        lost_ms = 1e3 * self.took_s + self.total_ms - self.num_steps * self.baseline_ms
+        return max(0, math.ceil(lost_ms / max(1e-9, self.baseline_ms - self.kept_ms)))
 
 
 def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
@@ -104,19 +102,22 @@ def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
     if len(rows) > _MOST_NAMES:
         how += f" and {len(rows) - _MOST_NAMES} more kinds"
     cost = f"measuring took {outcome.took_s:.3g} s"
-    if outcome.num_steps:
+    if outcome.num_plans:
         cost += f", trying {outcome.num_plans} plans {outcome.num_steps} steps"
-    gain, kept = outcome.gain, outcome.kept
-    if gain is None or kept is None:
-        return f"{how}; predicted {told.step.speedup:.2f} times as fast as DeepSpeed's schedule, not tried; {cost}"
-    if kept.is_baseline:
+    gain = outcome.gain
+    if outcome.is_stock:
         return f"DeepSpeed's schedule stays, as no other was faster here; {cost}"
+    if gain is None:
+        unseen = ", and no step of the trials was seen whole" if outcome.num_plans else ", not tried"
+        return f"{how}; predicted {told.step.speedup:.2f} times as fast as DeepSpeed's schedule{unseen}; {cost}"
     measured = f"{gain.ratio:.2f} times as fast as DeepSpeed's schedule ({gain.low:.2f} to {gain.high:.2f}"
     measured += f" in {gain.num_turns} turns)" if gain.num_turns > 1 else ", one step of each: no interval)"
+    if gain.high < 1 and gain.num_turns > 1:
+        return f"{how}; slower than stock: {measured}, and kept as it was asked for by name; {cost}"
     if not gain.is_clear:
         return f"{how}; {measured}, which is within the noise; {cost}"
     pays = outcome.steps_to_pay()
-    return f"{how}; {measured}; {cost}" + ("" if pays is None else f", which has paid after {pays} steps")
+    return f"{how}; {measured}; {cost}" + ("" if pays is None else f", which has paid {pays} steps from now")
 
 
 def _chunks(row: Row) -> str:
@@ -126,33 +127,33 @@ def _chunks(row: Row) -> str:
 
 
 def _steps(told: Told, outcome: Outcome) -> list[str]:
-    step, kept, baseline_ms = told.step, outcome.kept, outcome.baseline_ms
+    step = told.step
     cells = [("", "measured ms", "predicted ms", "")]
-    stock_ms = "" if baseline_ms is None else f"{baseline_ms:.4g}"
-    own_ms = "" if kept is None else f"{kept.step_ms:.4g}"
+    stock_ms, own_ms = ("" if each is None else f"{each:.4g}" for each in (outcome.baseline_ms, outcome.kept_ms))
     cells.append(("  DeepSpeed's schedule", stock_ms, f"{step.deepspeed_ms:.4g}", "uncut, gradients at the end"))
-    cells.append(("  chosen", own_ms, f"{step.chosen_ms:.4g}", _near(outcome)))
-    fastest_ms = min((each.step_ms for each in outcome.tried), default=math.inf)
-    if step.bound_ms <= min(fastest_ms, step.chosen_ms):
-        cells.append(("  bound", "", f"{step.bound_ms:.4g}", "no order of these tasks takes less"))
+    if not outcome.is_stock:
+        cells.append(("  chosen", own_ms, f"{step.chosen_ms:.4g}", _next(outcome)))
+    bound_ms = step.bound_ms
+    if step.dense_ms is not None and outcome.least_dense_ms is not None:
+        # What is beside the layers was seen once before, and may have been slow then.
+        bound_ms -= max(0.0, step.dense_ms - outcome.least_dense_ms)
+    shortest_ms = min([step.chosen_ms, *(each.step_ms for each in outcome.tried), outcome.kept_ms or math.inf])
+    if bound_ms <= shortest_ms:
+        cells.append(("  bound", "", f"{bound_ms:.4g}", "no order of these tasks takes less"))
     else:
-        why = f"none: steps took less than the {step.bound_ms:.4g} ms of its tasks alone, measured on a busier machine"
+        why = f"none: steps take less than the {bound_ms:.4g} ms that their tasks took when they were measured alone"
         cells.append(("  bound", "", "", why))
     return aligned(cells)
 
 
-def _near(outcome: Outcome) -> str:
-    """Say which other plan was as fast as the one that is kept, as far as its steps can tell."""
-    kept = outcome.kept
+def _next(outcome: Outcome) -> str:
+    """Say which other plan came next, in the turns in which both were tried."""
+    kept = next((each for each in outcome.tried if each.is_kept), None)
     others = [each for each in outcome.tried if not each.is_kept and not each.is_baseline]
     if kept is None or not others:
         return ""
-    next_one = min(others, key=lambda each: each.step_ms)
-    if next_one.step_ms < kept.step_ms:
-        return f"{next_one.name}: {next_one.step_ms:.4g} ms, a difference that says nothing"
-    if next_one.step_ms < (1 + LITTLE) * kept.step_ms:
-        return f"{next_one.name}: {next_one.step_ms:.4g} ms, as good within {LITTLE:.0%}"
-    return f"next {next_one.name}: {next_one.step_ms:.4g} ms"
+    found = min(others, key=lambda each: each.step_ms)
+    return f"next: {found.name}, {found.step_ms / kept.step_ms - 1:+.1%}"
 
 
 def _layers(rows: Sequence[Row]) -> list[str]:

@@ -91,6 +91,9 @@ class Trials:
         self._to_try = list(range(len(names)))
         """The plans to try in this round, in order."""
         self._tried: list[int] = []
+        self._in_last_turn: list[int] = list(range(len(names)))
+        self.least_dense_ms: float | None = None
+        """The least time, over steps, of all but the layers' runs; ``None``: no step was seen whole."""
         self._use = use
         self._clock = clock
         self._group = group
@@ -104,15 +107,17 @@ class Trials:
         """
         if self._trying is not None:
             own = self._clock.read()
-            seen = [1.0, 0.0, 0.0, 0.0]
+            seen = [1.0, 0.0, 0.0, 0.0, 0.0]
             if own is not None and own.has_both:
-                seen = [0.0, own.forward_ms + own.backward_ms, own.forward_ms, own.backward_ms]
-            lacks, step_ms, *phases_ms = most_of(seen, self._clock.device, self._group)
+                dense_ms = own.dense_forward_ms + own.dense_backward_ms
+                seen = [0.0, own.forward_ms + own.backward_ms, own.forward_ms, own.backward_ms, dense_ms]
+            lacks, step_ms, *phases_ms, dense_ms = most_of(seen, self._clock.device, self._group)
             # A step that was not seen whole, such as one without a backward, says nothing.
             if not lacks:
                 self.times_ms[self._trying].append(step_ms)
                 self._of_turn[self._trying][self._turn] = step_ms
                 self._phases_ms[self._trying].append((phases_ms[0], phases_ms[1]))
+                self.least_dense_ms = min(dense_ms, self.least_dense_ms or dense_ms)
             self._clock.stop()
             self._tried.append(self._to_try.pop(0))
         if not self._to_try:
@@ -120,7 +125,7 @@ class Trials:
             self._turn += 1
             finalists = self._finalists()
             self._to_try = [plan for plan in reversed(self._tried) if plan in finalists or self._has_hope(plan)]
-            self._tried = []
+            self._in_last_turn, self._tried = self._tried, []
             if len(self._to_try) == 1:
                 self._rounds = 0
         if not self._rounds:
@@ -143,13 +148,22 @@ class Trials:
         return not self.times_ms[plan] or min(self.times_ms[plan]) <= (1 + HOPELESS) * fastest_ms
 
     def _best(self) -> int:
-        best, best_ms = 0, statistics.median(self.times_ms[0] or [float("inf")])
-        for plan, times_ms in enumerate(self.times_ms):
-            if plan == self.baseline and not self._may_keep_baseline:
-                continue
-            if times_ms and statistics.median(times_ms) < (1 - GAIN) * best_ms:
-                best, best_ms = plan, statistics.median(times_ms)
+        """Return the plan with the least median, of those that were in every turn: one that was dropped has been timed
+        while the machine may have been less busy. The first that is left stays unless another gains enough."""
+        found = [plan for plan in sorted(self._in_last_turn) if self.times_ms[plan] and self._may_stay(plan)]
+        if not found:
+            return 0
+        best = found[0]
+        for plan in found[1:]:
+            if self._median_ms(plan) < (1 - GAIN) * self._median_ms(best):
+                best = plan
         return best
+
+    def _may_stay(self, plan: int) -> bool:
+        return plan != self.baseline or self._may_keep_baseline
+
+    def _median_ms(self, plan: int) -> float:
+        return statistics.median(self.times_ms[plan])
 
     def fastest_phases(self, kept: int) -> tuple[int, int]:
         """Return the plans with the fastest forward and with the fastest backward.
@@ -178,12 +192,10 @@ class Trials:
         """The number of steps that were seen whole."""
         return sum(map(len, self.times_ms))
 
-    def lost_ms(self, kept: int) -> float:
-        """Return how much longer all these steps took than as many with one plan."""
-        if not self.times_ms[kept]:
-            return 0.0
-        own_ms = statistics.median(self.times_ms[kept])
-        return max(0.0, sum(each - own_ms for times_ms in self.times_ms for each in times_ms))
+    @property
+    def total_ms(self) -> float:
+        """The time of all these steps."""
+        return sum(map(sum, self.times_ms))
 
     def results(self, kept: int) -> list[Tried]:
         """Return what each measured plan took, the fastest first.

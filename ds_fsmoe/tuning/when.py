@@ -41,37 +41,35 @@ def settled(
         # It launches short jobs to compare their speed, and in each of them this would be measured anew.
         why = "autotuning.enabled = true, so DeepSpeed's own tuner is at work"
         return _without(block), why
-    needs_numbers = block.schedule != BEST and "auto" in (block.pipeline_degree.forward, block.pipeline_degree.backward)
-    needs_numbers = needs_numbers and PRESETS[block.schedule]().pipeline in ("common", "per_phase")
     if in_stages and block.autotune.enabled is True:
         raise ConfigError(
             "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
             "layers; use false, or leave it out"
         )
-    if in_stages and needs_numbers:
+    if in_stages and needs_numbers(block):
         raise ConfigError(
             f'fsmoe.num_chunks = "auto" with fsmoe.schedule = "{block.schedule}" and a PipelineModule: must be a '
             "number, as models in pipeline stages are not measured yet"
         )
     if block.autotune.enabled is True:
         return block, None
-    why_not = _why_not_unasked(block, ds_config, num_ranks, in_stages, needs_numbers)
+    why_not = _why_not_unasked(block, ds_config, num_ranks, in_stages)
     return (block, None) if why_not is None else (_without(block), why_not)
+
+
+def needs_numbers(block: FSMoEBlock) -> bool:
+    """Return whether a schedule that was named has degrees that nobody has given, so that they have to be measured."""
+    if block.schedule == BEST or "auto" not in (block.pipeline_degree.forward, block.pipeline_degree.backward):
+        return False
+    return PRESETS[block.schedule]().pipeline in ("common", "per_phase")
 
 
 def _without(block: FSMoEBlock) -> FSMoEBlock:
     return block.model_copy(update={"autotune": block.autotune.model_copy(update={"enabled": False})})
 
 
-def _why_not_unasked(
-    block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int, in_stages: bool, needs_numbers: bool
-) -> str | None:
-    """Return why a job is not measured unless that is asked for; ``None`` if it is.
-
-    Args:
-        block, ds_config, num_ranks, in_stages: see :func:`settled`.
-        needs_numbers: whether its schedule cannot run without.
-    """
+def _why_not_unasked(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int, in_stages: bool) -> str | None:
+    """Return why a job is not measured unless that is asked for; ``None`` if it is. See :func:`settled`."""
     asked = block.pipeline_degree
     by_rule = block.schedule != BEST and PRESETS[block.schedule]().pipeline in ("off", "by_bytes")
     steps = known_steps(block, ds_config)
@@ -87,7 +85,7 @@ def _why_not_unasked(
         return f'fsmoe.schedule = "{block.schedule}" leaves nothing to choose by time'
     if isinstance(asked.forward, int) and isinstance(asked.backward, int):
         return "fsmoe.num_chunks is given for both phases"
-    if steps is not None and steps < FEWEST_STEPS and not needs_numbers:
+    if steps is not None and steps < FEWEST_STEPS and not needs_numbers(block):
         return (
             f"the job ends after {steps} steps, and measuring takes the time of some fifty: too short to pay; "
             '"autotune": true measures all the same'

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the plan that stays in three rounds of trials: all candidates; the neighbours of the fastest; and what was
+found against DeepSpeed's schedule alone, because turns in which the fastest of many is found show it faster than it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.tuning.summary import Outcome
+from ds_fsmoe.tuning.table import describe_plan
+from ds_fsmoe.tuning.trials import Trials, Tried
+from ds_fsmoe.tuning.tuned_model import TunedModel, windows_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from ds_fsmoe.gradients.reduction import Reduction
+    from ds_fsmoe.observing.step_timer import StepClock
+
+STOCK = "DeepSpeed's schedule"
+"""The name of the plan that the others are compared with."""
+Decide = Callable[[Callable[[], Sequence[ModelPlan]]], Sequence[ModelPlan]]
+
+
+class TrialRounds:
+    """Runs the rounds, for one engine. Every method is collective.
+
+    Args:
+        model: the layers as they were measured.
+        plans: the candidates, the predicted one first, and DeepSpeed's schedule last.
+        turns: the steps with each plan.
+        clock: the clock of the steps.
+        apply: a function that runs the layers by a plan from now on.
+        decide: a function that returns, on every rank, what the first one decides.
+        reduction: the reduction of gradients, if we do it.
+        outcome: what is found is noted in it.
+        may_keep_stock: whether DeepSpeed's schedule may stay.
+        can_refine: whether neighbours may be tried, as no degree is given by hand.
+        group: the ranks; ``None``: all.
+        has_details: whether each round is logged.
+    """
+
+    def __init__(
+        self,
+        model: TunedModel,
+        plans: Sequence[ModelPlan],
+        turns: int,
+        clock: StepClock,
+        apply: Callable[[ModelPlan], None],
+        decide: Decide,
+        reduction: Reduction | None,
+        outcome: Outcome,
+        may_keep_stock: bool,
+        can_refine: bool,
+        group: dist.ProcessGroup | None,
+        has_details: bool,
+    ) -> None:
+        self._model = model
+        self._turns = turns
+        self._clock = clock
+        self._apply = apply
+        self._decide = decide
+        self._reduction = reduction
+        self._outcome = outcome
+        self._may_keep_stock = may_keep_stock
+        self._can_refine = can_refine
+        self._group = group
+        self._has_details = has_details
+        self._names: set[str] = set()
+        self._is_last = False
+        self.rounds: list[list[Tried]] = []
+        """Round -> what each plan took."""
+        self.trials = self._begin(plans, turns)
+
+    @property
+    def keeps_stock(self) -> bool:
+        """Whether DeepSpeed's schedule is what stays."""
+        return self._outcome.is_stock
+
+    def step_is_over(self) -> bool:
+        """End an optimizer step; tell whether it is settled what stays, which is run from now on."""
+        kept = self.trials.step_is_over()
+        if kept is None:
+            return False
+        trials, outcome = self.trials, self._outcome
+        self.rounds.append(trials.results(kept))
+        outcome.num_plans = len(self._names)
+        outcome.num_steps += trials.num_steps
+        outcome.total_ms += trials.total_ms
+        found = [each for each in (outcome.least_dense_ms, trials.least_dense_ms) if each is not None]
+        outcome.least_dense_ms = min(found, default=None)
+        outcome.is_stock = kept == trials.baseline
+        if self._has_details:
+            log_on_rank_0(trials.describe(kept))
+        if self._is_last:
+            outcome.gain = trials.gain(0)
+            outcome.kept_ms, outcome.baseline_ms = (_median_ms(each) for each in trials.times_ms)
+            return True
+        outcome.tried = self.rounds[-1]
+        if outcome.is_stock:
+            outcome.kept_ms = outcome.baseline_ms = _median_ms(trials.times_ms[kept])
+            return True
+        self._next_round(trials, kept)
+        return False
+
+    def _next_round(self, trials: Trials, kept: int) -> None:
+        plans, stock = self._plans, self._plans[-1]
+        if self._can_refine:
+            self._can_refine = False
+            forward, backward = (plans[number] for number in trials.fastest_phases(kept))
+            near = self._decide(lambda: self._model.search.refinements(plans[kept], forward, backward))
+            if len(near) > 1:
+                self.trials = self._begin([*near, stock], self._turns)
+                return
+        self._is_last = True
+        # Twice as many, as these alone say what is gained.
+        self.trials = self._begin([plans[kept], stock], max(2, 2 * self._turns - 1))
+
+    def _begin(self, plans: Sequence[ModelPlan], turns: int) -> Trials:
+        self._plans = tuple(plans)
+        names = [*(describe_plan(self._model.labels, plan) for plan in plans[:-1]), STOCK]
+        self._names.update(names)
+        if self._reduction is not None:
+            self._reduction.try_windows(windows_of(plans[0]))
+        return Trials(names, turns, self._use, self._clock, self._group, len(plans) - 1, self._may_keep_stock)
+
+    def _use(self, number: int) -> None:
+        self._apply(self._plans[number])
+        if self._reduction is not None:
+            self._reduction.try_windows(windows_of(self._plans[number]))
+
+
+def _median_ms(times_ms: Sequence[float]) -> float | None:
+    return statistics.median(times_ms) if times_ms else None
