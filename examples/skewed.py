@@ -55,6 +55,8 @@ def main() -> None:
         "fsmoe": {
             "enabled": True,
             "ep_size": "auto",
+            # Experts stay until plans are settled, which takes more steps than this.
+            "autotune": False,
             "placement": {"policy": args.policy}
             | ({"spare_experts": 1, "every": 3, "moves_per_step": 4} if moves else {}),
         },

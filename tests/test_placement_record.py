@@ -178,7 +178,7 @@ def train(rank: int, world_size: int, folder: str, metrics: str) -> dict[str, An
     case = Case(ep_size=2, stage=1, k=2, drop_tokens=False)
     model = SmallModel(case, rank)
     block = {"enabled": True, "metrics": metrics, "record": {"dir": f"{folder}/{metrics}"}}
-    block |= {"placement": {"policy": "balanced", "every": EVERY}}
+    block |= {"placement": {"policy": "balanced", "every": EVERY}, "autotune": False}
     monitor = {"enabled": True, "output_path": folder, "job_name": metrics}
     config = case.ds_config(fsmoe=block, csv_monitor=monitor)
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)

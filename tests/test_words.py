@@ -133,7 +133,7 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
         ),
         (
             {"num_chunks": {"max": 8}, "autotune": False},
-            "fsmoe.num_chunks.max = 8: only with fsmoe.autotune = true or \"auto\", and it is false; leave it out",
+            'fsmoe.num_chunks.max = 8: only with fsmoe.autotune = true or "auto", and it is false; leave it out',
         ),
         ({"autotune": True, "deterministic": True}, "fsmoe.autotune = true: degrees that follow from a clock go"),
         ({"gate": "gshart"}, 'fsmoe.gate = "gshart": no such part; the choices are '),
