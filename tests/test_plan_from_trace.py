@@ -101,7 +101,7 @@ def test_predictions_are_held_against_what_the_run_took(
     assert "inter." in asked["why_not"]
     assert {"ep 1, esp 2"} <= {row["name"] for row in data["elsewhere"]}
     assert [row["layer"] for row in data["placement"]["layers"]] == ["moes.0", "moes.1"]
-    assert "corrected by what it took in the trace" in data["notes"][0]
+    assert "corrected by what it took in the trace of rank 0" in data["notes"][0]
 
 
 def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
@@ -111,7 +111,7 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
     assert cli.main(["plan", "--from-trace", str(folder / "given")]) == 0
     said = capsys.readouterr().out
     assert "1 and 3 chunks" in said
-    assert "fitted to the spans of the trace" in said
+    assert "fitted to the spans of the trace of rank 0" in said
     assert "presets that differ by gradients alone are not told apart" in said
     assert "--cluster FILE says it" in said
     assert "places change nothing" in said
@@ -126,10 +126,10 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
     [
         (lambda of: (of / MEASURED).unlink(), f"it has no {MEASURED}"),
         (lambda of: (of / MEASURED).write_text('{"format": 99}'), "format 99"),
-        (lambda of: shutil.rmtree(of / "trace"), "nothing tells what tasks cost: there is no trace"),
+        (lambda of: shutil.rmtree(of / "trace"), "nothing tells what tasks cost: there is no trace of rank 0"),
         (lambda of: (of / "steps.jsonl").unlink(), "no step is told in parts"),
         (lambda of: (of / "plans.json").write_text("{}"), "do not say how L00 was run"),
-        (lambda of: (of / "trace" / "rank1.json").write_text("{"), "the trace is of no use"),
+        (lambda of: (of / "trace" / "rank0.json").write_text("{"), "the trace is of no use"),
     ],
 )
 def test_a_run_without_what_is_needed_is_refused_with_a_reason(

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ds_fsmoe.files.runs import Run
     from ds_fsmoe.planning.cluster import Cluster
     from ds_fsmoe.planning.recorded_costs import RecordedJob
-    from ds_fsmoe.planning.traced_tasks import Traced
+    from ds_fsmoe.planning.traced_tasks import Traced, TracedTask
     from ds_fsmoe.planning.what_if import Prediction, Ran, WhatIf
 
 NO_GRADIENTS = (
@@ -87,13 +87,13 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
         raise ValueError(f"--from-trace {folder}: {MEASURED}: {error}") from error
     cluster = _cluster_of(run, cluster_name)
     settled = settled_after(run)
-    ranks, problem = _traces_of(run, settled)
-    traced = _Spans(run, ranks, problem, settled)
+    tasks, problem = _trace_of(run, settled)
+    spans = _Spans(run, tasks, problem, settled)
     measured_ms = times.parts_ms["forward"], times.parts_ms["backward"]
     if job.is_measured:
-        raw, what_if, notes = _by_measurements(job, traced, ran, measured_ms[1])
-    elif ranks:
-        raw, what_if, notes = _by_trace_alone(job, traced, ran, cluster)
+        raw, what_if, notes = _by_measurements(job, spans, ran, measured_ms[1])
+    elif tasks:
+        raw, what_if, notes = _by_trace_alone(job, spans, ran, cluster)
     else:
         raise ValueError(
             f'--from-trace {folder}: nothing tells what tasks cost: {problem}; record one with "trace": '
@@ -109,7 +109,7 @@ class _Spans:
     """What a run has traced."""
 
     run: Run
-    ranks: dict[int, Any]
+    tasks: list[TracedTask]
     problem: str
     settled: int
 
@@ -121,18 +121,19 @@ def _by_measurements(job: RecordedJob, spans: _Spans, ran: Ran, backward_ms: flo
 
     raw = WhatIf(job)
     notes = [] if job.gradients_bytes else [NO_GRADIENTS]
-    if not spans.ranks:
+    if not spans.tasks:
         said = (
             f"costs: as the autotuner has measured them; {spans.problem}, so what its predictions are off by is taken "
             "to be in what no plan changes"
         )
         return raw, raw, [said, *notes]
-    found, traced = with_slowdown_of(job, spans.ranks, spans.settled)
+    found, traced = with_slowdown_of(job, spans.tasks, spans.settled)
     rest_ms = _rest_ms(spans.run, traced, found, knows_gradients=found.mode != "off")
     what_if = WhatIf(corrected(found, traced), rest_ms or raw.rest_ms).with_gradients_of(backward_ms, ran)
     said = (
-        "costs: as the autotuner has measured them, each task corrected by what it took in the trace, on the rank that "
-        "waits least, lanes slowed down as far as the spans show it; gradients by what is left of the backward"
+        "costs: as the autotuner has measured them, each task corrected by what it took in the trace of rank 0, "
+        "waiting for others included, and lanes slowed down as far as it shows; gradients by what is left of the "
+        "backward"
     )
     return raw, what_if, [said, *notes]
 
@@ -143,17 +144,17 @@ def _by_trace_alone(
     """Return predictions by the trace of a run that measured nothing, twice, and what to say of them."""
     from ds_fsmoe.planning.timeline import IDEAL
     from ds_fsmoe.planning.traced_costs import fit_costs
-    from ds_fsmoe.planning.traced_tasks import read_traces
+    from ds_fsmoe.planning.traced_tasks import read_tasks
     from ds_fsmoe.planning.what_if import WhatIf
 
     contention = IDEAL if cluster is None else cluster.contention
-    traced = read_traces(spans.ranks, contention, spans.settled)
+    traced = read_tasks(spans.tasks, contention, spans.settled)
     costs, one_size = fit_costs(job, traced, cluster)
     # Beyond the chunks that were seen nothing tells what start-up adds up to.
     most = min(job.max_degree, max(MOST_DEGREE, *ran.degrees))
     found = replace(job.with_fitted(costs, contention), max_degree=most)
     what_if = WhatIf(found, _rest_ms(spans.run, traced, found, knows_gradients=False))
-    said = "costs: fitted to the spans of the trace, on the rank that waits least; nothing was measured"
+    said = "costs: fitted to the spans of the trace of rank 0, waiting for others included; nothing was measured"
     return what_if, what_if, [said, *_of_fit(one_size, cluster), NO_GRADIENTS]
 
 
@@ -168,27 +169,26 @@ def _cluster_of(run: Run, name: str | None) -> Cluster | None:
     return load_cluster(name or str(own))
 
 
-def _traces_of(run: Run, settled: int) -> tuple[dict[int, Any], str]:
-    """Return rank -> its traced tasks, from the second step on, as the first one is slow; and why there are none.
+def _trace_of(run: Run, settled: int) -> tuple[list[TracedTask], str]:
+    """Return the traced tasks of the rank whose steps are logged, from the second step on, as the first one is slow;
+    and why there are none.
 
     Some have to be of steps in which nothing is tried any more. A trace counts steps from 0, and the log from 1.
     """
     from ds_fsmoe.files.runs import trace_folder
-    from ds_fsmoe.files.traces import read_trace
+    from ds_fsmoe.files.traces import rank_file, read_trace
     from ds_fsmoe.planning.traced_tasks import traced_tasks
 
-    paths = sorted(trace_folder(run.folder).glob("rank*.json"))
-    if not paths:
-        return {}, "there is no trace"
-    found = {}
-    for number, path in enumerate(paths):
-        try:
-            events = read_trace(path)["traceEvents"]
-        except (OSError, ValueError) as error:
-            return {}, f"the trace is of no use: {error}"
-        found[number] = [each for each in traced_tasks(events) if each.step > 0]
-    if not all(any(each.step >= settled for each in tasks) for tasks in found.values()):
-        return {}, f"what is traced is before step {settled}, until which something was measured or tried"
+    path = rank_file(trace_folder(run.folder), 0)
+    if not path.is_file():
+        return [], "there is no trace of rank 0"
+    try:
+        events = read_trace(path)["traceEvents"]
+    except (OSError, ValueError) as error:
+        return [], f"the trace is of no use: {error}"
+    found = [each for each in traced_tasks(events) if each.step > 0]
+    if not any(each.step >= settled for each in found):
+        return [], f"what is traced is before step {settled}, until which something was measured or tried"
     return found, ""
 
 

@@ -30,7 +30,7 @@ from ds_fsmoe.planning.schedule import (
     HOLD,
     REST,
 )
-from ds_fsmoe.planning.traced_tasks import Traced, TracedTask, read_traces
+from ds_fsmoe.planning.traced_tasks import Traced, TracedTask, read_tasks
 from ds_fsmoe.planning.workload import AllToAll, kind_costs
 
 _EXPERTS = (EXPERT, EXPERT_DX, EXPERT_DW)
@@ -92,24 +92,22 @@ def corrected(job: RecordedJob, traced: Traced) -> RecordedJob:
     return replace(job, kinds=tuple(kinds), _costs={})
 
 
-def with_slowdown_of(
-    job: RecordedJob, ranks: Mapping[int, Sequence[TracedTask]], settled: int = 0
-) -> tuple[RecordedJob, Traced]:
-    """Return a job, and what its traces tell, with as much slowdown of lanes by each other as the spans show.
+def with_slowdown_of(job: RecordedJob, tasks: Sequence[TracedTask], settled: int = 0) -> tuple[RecordedJob, Traced]:
+    """Return a job, and what its trace tells, with as much slowdown of lanes by each other as the spans show.
 
     How lanes slow each other down was measured in a moment, too. Of a few shares of that the one is taken with which
     tasks that ran beside others and tasks that ran alone lie nearest to one line.
 
     Args:
         job: the job, with measured costs.
-        ranks: rank -> the tasks that it has traced.
+        tasks: the tasks of the rank whose steps are logged.
         settled: the first step in which nothing is tried any more.
     """
     found: list[tuple[float, RecordedJob, Traced]] = []
     for share in _SHARES:
         factors = {pair: 1 + share * (factor - 1) for pair, factor in job.slowed.factors.items()}
         slowed = replace(job, slowed=Slowdowns(factors), _costs={})
-        traced = read_traces(ranks, slowed.contention, settled)
+        traced = read_tasks(tasks, slowed.contention, settled)
         found.append((_off_lines(slowed, traced), slowed, traced))
     _, best, traced = min(found, key=lambda each: each[0])
     return best, traced

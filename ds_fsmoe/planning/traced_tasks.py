@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a run as its ranks have traced them, read from the events of their traces and put together.
+"""The tasks of a recorded run as one rank has traced them, read from the events of its trace and put together.
 
-A task's time on a rank includes its waiting for others. Of a run the rank counts that waits least, which is the one
-where it is the shortest, and all its tasks: of each task alone the rank with the least would be one whose part the
-others had sent already when it came, and then tasks that follow each other seem to take less than they do.
+It is the rank whose steps are logged. Its runs of layers, and what is between them, make up its steps, with its waiting
+for others: where ranks drift apart, as they do in schedules with little overlap, that is part of what a step takes. Of
+each run the rank that waits least, or of each task, would seem to take less than steps do.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """What the traces of all ranks tell of a job, in milliseconds."""
+    """What the trace of a rank tells of a job, in milliseconds."""
 
     pieces_ms: Mapping[Piece, float]
     """Piece -> its time, the median over runs."""
     runs_ms: Mapping[int, tuple[float, float]]
-    """Step -> the time of all runs of layers in its forwards and backwards, each on the rank that waits least."""
+    """Step -> the time of all runs of layers in its forwards, and in its backwards."""
     behind_ms: float | None
     """The time from one layer to the next in the backward, the least of all pairs, as gradients may be sent there;
     ``None``: there is one layer."""
@@ -86,28 +86,27 @@ def traced_tasks(events: Iterable[Mapping[str, Any]]) -> list[TracedTask]:
     return tasks
 
 
-def read_traces(ranks: Mapping[int, Iterable[TracedTask]], contention: Contention = IDEAL, settled: int = 0) -> Traced:
-    """Return what the ranks' traces tell together.
+def read_tasks(tasks: Iterable[TracedTask], contention: Contention = IDEAL, settled: int = 0) -> Traced:
+    """Return what the trace of a rank tells of a job.
 
     Args:
-        ranks: rank -> the tasks that it has traced. Plans that were tried are welcome: they have chunks of other sizes.
+        tasks: the tasks of the rank whose steps are logged. Plans that were tried are welcome among them: they have
+            chunks of other sizes.
         contention: how lanes slow each other down: what a task would have taken alone counts.
         settled: the first step in which nothing is tried any more: only from there on steps are told as a whole.
     """
-    of_ranks = [_runs(tasks) for tasks in ranks.values()]
+    runs = _runs(tasks)
     behind: dict[int, list[float]] = defaultdict(list)
-    for runs in of_ranks:
-        for place, time_ms in _behind_ms({run: each for run, each in runs.items() if run.step >= settled}):
-            behind[place].append(time_ms)
+    for place, time_ms in _behind_ms({run: each for run, each in runs.items() if run.step >= settled}):
+        behind[place].append(time_ms)
     pieces: dict[Piece, list[float]] = defaultdict(list)
     runs_ms: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for run in sorted({run for runs in of_ranks for run in runs}):
-        tasks = min((runs[run] for runs in of_ranks if run in runs), key=_length_ms)
+    for run, of_run in runs.items():
         if run.step >= settled:
-            runs_ms[run.step][run.backward] += _length_ms(tasks)
-        alltoall = _alltoall_of(tasks)
-        degree = 1 + max((each.chunk for each in tasks if each.kind not in GRADIENT_TASKS), default=0)
-        for each, alone_ms in zip(tasks, _alone_ms(tasks, contention), strict=True):
+            runs_ms[run.step][run.backward] += _end_ms(of_run) - _begin_ms(of_run)
+        alltoall = _alltoall_of(of_run)
+        degree = 1 + max((each.chunk for each in of_run if each.kind not in GRADIENT_TASKS), default=0)
+        for each, alone_ms in zip(of_run, _alone_ms(of_run, contention), strict=True):
             pieces[Piece(each.label, each.backward, alltoall, degree, each.kind, each.chunk)].append(alone_ms)
     return Traced(
         {piece: statistics.median(each) for piece, each in pieces.items()},
@@ -144,10 +143,6 @@ def _begin_ms(tasks: list[TracedTask]) -> float:
 
 def _end_ms(tasks: list[TracedTask]) -> float:
     return max(each.end_ms for each in tasks)
-
-
-def _length_ms(tasks: list[TracedTask]) -> float:
-    return _end_ms(tasks) - _begin_ms(tasks)
 
 
 def _behind_ms(runs: Mapping[_Run, list[TracedTask]]) -> list[tuple[int, float]]:

@@ -236,6 +236,8 @@ class Autotune:
         self._reduction = reduction
         self.outcome = Outcome()
         self.trials = self._start(model, plans)
+        if not self.rows:
+            self._why_without = "no layer was called"
         self.took_s = self.outcome.took_s = time.perf_counter() - start_s
         self._tell(measured, sharded)
 

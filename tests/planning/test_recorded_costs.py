@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ds_fsmoe.planning.recorded_data import job_as_data, job_from_data
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention, play
 from ds_fsmoe.planning.traced_costs import corrected, fit_costs, with_slowdown_of
-from ds_fsmoe.planning.traced_tasks import TracedTask, read_traces, traced_tasks
+from ds_fsmoe.planning.traced_tasks import TracedTask, read_tasks, traced_tasks
 from tests.planning.measured_layers import GROUPS, SIZES, made_up
 
 LABELS = ("L00", "L01", "L02")
@@ -130,34 +130,27 @@ def traced(
     degrees: tuple[int, int],
     factor: float = 1.0,
     contention: Contention = IDEAL,
-    waits: Mapping[int, float] | None = None,
-) -> dict[int, list[TracedTask]]:
-    """The tasks of two ranks in two steps, as if each task took a factor of what the job's costs say; ``waits``: rank
-    -> so many ms are added to each of its collectives."""
+    steps: tuple[int, int] = (7, 8),
+) -> list[TracedTask]:
+    """The tasks of two steps, as if each task took a factor of what the job's costs say."""
     costs = job.costs_of(job.kinds[0], "flat")
-    found: dict[int, list[TracedTask]] = {}
-    for rank in (0, 1):
-        wait_ms = (waits or {}).get(rank, 0.0)
-        for step in (7, 8):
-            for backward, degree in enumerate(degrees):
-                plan = PhasePlan(BlockPlan(degree, "reduce_first"), GROUPS, bool(backward))
-                run, (cost, _) = sized(plan.schedule, plan, SIZES), costs.of(bool(backward))
-                times_ms = [
-                    factor * cost[each.kind].ms(each.size, min(1, each.launches))
-                    + wait_ms * (each.lane is not Lane.COMPUTE)
-                    for each in run.tasks
-                ]
-                spans = play(run, times_ms, [0.0] * len(times_ms), contention).spans
-                for number, label in enumerate(LABELS):
-                    shift_ms = 1000.0 * step + 300.0 * number + 100.0 * backward
-                    found.setdefault(rank, []).extend(
-                        TracedTask(
-                            *(label, bool(backward), step, 0, index, each.task.kind, each.task.chunk, each.task.lane),
-                            *(shift_ms + each.start_ms, shift_ms + each.end_ms),
-                        )
-                        for index, each in enumerate(spans)
-                        if each.task.kind != HOLD
+    found: list[TracedTask] = []
+    for step in steps:
+        for backward, degree in enumerate(degrees):
+            plan = PhasePlan(BlockPlan(degree, "reduce_first"), GROUPS, bool(backward))
+            run, (cost, _) = sized(plan.schedule, plan, SIZES), costs.of(bool(backward))
+            times_ms = [factor * cost[each.kind].ms(each.size, min(1, each.launches)) for each in run.tasks]
+            spans = play(run, times_ms, [0.0] * len(times_ms), contention).spans
+            for number, label in enumerate(LABELS):
+                shift_ms = 1000.0 * step + 300.0 * number + 100.0 * backward
+                found.extend(
+                    TracedTask(
+                        *(label, bool(backward), step, 0, index, each.task.kind, each.task.chunk, each.task.lane),
+                        *(shift_ms + each.start_ms, shift_ms + each.end_ms),
                     )
+                    for index, each in enumerate(spans)
+                    if each.task.kind != HOLD
+                )
     return found
 
 
@@ -169,7 +162,7 @@ def times_of(costs: Any, backward: bool) -> dict[str, float]:
 
 def test_two_sizes_give_the_line_of_every_task() -> None:
     job = job_of()
-    fitted, one_size = fit_costs(job, read_traces(traced(job, (2, 5))))
+    fitted, one_size = fit_costs(job, read_tasks(traced(job, (2, 5))))
     measured = job.costs_of(job.kinds[0], "flat")
     # Experts' chunks are alike within a phase, and phases differ in their experts.
     assert one_size == (EXPERT,)
@@ -186,7 +179,7 @@ def test_one_size_takes_start_up_from_a_cluster_or_leaves_it_out() -> None:
         **{name: Operation(LinearCost(0.02, 1e-9)) for name in ("gemm", "attention", "softmax", "routing", "order")},
     }
     cluster = Cluster("made up", 2, 2, operations)
-    spans = read_traces(traced(job, (2, 2)))
+    spans = read_tasks(traced(job, (2, 2)))
     for known, alpha_ms, count in ((None, 0.0, 5), (cluster, 0.05, 0)):
         fitted, one_size = fit_costs(job, spans, known)
         assert len(one_size) == count
@@ -197,19 +190,25 @@ def test_one_size_takes_start_up_from_a_cluster_or_leaves_it_out() -> None:
     assert fitted["L00"] is fitted["L02"]
 
 
-def test_the_rank_that_waits_least_counts() -> None:
+def test_only_settled_steps_are_told_as_a_whole_but_all_tell_what_tasks_take() -> None:
     job = job_of()
-    plain = read_traces(traced(job, (3, 3)))
-    late = read_traces(traced(job, (3, 3), waits={1: 25.0}))
-    assert late.pieces_ms == pytest.approx(plain.pieces_ms)
-    assert late.runs_ms == {step: pytest.approx(each) for step, each in plain.runs_ms.items()}
-    assert set(plain.runs_ms) == {7, 8}
+    tried, kept = traced(job, (1, 4), steps=(3, 4)), traced(job, (3, 2))
+    found = read_tasks([*tried, *kept], settled=7)
+    assert {piece.degree for piece in found.pieces_ms} == {1, 2, 3, 4}
+    last: dict[tuple[bool, str], list[TracedTask]] = {}
+    for each in kept:
+        if each.step == 8:
+            last.setdefault((each.backward, each.label), []).append(each)
+    lengths = {False: 0.0, True: 0.0}
+    for (backward, _), run in last.items():
+        lengths[backward] += max(each.end_ms for each in run) - min(each.begin_ms for each in run)
+    assert found.runs_ms == {step: pytest.approx((lengths[False], lengths[True])) for step in (7, 8)}
 
 
 def test_measured_costs_are_corrected_by_what_tasks_took() -> None:
     job = job_of()
     before = job.costs_of(job.kinds[0], "flat")
-    after = corrected(job, read_traces(traced(job, (3, 4), factor=0.7)))
+    after = corrected(job, read_tasks(traced(job, (3, 4), factor=0.7)))
     costs = after.costs_of(after.kinds[0], "flat")
     for backward in (False, True):
         expected = {kind: 0.7 * each for kind, each in times_of(before, backward).items()}
@@ -223,8 +222,8 @@ def test_measured_costs_are_corrected_by_what_tasks_took() -> None:
 def test_slowdown_is_taken_out_of_the_spans() -> None:
     job = job_of()
     contention = Contention(links=0.5, compute=0.25, traffic=0.125)
-    slowed = read_traces(traced(job, (4, 4), contention=contention), contention)
-    alone = read_traces(traced(job, (4, 4)))
+    slowed = read_tasks(traced(job, (4, 4), contention=contention), contention)
+    alone = read_tasks(traced(job, (4, 4)))
     assert slowed.pieces_ms == pytest.approx(alone.pieces_ms)
     assert sum(slowed.runs_ms[7]) > sum(alone.runs_ms[7])
 
@@ -235,10 +234,9 @@ def test_as_much_slowdown_is_kept_as_the_spans_show(share: float) -> None:
     job = job_of(slowed=Slowdowns(factors | {(Lane.INTER, Lane.COMPUTE): 1.25}))
     asked = job.contention
     real = Contention(share * asked.links, share * asked.compute, share * asked.traffic)
-    spans: dict[int, list[TracedTask]] = {}
-    for number, degrees in enumerate(((1, 2), (3, 4), (5, 1))):
-        for rank, tasks in traced(job, degrees, contention=real).items():
-            spans.setdefault(rank, []).extend(replace(each, step=each.step + 10 * number) for each in tasks)
+    spans: list[TracedTask] = []
+    for first, degrees in ((1, (1, 2)), (11, (3, 4)), (27, (5, 1))):
+        spans += traced(job, degrees, contention=real, steps=(first, first + 1))
     found, told = with_slowdown_of(job, spans, settled=20)
     assert found.contention == real
     assert set(told.runs_ms) == {27, 28}
@@ -251,18 +249,18 @@ def test_as_much_slowdown_is_kept_as_the_spans_show(share: float) -> None:
 def test_the_time_between_layers_of_the_backward_is_seen() -> None:
     job = job_of()
     spans = traced(job, (1, 1))
-    found = read_traces(spans)
-    of_backward = [each for each in spans[0] if each.backward and each.step == 7]
+    found = read_tasks(spans)
+    of_backward = [each for each in spans if each.backward and each.step == 7]
     ends = {label: max(each.end_ms for each in of_backward if each.label == label) for label in LABELS}
     begins = {label: min(each.begin_ms for each in of_backward if each.label == label) for label in LABELS}
     assert found.behind_ms == pytest.approx(begins["L01"] - ends["L00"])
-    only = read_traces({0: [each for each in spans[0] if each.label == "L00"]})
+    only = read_tasks([each for each in spans if each.label == "L00"])
     assert only.behind_ms is None
 
 
 def test_a_fitted_job_plans_by_its_lines_and_slowdown() -> None:
     job, contention = job_of(), Contention(links=0.5, compute=0.25, traffic=0.125)
-    costs, _ = fit_costs(job, read_traces(traced(job, (2, 3))))
+    costs, _ = fit_costs(job, read_tasks(traced(job, (2, 3))))
     bare = replace(job, kinds=(replace(job.kinds[0], ways={"flat": RecordedWay("flat")}),), _costs={})
     fitted = bare.with_fitted(costs, contention)
     assert fitted.contention == contention
@@ -272,12 +270,12 @@ def test_a_fitted_job_plans_by_its_lines_and_slowdown() -> None:
 
 def test_a_layer_that_was_not_traced_is_named() -> None:
     job = job_of()
-    spans = {rank: [each for each in tasks if each.label == "L77"] for rank, tasks in traced(job, (1, 1)).items()}
+    others = [replace(each, label="L77") for each in traced(job, (1, 1))]
     with pytest.raises(ValueError, match="the trace has no task of L00, L01, L02"):
-        fit_costs(job, read_traces(spans))
-    half = {0: [each for each in traced(job, (2, 2))[0] if each.kind != GATHER]}
+        fit_costs(job, read_tasks(others))
+    half = [each for each in traced(job, (2, 2)) if each.kind != GATHER]
     with pytest.raises(ValueError, match="the trace has no GATHER"):
-        fit_costs(job, read_traces(half))
+        fit_costs(job, read_tasks(half))
 
 
 def test_events_of_unfinished_runs_and_predictions_do_not_count() -> None:
