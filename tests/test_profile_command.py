@@ -75,6 +75,7 @@ def test_two_ranks_write_a_file_that_a_plan_is_made_from(
     printed = start(tmp_path, False, *asked)
     cluster = load_cluster(str(out))
     assert (cluster.name, cluster.num_nodes, cluster.gpus_per_node) == ("ours", 2, 1)
+    assert (cluster.dtype, len(cluster.date)) == ("bf16", len("2026-11-25"))
     assert set(cluster.operations) == COMPUTING | {name for name in UNITS if name.startswith("inter.")}
     assert "; 2 ranks of " in cluster.source
     assert ", bf16; hosts " in cluster.source

@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,6 +112,7 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
             lanes.close()
         if rank != 0:
             return None
+        cluster = replace(cluster, dtype=dtype, date=f"{datetime.now(UTC):%Y-%m-%d}", **_of_gpu(device))
         try:
             write_measurements(out, fingerprint, known, cluster)
         except OSError as error:
@@ -117,6 +120,14 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
         facts = fingerprint["links"] | {_host_of_rank_0(fingerprint): link_facts(ask_nvidia_smi=True).lines()}
         timings = {each: known.timings[names.of(each)] for each in names.operations}
         return Result(cluster, timings, facts, time.perf_counter() - start_s)
+
+
+def _of_gpu(device: torch.device) -> dict[str, Any]:
+    """Return what a cluster's file says of its GPUs."""
+    if device.type != "cuda":
+        return {}
+    found = torch.cuda.get_device_properties(device)
+    return {"gpu": found.name, "memory_gb": round(found.total_memory / 1e9, 1)}
 
 
 @contextmanager
