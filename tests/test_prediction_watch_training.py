@@ -60,7 +60,10 @@ class Planned:
     def counts_forward(self) -> bool:
         return False
 
-    def step_is_over(self) -> None:
+    def step_is_over(self) -> bool:
+        return False
+
+    def close(self) -> None:
         pass
 
     def request_again(self, reason: str) -> None:

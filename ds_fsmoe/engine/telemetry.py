@@ -88,21 +88,22 @@ class Telemetry:
 
     def _record_costs(self) -> None:
         """Record what the layers are and what their tasks cost, where that is new."""
-        state, autotune = self._state, self._state.autotune
-        measured, search = getattr(autotune, "measured", None), getattr(autotune, "search", None)
+        state, record = self._state, self.record
+        assert record is not None
+        tuner = state.autotune
         micro_batches = self._engine.gradient_accumulation_steps()
         choices = {label: getattr(gate, "k", None) for label, gate in self._gates().items()}
-        if measured is not None and search is not None:
+        if tuner is not None and tuner.measured is not None and tuner.search is not None:
+            measured = tuner.measured
             if measured is not self._recorded:
-                tensors = tensors_of(state.reduction)
-                of_run = state.block.schedule, tensors, micro_batches, choices
+                of_run = state.block.schedule, tensors_of(state.reduction), micro_batches, choices
                 cluster = None if measured.cluster is None else cluster_as_json(measured.cluster)
-                self.record.measured(measured_as_data(measured, search, *of_run), cluster)
+                record.measured(measured_as_data(measured, tuner.search, *of_run), cluster)
                 self._recorded = measured
         elif self._recorded is None and self._shapes:
-            layers = {label: each.deepspeed_moe for label, each in self._layers.items()}
-            of_run = state.block, state.running.links, wanted_mode(state.block), micro_batches, choices
-            self.record.measured(called_as_data(self._shapes, layers, *of_run))
+            layers, mode = state.inner_layers, wanted_mode(state.block)
+            of_layers = self._shapes, layers, state.block, state.running.links, mode, micro_batches, choices
+            record.measured(called_as_data(*of_layers))
             self._recorded = self._shapes
 
     def _watch(self, call: LayerCall) -> None:

@@ -117,10 +117,9 @@ def _kind(job: RecordedJob, kind: RecordedKind, cluster: Cluster, other: OtherRa
         forward=costs_of(costs.forward),
         backward=costs_of(costs.backward),
         rechunked=None if costs.rechunked is None else costs_of(costs.rechunked),
-        **{
-            each: _host_ms(getattr(costs, each), now)
-            for each in ("forward_host_ms", "backward_host_ms", "rechunked_host_ms")
-        },
+        forward_host_ms=_host_ms(costs.forward_host_ms, now),
+        backward_host_ms=_host_ms(costs.backward_host_ms, now),
+        rechunked_host_ms=_host_ms(costs.rechunked_host_ms, now),
     )
     return replace(kind, groups=groups, shape=shape, ways={alltoall: RecordedWay(alltoall, None, fitted)})
 

@@ -146,10 +146,10 @@ def _groups(data: Any) -> Groups:
 
 
 def _profile(data: Any) -> LayerProfile:
-    operations = {
-        name: Timing(at["unit"], *(tuple(map(float, at[key])) for key in _NUMBERS))
-        for name, at in data["operations"].items()
-    }
+    operations = {}
+    for name, at in data["operations"].items():
+        sizes, times_ms, issued_ms, least_ms = (tuple(map(float, at[key])) for key in _NUMBERS)
+        operations[name] = Timing(str(at["unit"]), sizes, times_ms, issued_ms, least_ms)
     for each in operations.values():
         each.best_fit  # noqa: B018 - what cannot be fitted says why
     return LayerProfile(operations, float(data["task_ms"]), bool(data["uses_rng"]))

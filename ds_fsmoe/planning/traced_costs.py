@@ -57,7 +57,7 @@ def fit_costs(
         ValueError: the trace has no task of a layer, or lacks a kind of task.
     """
     one_size: dict[str, None] = {}
-    costs = {}
+    costs: dict[str, LayerCosts] = {}
     for kind in job.kinds:
         way = next(iter(kind.ways.values()))
         written = {} if cluster is None else kind_costs(cluster, kind.groups, way.planned)
@@ -190,11 +190,11 @@ def _costs(
     if not points:
         raise ValueError(f"the trace has no task of {', '.join(kind.labels)}")
     fitted: dict[tuple[bool, str], LinearCost] = {}
-    for key, each in points.items():
-        line = _line(each)
+    for key, traced in points.items():
+        line = _line(traced)
         if line is None and key[1] not in written:
             one_size.setdefault(key[1])
-        fitted[key] = line or _with_start_up(each, written.get(key[1]))
+        fitted[key] = line or _with_start_up(traced, written.get(key[1]))
     phases: list[dict[str, Cost]] = []
     for backward in (False, True):
         moe = moe_work(kind.groups, backward, kind.shape, alltoall)

@@ -65,7 +65,7 @@ def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
     lines += ["", *_layers(rows)] if rows else []
     lines += ["", f"  measurements: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, told, outcome)]
-    lines.append('  all that was measured: "details": true in fsmoe.autotune, or ds_fsmoe report with fsmoe.record.dir')
+    lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
     return "\n".join(lines)
 
 
