@@ -156,3 +156,8 @@ def test_a_job_that_was_too_short_says_so_at_its_end() -> None:
     assert too_short(gained, 125, False, False) == ""
     # An engine that has never trained has nothing to say.
     assert too_short(Outcome(), 0, True, False) == ""
+
+
+def test_layers_that_are_cut_alike_are_named_together_though_they_differ() -> None:
+    first, *_ = summarize([row("L00"), row("L02"), row("L01")], told(), Outcome(1.0)).splitlines()
+    assert first.startswith("autotune: L00..L02 in 3 and 2 chunks, once_per_node; predicted")

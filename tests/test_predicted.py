@@ -26,15 +26,17 @@ from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.files.traces import range_name, rank_file, read_trace
 from ds_fsmoe.observing.call_observer import CallObserver, sizes_of
-from ds_fsmoe.observing.predicted import Predictor
+from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.call_shape import CallShape, moe_work, sized
 from ds_fsmoe.planning.cluster import load_cluster
+from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD
-from ds_fsmoe.planning.timeline import Timeline, simulate
+from ds_fsmoe.planning.schedule import A2A_IN, EXPERT_GRAD, GRAD, HOLD
+from ds_fsmoe.planning.timeline import IDEAL, Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
 from tests.calls import call_of
 from tests.ranks import run_on_ranks
@@ -366,3 +368,18 @@ def test_a_cluster_without_a_number_that_a_group_needs_is_refused(tmp_path: Path
         ConfigError, match=r"fsmoe\.trace\.cluster = .*operations\.inter\.all_to_all is missing, and the EP"
     ):
         predictor.of(Groups(world=2, gpus_per_node=1, ep=2))
+
+
+def test_a_call_that_crosses_once_per_node_is_predicted_with_the_crossings_it_was_planned_with() -> None:
+    """A call says how many rows it has, and not how often their tokens crossed."""
+    groups = Groups(world=4, gpus_per_node=2, ep=4)
+    plan = PhasePlan(BlockPlan(2, "paper"), groups, backward=False, alltoall="once_per_node")
+    costs = LayerCosts.written(kind_costs(load_cluster("testbed_a"), groups, "once_per_node"))
+    call = CallShape(16, 8, 64, 4, 16, 1000, num_tokens=16)
+    seen = Crossings(nodes=0.25, ranks=0.5)
+    planned = MeasuredPredictor(costs, IDEAL).timeline(plan.schedule, plan, replace(call, crossings=seen))
+    found = MeasuredPredictor(costs, IDEAL, crossings=seen).timeline(plan.schedule, plan, call)
+    assert found.makespan_ms == planned.makespan_ms
+    without = MeasuredPredictor(costs, IDEAL).timeline(plan.schedule, plan, call)
+    sent = [sum(each.task.size for each in of.spans if each.task.kind == A2A_IN) for of in (found, without)]
+    assert sent[0] < 0.5 * sent[1]

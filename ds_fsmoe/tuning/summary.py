@@ -98,9 +98,13 @@ def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: b
 
 def headline(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
     """Return what was chosen and what it gains, in one line."""
-    how = "; ".join(f"{span(row.labels)} in {_chunks(row)}" for row in rows[:_MOST_NAMES]) or "no layer of ours"
-    if len(rows) > _MOST_NAMES:
-        how += f" and {len(rows) - _MOST_NAMES} more kinds"
+    alike: dict[str, list[str]] = {}
+    for row in rows:
+        alike.setdefault(_chunks(row), []).extend(row.labels)
+    each = [f"{span(sorted(labels))} in {chunks}" for chunks, labels in alike.items()]
+    how = "; ".join(each[:_MOST_NAMES]) or "no layer of ours"
+    if len(each) > _MOST_NAMES:
+        how += f" and {len(each) - _MOST_NAMES} more ways"
     cost = f"measuring took {outcome.took_s:.3g} s"
     if outcome.num_plans:
         cost += f", trying {outcome.num_plans} plans {outcome.num_steps} steps"

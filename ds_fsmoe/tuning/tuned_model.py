@@ -104,6 +104,7 @@ class TunedModel:
                 measured.is_serial,
                 forward.degree == backward.degree,
                 kind.sizes.capacity,
+                kind.sizes.crossings,
             )
 
     def predict(self, plan: ModelPlan) -> StepTimes:
