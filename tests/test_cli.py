@@ -111,7 +111,7 @@ def test_env_is_in_colour_on_a_terminal_unless_that_is_not_wanted(capsys, monkey
 def test_an_unknown_command_lists_the_known_ones(capsys) -> None:
     with pytest.raises(SystemExit):
         cli.main(["dance"])
-    assert "choose from 'compare', 'convert'" in capsys.readouterr().err.replace(
+    assert "choose from 'clusters', 'compare', 'convert'" in capsys.readouterr().err.replace(
         "compare, convert", "'compare', 'convert'"
     )
 

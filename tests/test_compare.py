@@ -155,16 +155,16 @@ def test_a_script_that_ends_early_is_compared_over_the_steps_it_has_with_both_ti
 ) -> None:
     blocks = compare_recorded(config, tmp_path, 8.0)
     assert [(each["enabled"], each["record"]["stop_after"]) for each in blocks] == [
-        (False, 50),
+        (False, 150),
         (False, 30),
         (True, 30),
     ]
-    assert [each["trace"]["start_step"] for each in blocks] == [47, 27, 27]
+    assert [each["trace"]["start_step"] for each in blocks] == [147, 27, 27]
     said = capsys.readouterr().out
-    assert "the script ended by itself after 30 of 50 steps" in said
+    assert "the script ended by itself after 30 of 150 steps" in said
     assert "over 30 steps" in said
     without = compare_recorded(config, tmp_path / "without", 8.0, "--no-trace")
-    assert [(each["enabled"], each["record"]["stop_after"]) for each in without] == [(False, 50), (True, 30)]
+    assert [(each["enabled"], each["record"]["stop_after"]) for each in without] == [(False, 150), (True, 30)]
     assert "\nplans and loads: ds_fsmoe report" in capsys.readouterr().out
 
 

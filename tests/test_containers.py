@@ -115,7 +115,12 @@ HOOKS = [
 ]
 CLASSES = [subclass, another_module]
 CUT = {"pipeline_degree": {"forward": 2, "backward": 3}}
-BLOCKS = [{}, CUT, CUT | {"recompute": True}, CUT | {"overlap": False, "gradient_partition": {"mode": "off"}}]
+BLOCKS = [
+    {"autotune": False},
+    CUT,
+    CUT | {"recompute": True},
+    CUT | {"overlap": False, "gradient_partition": {"mode": "off"}},
+]
 
 
 def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple[list, list[str]]:

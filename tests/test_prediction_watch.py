@@ -313,9 +313,18 @@ def test_ranks_have_one_comparison_whatever_each_has_run(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("autotune", "sentence"),
     [
-        ({"retune_on_drift": True}, "fsmoe.autotune.retune_on_drift = true: only with fsmoe.autotune.enabled = true"),
-        ({"watch_every": 5}, "fsmoe.autotune.watch_every = 5: only with fsmoe.autotune.enabled = true"),
-        ({"drift_threshold": 0.5}, "fsmoe.autotune.drift_threshold = 0.5: only with fsmoe.autotune.enabled = true"),
+        (
+            {"enabled": False, "retune_on_drift": True},
+            "fsmoe.autotune.retune_on_drift = true: only with fsmoe.autotune.enabled = true",
+        ),
+        (
+            {"enabled": False, "watch_every": 5},
+            "fsmoe.autotune.watch_every = 5: only with fsmoe.autotune.enabled = true",
+        ),
+        (
+            {"enabled": False, "drift_threshold": 0.5},
+            "fsmoe.autotune.drift_threshold = 0.5: only with fsmoe.autotune.enabled = true",
+        ),
         ({"enabled": True, "drift_threshold": 0}, "fsmoe.autotune.drift_threshold = 0: must be greater than 0"),
         ({"enabled": True, "watch_every": -1}, "fsmoe.autotune.watch_every = -1: must be greater than or equal to 0"),
         (

@@ -60,7 +60,7 @@ def test_every_path_of_the_tree_exists() -> None:
             "fsmoe.num_chunks = 2 forward and 3 backward: must be equal with fsmoe.schedule = ",
         ),
         (
-            {"autotune": {"retune_on_drift": True}},
+            {"autotune": {"enabled": False, "retune_on_drift": True}},
             "fsmoe.autotune.retune_on_drift = true: ",
         ),
     ],
