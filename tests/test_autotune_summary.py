@@ -139,12 +139,14 @@ def test_hints_name_what_limits_and_what_to_try() -> None:
     busy = replace(told(), slowed=Slowdowns(factors), sharded_ms={1: 50.0, 2: 40.0})
     exposed = replace(busy, step=replace(STEP, exposed_ms=30.0))
     said = hints([row()], exposed, Outcome(1.0))
-    assert [next(word for word in ("cannot pay", "idle link", "= 2 would") if word in each) for each in said] == [
-        "cannot pay",
+    assert [next(word for word in ("gains little", "idle link", "= 2 would") if word in each) for each in said] == [
+        "gains little",
         "idle link",
         "= 2 would",
     ]
     assert hints([row()], told(), Outcome(1.0)) == []
+    # Where overlap has gained, nobody is told that it cannot.
+    assert "gains little" not in " ".join(hints([row()], busy, outcome(1.5, 1.4, 1.6)))
 
 
 def test_a_job_that_was_too_short_says_so_at_its_end() -> None:
@@ -161,3 +163,12 @@ def test_a_job_that_was_too_short_says_so_at_its_end() -> None:
 def test_layers_that_are_cut_alike_are_named_together_though_they_differ() -> None:
     first, *_ = summarize([row("L00"), row("L02"), row("L01")], told(), Outcome(1.0)).splitlines()
     assert first.startswith("autotune: L00..L02 in 3 and 2 chunks, once_per_node; predicted")
+
+
+def test_a_prediction_that_steps_have_disproved_is_said_to_be_that() -> None:
+    slow = tuple(replace(each, time_ms=each.uncut_ms + 5.0) for each in CHOICES)
+    found = replace(row(), choices=slow)
+    note = "the steps that were tried have shown otherwise"
+    assert note in summarize([found], told(), outcome(1.5, 1.4, 1.6, 90.0))
+    assert note not in summarize([found], told(), Outcome(1.0))
+    assert note not in summarize([row()], told(), outcome(1.5, 1.4, 1.6, 90.0))

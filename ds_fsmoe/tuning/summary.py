@@ -62,7 +62,7 @@ def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
     """
     again = f", again because {told.why_again}" if told.why_again else ""
     lines = [f"autotune{again}: {headline(rows, told, outcome)}", *_steps(told, outcome)]
-    lines += ["", *_layers(rows)] if rows else []
+    lines += ["", *_layers(rows, bool(outcome.tried))] if rows else []
     lines += ["", f"  measurements: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, told, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
@@ -160,8 +160,8 @@ def _next(outcome: Outcome) -> str:
     return f"next: {found.name}, {found.step_ms / kept.step_ms - 1:+.1%}"
 
 
-def _layers(rows: Sequence[Row]) -> list[str]:
-    cells = [("  layers", "phase", "chunks", "order of tasks", "all-to-all", "ms", "uncut ms", "bound by")]
+def _layers(rows: Sequence[Row], is_tried: bool) -> list[str]:
+    cells = [("  layers", "phase", "chunks", "order of tasks", "all-to-all", "predicted ms", "uncut", "bound by")]
     for row in rows:
         for phase, choice in zip(("forward", "backward"), row.choices, strict=True):
             block = choice.block
@@ -171,7 +171,9 @@ def _layers(rows: Sequence[Row]) -> list[str]:
             times = (f"{choice.time_ms:.4g}", f"{choice.uncut_ms:.4g}")
             named = (f"  {span(row.labels)}", phase, str(block.degree), order, row.alltoall)
             cells.append((*named, *times, why or choice.bottleneck))
-    return aligned(cells)
+    slower = any(choice.time_ms > choice.uncut_ms for row in rows for choice in row.choices)
+    note = "  uncut is predicted to take less; the steps that were tried have shown otherwise, and they decide"
+    return [*aligned(cells), *([note] if slower and is_tried else [])]
 
 
 def _fits(rows: Sequence[Row]) -> str:
@@ -205,13 +207,14 @@ def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
     if any(not timing.best_fit.is_good for row in rows for timing in row.profile.operations.values()):
         judged = "the steps that were tried decide all the same" if outcome.tried else "trials above 0 let steps decide"
         found.append(f"something else was at work while this was measured, so what is predicted is rough; {judged}")
-    if told.slowed.factors:
+    has_gained = outcome.gain is not None and outcome.gain.is_clear
+    if told.slowed.factors and not has_gained:
         for (a, b), both in told.slowed.pays().items():
             if both < PAYS and Lane.COMPUTE in (a, b):
                 link = b if a is Lane.COMPUTE else a
                 found.append(
                     f"computing and sending ({link}) at once do {both:.2f} of what one does alone: they share what "
-                    "limits them, such as the cores of this machine, and overlapping them cannot pay"
+                    "limits them, such as the cores of this machine, and overlapping them gains little"
                 )
     if step.exposed_ms > LITTLE * step.chosen_ms:
         found.append(
