@@ -164,7 +164,7 @@ def main() -> int:
 
 
 def described(difference: float) -> str:
-    """What two runs differ by, in words."""
+    """Say in words what two runs differ by."""
     return "the same, bit for bit" if difference == 0 else f"largest relative difference {difference:.1e}"
 
 

@@ -168,7 +168,7 @@ def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks(results_of: d
             predicted_ms = [timing.fit.cost.ms(size) for size in timing.sizes]
             assert predicted_ms == sorted(predicted_ms)
             assert timing.fit.r2 <= 1.0
-            assert timing.fit.worst_residual_ms >= 0.0
+            assert timing.fit.worst_share >= 0.0
 
 
 def test_sizes_are_those_that_the_planner_gives_its_tasks(results_of: dict) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``ds_fsmoe plan --from-trace`` says of plans that a run did not have, held against those plans, run.
+"""Compares what ``ds_fsmoe plan --from-trace`` says of plans that a run did not have with those plans, run.
 
 ``cluster.py up --nodes 2 --ranks-per-node 2 --inter 25mbit --intra 100mbit``, then
 ``cluster.py run -- benchmarks/cases/bench_from_trace.py``. A model is trained by ``best`` with the autotuner, and its
@@ -45,7 +45,7 @@ MAX_DEGREE = 4
 TRACED_FROM = 3
 """The step from which on the trace goes: what is tried is in it, too, which has chunks of other sizes."""
 ALONE_DEGREES = (2, 4)
-"""Of the run that has a trace only: two, so that start-up can be told from the rest."""
+"""The degrees of the run that has a trace only: two, so that start-up can be told from the rest."""
 ALONE = "_alone"
 """The ending of that run's folder."""
 COLUMNS = ("raw_ms", "raw_off", "predicted_ms", "off", "trace_alone_ms", "trace_alone_off", "measured_ms", "plan")

@@ -79,7 +79,7 @@ class ReadPlans:
     placements: Mapping[str, ExpertPlacement] | None = None
     """Maps each layer's label -> where its experts were; ``None``: they could not move then, or cannot now."""
     is_tuned: bool = True
-    """Whether the autotuner has chosen them."""
+    """Tells whether the autotuner has chosen them."""
     watched: Mapping[str, Any] | None = None
     """The counts that the next decision about them is to take into account."""
 

@@ -40,7 +40,7 @@ class FirstCall:
 
 @dataclass(frozen=True)
 class _Seen:
-    """How a layer is called, in plain values."""
+    """Describes how a layer is called, in plain values."""
 
     label: str
     num_tokens: int

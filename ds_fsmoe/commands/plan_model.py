@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``ds_fsmoe plan`` plans: a model by name, from its configuration, or in numbers, and the ranks that run it."""
+"""Reads what ``ds_fsmoe plan`` is to plan: a model by name, from its configuration, or in numbers, and its ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = 4096
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What is planned, and what was assumed about it."""
+    """Holds what is planned, and what was assumed about it."""
 
     shape: Shape
     """A layer; of an architecture, the one that most of its blocks with experts have."""

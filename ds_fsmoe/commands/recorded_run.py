@@ -42,7 +42,7 @@ class Calibrated:
     what_if: WhatIf
     """Predicts other plans, with the costs that the run has corrected."""
     cluster: Cluster | None
-    """What collectives cost among other ranks; ``None``: not known."""
+    """The cluster that says what collectives cost among other ranks; ``None``: it is not known."""
     others_ms: float
     """The time of a step outside of its forwards and backwards: of the optimizer, and between steps."""
     notes: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
 
 @dataclass(frozen=True)
 class _Spans:
-    """What a run has traced."""
+    """Holds what a run has traced."""
 
     run: Run
     tasks: list[TracedTask]

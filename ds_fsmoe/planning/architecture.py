@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformer with experts is made of, block by block: sizes from which parameters and operations follow.
+"""Describes what a transformer with experts is made of, block by block: parameters and operations follow from it.
 
 Parameters are exact: as many as the model of Hugging Face's transformers has that is built from the same sizes.
 
@@ -41,11 +41,11 @@ class Attention:
     """The positions that one sees: of ``sliding``, the window or chunk; of ``linear``, the block inside which all see
     one another."""
     query_rank: int | None = None
-    """Of ``latent``: the rank of queries; ``None``: they are not compressed."""
+    """The rank of queries where attention is ``latent``; ``None``: they are not compressed."""
     kv_rank: int | None = None
-    """Of ``latent``: the rank of keys and values."""
+    """The rank of keys and values where attention is ``latent``."""
     rope_dim: int = 0
-    """Of ``latent``: the part of ``head_dim`` that all heads' keys share."""
+    """The part of ``head_dim`` that the keys of all heads share where attention is ``latent``."""
     num_other: int = 0
     """The parameters that are no matrix: biases, norms of queries and keys, sinks."""
     has_output_gate: bool = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a cluster's file, what it lacks, and which of its numbers cannot well be, one sentence each."""
+"""Says what is wrong with a cluster's file, what it lacks, and which of its numbers are doubtful, one sentence each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cluster's file may say: every field with its meaning, from which the reader takes its names and editors their
-JSON schema.
+"""Lists what a cluster's file may say: every field with its meaning, from which the reader takes its names and editors
+their JSON schema.
 
 ``python -m ds_fsmoe.planning.cluster_schema > ds_fsmoe/planning/clusters/cluster.schema.json`` writes the one that
 comes along.

@@ -103,11 +103,6 @@ class Fit:
     """The measured minus the fitted times, one per size."""
 
     @property
-    def worst_residual_ms(self) -> float:
-        """The largest deviation of a measurement from the line."""
-        return max(abs(each) for each in self.residuals_ms)
-
-    @property
     def worst_share(self) -> float:
         """The largest deviation as a share of the fitted time at that size."""
         return max(

@@ -18,7 +18,7 @@ from ds_fsmoe.planning.hf_fields import Fields
 
 @dataclass(frozen=True)
 class Family:
-    """How the configurations of one family are read."""
+    """Says how the configurations of one family are read."""
 
     defaults: Mapping[str, Any]
     """Field -> what transformers takes where a file lacks it; null where it is not here."""

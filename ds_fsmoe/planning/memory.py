@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank needs of memory to train a model, item by item, and the largest micro-batch that fits.
+"""Predicts what one rank needs of memory to train a model, item by item, and the largest micro-batch that fits.
 
 The peak is that of the fullest moment: the end of the forward, the backward of the head or of a block, or the optimizer
 step. What lives at one moment is added up, and moments are not.
@@ -39,7 +39,7 @@ MOST_SAMPLES = 1 << 20
 
 @dataclass(frozen=True)
 class Moment:
-    """What lives at one moment."""
+    """Holds what lives at one moment."""
 
     name: str
     items: Account
@@ -53,7 +53,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank needs."""
+    """Holds what one rank needs."""
 
     moments: tuple[Moment, ...]
 

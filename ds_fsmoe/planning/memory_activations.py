@@ -36,9 +36,9 @@ class Rows:
     """The rows of one layer."""
 
     sent: float
-    """Those that this rank's tokens make, S K."""
+    """The rows that this rank's tokens make, S K."""
     here: float
-    """Those at this rank's experts, R: of as many ranks as share them."""
+    """The rows at this rank's experts, R: of as many ranks as share them."""
     width: int
     hidden: float
     """The width inside an expert on this rank."""

@@ -42,7 +42,7 @@ def plus(*accounts: Account) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds besides activations."""
+    """Describes what a rank holds besides activations."""
 
     rest: Account
     """Between two steps."""

@@ -60,7 +60,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What all parts of a step have in common."""
+    """Holds what all parts of a step have in common."""
 
     groups: Groups
     B: int

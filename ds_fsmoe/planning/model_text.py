@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an architecture is, in lines that ``ds_fsmoe plan`` prints."""
+"""Describes an architecture in the lines that ``ds_fsmoe plan`` prints."""
 
 from __future__ import annotations
 

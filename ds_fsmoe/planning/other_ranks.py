@@ -28,7 +28,7 @@ _GRADIENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class OtherRanks:
-    """What is different; ``None`` stays as it was."""
+    """Says what is different; what is ``None`` stays as it was."""
 
     nodes: int | None = None
     per_node: int | None = None

@@ -57,7 +57,7 @@ class Variant:
     groups: Groups
     alltoall: AllToAll
     state_gb: float
-    """What a GPU keeps of weights, gradients and optimizer, in 10^9 bytes; activations come on top."""
+    """Return what a GPU keeps of weights, gradients and optimizer, in 10^9 bytes; activations come on top."""
     fits: bool | None
     """Whether that leaves a fifth of the GPU's memory for them; ``None``: the cluster's file does not say how much it
     has."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tasks cost by the trace of a run: fitted to it, or measured before and corrected by it.
+"""Says what tasks cost by the trace of a run: fitted to it, or measured before and corrected by it.
 
 Chunks of other sizes, as both phases have where their degrees differ, and plans that are tried, make a line. Of a
 single size nobody can tell what of its time is start-up: measurements say it, or a cluster's file, or it is taken to be

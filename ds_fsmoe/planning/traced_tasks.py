@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Traced:
-    """What the trace of a rank tells of a job, in milliseconds."""
+    """Holds what the trace of a rank tells of a job, in milliseconds."""
 
     pieces_ms: Mapping[Piece, float]
     """Piece -> its time, the median over runs."""

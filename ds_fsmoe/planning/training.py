@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model is trained, as far as memory depends on it."""
+"""Says how a model is trained, as far as memory depends on it."""
 
 from __future__ import annotations
 

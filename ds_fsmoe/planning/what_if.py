@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another plan would have given in a recorded job: another schedule, degree or all-to-all.
+"""Predicts what another plan would have given in a recorded job: another schedule, degree or all-to-all.
 
 A step is the forwards and backwards of its micro batches, without the optimizer. Schedules, degrees and the all-to-alls
 that were timed are planned from the costs of that very job, and for all else
@@ -29,7 +29,7 @@ _MOST_TIMES = 4.0
 
 @dataclass(frozen=True)
 class Ran:
-    """How the layers of a run were run, each by the order of the forward."""
+    """Says how the layers of a run were run, each by the order of the forward."""
 
     orders: tuple[tuple[Order, Order], ...]
     """For each layer the way to run its forward and its backward."""

@@ -77,11 +77,6 @@ class TrialRounds:
         """Round -> what each plan took."""
         self.trials = self._begin(plans, turns)
 
-    @property
-    def keeps_stock(self) -> bool:
-        """Whether DeepSpeed's schedule is what stays."""
-        return self._outcome.is_stock
-
     def step_is_over(self) -> bool:
         """End an optimizer step; tell whether it is settled what stays, which is run from now on."""
         kept = self.trials.step_is_over()

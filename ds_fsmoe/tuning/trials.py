@@ -26,7 +26,7 @@ FINALISTS = 2
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as fast a plan is as the baseline, from steps of both in turns."""
+    """Says how many times as fast a plan is as the baseline, from steps of both in turns."""
 
     ratio: float
     """The median, over turns, of the ratio of the two steps in it."""

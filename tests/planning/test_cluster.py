@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import kind_costs
+from tests.planning.changed import with_change
 
 GOOD: dict[str, Any] = {
     "name": "mine",
@@ -33,18 +33,6 @@ def loaded(tmp_path: Path, data: Any) -> Any:
     path = tmp_path / "mine.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
     return load_cluster(str(path))
-
-
-def with_change(path: tuple[str, ...], value: Any) -> dict:
-    data = copy.deepcopy(GOOD)
-    inner = data
-    for key in path[:-1]:
-        inner = inner[key]
-    if value is ...:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
-    return data
 
 
 @pytest.mark.parametrize("name", names())
@@ -188,15 +176,15 @@ def test_the_papers_clusters_say_nothing_of_growth_and_the_others_do() -> None:
 
 def test_growth_without_the_ranks_that_it_counts_from_is_refused(tmp_path: Path) -> None:
     path = ("operations", "inter.all_to_all")
-    data = with_change((*path, "alpha_ms_per_rank"), 0.01)
+    data = with_change(GOOD, (*path, "alpha_ms_per_rank"), 0.01)
     assert loaded(tmp_path, data).operations["inter.all_to_all"].among(5).alpha_ms == pytest.approx(0.33)
     del data["operations"]["inter.all_to_all"]["ranks"]
     with pytest.raises(ValueError, match=r"inter.all_to_all.ranks is missing, and alpha_ms_per_rank counts from there"):
         loaded(tmp_path, data)
     with pytest.raises(ValueError, match=r"gemm.alpha_ms_per_rank: no such field"):
-        loaded(tmp_path, with_change(("operations", "gemm", "alpha_ms_per_rank"), 0.01))
+        loaded(tmp_path, with_change(GOOD, ("operations", "gemm", "alpha_ms_per_rank"), 0.01))
     with pytest.raises(ValueError, match=r"alpha_ms_per_rank = -1: must be a finite number of at least 0"):
-        loaded(tmp_path, with_change((*path, "alpha_ms_per_rank"), -1))
+        loaded(tmp_path, with_change(GOOD, (*path, "alpha_ms_per_rank"), -1))
 
 
 # ---- what else a file says
@@ -224,7 +212,7 @@ def test_what_a_file_says_of_its_gpus_is_read(tmp_path: Path) -> None:
 )
 def test_a_wrong_word_about_gpus_is_refused(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        loaded(tmp_path, with_change(path, value))
+        loaded(tmp_path, with_change(GOOD, path, value))
 
 
 @pytest.mark.parametrize(
@@ -243,19 +231,19 @@ def test_a_wrong_word_about_gpus_is_refused(tmp_path: Path, path: tuple[str, ...
 def test_a_number_that_is_none_is_refused_by_field_and_value(tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
     message = rf"mine\.json: {'.'.join(path)} = .*: must be a finite number of at least 0"
     with pytest.raises(ValueError, match=message):
-        loaded(tmp_path, with_change(path, value))
+        loaded(tmp_path, with_change(GOOD, path, value))
 
 
 @pytest.mark.parametrize("value", [0, -2, 1.5, True, "4", None, float("nan")])
 @pytest.mark.parametrize("field", ["num_nodes", "gpus_per_node"])
 def test_a_count_that_is_none_is_refused(tmp_path: Path, field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"mine\.json: {field} = .*: must be a whole number of at least 1"):
-        loaded(tmp_path, with_change((field,), value))
+        loaded(tmp_path, with_change(GOOD, (field,), value))
 
 
 def test_a_collective_among_one_rank_is_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"inter.all_to_all.ranks = 1: a collective is measured among at least 2"):
-        loaded(tmp_path, with_change(("operations", "inter.all_to_all", "ranks"), 1))
+        loaded(tmp_path, with_change(GOOD, ("operations", "inter.all_to_all", "ranks"), 1))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +276,7 @@ def test_a_field_that_is_missing_unknown_or_misspelt_is_named_with_the_choices(
     tmp_path: Path, path: tuple[str, ...], value: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"mine\.json: {message}"):
-        loaded(tmp_path, with_change(path, value))
+        loaded(tmp_path, with_change(GOOD, path, value))
 
 
 @pytest.mark.parametrize("text", ["", "{", "num_nodes: 2", "{'num_nodes': 2}"])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -15,19 +14,14 @@ from ds_fsmoe import cli
 from ds_fsmoe.planning.cluster import Operation, names, read_file
 from ds_fsmoe.planning.cluster_check import Finding, check_cluster, gb_per_s
 from ds_fsmoe.planning.cost import LinearCost
+from tests.planning.changed import with_change
 
 
 def checked(tmp_path: Path, *changes: tuple[tuple[str, ...], Any], of: str = "h100_400") -> tuple[Finding, ...]:
     """What is said of a cluster with changes; ``...`` takes a field away."""
-    data = copy.deepcopy(read_file(of)[1])
+    data = read_file(of)[1]
     for path, value in changes:
-        inner = data
-        for key in path[:-1]:
-            inner = inner[key]
-        if value is ...:
-            del inner[path[-1]]
-        else:
-            inner[path[-1]] = value
+        data = with_change(data, path, value)
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(data), encoding="utf-8")
     return check_cluster(str(file))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from ds_fsmoe.planning import cluster as clusters
 from ds_fsmoe.planning.cluster import errors_in, names, read_file
 from ds_fsmoe.planning.cluster_schema import FIELDS, UNITS, operation_fields, schema
+from tests.planning.changed import with_change
 
 FILE = Path(clusters.__file__).parent / "clusters" / "cluster.schema.json"
 TYPES: dict[str, Any] = {"string": str, "number": (int, float), "integer": int, "object": dict}
@@ -94,13 +94,6 @@ A = ("operations", "inter.all_to_all")
     ],
 )
 def test_the_schema_and_the_reader_refuse_the_same(path: tuple[str, ...], value: Any) -> None:
-    data = copy.deepcopy(read_file("h100_400")[1])
-    inner = data
-    for key in path[:-1]:
-        inner = inner[key]
-    if value is ...:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
+    data = with_change(read_file("h100_400")[1], path, value)
     assert refuses(data, schema())
     assert errors_in(data)
