@@ -331,7 +331,7 @@ class Autotune:
         if self._why_without:
             return f"not measured: {self._why_without}"
         if self._told is None:
-            return "measures in a forward that is to come"
+            return "nothing is measured yet; that is due in one of the next forwards"
         return headline(self.rows, self._told, self.outcome)
 
 
