@@ -65,6 +65,7 @@ setup(
         "train": [
             f"torch{SUPPORTED['torch']}",
             f"deepspeed{SUPPORTED['deepspeed']}",
+            "greenlet>=3.0",
             "packaging",
             "pydantic>=2",
             "safetensors>=0.4.3",

@@ -74,6 +74,7 @@ ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
 BY_THEMSELVES = (
     ("cases/bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
     ("cases/bench_experts.py", "--budget 1"),
+    ("cases/bench_split_plan.py", "--quick"),
 )
 
 

@@ -268,7 +268,7 @@ def test_every_field_is_used() -> None:
         return found
 
     used = {"enabled", "schedule", "order", "alltoall", "ops", "plugins", "esp_size", "overlap", "recompute", "hooks"}
-    used |= {"dispatch", "ep_size"}
+    used |= {"dispatch", "ep_size", "split_batch", "split_blocks"}
     used |= {"pipeline_degree.forward", "pipeline_degree.backward", "topology.ranks_per_node"}
     used |= {"pipeline_degree.max", "autotune.enabled", "autotune.cache_dir", "autotune.trials", "autotune.details"}
     used |= {"autotune.watch_every", "autotune.drift_threshold", "autotune.retune_on_drift"}

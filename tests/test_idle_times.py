@@ -77,13 +77,13 @@ def passed(
     window = TimedWindow(reducer, plan, idle)
     window.open("L00")
     began_ms = clock.now_ms = 1000.0
-    window.recorder.start(plan.schedule, "L00/backward")
+    recorder = window.observer.of_run(plan.schedule, "L00/backward")
     for index, task in enumerate(plan.schedule.tasks):
         start_ms, end_ms = at_ms.get(index, (0.0, 0.0))
         clock.now_ms = began_ms + start_ms
-        window.recorder.begin(index, task)
+        recorder.begin(index, task)
         clock.now_ms = began_ms + end_ms
-        window.recorder.end(index, task)
+        recorder.end(index, task)
     clock.now_ms = began_ms + last_ms
     window.close()
     clock.now_ms += 7.0

@@ -67,13 +67,13 @@ def test_the_error_of_a_body_comes_out_and_the_lanes_run_again(
 
 def when_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set once the lanes have taken note of the first error."""
-    failed, fail = threading.Event(), thread_lanes._Run.fail
+    failed, fail = threading.Event(), thread_lanes._ThreadRun.fail
 
     def noted(run: Any, error: BaseException) -> None:
         fail(run, error)
         failed.set()
 
-    monkeypatch.setattr(thread_lanes._Run, "fail", noted)
+    monkeypatch.setattr(thread_lanes._ThreadRun, "fail", noted)
     return failed
 
 

@@ -141,10 +141,10 @@ def test_each_wait_that_is_dropped_is_reported(case: Case, step: int) -> None:
 @sampled(("case", "step"), [(WRONG[0], 4), *((case, 1) for case in WRONG)], kept=[0], ids=str)
 def test_each_crossing_that_is_dropped_is_reported(case: Case, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the backward, whose schedule has them all: there is none that the order within lanes would make up for."""
-    execute = StreamLanes._execute
+    run_of = StreamLanes._run_of
     counts = []
 
-    def without(self: StreamLanes, crossings: Dependencies, work: lanes.Work, number: int = -1) -> None:
+    def without(self: StreamLanes, crossings: Dependencies, work: lanes.Work, number: int = -1) -> lanes.Run:
         if "backward" in work.label:
             counts.append(crossings.count - len(crossings.joins))
             steps = tuple(
@@ -152,12 +152,12 @@ def test_each_crossing_that_is_dropped_is_reported(case: Case, step: int, monkey
                 for each in crossings.steps
             )
             crossings = replace(crossings, steps=steps)
-        execute(self, crossings, work)
+        return run_of(self, crossings, work)
 
-    monkeypatch.setattr(StreamLanes, "_execute", without)
+    monkeypatch.setattr(StreamLanes, "_run_of", without)
     assert not watched(case)[0].breaches
     for number in range(0, counts[0], step):
-        monkeypatch.setattr(StreamLanes, "_execute", functools.partialmethod(without, number=number))
+        monkeypatch.setattr(StreamLanes, "_run_of", functools.partialmethod(without, number=number))
         assert {"order", "reuse"} & {each.rule for each in watched(case)[0].breaches}, number
 
 

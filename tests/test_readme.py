@@ -105,6 +105,7 @@ MEASURE_FOR_MINUTES = tuple(
         "experts",
         "hf",
         "planner",
+        "split_plan",
         "metrics",
         "recording",
     )

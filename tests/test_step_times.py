@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.step_timer import StepClock
@@ -277,7 +277,7 @@ def test_what_was_measured_gives_the_trace_its_predictions_where_no_cluster_does
 def test_whoever_listens_anyway_hears_of_every_step_and_the_clock_of_its_own(model: Model) -> None:
     told: list[str] = []
 
-    class Spy:
+    class Spy(Observer):
         def start(self, schedule: Schedule, label: str) -> None:
             told.append(label)
 

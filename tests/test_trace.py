@@ -185,14 +185,6 @@ def test_only_the_steps_asked_for_are_recorded_and_written_when_they_are_over(
     assert tracer.path.read_text() == before
 
 
-def test_runs_that_are_over_are_not_looked_through_again(make_tracer: Callable[..., Tracer], lanes: Lanes) -> None:
-    tracer = make_tracer()
-    tracer.step(0)
-    for _ in range(3):
-        run(lanes, tracer, two_chunks())
-        assert len(tracer._open) == 1
-
-
 def test_one_label_may_have_several_schedules(make_tracer: Callable[..., Tracer], lanes: Lanes) -> None:
     tracer = make_tracer()
     tracer.step(0)
@@ -231,8 +223,6 @@ def test_a_window_that_begins_or_ends_in_a_run_breaks_nothing(make_tracer: Calla
     assert {event["args"]["layer"] for event in events_of(trace)} == {"L01"}
     (unfinished,) = trace["otherData"]["unfinished"]
     assert unfinished["under_way"][0] == "fsmoe/L01/fwd/EXPERT/chunk0"
-    tracer.step(3)
-    assert tracer._open == ()
 
 
 def test_a_tracer_that_is_off_does_next_to_nothing(make_tracer: Callable[..., Tracer]) -> None:
@@ -246,14 +236,14 @@ def test_a_tracer_that_is_off_does_next_to_nothing(make_tracer: Callable[..., Tr
     def observed() -> list[str]:
         calls.clear()
         sys.setprofile(count)
-        tracer.start(schedule, "L03/forward")
-        tracer.begin(0, schedule.tasks[0])
-        tracer.end(0, schedule.tasks[0])
+        of_run = tracer.of_run(schedule, "L03/forward")
+        of_run.begin(0, schedule.tasks[0])
+        of_run.end(0, schedule.tasks[0])
         sys.setprofile(None)
         assert calls.pop() == "c_call setprofile"
         return [each for each in calls if "return" not in each]
 
-    only_itself = ["call start", "call begin", "call end"]
+    only_itself = ["call of_run", "call begin", "call end"]
     assert observed() == only_itself
     tracer.step(0)
     assert observed() == only_itself

@@ -123,4 +123,3 @@ def assert_valid(trace: dict[str, Any]) -> None:
 
 def assert_holds_nothing(tracer: Tracer) -> None:
     assert tracer._runs == []
-    assert tracer._open == ()

@@ -350,6 +350,14 @@ class FSMoEBlock(_Block):
     autotune: Annotated[AutotuneBlock, _switch(has_auto=True)] = AutotuneBlock()
     topology: TopologyBlock = TopologyBlock()
     overlap: bool = Field(True, description="false: one lane, blocking")
+    split_batch: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="two halves of each batch take turns, and one computes while the tokens of the other travel: auto "
+        "tries it where plans are tried, on does it wherever it can be done",
+    )
+    split_blocks: list[str] = Field(
+        [], description="class names of the blocks to run by halves; none: the elements of the model's lists of modules"
+    )
     max_ctas: ThreadBlocks = Field(
         16, description="thread blocks that a collective of a link may take on NCCL; auto: as many as NCCL likes"
     )

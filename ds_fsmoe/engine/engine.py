@@ -48,6 +48,7 @@ from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, wit
 from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine
+from ds_fsmoe.engine.split_batch import begin_splitting
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.whole_models import save_whole_models
@@ -87,6 +88,7 @@ class FSMoEEngine(SavingEngine):
             self.fsmoe, self.module, self.global_steps, isinstance(self.module, PipelineModule)
         )
         begin_placement(self, isinstance(self.module, PipelineModule))
+        begin_splitting(self.module, self.fsmoe, isinstance(self.module, PipelineModule))
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
         log_on_rank_0(summary(self.fsmoe))
 
@@ -166,7 +168,12 @@ class FSMoEEngine(SavingEngine):
         if clock is not None:
             clock.begin_forward()
         self.fsmoe.routing.begin_forward(self.module.training)
+        splitter = self.fsmoe.splitter
+        if splitter is not None:
+            splitter.begin_forward()
         result = super().forward(*inputs, **kwargs)
+        if splitter is not None:
+            splitter.end_forward(self.module.training)
         self.fsmoe.routing.end_forward()
         if clock is not None:
             clock.end_forward()

@@ -18,6 +18,7 @@ from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
+from ds_fsmoe.halves.splitter import Splitter
 from ds_fsmoe.layer.experts_layer import GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -71,6 +72,10 @@ class FSMoEState:
         """The gather of updated parameters, where it is ours."""
         self.why_untuned: str | None = None
         """The reason why nothing is measured, though nobody has turned that off."""
+        self.splitter: Splitter | None = None
+        """What runs blocks by halves of the batch, where that may be."""
+        self.why_whole = ""
+        """The reason why batches stay whole."""
         self.why_not_placed = ""
         """The reason why no expert moves, though that is asked for."""
         self.gradients = "DeepSpeed's own reduction"
@@ -180,11 +185,18 @@ class FSMoEState:
         clock = self.running.step_clock
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
         self.uncut.settle(self.inner_layers)
-        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms):
+        can_split = self.splitter is not None and self.splitter.can_split
+        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split):
             return
         if self.reduction is not None and self.autotune.trials is None:
             self.reduction.plan_anew()
         self.plans_changed()
+
+    def keeps_batches_whole(self) -> bool:
+        """Whether batches are not cut into halves for now: whole ones are measured, recorded or replayed. The same on
+        every rank."""
+        is_measuring = self.autotune is not None and self.autotune.is_measuring
+        return is_measuring or self.running.records_routing or self.running.replay.is_armed
 
     def plans_changed(self) -> None:
         """Take note that layers are run by other plans from now on. Collective.
@@ -285,6 +297,8 @@ class FSMoEState:
             self.telemetry.close()
         if self.routing is not None:
             self.routing.close()
+        if self.splitter is not None:
+            self.splitter.close()
         if self.updated is not None:
             self.updated.close()
         if self.reduction is not None:
@@ -312,12 +326,20 @@ class FSMoEState:
             "ops": self.parts.ops.name,
             "gradients": self.gradients,
             "placement": self.describe_placement(),
+            "split_batch": self._describe_halves(),
         }
 
     def _describe_autotune(self) -> str:
         if self.autotune is not None:
             return self.autotune.describe()
         return "off" if self.why_untuned is None else f"off: {self.why_untuned}"
+
+    def _describe_halves(self) -> str:
+        asked = self.block.split_batch
+        if self.splitter is None or not self.splitter.can_split:
+            why = self.why_whole or (self.splitter.why_not if self.splitter else "")
+            return f"{asked}: batches stay whole: {why}"
+        return f"{asked}: two halves take turns" if asked == "on" else f"{asked}: tried with plans"
 
     def describe_placement(self) -> str:
         """Describe who decides where experts are, for the log."""

@@ -38,6 +38,12 @@ class Observer:
     observer is an error of its task.
     """
 
+    def of_run(self, schedule: Schedule, label: str) -> Observer:
+        """Return what is told of the tasks of a run that is about to begin: itself, after :meth:`start`, unless it has
+        to tell the tasks of runs that take turns apart."""
+        self.start(schedule, label)
+        return self
+
     def start(self, schedule: Schedule, label: str) -> None:
         """Called when a run is about to begin, on the caller's thread and stream."""
 
@@ -87,12 +93,46 @@ class Work:
         mark.finished = mark.begun
 
 
+class Run(ABC):
+    """A run that has begun. Its tasks are handed out in the order of the list, up to a point at a time; others may be
+    begun in between. Every rank hands out the same tasks of the same runs in the same order."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def go(self, stop: int) -> None:
+        """Hand out the tasks before index ``stop``: links begin them when they may, and those of COMPUTE are done, or
+        on CUDA issued, on return.
+
+        Raises:
+            RuntimeError, BaseException: see :meth:`Lanes.run`; nothing may be asked of the run after that.
+        """
+        self._lanes._let(self, stop, joins=False)
+
+    def finish(self) -> None:
+        """Hand out the rest and wait for all of it, as :meth:`Lanes.run` does. Raises like :meth:`go`."""
+        self._lanes._let(self, None, joins=True)
+
+    @abstractmethod
+    def _go(self, stop: int | None) -> None:
+        """Hand out tasks up to ``stop``; ``None``: all."""
+
+    @abstractmethod
+    def _join(self) -> None:
+        """Wait for all tasks, or let the compute stream wait for them."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Give the run up and wait for what has been handed out. Nothing is raised, and nothing more is done."""
+
+
 class Lanes(ABC):
     """All lanes of one engine.
 
-    Only one run at a time is allowed: a second run from another thread or from inside a body is refused
-    (:class:`SerialLanes` allows the latter). An expert that holds another MoE layer gives that layer its own lanes and
-    process groups: on shared ones, the order of the inner and the outer collectives would be left to chance.
+    Only one run at a time may go on: a second one from another thread or from inside a body is refused
+    (:class:`SerialLanes` allows the latter); those that have begun and wait to go on do not count. An expert that holds
+    another MoE layer gives that layer its own lanes and process groups: on shared ones, the order of the inner and the
+    outer collectives would be left to chance.
     """
 
     overlap: ClassVar[Mapping[Lane, str]]
@@ -132,6 +172,30 @@ class Lanes(ABC):
             BaseException: the first error that a body raised, with a note that names the task. No task has begun
                 since, those that were running have ended, and the lanes can run again.
         """
+        self.begin(schedule, bodies, label, observer).finish()
+
+    def begin(
+        self,
+        schedule: Schedule,
+        bodies: Mapping[str, Body],
+        label: str = "",
+        observer: Observer | None = None,
+    ) -> Run:
+        """Begin a run and do nothing of it yet; arguments and errors as in :meth:`run`."""
+        self._check_free()
+        crossings = dependencies_of(schedule)
+        if not crossings.kinds <= bodies.keys():
+            missing = sorted(crossings.kinds - bodies.keys())
+            raise ValueError(f"no body for {', '.join(missing)}: there are bodies for {', '.join(sorted(bodies))}")
+        if observer is not None:
+            try:
+                observer = observer.of_run(schedule, label)
+            except BaseException as error:
+                self._tell(error)
+                raise
+        return self._run_of(crossings, Work(bodies, label, observer))
+
+    def _check_free(self) -> None:
         if self._is_closed:
             raise RuntimeError("these lanes are closed")
         if self._is_running and not self._nests:
@@ -139,26 +203,29 @@ class Lanes(ABC):
                 f"{type(self).__name__} are in a run already: a run inside a body (an expert that holds another MoE "
                 "layer), or from a second thread, needs lanes and process groups of its own"
             )
-        crossings = dependencies_of(schedule)
-        if not crossings.kinds <= bodies.keys():
-            missing = sorted(crossings.kinds - bodies.keys())
-            raise ValueError(f"no body for {', '.join(missing)}: there are bodies for {', '.join(sorted(bodies))}")
+
+    def _let(self, run: Run, stop: int | None, joins: bool) -> None:
+        """Let a run go on, and end if it is to be joined; see :meth:`Run.go`."""
+        self._check_free()
         was_running = self._is_running
         try:
             self._is_running = True
-            if observer is not None:
-                observer.start(schedule, label)
-            self._execute(crossings, Work(bodies, label, observer))
+            run._go(stop)
+            if joins:
+                run._join()
         except BaseException as error:
-            if self.on_error is not None:
-                self.on_error(error)
+            self._tell(error)
             raise
         finally:
             self._is_running = was_running
 
+    def _tell(self, error: BaseException) -> None:
+        if self.on_error is not None:
+            self.on_error(error)
+
     @abstractmethod
-    def _execute(self, crossings: Dependencies, work: Work) -> None:
-        """Run every step."""
+    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+        """Return a run of these steps."""
 
     def progress(self) -> dict[Lane, tuple[str, str]]:
         """Map each lane to the task begun last and the one finished last, as "label/name"; "" where there is none yet.
@@ -195,9 +262,30 @@ class SerialLanes(Lanes):
     overlap: ClassVar[Mapping[Lane, str]] = dict.fromkeys(Lane, "the caller's thread and stream; overlaps with nothing")
     _nests: ClassVar[bool] = True
 
-    def _execute(self, crossings: Dependencies, work: Work) -> None:
-        for step in crossings.steps:
-            work.do(step, self._marks[step.task.lane])
+    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+        return _SerialRun(self, crossings, work)
+
+
+class _SerialRun(Run):
+    """Does one task after another in the caller's thread."""
+
+    def __init__(self, lanes: SerialLanes, crossings: Dependencies, work: Work) -> None:
+        super().__init__(lanes)
+        self._steps = crossings.steps
+        self._work = work
+        self._at = 0
+
+    def _go(self, stop: int | None) -> None:
+        work, marks = self._work, self._lanes._marks
+        first, self._at = self._at, len(self._steps) if stop is None else max(stop, self._at)
+        for step in self._steps[first : self._at]:
+            work.do(step, marks[step.task.lane])
+
+    def _join(self) -> None:
+        """Return: nothing is under way."""
+
+    def abandon(self) -> None:
+        self._at = len(self._steps)
 
 
 def make_lanes(device: torch.device, overlap: bool = True, one_link: bool = False) -> Lanes:
@@ -230,9 +318,8 @@ class Together(Observer):
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
-    def start(self, schedule: Schedule, label: str) -> None:
-        for each in self._observers:
-            each.start(schedule, label)
+    def of_run(self, schedule: Schedule, label: str) -> Together:
+        return Together(*(each.of_run(schedule, label) for each in self._observers))
 
     def begin(self, index: int, task: Task) -> None:
         for each in self._observers:

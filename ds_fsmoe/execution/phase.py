@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from ds_fsmoe.execution.dependencies import dependencies_of
-from ds_fsmoe.execution.lanes import Body, Lanes, Observer
+from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Run
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -91,10 +91,10 @@ class Phase:
         # The memory of a tensor that another stream uses must not be given away before the join.
         self._held: list[torch.Tensor] | None = [] if holds else None
 
-    def run(
+    def begin(
         self, lanes: Lanes, schedule: Schedule, compute: Mapping[str, Body], label: str, observer: Observer | None
-    ) -> torch.Tensor:
-        """Run the schedule and return the rows that came back.
+    ) -> Run:
+        """Begin to run the schedule; when it has come to its end, :meth:`result` has the rows that came back.
 
         Args:
             lanes: the lanes to run on.
@@ -103,8 +103,7 @@ class Phase:
             label: the layer's label.
             observer: is told of the tasks.
         """
-        lanes.run(schedule, self.travel(schedule) | dict(compute), f"{label}/{self._direction}", observer)
-        return self.result()
+        return lanes.begin(schedule, self.travel(schedule) | dict(compute), f"{label}/{self._direction}", observer)
 
     def travel(self, schedule: Schedule) -> dict[str, Body]:
         """Return kind -> body for the communication tasks."""

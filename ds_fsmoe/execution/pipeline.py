@@ -12,86 +12,25 @@ group, N = P * G, e experts on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from ds_fsmoe.execution.call import Call, ExpertCall, Layout, RowCall, Window, at_once, with_pauses
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.dependencies import dependencies_of
-from ds_fsmoe.execution.lanes import Body, Lanes, Observer, Together
-from ds_fsmoe.execution.node_chunks import NodeLayout
-from ds_fsmoe.execution.phase import Direction, Hook, Phase
-from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.lanes import Lanes, Observer, Together
+from ds_fsmoe.execution.pauses import half_now
+from ds_fsmoe.execution.phase import Hook
 from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.unchunked import WholeExperts, run_whole
 from ds_fsmoe.execution.wires import FULL
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import (
-    A2A_IN_NODE,
-    A2A_OUT_NODE,
-    EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
-    GRADIENT_TASKS,
-    Schedule,
-    Task,
-)
-
-
-class ExpertCall(Protocol):
-    """One call of this rank's experts; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
-
-    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward_dx(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward_dw(self, start: int, stop: int) -> None: ...
-
-    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
-
-    def release(self) -> list[torch.Tensor | None]: ...
-
-    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
-
-    def rows(self) -> list[torch.Tensor]: ...
-
-
-class RowCall(Protocol):
-    """One call of this rank's experts on rows; as :class:`ExpertCall`, with chunks by their number."""
-
-    def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor: ...
-
-    def backward(
-        self,
-        chunk: int,
-        dy_RM: torch.Tensor,
-        weights_R: torch.Tensor | None = None,
-        gradients_R: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
-
-    def backward_dx(
-        self,
-        chunk: int,
-        dy_RM: torch.Tensor,
-        weights_R: torch.Tensor | None = None,
-        gradients_R: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
-
-    def backward_dw(self, chunk: int) -> None: ...
-
-    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
-
-    def release(self) -> list[torch.Tensor | None]: ...
-
-    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
-
-    def rows(self) -> list[torch.Tensor]: ...
+from ds_fsmoe.planning.schedule import A2A_IN_NODE, A2A_OUT_NODE
 
 
 class Experts(Protocol):
@@ -104,29 +43,6 @@ class Experts(Protocol):
     def call_rows(
         self, needs_backward: bool, rows: RowSizes, x_RM: torch.Tensor, *, recompute: bool = False
     ) -> RowCall: ...
-
-
-Layout = SlotLayout | RowLayout | NodeLayout
-"""How the rows of a call lie, and how they are cut."""
-
-
-class GradientSlice(Protocol):
-    """A slice of gradients."""
-
-    @property
-    def kind(self) -> str: ...
-
-
-class Window(Protocol):
-    """Other data that travels in a layer's backward: gradients that the backward has already finished."""
-
-    def open(self, label: str) -> Sequence[GradientSlice]: ...
-
-    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]: ...
-
-    def send(self, parcel: GradientSlice, task: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def uncut(block: BlockPlan) -> BlockPlan:
@@ -273,89 +189,15 @@ class Pipeline:
             call = experts.call_rows(needs_backward, layout.sizes, x_RM, recompute=self.recompute)
         else:
             call = experts.call(needs_backward, same_cuts=layout.same_cuts, recompute=self.recompute)
-        of_call = _Call(self, layout, call, hook)
-        if not needs_backward:
+        half = half_now() if self.forward.in_halves else None
+        of_call = Call(self, layout, call, hook, half)
+        if not needs_backward and half is None:
             return of_call.forward(x_RM)
         # Autograd takes the youngest node first, so gradients arrive from the last parameter to the first, as they do
         # from stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of
         # a sum depend on where in a bucket it lies.
         inputs = experts.parameters if inputs is None else inputs
         aliases = map(torch.Tensor.view_as, inputs, inputs)
-        return _ExpertsPart.apply(x_RM, weights_R, of_call, *aliases)
-
-
-class _ExpertsPart(torch.autograd.Function):
-    """Takes the experts' parameters as inputs, so that each gets its gradient from here once per backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_RM: torch.Tensor, weights_R: torch.Tensor | None, call: _Call, *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        y_RM = call.forward(x_RM)
-        ctx.call = call
-        ctx.save_for_backward(*call.experts.release())
-        return y_RM
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy_RM: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Read before anything runs: under checkpointing this is where the forward is run again.
-        ctx.call.experts.restore(ctx.saved_tensors)
-        # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory of
-        # rows that came over a link would be handed to the next chunk that comes: these stay until the streams are
-        # joined, as they would if they had been received into memory made whole beforehand.
-        held = ctx.call.experts.rows() if ctx.call.pipeline.lanes.runs_behind else []
-        # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
-        # but memory depends on it, and a torch that cannot do it yet goes without.
-        getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
-        dx_RM, of_weights_R, gradients = ctx.call.backward(dy_RM)
-        del held
-        ctx.call.experts.release()
-        return dx_RM, of_weights_R, None, *gradients
-
-
-class _Call:
-    """One call, which may wait for its backward while other calls run."""
-
-    def __init__(self, pipeline: Pipeline, layout: Layout, experts: ExpertCall | RowCall, hook: Hook | None) -> None:
-        self.pipeline = pipeline
-        self._layout = layout
-        self.experts = experts
-        self._hook = hook
-
-    def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
-        """Run the forward on the rows and return as many."""
-        phase = self._phase("forward", x_RM.detach())
-        return self._run(phase, self.pipeline.forward.schedule, {EXPERT: phase.compute(self.experts.forward)})
-
-    def _phase(self, direction: Direction, rows_RM: torch.Tensor) -> Phase:
-        chunks = self._layout.chunks(self.pipeline.collectives, direction, rows_RM)
-        return Phase(chunks, self._hook, direction, self.pipeline.lanes.runs_behind)
-
-    def _run(self, phase: Phase, schedule: Schedule, compute: Mapping[str, Body]) -> torch.Tensor:
-        pipeline = self.pipeline
-        return phase.run(pipeline.lanes, schedule, compute, pipeline.label, pipeline.observer)
-
-    def backward(
-        self, dy_RM: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
-        """Return the gradient of the rows, those of choices' weights and those of the experts' parameters."""
-        phase = self._phase("backward", dy_RM)
-        window = self.pipeline.window
-        parcels = () if window is None else window.open(self.pipeline.label)
-
-        def expert_dw(task: Task) -> None:
-            self.experts.backward_dw(*phase.place(task.chunk))
-
-        bodies = {
-            EXPERT: phase.compute(self.experts.backward),
-            EXPERT_DX: phase.compute(self.experts.backward_dx),
-            EXPERT_DW: expert_dw,
-        }
-        for kind in GRADIENT_TASKS if parcels else ():
-            bodies[kind] = lambda task: window.send(parcels[task.chunk], task.kind)
-        sending = self.pipeline.backward.sending(tuple(map(window.tasks, parcels)) if parcels else ())
-        dx_RM = self._run(phase, sending, bodies)
-        if window is not None:
-            window.close()
-        return dx_RM, phase.weight_gradients(), self.experts.gradients()
+        if half is not None:
+            return with_pauses(of_call, x_RM, weights_R, aliases, half, needs_backward)
+        return at_once(of_call, x_RM, weights_R, aliases)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import ClassVar
@@ -11,7 +12,7 @@ import torch
 
 from ds_fsmoe.execution.captures import beside_captures, is_capturing
 from ds_fsmoe.execution.dependencies import Dependencies
-from ds_fsmoe.execution.lanes import Lanes, Work, name_of
+from ds_fsmoe.execution.lanes import Lanes, Run, Work, name_of
 from ds_fsmoe.planning.schedule import Lane, Task
 
 _HIGH_PRIORITY = -1
@@ -69,55 +70,8 @@ class StreamLanes(Lanes):
         self._end: torch.cuda.Event | None = None
         """The event on the compute stream at the end of the last run."""
 
-    def _execute(self, crossings: Dependencies, work: Work) -> None:
-        compute = torch.cuda.current_stream(self._device)
-        self._is_captured = is_capturing()
-        # One that was recorded in a capture must not be asked afterwards either.
-        events = _Events() if self._is_captured else self._events
-        try:
-            end = self._issue(crossings, work, compute, events)
-        except BaseException:
-            # With events of its own, whatever state ours are in. A device that has failed says so here again.
-            with suppress(RuntimeError):
-                for lane in crossings.links:
-                    compute.wait_stream(self._links[lane])
-                self._ends_with(events.record(compute, None))
-            raise
-        self._ends_with(end)
-
-    def _ends_with(self, end: torch.cuda.Event) -> None:
-        self._end = None if self._is_captured else end
-
-    def _issue(
-        self, crossings: Dependencies, work: Work, compute: torch.cuda.Stream, events: _Events
-    ) -> torch.cuda.Event:
-        """Issue all work to the streams and return the event at its end."""
-        events.reserve(crossings.count + 2)
-        if crossings.links:
-            fork = events.record(compute, None)
-            for lane in crossings.links:
-                self._links[lane].wait_event(fork)
-        crossed: list[tuple[torch.cuda.Stream, torch.cuda.Event] | None] = [None] * crossings.count
-        for step in crossings.steps:
-            task = step.task
-            mark = self._marks[task.lane]
-            stream = self._links.get(task.lane, compute)
-            for number in step.needs:
-                needed_on, event = crossed[number]
-                if needed_on is not stream:
-                    stream.wait_event(event)
-            if stream is compute:
-                work.do(step, mark)
-            else:
-                with torch.cuda.stream(stream):
-                    work.do(step, mark)
-            if step.feeds:
-                event = events.record(stream, mark.finished)
-                for number in step.feeds:
-                    crossed[number] = stream, event
-        for number in crossings.joins:
-            compute.wait_event(crossed[number][1])
-        return events.record(compute, None)
+    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+        return _StreamRun(self, crossings, work)
 
     def is_behind(self) -> bool:
         """Whether the device has yet to reach the end of the last run; says nothing about a run in progress.
@@ -144,34 +98,132 @@ class StreamLanes(Lanes):
         return {lane: (name_of(mark.begun), name_of(finished.get(lane))) for lane, mark in self._marks.items()}
 
 
+class _StreamRun(Run):
+    """One run: it has an event per crossing, from when that is recorded."""
+
+    _lanes: StreamLanes
+
+    def __init__(self, lanes: StreamLanes, crossings: Dependencies, work: Work) -> None:
+        super().__init__(lanes)
+        self._crossings = crossings
+        self._work = work
+        self._left = deque(crossings.steps)
+        self._crossed: list[tuple[torch.cuda.Stream, torch.cuda.Event] | None] = [None] * crossings.count
+        self._is_captured = lanes._is_captured = is_capturing()
+        # One that was recorded in a capture must not be asked afterwards either.
+        self._events = _Events() if self._is_captured else lanes._events
+        self._number = self._events.begin()
+
+    def _go(self, stop: int | None) -> None:
+        compute = torch.cuda.current_stream(self._lanes._device)
+        try:
+            self._issue(compute, stop)
+        except BaseException:
+            # With events of its own, whatever state ours are in. A device that has failed says so here again.
+            self._end()
+            raise
+
+    def _join(self) -> None:
+        compute = torch.cuda.current_stream(self._lanes._device)
+        for number in self._crossings.joins:
+            compute.wait_event(self._crossed[number][1])
+        self._ends_with(self._events.record(compute, None, self._number))
+
+    def abandon(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Let the compute stream wait for both links, and do nothing more."""
+        self._left.clear()
+        compute = torch.cuda.current_stream(self._lanes._device)
+        with suppress(RuntimeError):
+            for lane in self._crossings.links:
+                compute.wait_stream(self._lanes._links[lane])
+            self._ends_with(self._events.record(compute, None, self._number))
+
+    def _ends_with(self, end: torch.cuda.Event) -> None:
+        self._events.end(self._number)
+        self._lanes._end = None if self._is_captured else end
+
+    def _issue(self, compute: torch.cuda.Stream, stop: int | None) -> None:
+        """Issue work to the streams, up to ``stop``."""
+        lanes, events, crossed = self._lanes, self._events, self._crossed
+        lanes._is_captured = self._is_captured
+        if self._crossings.links and self._left and (stop is None or self._left[0].index < stop):
+            # Each part again: memory that a run in between has given up may still be read on the compute stream.
+            fork = events.record(compute, None, self._number)
+            for lane in self._crossings.links:
+                lanes._links[lane].wait_event(fork)
+        while self._left and (stop is None or self._left[0].index < stop):
+            step = self._left.popleft()
+            task = step.task
+            mark = lanes._marks[task.lane]
+            stream = lanes._links.get(task.lane, compute)
+            for number in step.needs:
+                needed_on, event = crossed[number]
+                if needed_on is not stream:
+                    stream.wait_event(event)
+            if stream is compute:
+                self._work.do(step, mark)
+            else:
+                with torch.cuda.stream(stream):
+                    self._work.do(step, mark)
+            if step.feeds:
+                event = events.record(stream, mark.finished, self._number)
+                for number in step.feeds:
+                    crossed[number] = stream, event
+
+
 class _Events:
     """A pool of events used in turn, each with the task that it was recorded after.
 
     An event is free for the next record as soon as the last wait for it has been issued, because a wait refers to the
-    record before it. Waits are issued in the run that records, and a run uses no event twice.
+    record before it. Waits are issued in the run that records: its events are free when it has ended.
     """
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._after: list[tuple[str, Task] | None] = []
+        self._of_run: list[int] = []
+        self._open: set[int] = set()
+        """The numbers of the runs that have not ended."""
+        self._num_runs = 0
         self._next = 0
         self._size = _HISTORY
 
-    def reserve(self, count: int) -> None:
-        """Make sure that the next ``count`` records use no event twice."""
-        self._size = max(self._size, count)
+    def begin(self) -> int:
+        """Return a number for a run, which has events of its own until it ends."""
+        self._num_runs += 1
+        self._open.add(self._num_runs)
+        return self._num_runs
 
-    def record(self, stream: torch.cuda.Stream, after: tuple[str, Task] | None) -> torch.cuda.Event:
+    def end(self, run: int) -> None:
+        """Take note that all waits of a run have been issued."""
+        self._open.discard(run)
+
+    def record(self, stream: torch.cuda.Stream, after: tuple[str, Task] | None, run: int) -> torch.cuda.Event:
         """Record an event at the end of the stream's work so far, which was this task of that run."""
-        at = self._next
+        at = self._free()
         if at == len(self._events):
             self._after.append(None)
+            self._of_run.append(0)
             self._events.append(torch.cuda.Event())
         event = self._events[at]
         event.record(stream)
         self._after[at] = after  # last, so that a watchdog never takes the new task for done by the old record
+        self._of_run[at] = run
         self._next = (at + 1) % self._size
         return event
+
+    def _free(self) -> int:
+        """Return the place of the event whose turn it is, past those of open runs; a new one if there is no other."""
+        count = len(self._events)
+        for step in range(count):
+            at = (self._next + step) % self._size
+            if at >= count or self._of_run[at] not in self._open:
+                return at
+        self._size = max(self._size, count + 1)
+        return count
 
     def finished(self) -> dict[Lane, tuple[str, Task]]:
         """Map each lane to the task recorded last whose event has completed."""

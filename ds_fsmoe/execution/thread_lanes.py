@@ -6,16 +6,27 @@ from __future__ import annotations
 import threading
 import weakref
 from _thread import LockType
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import ClassVar
 
 from ds_fsmoe.execution.dependencies import Dependencies, Step
-from ds_fsmoe.execution.lanes import Lanes, Mark, Work
+from ds_fsmoe.execution.lanes import Lanes, Mark, Run, Work
 from ds_fsmoe.execution.thread_state import ThreadState
 from ds_fsmoe.planning.schedule import Lane
+
+
+@dataclass(eq=False)
+class _Part:
+    """Some tasks of a lane, handed out at once."""
+
+    steps: tuple[Step, ...]
+    is_walked: bool = False
+
 
 # What a worker is handed: work, and the lock it releases after that; or the word to end.
 _Jobs = SimpleQueue[tuple[Callable[[], None], LockType] | None]
@@ -47,43 +58,14 @@ class ThreadLanes(Lanes):
         super().__init__()
         self._workers: dict[Lane, _Worker] = {}
 
-    def _execute(self, crossings: Dependencies, work: Work) -> None:
-        run = _Run(crossings, work)
-        try:
-            handed = self._hand_over(run, crossings.links)
-            run.walk(Lane.COMPUTE, self._marks[Lane.COMPUTE])
-            for done in handed:
-                done.acquire()
-        except BaseException as error:  # a KeyboardInterrupt outside of a body
-            earlier = run.errors[:1]
-            run.fail(error)
-            run.let_go(Lane.COMPUTE)
-            # Once more: it may have come in between. A lane that has been walked is not walked again.
-            handed = self._hand_over(run, crossings.links)
-            if earlier:
-                raise error from earlier[0]
-            for done in handed:
-                done.acquire()
-        if run.errors:
-            first, *others = run.errors
-            for other in others:
-                first.add_note(f"meanwhile: {other!r}, {'; '.join(getattr(other, '__notes__', []))}")
-            try:
-                raise first
-            finally:
-                # The error's traceback holds this frame and that of the body: no cycle may keep their tensors alive.
-                run.errors.clear()
-                del first, others
+    def _run_of(self, crossings: Dependencies, work: Work) -> Run:
+        return _ThreadRun(self, crossings, work)
 
-    def _hand_over(self, run: _Run, links: tuple[Lane, ...]) -> list[LockType]:
-        """Give the links their tasks and return locks that can be acquired when the links have finished."""
-        state = ThreadState.here() if links else None
-        handed = []
-        for lane in links:
-            if lane not in self._workers:
-                self._workers[lane] = _Worker(lane)
-            handed.append(self._workers[lane].start(partial(run.walk, lane, self._marks[lane], state)))
-        return handed
+    def worker(self, lane: Lane) -> _Worker:
+        """Return the thread of a link."""
+        if lane not in self._workers:
+            self._workers[lane] = _Worker(lane)
+        return self._workers[lane]
 
     def close(self) -> None:
         super().close()
@@ -92,37 +74,108 @@ class ThreadLanes(Lanes):
         self._workers.clear()
 
 
-class _Run:
+class _ThreadRun(Run):
     """One run: it has a lock per crossing, held until the crossing is open."""
 
-    def __init__(self, crossings: Dependencies, work: Work) -> None:
-        self._steps = crossings.by_lane
+    _lanes: ThreadLanes
+
+    def __init__(self, lanes: ThreadLanes, crossings: Dependencies, work: Work) -> None:
+        super().__init__(lanes)
+        self._by_lane = crossings.by_lane
+        self._links = crossings.links
         self._work = work
+        self._at = dict.fromkeys(Lane, 0)
+        """How many of its tasks each lane has been given."""
+        self._handed: list[LockType] = []
+        """Locks that can be acquired when links have done what they were given."""
         self.errors: list[BaseException] = []
         self._failed = False
-        self._walked: set[Lane] = set()
         # A bare lock is the cheapest thing to wait for: an Event is ten times as dear, most of it in the making.
         self._locks = [_held_lock() for _ in range(crossings.count)]
 
-    def walk(self, lane: Lane, mark: Mark, state: ThreadState | None = None) -> None:
-        """Do a lane's tasks in order, in the calling thread; after an error anywhere, skip the rest.
+    def _go(self, stop: int | None) -> None:
+        own = self._next_part(Lane.COMPUTE, stop)
+        parts = {lane: self._next_part(lane, stop) for lane in self._links}
+        parts = {lane: part for lane, part in parts.items() if part.steps}
+        try:
+            self._hand_over(parts)
+            self._walk(own, Lane.COMPUTE)
+        except BaseException as error:  # a KeyboardInterrupt outside of a body
+            self._interrupt(error, own, parts)
+        if self.errors:
+            self._join()
 
-        Only the first call for a lane does anything.
+    def _join(self) -> None:
+        try:
+            for done in self._handed:
+                done.acquire()
+            self._handed = []
+        except BaseException as error:  # as above
+            self._interrupt(error, _Part(()), dict.fromkeys(self._links, _Part(())))
+            for done in self._handed:
+                done.acquire()
+        if self.errors:
+            first, *others = self.errors
+            for other in others:
+                first.add_note(f"meanwhile: {other!r}, {'; '.join(getattr(other, '__notes__', []))}")
+            try:
+                raise first
+            finally:
+                # The error's traceback holds this frame and that of the body: no cycle may keep their tensors alive.
+                self.errors.clear()
+                del first, others
+
+    def _interrupt(self, error: BaseException, own: _Part, parts: Mapping[Lane, _Part]) -> None:
+        """End the run in an error that no body raised; raise it if there was another before."""
+        earlier = self.errors[:1]
+        self.fail(error)
+        self._let_go(own)
+        # Once more: it may have come in between. A part that has been walked is not walked again, and one wait for
+        # what comes last is a wait for all.
+        self._handed = []
+        self._hand_over(parts)
+        if earlier:
+            raise error from earlier[0]
+
+    def abandon(self) -> None:
+        self._failed = True
+        for done in self._handed:
+            done.acquire()
+        self._handed.clear()
+
+    def _next_part(self, lane: Lane, stop: int | None) -> _Part:
+        """Return the tasks of a lane that it has not been given, before index ``stop``."""
+        steps, first = self._by_lane[lane], self._at[lane]
+        last = len(steps) if stop is None else bisect_left(steps, stop, first, key=lambda step: step.index)
+        self._at[lane] = last
+        return _Part(steps[first:last])
+
+    def _hand_over(self, parts: Mapping[Lane, _Part]) -> None:
+        """Give the links their tasks."""
+        state = ThreadState.here() if parts else None
+        for lane, part in parts.items():
+            self._handed.append(self._lanes.worker(lane).start(partial(self._walk, part, lane, state)))
+
+    def _walk(self, part: _Part, lane: Lane, state: ThreadState | None = None) -> None:
+        """Do tasks of a lane in order, in the calling thread; after an error anywhere, skip the rest.
+
+        Only the first call for a part does anything.
         """
-        if lane in self._walked:
+        if part.is_walked:
             return
-        self._walked.add(lane)
+        part.is_walked = True
+        mark = self._lanes._marks[lane]
         try:
             if state is None:
-                self._walk(self._steps[lane], mark)
+                self._do(part.steps, mark)
             else:
                 with state.applied():
-                    self._walk(self._steps[lane], mark)
+                    self._do(part.steps, mark)
         except BaseException as error:
             self.fail(error)
-            self.let_go(lane)
+            self._let_go(part)
 
-    def _walk(self, steps: tuple[Step, ...], mark: Mark) -> None:
+    def _do(self, steps: tuple[Step, ...], mark: Mark) -> None:
         locks, work = self._locks, self._work
         for step in steps:
             for number in step.needs:
@@ -140,9 +193,9 @@ class _Run:
         self.errors.append(error)
         self._failed = True
 
-    def let_go(self, lane: Lane) -> None:
-        """Open all crossings from a lane that has stopped early."""
-        for step in self._steps[lane]:
+    def _let_go(self, part: _Part) -> None:
+        """Open all crossings from tasks that have stopped early."""
+        for step in part.steps:
             for number in step.feeds:
                 # Open already; or opened and passed, then nobody will ever wait for it again.
                 with suppress(RuntimeError):

@@ -25,7 +25,8 @@ from ds_fsmoe.execution.phase import Direction, Hook, Phase
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, GRADIENT_TASKS, Schedule, Task
 
 if TYPE_CHECKING:
-    from ds_fsmoe.execution.pipeline import Layout, Pipeline
+    from ds_fsmoe.execution.call import Layout
+    from ds_fsmoe.execution.pipeline import Pipeline
 
 _COMPUTATIONS = (EXPERT, EXPERT_DX, EXPERT_DW)
 
@@ -208,7 +209,7 @@ class _Halves:
         """Run everything before the experts and return their rows."""
         self._phase = self._make_phase(rows_RM)
         if self._observer is not None:
-            self._observer.start(self._schedule, self._label)
+            self._observer = self._observer.of_run(self._schedule, self._label)
         before, _, _ = _split(self._schedule)
         self._run(before)
         self._tell("begin")

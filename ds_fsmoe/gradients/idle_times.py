@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.execution.lanes import Observer
 from ds_fsmoe.gradients.flat_buffers import MOST_PIECES, PIECE_NUMEL, FlatGradients
 from ds_fsmoe.gradients.reducer import GradientReducer
 from ds_fsmoe.measuring.stopwatch import Stopwatch
@@ -23,7 +24,7 @@ from ds_fsmoe.planning.cost import LinearCost, fit
 from ds_fsmoe.planning.gradient_plan import BufferReadiness, GradientPlan, GradientSlice, WindowBytes, plan_by_bytes
 from ds_fsmoe.planning.gradients import Mode, QueuedGradient, Window, partition
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import GRAD, Lane
+from ds_fsmoe.planning.schedule import GRAD, Lane, Schedule
 
 MEASURED_NUMEL = 1 << 20
 """The largest message that is timed, in elements: enough for a slope, and not much memory."""
@@ -88,6 +89,25 @@ class IdleTimes:
         return [Idle(*each) for each in medians.tolist()]
 
 
+class _Backwards(Observer):
+    """Records the backwards of a layer: the last one, and the one before, of the other half of the batch if there are
+    halves."""
+
+    def __init__(self, idle: IdleTimes) -> None:
+        self._idle = idle
+        self.last, self.before = self._recorder(), self._recorder()
+
+    def of_run(self, schedule: Schedule, label: str) -> Observer:
+        if not label.endswith("/backward"):
+            return Observer()
+        self.last, self.before = self._recorder(), self.last
+        self.last.start(schedule, label)
+        return self.last
+
+    def _recorder(self) -> Recorder:
+        return Recorder(self._idle.device, self._idle.host)
+
+
 class TimedWindow:
     """Wraps a layer's window and also measures how idle the lane of gradients is in it.
 
@@ -98,8 +118,8 @@ class TimedWindow:
     """
 
     def __init__(self, reducer: GradientReducer, plan: PhasePlan, idle: IdleTimes) -> None:
-        self.recorder = Recorder(idle.device, idle.host)
-        """The recorder to be told what the layer's backward does."""
+        self.observer = _Backwards(idle)
+        """The observer to be told what the layer's backward does."""
         self._reducer = reducer
         self._plan = plan
         self._idle = idle
@@ -135,13 +155,22 @@ class TimedWindow:
 
     def _gap_ms(self) -> float:
         """Return the time between the tasks before and behind the gradients' place on their lane."""
-        sending = self._plan.sending(((GRAD,),))
+        plan = self._plan
+        recorder = self.observer.last
+        schedule = recorder.schedule
+        assert schedule is not None
+        # A batch that was whole is run as a whole, whatever the plan says of halves.
+        has_paused = schedule is not plan.schedule
+        sending = plan.paused(((GRAD,),))[0] if has_paused else plan.sending(((GRAD,),))
         place = next(i for i, task in enumerate(sending.tasks) if task.kind == GRAD)
         lane = sending.tasks[place].lane
         num_before = sum(task.lane is lane for task in sending.tasks[:place])
-        spans = self.recorder.timeline(self._plan.schedule).spans
+        spans = recorder.timeline(schedule).spans
         on_lane = [each for each in spans if each.task.lane is lane]
         start_ms = on_lane[num_before - 1].end_ms if num_before else 0.0
+        if has_paused:
+            # What the other half sends back leaves ahead of gradients.
+            start_ms = max(start_ms, self.observer.before.ended_ms(lane, since=recorder))
         end_ms = on_lane[num_before].start_ms if num_before < len(on_lane) else max(each.end_ms for each in spans)
         return max(0.0, end_ms - start_ms)
 

@@ -194,7 +194,7 @@ class Reduction:
         for layer in self._layers:
             # A graph that is older keeps the window of its own plan.
             window = TimedWindow(self.reducer, layer.pipeline.backward, self._idle)
-            layer.fsmoe.attach(window, window.recorder)
+            layer.fsmoe.attach(window, window.observer)
 
     def _end_dense_part(self, call: LayerCall) -> None:
         """End the measured part behind a layer where another is computed again: its all-to-alls come before slices."""

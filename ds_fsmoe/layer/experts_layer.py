@@ -7,9 +7,11 @@ parameters' names, its own class as a base, and the experts of this rank; see ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +33,10 @@ from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.observing.instruments import LayerCall
 
 Route = Callable[[torch.Tensor, torch.Tensor | None, dist.ProcessGroup | None], Routing]
+
+
+_adapters: ContextVar[Mapping[int, tuple[Adapter, ...]]] = ContextVar("adapters", default=MappingProxyType({}))
+"""Identity of a layer's state -> what is added to its weights."""
 
 
 class GivenRouter(nn.Module):
@@ -59,8 +65,6 @@ class ExpertsState(LayerState):
     esp_size: int = 1
     """The ranks that share an expert."""
     gate: GivenRouter = field(default_factory=GivenRouter)
-    adapters: tuple[Adapter, ...] = ()
-    """What is added to weights in the call under way, as the modules around this one say."""
     choice: RouterChoice | None = None
     """What is watched of the router, from the call of the block around it to that of the experts."""
     watch: RouterWatch | None = None
@@ -74,6 +78,11 @@ class ExpertsState(LayerState):
     def group_name(self) -> str:
         """DeepSpeed's name of the ranks that share the experts."""
         return stock_names(self.ep_size, self.esp_size).expert_group_name
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """What is added to weights in the call under way, as the modules around this one say."""
+        return _adapters.get().get(id(self), ())
 
     def begin_choice(self) -> None:
         """Begin to watch the router, if its choice is given, or has to be known as it makes it."""
@@ -239,12 +248,13 @@ class FSMoEExperts(nn.Module):
         Args:
             adapters: with A and B of this rank's experts.
         """
-        before = self.fsmoe.adapters
-        self.fsmoe.adapters = (*before, *adapters)
+        state = self.fsmoe
+        # For this call alone: while it pauses, another half of the batch may come here.
+        token = _adapters.set({**_adapters.get(), id(state): (*state.adapters, *adapters)})
         try:
             yield
         finally:
-            self.fsmoe.adapters = before
+            _adapters.reset(token)
 
     def route_unheard(
         self, x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None

@@ -47,7 +47,8 @@ def planned_by(block: FSMoEBlock, links: Links) -> LayerPlan:
     forward, backward = (
         BlockPlan(1 if degree == "auto" else degree, links) for degree in (asked.forward, asked.backward)
     )
-    return LayerPlan(forward, backward, "flat" if block.alltoall == "auto" else block.alltoall)
+    alltoall = "flat" if block.alltoall == "auto" else block.alltoall
+    return LayerPlan(forward, backward, alltoall, in_halves=block.split_batch == "on")
 
 
 def planned_links(block: FSMoEBlock) -> Links:
@@ -210,7 +211,7 @@ class LayerRuntime:
             exchange: the all-to-all of the plan, in these groups.
         """
         phases = (
-            PhasePlan(block, groups.planned, backward, exchange.planned)
+            PhasePlan(block, groups.planned, backward, exchange.planned, plan.in_halves)
             for block, backward in ((plan.forward, False), (plan.backward, True))
         )
         of_kind = SelfSplitWires if groups.layout.tensor_parallel_experts else Collectives

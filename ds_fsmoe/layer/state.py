@@ -16,8 +16,9 @@ from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Given
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.distributed.groups import FSMoEGroups
+from ds_fsmoe.execution.call import Window
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
-from ds_fsmoe.execution.pipeline import Pipeline, Window
+from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.alltoall_tasks import Exchange
 from ds_fsmoe.layer.moe_layer import pipeline_without_engine

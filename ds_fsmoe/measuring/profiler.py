@@ -15,9 +15,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from ds_fsmoe.execution.call import ExpertCall
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
-from ds_fsmoe.execution.pipeline import CallSizes, ExpertCall, Experts
+from ds_fsmoe.execution.pipeline import CallSizes, Experts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.measuring.contention import slowdowns
 from ds_fsmoe.measuring.link_times import prepared

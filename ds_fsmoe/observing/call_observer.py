@@ -19,9 +19,10 @@ import torch.distributed as dist
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.execution.call import GradientSlice
 from ds_fsmoe.execution.lanes import Observer, Together
 from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
-from ds_fsmoe.execution.pipeline import Experts, GradientSlice, Pipeline
+from ds_fsmoe.execution.pipeline import Experts, Pipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.files.runs import TRACE
 from ds_fsmoe.observing.instruments import Instrument, LayerCall
@@ -43,7 +44,6 @@ from ds_fsmoe.planning.schedule import (
     REDUCE,
     SPREAD,
     Schedule,
-    Task,
 )
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class _OfCall(Observer):
     def called(self, at: CalledWith) -> None:
         self.sizes = sizes_of(at, self.experts)
 
-    def start(self, schedule: Schedule, label: str) -> None:
+    def of_run(self, schedule: Schedule, label: str) -> Observer:
         of, sizes, listeners = self.pipeline.label, self.sizes, []
         plan = self.pipeline.backward if label.endswith("/backward") else self.pipeline.forward
         if plan.backward and self.window is not None:
@@ -168,14 +168,7 @@ class _OfCall(Observer):
             predictor = self.asked.predictor or self.asked.predictors().get(of)
             if predictor is not None:
                 self.tracer.expect(partial(predictor.timeline, schedule, plan, sizes))
-            self.tracer.start(schedule, label)
-            listeners.append(self.tracer)
+            listeners.append(self.tracer.of_run(schedule, label))
         if self.clock is not None and (recorder := self.clock.run(schedule, label, (of, plan, sizes))) is not None:
             listeners.append(recorder)
-        self.told = Together(*listeners)
-
-    def begin(self, index: int, task: Task) -> None:
-        self.told.begin(index, task)
-
-    def end(self, index: int, task: Task) -> None:
-        self.told.end(index, task)
+        return Together(*listeners)

@@ -94,8 +94,6 @@ class Tracer(Observer):
         self._is_saved = False
         """Whether the end of the trace has been written."""
         self._runs: list[_Run] = []
-        self._open: tuple[_Run, ...] = ()
-        """The runs whose tasks may begin or end, the latest first. Replaced, never changed: lanes read it unlocked."""
         self._names: dict[str, tuple[Schedule, tuple[str, ...]]] = {}
         # Reentrant: a handler of a signal may close in the middle of anything.
         self._lock = threading.RLock()
@@ -106,7 +104,6 @@ class Tracer(Observer):
         if number == self._step:
             return
         self._step = number
-        self._forget_runs_that_are_over()
         if self._is_written:
             return
         if number >= self._wanted.stop:
@@ -130,38 +127,28 @@ class Tracer(Observer):
         """
         self._expected = predict
 
-    def start(self, schedule: Schedule, label: str) -> None:
+    def of_run(self, schedule: Schedule, label: str) -> Observer:
         if not self._is_on:
-            return
+            return _NOBODY
         expected, self._expected = self._expected, None
         with self._lock:
             if label not in self._names or self._names[label][0] is not schedule:
                 self._names[label] = schedule, tuple(range_name(label, task) for task in schedule.tasks)
             run = _Run(label, self._step, schedule, self._names[label][1], self._now(), expected)
             self._runs.append(run)
-            self._open = (run, *(each for each in self._open if None in each.ends))
+        return _OfRun(self, run)
 
-    def begin(self, index: int, task: Task) -> None:
-        # A run inside a body, or after one that has failed, is the latest; its tasks are told by their identity.
-        for run in self._open:
-            if run.has(index, task) and run.begins[index] is None:
-                # As torch's own code asks. A range that nobody sees costs more than all else here.
-                if getattr(torch_profiler, "_is_profiler_enabled", True):
-                    run.ranges[index] = record_function(run.names[index]).__enter__()
-                run.begins[index] = self._now()
-                return
+    def _begin(self, run: _Run, index: int) -> None:
+        # As torch's own code asks. A range that nobody sees costs more than all else here.
+        if getattr(torch_profiler, "_is_profiler_enabled", True):
+            run.ranges[index] = record_function(run.names[index]).__enter__()
+        run.begins[index] = self._now()
 
-    def end(self, index: int, task: Task) -> None:
-        opened = self._open
-        for run in opened:
-            if run.has(index, task) and run.begins[index] is not None and run.ends[index] is None:
-                run.ends[index] = self._now()
-                if run.ranges[index] is not None:
-                    run.ranges[index].__exit__(None, None, None)
-                    run.ranges[index] = None
-                if run is not opened[0]:
-                    self._forget_runs_inside(run)
-                return
+    def _end(self, run: _Run, index: int) -> None:
+        run.ends[index] = self._now()
+        if run.ranges[index] is not None:
+            run.ranges[index].__exit__(None, None, None)
+            run.ranges[index] = None
 
     def close(self) -> None:
         """Write what was recorded, unless all of it has been written. A second call does nothing.
@@ -189,25 +176,12 @@ class Tracer(Observer):
         if not self._is_saved:
             self._put(trace)
 
-    def _forget_runs_inside(self, run: _Run) -> None:
-        """End all runs that the body of a finished task started in this thread, failed ones included."""
-        here = threading.get_ident()
-        with self._lock:
-            at = next((at for at, each in enumerate(self._open) if each is run), 0)
-            later = tuple(each for each in self._open[:at] if each.thread != here)
-            self._open = later + self._open[at:]
-
-    def _forget_runs_that_are_over(self) -> None:
-        """Drop runs that are over or have failed. For other runs the lane has yet to say that a task has ended."""
-        self._open = tuple(run for run in self._open if run.is_under_way())
-
     def _write(self, ended: str, patience_s: float, is_early: bool) -> None:
         with self._lock:
             if self._is_written:
                 return
             self._is_written, self._is_on = True, False
             atexit.unregister(self.close)
-            self._forget_runs_that_are_over()
             self._wait(self._runs, patience_s)
             is_complete = not is_early and self._seen == list(self._wanted)
             trace = self._trace_of(self._runs, ended, is_complete)
@@ -311,10 +285,27 @@ def _describe(run: TracedRun, begins: Sequence[Any]) -> dict[str, Any]:
     return {"label": run.label, "step": run.step, "tasks": len(run.tasks), "done": done, "under_way": under_way}
 
 
+_NOBODY = Observer()
+"""Is told of runs that are not recorded."""
+
+
+class _OfRun(Observer):
+    """Tells the tracer of the tasks of one run."""
+
+    def __init__(self, tracer: Tracer, run: _Run) -> None:
+        self._tracer, self._run = tracer, run
+
+    def begin(self, index: int, task: Task) -> None:
+        self._tracer._begin(self._run, index)
+
+    def end(self, index: int, task: Task) -> None:
+        self._tracer._end(self._run, index)
+
+
 class _Run:
     """Holds one run, a slot per task: only the lane that does a task writes its slot, so nothing is locked."""
 
-    __slots__ = ("begins", "ends", "expected", "label", "names", "ranges", "schedule", "start", "step", "thread")
+    __slots__ = ("begins", "ends", "expected", "label", "names", "ranges", "schedule", "start", "step")
 
     def __init__(
         self,
@@ -331,14 +322,6 @@ class _Run:
         self.names = names
         self.start = start
         self.expected = expected
-        self.thread = threading.get_ident()
         self.begins: list[Any] = [None] * len(names)
         self.ends: list[Any] = [None] * len(names)
         self.ranges: list[Any] = [None] * len(names)
-
-    def has(self, index: int, task: Task) -> bool:
-        return index < len(self.names) and self.schedule.tasks[index] is task
-
-    def is_under_way(self) -> bool:
-        """Whether a task has begun and not ended."""
-        return any(begin is not None and end is None for begin, end in zip(self.begins, self.ends, strict=True))

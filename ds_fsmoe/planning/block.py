@@ -94,21 +94,16 @@ def add_block(
     """
     last = tuple(after)
     for each in work.before:
-        last = (_add(draft, each, layer, last),)
-    last, weights_done, late = _add_moe(draft, work.moe, plan, layer, last, passed)
-    for chunk, inputs in late:
-        weights_done.append(_add(draft, work.moe.expert_dw, layer, inputs, chunk, plan, work.moe.capacity))
-    passed.experts[layer] = tuple(weights_done)
+        last = (add_work(draft, each, layer, last),)
+    part = MoEPart(draft, work.moe, plan, layer, last)
+    last = part.whole(passed)
+    is_late = part.puts_off
+    part.late()
+    passed.experts[layer] = tuple(part.weights_done)
     # A run of the MoE part is over when all its lanes are: the rest of the layer waits for weight gradients, too.
-    if late:
-        last = tuple(dict.fromkeys((*last, *weights_done)))
-    # Behind the first collective, so that a slice that needs both links does not hold it up.
-    open_at = next((i + 1 for i, each in enumerate(work.after) if Lane.COMPUTE not in each.lanes), 0)
-    for i, each in enumerate((*work.after, None)):
-        if i == open_at:
-            _add_slices(draft, plan.dense_slices, layer, passed, len(plan.moe_slices))
-        if each is not None:
-            last = (_add(draft, each, layer, last),)
+    if is_late:
+        last = tuple(dict.fromkeys((*last, *part.weights_done)))
+    last = add_after(draft, work.after, plan, layer, last, passed)
     if last:
         passed.layer[layer] = last
     return last
@@ -117,87 +112,160 @@ def add_block(
 _Late = list[tuple[int, tuple[int, ...]]]
 
 
-def _add_moe(
-    draft: Draft, moe: MoEWork, plan: BlockPlan, layer: int, after: tuple[int, ...], passed: Passed
-) -> tuple[tuple[int, ...], list[int], _Late]:
-    """Append the chunks. Return the tasks that the next part waits for, the tasks that made weight gradients, and the
-    chunks (with their dependencies) whose weight gradients are deferred."""
-    degree = plan.degree
-    at: list[tuple[int, ...]] = [after] * degree  # chunk -> the tasks that its next one waits for
-    weights_done: list[int] = []
-    late: _Late = []
-    late_from = degree - (plan.late_dw if moe.expert_dw is not None else 0)
-    # Where nothing leaves the node there is one link anyhow.
-    traffic = (*moe.enter, *moe.gather, *moe.reduce, *moe.leave)
-    stream = Lane.INTER if any(Lane.INTER in each.lanes for each in traffic) else None
+class MoEPart:
+    """The chunks of one layer's MoE part as they are appended to a schedule: at once, or in two parts with a pause.
 
-    def step(chunk: int, works: Iterable[Work]) -> None:
-        for each in works:
-            at[chunk] = (_add(draft, each, layer, at[chunk], chunk, plan, moe.capacity, stream),)
+    Args:
+        draft: the schedule to append to.
+        moe: what is cut.
+        plan: how it runs.
+        layer: the index of the layer in the order of the phase.
+        after: the tasks that it waits for.
+        first_chunk: the number of its first chunk in names, where another part of the layer has the first ones.
+    """
 
-    def experts(chunk: int) -> None:
-        if chunk >= late_from:
-            late.append((chunk, at[chunk]))
-            step(chunk, (moe.expert_dx,))
+    def __init__(
+        self,
+        draft: Draft,
+        moe: MoEWork,
+        plan: BlockPlan,
+        layer: int,
+        after: tuple[int, ...],
+        first_chunk: int = 0,
+    ) -> None:
+        self.draft, self.moe, self.plan, self.layer, self.first_chunk = draft, moe, plan, layer, first_chunk
+        self._after = after
+        self._at: list[tuple[int, ...]] = [after] * plan.degree  # chunk -> the tasks that its next one waits for
+        self.weights_done: list[int] = []
+        """The tasks that make weight gradients."""
+        self._late: _Late = []
+        self._late_from = plan.degree - (plan.late_dw if moe.expert_dw is not None else 0)
+        # Where nothing leaves the node there is one link anyhow.
+        self._stream = Lane.INTER if any(Lane.INTER in each.lanes for each in moe.collectives) else None
+        # Of an all-to-all in two steps the one inside the node comes a chunk ahead of the gather on the way in, and a
+        # chunk behind the reduce on the way out: on the same link, each would wait for the other's chunk to come
+        # between nodes.
+        in_steps = len(moe.enter) > 1 and plan.links != "shared"
+        self._inside, self._enter = (moe.enter[:1], moe.enter[1:]) if in_steps else ((), moe.enter)
+        self._leave, self._back_inside = (moe.leave[:1], moe.leave[1:]) if in_steps else (moe.leave, ())
+
+    def whole(self, passed: Passed) -> tuple[int, ...]:
+        """Append all but late weight gradients. Return the tasks that the next part waits for.
+
+        Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
+        """
+        return self._run(passed, is_here=False)
+
+    def enter(self) -> None:
+        """Append what brings tokens to the experts, of all chunks."""
+        for chunk in range(self.plan.degree):
+            self._bring(chunk)
+
+    def rest(self, passed: Passed) -> tuple[int, ...]:
+        """Append what is left after :meth:`enter`, in the order of :meth:`whole`."""
+        return self._run(passed, is_here=True)
+
+    def late(self) -> None:
+        """Append the weight gradients that were put off."""
+        for chunk, inputs in self._late:
+            assert self.moe.expert_dw is not None
+            self.weights_done.append(self._add(self.moe.expert_dw, chunk, inputs))
+        self._late = []
+
+    @property
+    def puts_off(self) -> bool:
+        """Return whether weight gradients have been put off and are still to come."""
+        return bool(self._late)
+
+    def _run(self, passed: Passed, is_here: bool) -> tuple[int, ...]:
+        draft, moe, plan, layer = self.draft, self.moe, self.plan, self.layer
+        reduce_ahead = plan.links == "reduce_first"
+        # Inside the node gradients come ahead of everything, while the first tokens are on their way between nodes.
+        scattered = {
+            index: draft.add(
+                GRAD_SCATTER, Lane.INTRA, chunk=index, size=each.size_bytes, after=self._after, layer=layer
+            )
+            for index, each in enumerate(plan.moe_slices)
+            if GRAD_SCATTER in each.inside
+        }
+        summed: list[int] = []
+        for chunk in range(plan.degree):
+            if not is_here:
+                self._bring(chunk)
+            if chunk == plan.degree - 1:
+                summed = _add_slices(draft, plan.moe_slices, layer, passed, scattered=scattered)
+            if reduce_ahead and chunk >= 1:
+                self._step(chunk - 1, moe.reduce)
+            self._experts(chunk)
+        for chunk in range(plan.degree):
+            if not reduce_ahead or chunk == plan.degree - 1:
+                self._step(chunk, moe.reduce)
+            self._step(chunk, self._leave)
+            if chunk > 0:
+                self._step(chunk - 1, self._back_inside)
+        self._step(plan.degree - 1, self._back_inside)
+        for index, each in enumerate(plan.moe_slices):
+            if GRAD_GATHER in each.inside:
+                after = (summed[index],)
+                draft.add(GRAD_GATHER, Lane.INTRA, chunk=index, size=each.size_bytes, after=after, layer=layer)
+        return tuple(dict.fromkeys(index for each in self._at for index in each))
+
+    def _bring(self, chunk: int) -> None:
+        if chunk == 0:
+            self._step(0, self._inside)
+        self._step(chunk, self._enter)
+        if chunk + 1 < self.plan.degree:
+            self._step(chunk + 1, self._inside)
+        self._step(chunk, self.moe.gather)
+
+    def _experts(self, chunk: int) -> None:
+        if chunk >= self._late_from:
+            assert self.moe.expert_dx is not None
+            self._late.append((chunk, self._at[chunk]))
+            self._step(chunk, (self.moe.expert_dx,))
         else:
-            step(chunk, (moe.expert,))
-            weights_done.extend(at[chunk])
+            self._step(chunk, (self.moe.expert,))
+            self.weights_done.extend(self._at[chunk])
 
-    # Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
-    reduce_ahead = plan.links == "reduce_first"
-    # Of an all-to-all in two steps the one inside the node comes a chunk ahead of the gather on the way in, and a chunk
-    # behind the reduce on the way out: on the same link, each would wait for the other's chunk to come between nodes.
-    in_steps = len(moe.enter) > 1 and plan.links != "shared"
-    inside, enter = (moe.enter[:1], moe.enter[1:]) if in_steps else ((), moe.enter)
-    leave, back_inside = (moe.leave[:1], moe.leave[1:]) if in_steps else (moe.leave, ())
-    # Inside the node gradients come ahead of everything, while the first tokens are on their way between nodes.
-    scattered = {
-        index: draft.add(GRAD_SCATTER, Lane.INTRA, chunk=index, size=each.size_bytes, after=after, layer=layer)
-        for index, each in enumerate(plan.moe_slices)
-        if GRAD_SCATTER in each.inside
-    }
-    summed: list[int] = []
-    step(0, inside)
-    for chunk in range(degree):
-        step(chunk, enter)
-        if chunk + 1 < degree:
-            step(chunk + 1, inside)
-        step(chunk, moe.gather)
-        if chunk == degree - 1:
-            summed = _add_slices(draft, plan.moe_slices, layer, passed, scattered=scattered)
-        if reduce_ahead and chunk >= 1:
-            step(chunk - 1, moe.reduce)
-        experts(chunk)
-    for chunk in range(degree):
-        if not reduce_ahead or chunk == degree - 1:
-            step(chunk, moe.reduce)
-        step(chunk, leave)
-        if chunk > 0:
-            step(chunk - 1, back_inside)
-    step(degree - 1, back_inside)
-    for index, each in enumerate(plan.moe_slices):
-        if GRAD_GATHER in each.inside:
-            draft.add(GRAD_GATHER, Lane.INTRA, chunk=index, size=each.size_bytes, after=(summed[index],), layer=layer)
-    return tuple(dict.fromkeys(index for each in at for index in each)), weights_done, late
+    def _step(self, chunk: int, works: Iterable[Work]) -> None:
+        for each in works:
+            self._at[chunk] = (self._add(each, chunk, self._at[chunk]),)
+
+    def _add(self, work: Work, chunk: int, after: Iterable[int]) -> int:
+        """Append one chunk of an operation; with one stream of traffic, append it to that."""
+        lanes, size = work.lanes, work.size * chunk_shares(self.moe.capacity, self.plan.degree)[chunk]
+        if self.plan.links == "shared" and self._stream is not None and Lane.COMPUTE not in lanes:
+            lanes = (self._stream,)
+        place, launches = self.first_chunk + chunk, work.launches
+        return self.draft.add(
+            work.kind, *lanes, chunk=place, size=size, after=after, layer=self.layer, launches=launches
+        )
 
 
-def _add(
+def add_work(draft: Draft, work: Work, layer: int, after: Iterable[int], chunk: int = 0) -> int:
+    """Append one operation that is not cut."""
+    how = {"chunk": chunk, "layer": layer, "launches": work.launches}
+    return draft.add(work.kind, *work.lanes, size=work.size, after=after, **how)
+
+
+def add_after(
     draft: Draft,
-    work: Work,
+    works: Sequence[Work],
+    plan: BlockPlan,
     layer: int,
-    after: Iterable[int],
-    chunk: int | None = None,
-    plan: BlockPlan | None = None,
-    capacity: int | None = None,
-    stream: Lane | None = None,
-) -> int:
-    """Append one operation, or with a plan one chunk of it; with one stream of traffic, append it to that."""
-    lanes, size = work.lanes, work.size
-    if plan is not None and chunk is not None:
-        size *= chunk_shares(capacity, plan.degree)[chunk]
-        if plan.links == "shared" and stream is not None and Lane.COMPUTE not in lanes:
-            lanes = (stream,)
-    return draft.add(work.kind, *lanes, chunk=chunk or 0, size=size, after=after, layer=layer, launches=work.launches)
+    last: tuple[int, ...],
+    passed: Passed,
+    half: int = 0,
+) -> tuple[int, ...]:
+    """Append what follows a layer's MoE part, with the gradient slices beside it; return the tasks that end it."""
+    # Behind the first collective, so that a slice that needs both links does not hold it up.
+    open_at = next((i + 1 for i, each in enumerate(works) if each.lanes[:1] != (Lane.COMPUTE,)), 0)
+    for i, each in enumerate((*works, None)):
+        if i == open_at:
+            _add_slices(draft, plan.dense_slices, layer, passed, len(plan.moe_slices))
+        if each is not None:
+            last = (add_work(draft, each, layer, last, half),)
+    return last
 
 
 def _add_slices(

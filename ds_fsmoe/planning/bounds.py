@@ -42,11 +42,10 @@ def _moe_ms(moe: MoEWork, costs: Mapping[str, Cost], max_degree: int) -> float:
 
     degree = max_degree if moe.capacity is None else min(max_degree, moe.capacity)
     shares = chunk_shares(moe.capacity, degree)
-    experts_ms = _whole_ms(moe.expert, costs)
+    experts_ms = _experts_ms(moe, costs)
     needed = moe.expert
     if moe.expert_dx is not None and moe.expert_dw is not None:
         needed = moe.expert_dx
-        experts_ms = min(experts_ms, sum(_whole_ms(each, costs) for each in (moe.expert_dx, moe.expert_dw)))
     way = [*moe.enter, *moe.gather, needed, *moe.reduce, *moe.leave]
     bound_ms = sum_ms(way, max(shares))
     for lane in Lane:
@@ -59,6 +58,14 @@ def _moe_ms(moe: MoEWork, costs: Mapping[str, Cost], max_degree: int) -> float:
         tail_ms = 0.0 if needed is moe.expert_dx and lane is Lane.COMPUTE else sum_ms(way[mine[-1] + 1 :], min(shares))
         bound_ms = max(bound_ms, head_ms + own_ms + tail_ms)
     return bound_ms
+
+
+def _experts_ms(moe: MoEWork, costs: Mapping[str, Cost]) -> float:
+    """Return the least time of the experts, their weight gradients being made with the others or alone."""
+    whole_ms = _whole_ms(moe.expert, costs)
+    if moe.expert_dx is None or moe.expert_dw is None:
+        return whole_ms
+    return min(whole_ms, sum(_whole_ms(each, costs) for each in (moe.expert_dx, moe.expert_dw)))
 
 
 def _inter_ms(work: BlockWork, costs: Mapping[str, Cost]) -> float:
@@ -97,3 +104,35 @@ def step_bounds_ms(
     grads_ms += sum(of_layers[kind].ms(0.0) for kind in {each.kind for each in between})
     traffic_ms = sum(_inter_ms(work, of_work) for work, of_work in backwards)
     return forward_ms, max(backward_ms, traffic_ms + grads_ms)
+
+
+def busiest_ms(
+    layers: Sequence[Layer], costs: Mapping[str, Cost], carried: Sequence[Gradient] = ()
+) -> tuple[float, float]:
+    """Return the time of the busiest lane in a whole forward and a whole backward, which no plan can beat, not even one
+    in halves: these run on while :func:`step_bounds_ms` has every layer end before the next begins.
+
+    Args:
+        layers, costs, carried: see :func:`step_bounds_ms`.
+    """
+
+    def lanes_ms(work: BlockWork, of_work: Mapping[str, Cost]) -> dict[Lane, float]:
+        found = dict.fromkeys(Lane, 0.0)
+        for each in (*work.before, *work.moe.collectives, *work.after):
+            found[each.lanes[0]] += _whole_ms(each, of_work)
+        found[Lane.COMPUTE] += _experts_ms(work.moe, of_work)
+        return found
+
+    totals = [dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)]
+    for layer in layers:
+        own = layer.costs
+        forward, backward = (own.forward, own.backward) if own else (costs, costs)
+        phases = [(0, layer.forward, forward), (1, layer.backward, backward)]
+        for phase, work, of_work in (*phases, *([(1, layer.forward, forward)] if layer.recompute else [])):
+            for lane, time_ms in lanes_ms(work, of_work).items():
+                totals[phase][lane] += time_ms
+    gradients = (*carried, *(each for layer in layers for each in layer.gradients))
+    of_layers = costs if not layers or layers[-1].costs is None else layers[-1].costs.backward
+    for each in gradients:
+        totals[1][each.lanes[0]] += of_layers[each.kind].ms(each.size_bytes, 0)
+    return max(totals[0].values()), max(totals[1].values())

@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from ds_fsmoe.planning.block import Links
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.halves_schedule import half_moe
 from ds_fsmoe.planning.plan import ModelPlan, Planner
-from ds_fsmoe.planning.search import SearchSpace
+from ds_fsmoe.planning.plan_halves import halves_orders, plan_in_halves, run_in_halves
+from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import Layer
 
 TRIED_DEGREES = (1, 2, 3, 4)
 """The numbers of chunks to try besides those with the best prediction. More chunks seldom help."""
+HALVES_DEGREES = (1, 2)
+"""The numbers of chunks of a half to try besides."""
 _Orders = tuple[Order, Order]
 
 
@@ -36,42 +40,70 @@ class Search:
     """The task order of layers whose degrees are given."""
     uncut: Sequence[bool]
     """For each layer, whether it may not be cut."""
+    can_split: bool = False
+    """Whether micro-batches may be run in two halves that take turns."""
 
     def fastest(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
-        """Return the plan with the shortest predicted time.
+        """Return the plan with the shortest predicted time; one in halves where it gains more than
+        :data:`~ds_fsmoe.planning.search.MIN_GAIN`.
 
         Args:
             space: the allowed choices, if not all.
             planner: the planner that predicts times, if not this one's.
         """
+        whole, halves = self.whole(space, planner), self.in_halves(space, planner)
+        if halves is None:
+            return whole
+        step_ms = (planner or self.planner).step_ms
+        return halves if step_ms(halves) < (1 - MIN_GAIN) * step_ms(whole) else whole
+
+    def whole(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
+        """Return the fastest plan of those that run a micro-batch as a whole; see :meth:`fastest`."""
         return (planner or self.planner).plan_options(self.options, self._spaces(space or self.space), self.mode)
+
+    def in_halves(
+        self, space: SearchSpace | None = None, planner: Planner | None = None, degree: int | None = None
+    ) -> ModelPlan | None:
+        """Return the fastest plan in halves, or ``None`` where there can be none.
+
+        Args:
+            space, planner: see :meth:`fastest`.
+            degree: the chunks of a half, if they are given.
+        """
+        used = planner or self.planner
+        # With one lane there is nothing that a half could hide behind.
+        if not self.can_split or used.settings.is_serial:
+            return None
+        return plan_in_halves(used, self.options, self._spaces(space or self.space), self.mode, degree=degree)
 
     def _spaces(self, space: SearchSpace) -> list[SearchSpace]:
         """Return the choices that are allowed to each layer."""
         return [space.uncut(self.links) if uncut else space for uncut in self.uncut]
 
     def candidates(self) -> list[ModelPlan]:
-        """Return plans to try: first the one with the shortest prediction; then the best one if lanes did not slow each
-        other down; the best with each other all-to-all; and both phases uncut and in two, three and four chunks, in
-        each allowed order."""
+        """Return plans to try: first the one with the shortest prediction; then the best one that runs micro-batches as
+        a whole, and if lanes did not slow each other down; the best with each other all-to-all; both phases uncut and
+        in two, three and four chunks, in each allowed order; and where micro-batches may be run in halves, the best of
+        these, and halves in one and two chunks."""
         isolated = Planner(self.planner.costs, replace(self.planner.settings, contention=IDEAL))
-        found = [self.fastest(), self._again(self.fastest(planner=isolated)), *self._by_alltoall()]
+        found = [self.fastest(), self.whole(), self._again(self.whole(planner=isolated)), *self._by_alltoall()]
         if self.space.asked == (None, None) and self.space.micro_op_bytes is None:
             capacities = [layer.forward.moe.capacity for each in self.options for layer in each.values()]
             most = max(1, min((each for each in capacities if each is not None), default=0))
             orders = [order for backward in (False, True) for order in self.space.orders(backward, False)]
             open_degrees = {order.degree for order in orders}
             degrees = [each for each in TRIED_DEGREES if each in open_degrees and each <= most]
-            found += [self.fastest(self.space.with_degrees(each, each, self.links)) for each in degrees]
+            found += [self.whole(self.space.with_degrees(each, each, self.links)) for each in degrees]
             # More lanes at once take more of the processors, which is hard to predict where ranks share them.
             others = dict.fromkeys(order.links for order in orders if order.links != self.links)
             found += [
-                self.fastest(self.space.with_degrees(each, each, other))
+                self.whole(self.space.with_degrees(each, each, other))
                 for other in others
                 for each in degrees
                 if each > 1
             ]
-        return _distinct(found)
+        halves = [self.in_halves(degree=each) for each in (None, *HALVES_DEGREES)]
+        return _distinct([*found, *(each for each in halves if each is not None)])
 
     def stock(self) -> ModelPlan:
         """Return DeepSpeed's schedule: no layer is cut, tokens are exchanged as they are now, and gradients follow the
@@ -102,30 +134,36 @@ class Search:
             layer = self.options[index][kept.alltoalls[index]]
             must_match = self.space.common_degree or bool(layer.costs and layer.costs.uses_rng)
             is_allowed = forward.alltoalls[index] == backward.alltoalls[index] == kept.alltoalls[index]
+            is_allowed = is_allowed and forward.in_halves == backward.in_halves == kept.in_halves
             if not is_allowed or (must_match and pair[0].degree != pair[1].degree):
                 return own[0].order, own[1].order
             return pair
 
         def with_late(index: int, pair: _Orders, late_of: Callable[[int], int]) -> _Orders:
-            layer = self.options[index][kept.alltoalls[index]]
+            moe = self.options[index][kept.alltoalls[index]].backward.moe
             wanted = replace(pair[1], late_dw=late_of(pair[1].degree))
-            is_open = not self.uncut[index] and wanted in self.space.orders(
-                True, layer.backward.moe.expert_dw is not None
-            )
-            return (pair[0], wanted) if is_open else pair
+            ways: Sequence[Order]
+            if kept.is_halved(index):
+                ways = halves_orders(self.space.with_orders(None, None), half_moe(moe), True)
+            else:
+                ways = self.space.orders(True, moe.expert_dw is not None)
+            return (pair[0], wanted) if not self.uncut[index] and wanted in ways else pair
 
         count = range(len(self.options))
         bases = [[_orders(kept, index) for index in count], [joined(index) for index in count]]
         near = [*bases]
         for late_of in (lambda _: 0, lambda _: 1, lambda degree: degree):
             near += [[with_late(index, pair, late_of) for index, pair in enumerate(base)] for base in bases]
-        return _distinct([self._run_as(kept.alltoalls, orders) for orders in near])
+        return _distinct([self._run_as(kept.alltoalls, orders, kept.in_halves) for orders in near])
 
     def _again(self, plan: ModelPlan) -> ModelPlan:
         """Return the same plan with the times of this planner."""
         return self._run_as(plan.alltoalls, [_orders(plan, index) for index in range(len(self.options))])
 
-    def _run_as(self, alltoalls: Sequence[str], orders: Sequence[_Orders]) -> ModelPlan:
+    def _run_as(self, alltoalls: Sequence[str], orders: Sequence[_Orders], in_halves: bool = False) -> ModelPlan:
+        if in_halves:
+            spaces = self._spaces(self.space)
+            return run_in_halves(self.planner, self.options, spaces, self.mode, alltoalls, orders)
         spaces = [space.with_orders(*each) for space, each in zip(self._spaces(self.space), orders, strict=True)]
         return self.planner.plan_options(self.options, spaces, self.mode, alltoalls)
 
@@ -139,6 +177,6 @@ def _distinct(plans: Sequence[ModelPlan]) -> list[ModelPlan]:
     """Return each distinct way to run the layers once; gradients follow from it."""
     found: dict[tuple, ModelPlan] = {}
     for plan in plans:
-        key = plan.alltoalls, tuple(_orders(plan, index) for index in range(len(plan.layers)))
+        key = plan.in_halves, plan.alltoalls, tuple(_orders(plan, index) for index in range(len(plan.layers)))
         found.setdefault(key, plan)
     return list(found.values())

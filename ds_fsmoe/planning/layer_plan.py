@@ -18,3 +18,5 @@ class LayerPlan:
     """The name of the all-to-all in the registry."""
     reduces: tuple[tuple[float, str], ...] = ()
     """(smallest size in bytes, how a reduce-scatter is done), ascending; empty: the default for the kind of device."""
+    in_halves: bool = False
+    """Whether the two halves of a micro-batch take turns; the plans above are then those of one half."""

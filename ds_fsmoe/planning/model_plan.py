@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
 from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns, halves_schedule
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.schedule import Schedule, Task
 from ds_fsmoe.planning.search import Choice
@@ -32,6 +33,14 @@ class ModelPlan:
     """The names of the all-to-alls in the order of the forward; empty if there was no choice."""
     alltoalls_ms: tuple[Mapping[str, float], ...] = field(default=(), compare=False)
     """All-to-all -> the time of both phases of the layer with it."""
+    in_halves: bool = False
+    """Whether the two halves of a micro-batch take turns; the plans of layers are then those of one half."""
+    turns: Turns = field(default=BY_BATCH, compare=False)
+    """How they do."""
+
+    def is_halved(self, index: int) -> bool:
+        """Return whether a layer, counted from the front, is run in halves: one that recomputes never is."""
+        return self.in_halves and not self.layers[index].recompute
 
     def choices(self, index: int) -> tuple[Choice, Choice]:
         """Return how a layer, counted from the front, is run in forward and backward."""
@@ -48,9 +57,15 @@ class ModelPlan:
 
     def schedules(self) -> tuple[Schedule, Schedule]:
         """Return the schedules of the forward and of the backward."""
+        backward, recomputed = (self.layers[::-1], self.backward), self.forward[::-1]
+        if self.in_halves:
+            return (
+                halves_schedule(self.layers, self.forward, "forward", turns=self.turns),
+                halves_schedule(*backward, "backward", self.tail, recomputed, self.turns),
+            )
         return (
             model_schedule(self.layers, self.forward, "forward"),
-            model_schedule(self.layers[::-1], self.backward, "backward", self.tail, self.forward[::-1]),
+            model_schedule(*backward, "backward", self.tail, recomputed),
         )
 
     def timelines(

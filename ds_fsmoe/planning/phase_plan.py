@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.halves import entering_first
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane, Schedule
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, Shape, layer_work
 
@@ -21,6 +22,8 @@ class PhasePlan:
     backward: bool
     alltoall: AllToAll = "flat"
     """The all-to-all: one task or, with ``"2dh"``, two on two lanes if the EP groups cross both kinds of links."""
+    in_halves: bool = False
+    """Whether the two halves of a micro-batch take turns; this is then the plan of one half."""
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -36,6 +39,22 @@ class PhasePlan:
         if slices not in self._schedules:
             self._schedules[slices] = self._schedule(slices)
         return self._schedules[slices]
+
+    def paused(self, slices: tuple[tuple[str, ...], ...] = ()) -> tuple[Schedule, int]:
+        """Return the tasks of :meth:`sending` with those first that bring tokens to the experts, and how many they are.
+
+        Between them and the others the other half of the micro-batch computes.
+
+        Raises:
+            ValueError: a task that brings tokens needs one that does not.
+        """
+        if slices not in self._paused:
+            self._paused[slices] = entering_first(self.sending(slices))
+        return self._paused[slices]
+
+    @cached_property
+    def _paused(self) -> dict[tuple[tuple[str, ...], ...], tuple[Schedule, int]]:
+        return {}
 
     @cached_property
     def _schedules(self) -> dict[tuple[tuple[str, ...], ...], Schedule]:

@@ -52,8 +52,7 @@ class Settings:
     solver: str = "exact"
     gradient_solver: str = "dp"
     chunk_bytes: int | None = None
-    """The bytes of a slice of gradients, and of a micro-op of an all-to-all; ``None``: as each mode and schedule has
-    them."""
+    """The bytes of a slice of gradients or an all-to-all's micro-op; ``None``: as modes and schedules have them."""
     seed: int = 0
     is_serial: bool = False
     """Whether tasks run one after another, whatever their lane."""
@@ -179,8 +178,13 @@ class Planner:
 
     def step_ms(self, plan: ModelPlan) -> float:
         """Predict the time of a step with a plan, forward and backward."""
-        settings = self.settings
-        return plan.step_ms(self.costs, settings.contention, settings.host_ms, settings.is_serial)
+        return sum(self.phases_ms(plan))
+
+    def phases_ms(self, plan: ModelPlan) -> tuple[float, float]:
+        """Predict the times of forward and backward with a plan."""
+        how = self.settings.contention, self.settings.host_ms, self.settings.is_serial
+        forward, backward = plan.timelines(self.costs, *how)
+        return forward.makespan_ms, backward.makespan_ms
 
     def choose(self, layer: Layer, space: SearchSpace, moe: tuple[Slice, ...] = ()) -> tuple[Choice, Choice]:
         """Choose how the MoE part of a layer is run, forward and backward.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -17,10 +17,12 @@ from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns
 from ds_fsmoe.planning.model_layers import Stage, busiest_stage, model_layers
 from ds_fsmoe.planning.model_text import describe
-from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
-from ds_fsmoe.planning.presets import NAMES
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, mode_of, plan_by_name
+from ds_fsmoe.planning.plan_halves import plan_in_halves
+from ds_fsmoe.planning.presets import BEST, NAMES
 from ds_fsmoe.planning.search import Choice
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, kind_costs, layer_work
@@ -125,15 +127,40 @@ class Report:
         schedule = block_schedule(work, block.without_ages())
         return simulate(schedule, self.costs, self.settings.contention, self.settings.host_ms)
 
-    def step_timelines(self) -> list[tuple[str, Timeline]]:
+    def in_halves(self, turns: Turns = BY_BATCH) -> ModelPlan | None:
+        """Return ``best`` for two halves of a micro-batch that take turns; ``None`` where layers recompute."""
+        planner, space = Planner(self.costs, self.settings), self.settings.space(BEST)
+        options = [{"": each} for each in self.layers]
+        return plan_in_halves(planner, options, space, mode_of(BEST), turns=turns)
+
+    def phases_ms(self, plan: ModelPlan) -> tuple[float, float]:
+        """Predict the times of forward and backward with a plan of these layers."""
+        return Planner(self.costs, self.settings).phases_ms(plan)
+
+    def pair_timelines(self, plan: ModelPlan) -> list[tuple[str, Timeline]]:
+        """Return the timelines of two layers like the middle one of a plan, one after the other, in both phases."""
+        middle = len(self.layers) // 2
+        forward, backward = plan.forward[middle], plan.backward[-1 - middle].without_ages()
+        few = (self.layers[middle],) * 2
+        two = replace(plan, layers=few, forward=(forward,) * 2, backward=(backward,) * 2, tail=())
+        found = two.timelines(self.costs, self.settings.contention, self.settings.host_ms)
+        return list(zip(("forward", "backward"), found, strict=True))
+
+    def step_timelines(self, *, in_halves: ModelPlan | None = None) -> list[tuple[str, Timeline]]:
         """The whole step of every preset, forward and backward one after the other, the slowest first. All of them do
-        the same work and send the same gradients, so their lengths can be compared."""
+        the same work and send the same gradients, so their lengths can be compared.
+
+        Args:
+            in_halves: a plan in halves that is drawn with them.
+        """
+        plans = {**self.plans, **({} if in_halves is None else {f"{BEST}, in halves": in_halves})}
+        times_ms = {name: sum(self.times_ms.get(name) or self.phases_ms(plan)) for name, plan in plans.items()}
         drawn = []
-        for name in sorted(self.plans, key=lambda each: -sum(self.times_ms[each])):
-            forward, backward = self.plans[name].timelines(self.costs, self.settings.contention, self.settings.host_ms)
+        for name in sorted(plans, key=lambda each: -times_ms[each]):
+            forward, backward = plans[name].timelines(self.costs, self.settings.contention, self.settings.host_ms)
             shift_ms = forward.makespan_ms
             later = (Span(each.task, each.start_ms + shift_ms, each.end_ms + shift_ms, None) for each in backward.spans)
-            gain = sum(self.times_ms["deepspeed"]) / sum(self.times_ms[name])
+            gain = times_ms["deepspeed"] / times_ms[name]
             drawn.append((f"{name}, {gain:.2f}x over deepspeed", Timeline((*forward.spans, *later))))
         return drawn
 
@@ -267,17 +294,10 @@ def report(
     if preset_name not in NAMES:
         raise ValueError(f"no preset is called {preset_name!r}: the choices are {', '.join(NAMES)}")
     costs = kind_costs(cluster, groups, alltoall)
-    stage = None
-    if architecture is None:
-        # Chunks are whole slots, as they are in training.
-        layers = (layer_work(shape, groups, alltoall, recompute, True, crossings),) * (num_layers // groups.pp)
-    else:
+    if architecture is not None:
         architecture = architecture.first(num_layers)
-        stage = busiest_stage(architecture, groups.pp, shape.L)
-        step = shape.B, shape.L, shape.dtype_bytes
-        how = alltoall, recompute, crossings
-        layers = model_layers(architecture, groups, *step, *how, imbalance=shape.imbalance, stage=stage)
-    layers = layers[:max_layers]
+    stage = None if architecture is None else busiest_stage(architecture, groups.pp, shape.L)
+    layers = planned_layers(groups, shape, num_layers, alltoall, recompute, crossings, architecture)[:max_layers]
     planner = Planner(costs, settings)
     plans = {name: plan_by_name(planner, name, layers) for name in NAMES}
     times_ms = {}
@@ -287,6 +307,24 @@ def report(
     bounds = step_bounds_ms(layers, costs, settings.max_degree)
     found = layers, plans, times_ms, bounds, preset_name
     return Report(cluster, groups, shape, settings, costs, *found, architecture, stage)
+
+
+def planned_layers(
+    groups: Groups,
+    shape: Shape,
+    num_layers: int,
+    alltoall: AllToAll = "flat",
+    recompute: bool = False,
+    crossings: Crossings | None = None,
+    architecture: Architecture | None = None,
+) -> tuple[Layer, ...]:
+    """Return the layers of one pipeline stage; see :func:`report`."""
+    how = alltoall, recompute, crossings
+    if architecture is None:
+        # Chunks are whole slots, as they are in training.
+        return (layer_work(shape, groups, alltoall, recompute, True, crossings),) * (num_layers // groups.pp)
+    model, step = architecture.first(num_layers), (shape.B, shape.L, shape.dtype_bytes)
+    return model_layers(model, groups, *step, *how, imbalance=shape.imbalance)
 
 
 def _lies(lanes: tuple) -> str:

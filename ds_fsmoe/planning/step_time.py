@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ds_fsmoe.planning.bounds import lower_bound_ms, step_bounds_ms
+from ds_fsmoe.planning.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.groups import Groups
@@ -71,7 +71,8 @@ def predict_step(
     def least(each: Mapping[str, Layer]) -> Layer:
         return min(map(_at_its_fastest, each.values()), key=lambda layer: _least_ms(layer, settings.max_degree))
 
-    chosen_ms = plan.step_ms({}, **how)
+    chosen_ms, fastest = plan.step_ms({}, **how), [least(each) for each in options]
+    bounds_ms = busiest_ms(fastest, {}) if plan.in_halves else step_bounds_ms(fastest, {}, settings.max_degree)
     return StepTimes(
         chosen_ms=chosen_ms,
         isolated_ms=plan.step_ms({}, IDEAL, is_serial=settings.is_serial),
@@ -79,7 +80,7 @@ def predict_step(
         dense_ms=dense_ms,
         gradients_ms=gradients_ms,
         exposed_ms=max(0.0, chosen_ms - plan.without_gradients().step_ms({}, **how)),
-        bound_ms=sum(step_bounds_ms([least(each) for each in options], {}, settings.max_degree)),
+        bound_ms=sum(bounds_ms),
     )
 
 

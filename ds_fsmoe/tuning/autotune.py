@@ -118,6 +118,11 @@ class Autotune:
         return self._steps_before > 0
 
     @property
+    def is_measuring(self) -> bool:
+        """Whether the forwards before the measuring are watched, which have to be whole."""
+        return self._is_wanted
+
+    @property
     def is_settled(self) -> bool:
         """Whether plans are chosen and tried, or nothing will be measured any more."""
         return self.trials is None and bool(self.rows or self._why_without)
@@ -180,6 +185,7 @@ class Autotune:
         layers: Mapping[str, FSMoELayer],
         reduction: Reduction | None = None,
         dense_ms: tuple[float, float] | None = None,
+        can_split: bool = False,
     ) -> bool:
         """Measure, search, and apply what was found. Collective over all ranks, between forwards.
 
@@ -187,6 +193,7 @@ class Autotune:
             layers: the engine's layers, by label, in the order of the forward.
             reduction: the reduction of its gradients, if we do it.
             dense_ms: what the rest of the model takes, forward and backward.
+            can_split: whether batches may be cut into halves.
 
         Returns:
             Whether plans were made; where nobody has asked for them, it may fail, and training goes on as it was.
@@ -197,11 +204,11 @@ class Autotune:
         """
         self._is_wanted = False
         if self._block.autotune.enabled is True:
-            self._run(layers, reduction, dense_ms)
+            self._run(layers, reduction, dense_ms, can_split)
             return True
         before = {label: layer.fsmoe.plan for label, layer in layers.items()}
         try:
-            self._run(layers, reduction, dense_ms)
+            self._run(layers, reduction, dense_ms, can_split)
         except (MeasuringError, DisagreementError) as error:
             if needs_numbers(self._block):
                 raise
@@ -224,11 +231,12 @@ class Autotune:
         layers: Mapping[str, FSMoELayer],
         reduction: Reduction | None,
         dense_ms: tuple[float, float] | None,
+        can_split: bool,
     ) -> None:
         start_s = time.perf_counter()
         measured = measure(self._running, layers, reduction, self._group, reads_cache=self._why_again is None)
         of_gradients = gradients_of(reduction), tensors_of(reduction)
-        model = TunedModel(self._block, self._running, layers, measured, *of_gradients, dense_ms)
+        model = TunedModel(self._block, self._running, layers, measured, *of_gradients, dense_ms, can_split)
         self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
         plans = self._on_first(lambda: [*model.search.candidates(), model.search.stock()])
         sharded = self._on_first(model.other_esp_sizes)

@@ -44,6 +44,7 @@ class TunedModel:
         tensors_bytes: kind of gradient -> the bytes of its tensors.
         dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
             when it was measured; ``None``: not seen.
+        can_split: whether batches may be cut into halves.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class TunedModel:
         gradients: Sequence[tuple[str, int]],
         tensors_bytes: Mapping[str, Sequence[int]],
         dense_ms: tuple[float, float] | None,
+        can_split: bool = False,
     ) -> None:
         self.measured = measured
         self._layers = layers
@@ -89,6 +91,7 @@ class TunedModel:
             mode,
             running.links,
             [layers[label].fsmoe.is_uncut for label in self.labels],
+            can_split,
         )
 
     def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:
@@ -97,7 +100,8 @@ class TunedModel:
         for index, label in enumerate(self.labels):
             kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
             forward, backward = (each.order.plan() for each in plan.choices(index))
-            self._layers[label].fsmoe.apply(LayerPlan(forward, backward, alltoall, measured.reduces(kind)))
+            plan_of_layer = LayerPlan(forward, backward, alltoall, measured.reduces(kind), plan.in_halves)
+            self._layers[label].fsmoe.apply(plan_of_layer)
             predictors[label] = MeasuredPredictor(
                 measured.costs_of(kind, alltoall),
                 measured.slowed.contention(),

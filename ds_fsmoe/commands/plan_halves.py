@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Print what ``ds_fsmoe plan --halves`` asks for: what two halves of a micro-batch that take turns would give."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe.commands.tables import print_table
+
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.halves_schedule import Turns
+    from ds_fsmoe.planning.model_plan import ModelPlan
+    from ds_fsmoe.planning.report import Report
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A plan with one all-to-all."""
+
+    alltoall: str
+    name: str
+    plan: ModelPlan
+    phases_ms: tuple[float, float]
+
+    @property
+    def step_ms(self) -> float:
+        return sum(self.phases_ms)
+
+
+def add_halves(out: Any) -> None:
+    """Add the argument."""
+    out.add_argument(
+        "--halves",
+        action="store_true",
+        help="what two halves of a micro-batch that take turns would give over best (with --gantt: two layers of both)",
+    )
+
+
+def print_halves(args: argparse.Namespace, result: Report, job: dict[str, Any]) -> dict[str, Any]:
+    """Print what halves give over ``best`` with each all-to-all, where they are asked for; return it in plain types."""
+    if not args.halves:
+        return {}
+    from ds_fsmoe.planning.bounds import busiest_ms
+
+    print("\ntwo halves of a micro-batch that take turns, over best")
+    if job["recompute"]:
+        print("layers that recompute are not run in halves")
+        return {"halves": []}
+    kind = _kind(job)
+    rows = [row for name in _alltoalls(job) for row in _rows(result, job, name, kind)]
+    best_ms = min(row.step_ms for row in rows if not row.plan.in_halves)
+    cells = [
+        (
+            row.name,
+            row.alltoall,
+            *_chunks(row.plan),
+            *(f"{each:.2f}" for each in (*row.phases_ms, row.step_ms)),
+            f"{best_ms / row.step_ms:.3f}x",
+        )
+        for row in rows
+    ]
+    bounds_ms = busiest_ms(result.layers, result.costs)
+    bounds = (f"{each:.2f}" for each in (*bounds_ms, sum(bounds_ms)))
+    cells.append(("(no plan can beat)", job["alltoall"], "", "", *bounds, f"{best_ms / sum(bounds_ms):.3f}x"))
+    heads = ("plan", "all-to-all", "chunks", "in the backward", "forward ms", "backward ms", "step ms", "over best")
+    print_table(heads, cells)
+    if args.gantt:
+        for row in (each for each in rows if each.alltoall == job["alltoall"]):
+            for phase, timeline in result.pair_timelines(row.plan):
+                print(f"\ntwo layers, {phase}, {row.name}:\n{timeline.gantt(110)}")
+    return {
+        "halves": [
+            {
+                "plan": row.name,
+                "alltoall": row.alltoall,
+                "forward_ms": row.phases_ms[0],
+                "backward_ms": row.phases_ms[1],
+                "step_ms": row.step_ms,
+                "over_best": best_ms / row.step_ms,
+            }
+            for row in rows
+        ]
+    }
+
+
+def halves_to_draw(args: argparse.Namespace, drawn: Report, job: dict[str, Any]) -> ModelPlan | None:
+    """Return the plan in halves that is drawn with the others, if it is asked for."""
+    return drawn.in_halves(_turns(drawn, job, _kind(job))) if args.halves else None
+
+
+def _kind(job: dict[str, Any]) -> str:
+    """Return what is halved, and say it where it is not the batch, or not evenly."""
+    samples = job["shape"].B
+    if samples == 1:
+        print(
+            "--samples 1 cannot be split by the batch. Halves of the sequence, of which the first has less of causal "
+            "attention, would give as much; training does not do that"
+        )
+        return "sequence"
+    if samples % 2:
+        print(f"--samples {samples}: taken as if both halves had {samples / 2:g}")
+    return "batch"
+
+
+def _alltoalls(job: dict[str, Any]) -> tuple[str, ...]:
+    from ds_fsmoe.planning.crossings import crosses_once
+    from ds_fsmoe.planning.workload import ALLTOALLS
+
+    return ALLTOALLS if crosses_once(job["groups"]) else (job["alltoall"],)
+
+
+def _rows(result: Report, job: dict[str, Any], alltoall: str, kind: str) -> list[_Row]:
+    from ds_fsmoe.planning.report import report
+
+    found = result if alltoall == job["alltoall"] else report(**(job | {"alltoall": alltoall}), preset_name="best")
+    halves = found.in_halves(_turns(found, job | {"alltoall": alltoall}, kind))
+    best = found.plans["best"]
+    rows = [_Row(alltoall, "best", best, found.times_ms["best"])]
+    if halves is not None:
+        name = "best, in halves" if kind == "batch" else "best, halves of the sequence"
+        rows.append(_Row(alltoall, name, halves, found.phases_ms(halves)))
+    return rows
+
+
+def _turns(found: Report, job: dict[str, Any], kind: str) -> Turns:
+    from ds_fsmoe.planning.halves_schedule import BY_BATCH, by_sequence
+    from ds_fsmoe.planning.report import planned_layers
+
+    if kind == "batch":
+        return BY_BATCH
+    names = ("groups", "num_layers", "alltoall", "recompute", "crossings", "architecture")
+    shape = replace(job["shape"], L=max(1, job["shape"].L // 2))
+    of_half = planned_layers(shape=shape, **{name: job[name] for name in names})
+    return by_sequence(found.layers, of_half[: len(found.layers)])
+
+
+def _chunks(plan: ModelPlan) -> tuple[str, str]:
+    """Return the numbers of chunks of the layers, forward and backward, with the weight gradients that are late."""
+
+    def of(degrees: list[int]) -> str:
+        return " or ".join(map(str, sorted(set(degrees))))
+
+    late = any(each.late_dw for each in plan.backward)
+    backward = of([each.degree for each in plan.backward])
+    return of([each.degree for each in plan.forward]), f"{backward}{', late weight gradients' if late else ''}"

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of the experts' part of a layer, in the graph of autograd: at once, or in three steps with pauses between.
+
+With pauses, forward and backward each begin (tokens set out for the experts), go on (experts compute, results set out)
+and end (results are there), and what another part of the batch has to compute runs in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ds_fsmoe.execution.lanes import Body, Run
+from ds_fsmoe.execution.node_chunks import NodeLayout
+from ds_fsmoe.execution.pauses import Half
+from ds_fsmoe.execution.phase import Direction, Hook, Phase
+from ds_fsmoe.execution.row_chunks import RowLayout
+from ds_fsmoe.execution.slot_chunks import SlotLayout
+from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, GRADIENT_TASKS, Task
+
+if TYPE_CHECKING:
+    from ds_fsmoe.execution.pipeline import Pipeline
+    from ds_fsmoe.planning.phase_plan import PhasePlan
+
+
+class ExpertCall(Protocol):
+    """One call of this rank's experts; keeps what its backward needs. Cuts are [start, stop) of the capacity."""
+
+    def forward(self, start: int, stop: int, x_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_dx(self, start: int, stop: int, dy_NecM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward_dw(self, start: int, stop: int) -> None: ...
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
+
+    def release(self) -> list[torch.Tensor | None]: ...
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
+
+    def rows(self) -> list[torch.Tensor]: ...
+
+
+class RowCall(Protocol):
+    """One call of this rank's experts on rows; as :class:`ExpertCall`, with chunks by their number."""
+
+    def forward(self, chunk: int, x_RM: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(
+        self,
+        chunk: int,
+        dy_RM: torch.Tensor,
+        weights_R: torch.Tensor | None = None,
+        gradients_R: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def backward_dx(
+        self,
+        chunk: int,
+        dy_RM: torch.Tensor,
+        weights_R: torch.Tensor | None = None,
+        gradients_R: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def backward_dw(self, chunk: int) -> None: ...
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]: ...
+
+    def release(self) -> list[torch.Tensor | None]: ...
+
+    def restore(self, tensors: Iterable[torch.Tensor | None]) -> None: ...
+
+    def rows(self) -> list[torch.Tensor]: ...
+
+
+Layout = SlotLayout | RowLayout | NodeLayout
+"""How the rows of a call lie, and how they are cut."""
+
+
+class GradientSlice(Protocol):
+    """A slice of gradients."""
+
+    @property
+    def kind(self) -> str: ...
+
+
+class Window(Protocol):
+    """Other data that travels in a layer's backward: gradients that the backward has already finished."""
+
+    def open(self, label: str) -> Sequence[GradientSlice]: ...
+
+    def tasks(self, parcel: GradientSlice) -> tuple[str, ...]: ...
+
+    def send(self, parcel: GradientSlice, task: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_Gradients = tuple[torch.Tensor | None, ...]
+
+
+def at_once(
+    call: Call, x_RM: torch.Tensor, weights_R: torch.Tensor | None, parameters: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """Run a call and return its rows; its backward runs at once, too.
+
+    Args:
+        call: the call.
+        x_RM: the rows.
+        weights_R: the weights of choices, where results are added up on the way.
+        parameters: what stands for those of the experts in the graph.
+    """
+    return _Whole.apply(x_RM, weights_R, call, *parameters)
+
+
+def with_pauses(
+    call: Call,
+    x_RM: torch.Tensor,
+    weights_R: torch.Tensor | None,
+    parameters: Iterable[torch.Tensor],
+    half: Half,
+    needs_backward: bool,
+) -> torch.Tensor:
+    """Run a call as :func:`at_once` does, and pause twice; its backward pauses where autograd has other work that is
+    younger in the graph, which is that of the other part of the batch.
+
+    Args:
+        call, x_RM, weights_R, parameters: see :func:`at_once`.
+        half: the part of the batch that is run.
+        needs_backward: whether there will be a backward.
+    """
+    if not needs_backward:
+        call.begin_forward(x_RM)
+        half.pause()
+        call.go_on_forward()
+        half.pause()
+        return call.end_forward()
+    entered = _Enter.apply(x_RM, weights_R, call)
+    half.pause()
+    # Nodes are as old as their calls: parameters come in here, where their gradients are made.
+    computed = _Compute.apply(entered, call, *parameters)
+    half.pause()
+    return _Leave.apply(computed, call)
+
+
+class _Whole(torch.autograd.Function):
+    """Takes the experts' parameters as inputs, so that each gets its gradient from here once per backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RM: torch.Tensor, weights_R: torch.Tensor | None, call: Call, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        y_RM = call.forward(x_RM)
+        ctx.call = call
+        ctx.save_for_backward(*call.experts.release())
+        return y_RM
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_RM: torch.Tensor) -> _Gradients:
+        call: Call = ctx.call
+        call.take_back(ctx)
+        call.begin_backward(dy_RM)
+        dx_RM, of_weights_R = call.end_backward()
+        gradients = call.experts.gradients()
+        call.drop()
+        return dx_RM, of_weights_R, None, *gradients
+
+
+class _Enter(torch.autograd.Function):
+    """Sends tokens to the experts; in the backward, their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RM: torch.Tensor, weights_R: torch.Tensor | None, call: Call) -> torch.Tensor:
+        ctx.call = call
+        call.begin_forward(x_RM)
+        return x_RM.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, nothing: torch.Tensor) -> _Gradients:
+        found = ctx.call.end_backward()
+        ctx.call.drop()
+        return *found, None
+
+
+class _Compute(torch.autograd.Function):
+    """Computes what the experts do, and sends it back; takes their parameters as :class:`_Whole` does."""
+
+    @staticmethod
+    def forward(ctx: Any, entered: torch.Tensor, call: Call, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        call.go_on_forward()
+        ctx.save_for_backward(*call.experts.release())
+        return entered.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, nothing: torch.Tensor) -> _Gradients:
+        call: Call = ctx.call
+        call.take_back(ctx)
+        gradients = call.go_on_backward()
+        if not ctx.needs_input_grad[0]:
+            call.end_backward()
+            call.drop()
+        return nothing, None, *gradients
+
+
+class _Leave(torch.autograd.Function):
+    """Waits for what the experts have sent; in the backward, sends gradients to them."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: torch.Tensor, call: Call) -> torch.Tensor:
+        ctx.call = call
+        return call.end_forward()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_RM: torch.Tensor) -> _Gradients:
+        ctx.call.begin_backward(dy_RM)
+        return dy_RM.new_empty(0), None
+
+
+class Call:
+    """One call, which may wait for its backward while other calls run.
+
+    Args:
+        pipeline: that runs it.
+        layout: how its rows lie.
+        experts: the call of the experts.
+        hook: the layer's hook.
+        half: the part of the batch that it is for; ``None``: all, and nothing pauses.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        layout: Layout,
+        experts: ExpertCall | RowCall,
+        hook: Hook | None,
+        half: Half | None = None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._layout = layout
+        self.experts = experts
+        self._hook = hook
+        self._pauses = half is not None
+        # Gradients of dense layers behind this one are those of the whole batch only when the last part has been there.
+        self._window = pipeline.window if half is None or half.is_last_in_backward else None
+        self._phase: Phase | None = None
+        self._run: Run | None = None
+        self._num_tasks = 0
+        self._held: list[torch.Tensor] = []
+
+    def forward(self, x_RM: torch.Tensor) -> torch.Tensor:
+        """Run the forward on the rows and return as many."""
+        self.begin_forward(x_RM)
+        return self.end_forward()
+
+    def begin_forward(self, x_RM: torch.Tensor) -> None:
+        """Send the rows to the experts, if the call pauses."""
+        phase = self._begin_phase("forward", x_RM.detach())
+        self._begin(phase, self._pipeline.forward, (), {EXPERT: phase.compute(self.experts.forward)})
+
+    def go_on_forward(self) -> None:
+        """Compute, and send results back."""
+        assert self._run is not None
+        self._run.go(self._num_tasks)
+
+    def end_forward(self) -> torch.Tensor:
+        """Return as many rows as there were, when all is done."""
+        return self._end().result()
+
+    def take_back(self, ctx: Any) -> None:
+        """Give the experts what they saved, ahead of the backward."""
+        # Read before anything runs: under checkpointing this is where the forward is run again.
+        self.experts.restore(ctx.saved_tensors)
+        # Each goes when it has been used. On streams it has only been issued by then what uses them, and the memory of
+        # rows that came over a link would be handed to the next chunk that comes: these stay until the streams are
+        # joined, as they would if they had been received into memory made whole beforehand.
+        self._held = self.experts.rows() if self._pipeline.lanes.runs_behind else []
+        # Unless the graph is to be kept, autograd need not hold them longer: each goes when it has been used. Nothing
+        # but memory depends on it, and a torch that cannot do it yet goes without.
+        getattr(ctx, "maybe_clear_saved_tensors", lambda: None)()
+
+    def begin_backward(self, dy_RM: torch.Tensor) -> None:
+        """Send the gradients of results to the experts, if the call pauses."""
+        phase = self._begin_phase("backward", dy_RM)
+        window = self._window
+        parcels = () if window is None else window.open(self._pipeline.label)
+
+        def expert_dw(task: Task) -> None:
+            self.experts.backward_dw(*phase.place(task.chunk))
+
+        bodies = {
+            EXPERT: phase.compute(self.experts.backward),
+            EXPERT_DX: phase.compute(self.experts.backward_dx),
+            EXPERT_DW: expert_dw,
+        }
+        for kind in GRADIENT_TASKS if parcels else ():
+            bodies[kind] = lambda task: window.send(parcels[task.chunk], task.kind)
+        slices = tuple(map(window.tasks, parcels)) if parcels else ()
+        self._begin(phase, self._pipeline.backward, slices, bodies)
+
+    def go_on_backward(self) -> _Gradients:
+        """Compute, send gradients of rows back, and return those of the experts' parameters."""
+        assert self._run is not None
+        self._run.go(self._num_tasks)
+        return self.experts.gradients()
+
+    def end_backward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gradient of the rows and those of choices' weights, when all is done."""
+        phase = self._end()
+        if self._window is not None:
+            self._window.close()
+        return phase.result(), phase.weight_gradients()
+
+    def drop(self) -> None:
+        """Forget what the backward used."""
+        self._held = []
+        self.experts.release()
+
+    def _begin_phase(self, direction: Direction, rows_RM: torch.Tensor) -> Phase:
+        chunks = self._layout.chunks(self._pipeline.collectives, direction, rows_RM)
+        return Phase(chunks, self._hook, direction, self._pipeline.lanes.runs_behind)
+
+    def _begin(
+        self, phase: Phase, plan: PhasePlan, slices: tuple[tuple[str, ...], ...], compute: Mapping[str, Body]
+    ) -> None:
+        pipeline = self._pipeline
+        schedule, pause = plan.paused(slices) if self._pauses else (plan.sending(slices), 0)
+        self._phase, self._num_tasks = phase, len(schedule.tasks)
+        self._run = phase.begin(pipeline.lanes, schedule, compute, pipeline.label, pipeline.observer)
+        if self._pauses:
+            self._run.go(pause)
+
+    def _end(self) -> Phase:
+        phase, run = self._phase, self._run
+        assert phase is not None
+        assert run is not None
+        self._phase = self._run = None
+        run.finish()
+        return phase

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the calls of one half of a batch, one after another, in a stack of their own that can be left and entered again.
+
+A call of a layer pauses deep inside of a block, in code that knows nothing of it. Both halves are run by one thread, so
+they share what torch keeps per thread: modes, streams, and the numbers by which a backward knows what is younger. What
+Python keeps in context variables each half has to itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+from ds_fsmoe.execution.pauses import Half
+
+Call = Callable[[Any], Any]
+"""Maps what the call before returned to what the next one gets."""
+
+
+class Fiber:
+    """The calls of one half.
+
+    Args:
+        value: what the first call gets.
+        is_last_in_backward: see :class:`~ds_fsmoe.execution.pauses.Half`.
+        begin: called first of all, inside of the half's own context.
+    """
+
+    def __init__(self, value: Any, is_last_in_backward: bool, begin: Callable[[], None]) -> None:
+        self.value = value
+        """What the last call returned."""
+        self.is_paused = False
+        """Whether a call has paused."""
+        self._calls: deque[Call] = deque()
+        self._half = Half(self._pause, is_last_in_backward)
+        self._begin = begin
+        self._stack = greenlet(self._run)
+        self._stack.gr_context = copy_context()
+
+    def add(self, call: Call) -> None:
+        """Let this be called after all that have been added before."""
+        self._calls.append(call)
+
+    def resume(self) -> None:
+        """Go on until a call pauses, or all have returned.
+
+        Raises:
+            BaseException: what a call has raised; there is nothing to go on with then.
+        """
+        self._stack.parent = getcurrent()
+        self._stack.switch()
+
+    def close(self) -> None:
+        """Leave the calls that have not returned, as if they had raised an error, and forget the rest."""
+        self._calls.clear()
+        if self._stack:
+            self._stack.throw()
+
+    def _run(self) -> None:
+        self._begin()
+        with self._half.running():
+            while True:
+                while self._calls:
+                    self.value = self._calls.popleft()(self.value)
+                self._stack.parent.switch()
+
+    def _pause(self) -> None:
+        self.is_paused = True
+        try:
+            self._stack.parent.switch()
+        finally:
+            self.is_paused = False

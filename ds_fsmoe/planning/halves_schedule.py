@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of a model whose micro-batch is run in two halves that take turns, over all its layers.
+
+In the order of each phase, layer by layer: what lies between two layers, of the first half, and what brings its tokens
+to the experts; the same of the second half; the rest of the first half's MoE part; the rest of the second's. So a half
+goes straight on from one layer to the next. In the backward the halves change names, as what came last goes first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ds_fsmoe.planning.block import BlockPlan, MoEPart, Passed, Slice, add_after, add_block, add_work
+from ds_fsmoe.planning.halves import NUM_HALVES
+from ds_fsmoe.planning.schedule import ATTENTION, SOFTMAX, Draft, Lane, Schedule
+from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How two halves take turns. The default is what is run: halves of the batch; the others are simulated only."""
+
+    first_share: Mapping[str, float] = field(default_factory=dict)
+    """Kind of what lies between layers -> the share that the half has that is first in the forward, 1/2 if it is not
+    there."""
+    is_carried: bool = True
+    """Whether a half goes straight on from one layer to the next; else both are waited for at every layer's end."""
+    late_in_next: bool = False
+    """Whether weight gradients that are put off come in the next layer, when tokens are on their way there."""
+
+    def share(self, work: Work, backward: bool, half: int) -> float:
+        """Return the part of an operation between layers that a half has, counted in the order of the phase."""
+        share = self.first_share.get(work.kind, 0.5)
+        return share if bool(half) == backward else 1.0 - share
+
+
+BY_BATCH = Turns()
+
+
+def by_sequence(layers: Sequence[Layer], of_half: Sequence[Layer]) -> Turns:
+    """Return the turns of halves of a sequence, of which the first has less of causal attention.
+
+    Args:
+        layers: the layers.
+        of_half: the same layers for samples of half the length.
+    """
+
+    def total(kind: str, of: Sequence[Layer]) -> float:
+        return sum(each.size for layer in of for each in layer.forward.before if each.kind == kind)
+
+    totals = {kind: (total(kind, of_half), total(kind, layers)) for kind in (ATTENTION, SOFTMAX)}
+    return Turns({kind: half / whole for kind, (half, whole) in totals.items() if whole})
+
+
+def half_moe(moe: MoEWork) -> MoEWork:
+    """Return what one half has of a MoE part; of slots, half of them rounded up."""
+    capacity = None if moe.capacity is None else max(1, math.ceil(moe.capacity / NUM_HALVES))
+    share = 1 / NUM_HALVES if capacity is None or not moe.capacity else capacity / moe.capacity
+
+    def of(works: Sequence[Work]) -> tuple[Work, ...]:
+        return tuple(replace(each, size=each.size * share) for each in works)
+
+    def of_one(work: Work | None) -> Work | None:
+        return None if work is None else replace(work, size=work.size * share)
+
+    (expert,), split = of((moe.expert,)), (of_one(moe.expert_dx), of_one(moe.expert_dw))
+    return MoEWork(of(moe.enter), of(moe.gather), expert, of(moe.reduce), of(moe.leave), *split, capacity)
+
+
+def half_layer(layer: Layer) -> Layer:
+    """Return the MoE part of one half of a layer, without gradients."""
+    forward, backward = (BlockWork((), half_moe(each.moe), ()) for each in (layer.forward, layer.backward))
+    return replace(layer, forward=forward, backward=backward, gradients=())
+
+
+def halves_schedule(
+    layers: Sequence[Layer],
+    plans: Sequence[BlockPlan],
+    phase: Literal["forward", "backward"],
+    tail: Sequence[Slice] = (),
+    forward_plans: Sequence[BlockPlan] = (),
+    turns: Turns = BY_BATCH,
+) -> Schedule:
+    """Return the schedule of all layers, in the order in which the phase runs them.
+
+    A layer that recomputes is run whole, when both halves have come to it. Collectives between layers are those of the
+    user's model, which wait on the computing lane.
+
+    Args:
+        layers: in the order of the phase: the backward begins with the last.
+        plans: one per layer, each of one half; gradients travel in the run of the second one.
+        phase: the phase.
+        tail: gradient slices that are sent after all layers.
+        forward_plans: one per layer, in the same order; needed if layers recompute.
+        turns: how halves take turns.
+    """
+    writer = _Writer(phase, turns)
+    for index, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
+        if layer.recompute:
+            writer.add_whole(index, layer, plan, forward_plans[index] if phase == "backward" else None)
+        else:
+            writer.add(index, getattr(layer, phase), plan)
+    return writer.finish(tail, len(layers))
+
+
+@dataclass
+class _Behind:
+    """What follows the MoE part of a layer, which goes with the next layer."""
+
+    layer: int
+    works: tuple[Work, ...]
+    plan: BlockPlan
+    done: list[int] = field(default_factory=list)
+
+
+class _Writer:
+    def __init__(self, phase: str, turns: Turns) -> None:
+        self._backward, self._turns = phase == "backward", turns
+        self._draft, self._passed = Draft(), Passed()
+        self._last: list[tuple[int, ...]] = [()] * NUM_HALVES
+        self._behind: _Behind | None = None
+        self._owing: tuple[int, list[MoEPart]] | None = None
+
+    def add(self, index: int, work: BlockWork, plan: BlockPlan) -> None:
+        """Append a layer in halves."""
+        moe, parts = half_moe(work.moe), []
+        for half in range(NUM_HALVES):
+            self._go_on(half)
+            for each in self._halved(work.before, half):
+                self._last[half] = (add_work(self._draft, each, index, self._last[half], half),)
+            of_half = plan if half else replace(plan, moe_slices=(), dense_slices=())
+            part = MoEPart(self._draft, moe, of_half, index, self._last[half], half * plan.degree)
+            part.enter()
+            parts.append(part)
+        self._pay()
+        for half, part in enumerate(parts):
+            self._last[half] = part.rest(self._passed)
+            if not self._turns.late_in_next:
+                part.late()
+        self._owing = index, parts
+        if not self._turns.late_in_next:
+            self._pay()
+        if self._turns.is_carried:
+            self._behind = _Behind(index, work.after, plan)
+        else:
+            waits_for = [task for part in parts if plan.late_dw for task in part.weights_done]
+            last = add_after(self._draft, work.after, plan, index, (*self._joined(), *waits_for), self._passed)
+            self._passed.layer[index] = last
+            self._last = [last] * NUM_HALVES
+
+    def add_whole(self, index: int, layer: Layer, plan: BlockPlan, forward_plan: BlockPlan | None) -> None:
+        """Append a layer that is not run in halves, in the backward with its forward, which runs again."""
+        self._catch_up()
+        last = self._joined()
+        if forward_plan is not None:
+            last = add_block(self._draft, layer.forward, forward_plan, index, last, Passed())
+        work = layer.backward if self._backward else layer.forward
+        self._last = [add_block(self._draft, work, plan, index, last, self._passed)] * NUM_HALVES
+
+    def finish(self, tail: Sequence[Slice], layer: int) -> Schedule:
+        """Append what is left, and return the schedule."""
+        self._catch_up()
+        last = self._joined()
+        for index, each in enumerate(tail):
+            self._draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=last, layer=layer)
+        return self._draft.finish()
+
+    def _catch_up(self) -> None:
+        for half in range(NUM_HALVES):
+            self._go_on(half)
+        self._pay()
+
+    def _go_on(self, half: int) -> None:
+        """Append what a half has to do behind the layer before; the second one's has its gradients beside it."""
+        behind = self._behind
+        if behind is None:
+            return
+        plan = behind.plan if half else replace(behind.plan, moe_slices=(), dense_slices=())
+        works, last = self._halved(behind.works, half), self._last[half]
+        self._last[half] = add_after(self._draft, works, plan, behind.layer, last, self._passed, half)
+        behind.done += self._last[half]
+        if half:
+            self._passed.layer[behind.layer] = tuple(dict.fromkeys(behind.done))
+            self._behind = None
+
+    def _pay(self) -> None:
+        """Append weight gradients that were put off, if there are any, and note that those of the layer exist."""
+        if self._owing is not None:
+            layer, parts = self._owing
+            for part in parts:
+                part.late()
+            self._passed.experts[layer] = tuple(task for part in parts for task in part.weights_done)
+            self._owing = None
+
+    def _joined(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(task for last in self._last for task in last))
+
+    def _halved(self, works: Sequence[Work], half: int) -> tuple[Work, ...]:
+        return tuple(
+            replace(
+                each,
+                size=each.size * self._turns.share(each, self._backward, half),
+                lanes=each.lanes if Lane.COMPUTE in each.lanes else (*each.lanes, Lane.COMPUTE),
+            )
+            for each in works
+        )

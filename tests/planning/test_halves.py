@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two halves of a micro-batch that take turns: in which order their tasks are, and how long a step takes so."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
+from ds_fsmoe.planning.bounds import busiest_ms
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.halves import ENTERING, entering_first
+from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns, by_sequence, half_layer, half_moe, halves_schedule
+from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.planning.schedule import (
+    A2A_IN,
+    A2A_OUT,
+    ATTENTION,
+    EXPERT,
+    EXPERT_DW,
+    EXPERT_DX,
+    EXPERT_GRAD,
+    GRAD,
+    GRAD_GATHER,
+    GRAD_SCATTER,
+    GRADIENT_TASKS,
+    HOLD,
+    MP_GATHER,
+    RESTORE,
+    SOFTMAX,
+    Lane,
+    Schedule,
+)
+from ds_fsmoe.planning.timeline import Contention, simulate
+from ds_fsmoe.planning.workload import ALLTOALLS, BlockWork, Gradient, Layer, MoEWork, Shape, Work, layer_work
+from tests.planning.layers import KINDS, LAYOUTS, SHAPE, layer_of, random_costs
+
+BETWEEN, AT = (Lane.INTER,), (Lane.COMPUTE,)
+SENT = Gradient(GRAD, BETWEEN, 30)
+OF_EXPERTS = Gradient(EXPERT_GRAD, BETWEEN, 50)
+
+
+def small(recompute: bool = False) -> Layer:
+    """A layer of one operation of each kind, of which a half has a whole number."""
+    enter, expert, leave = Work(A2A_IN, BETWEEN, 40), Work(EXPERT, AT, 60), Work(A2A_OUT, BETWEEN, 40)
+    split = replace(expert, kind=EXPERT_DX, size=60), replace(expert, kind=EXPERT_DW, size=60)
+    attention, restore = Work(ATTENTION, AT, 20), Work(RESTORE, AT, 8)
+    forward = BlockWork((attention,), MoEWork((enter,), (), expert, (), (leave,)), (restore,))
+    moe = MoEWork((enter,), (), replace(expert, size=120), (), (leave,), *split)
+    return Layer(forward, BlockWork((restore,), moe, (attention,)), (SENT, OF_EXPERTS), recompute)
+
+
+def names(schedule: Schedule) -> list[tuple[str, int, int]]:
+    return [(task.kind, task.layer, task.chunk) for task in schedule.tasks]
+
+
+def test_halves_enter_one_after_the_other_and_then_finish_one_after_the_other() -> None:
+    found = halves_schedule([small()] * 2, [BlockPlan(1, "paper"), BlockPlan(2, "paper")], "forward")
+    assert names(found) == [
+        *((ATTENTION, 0, 0), (A2A_IN, 0, 0), (ATTENTION, 0, 1), (A2A_IN, 0, 1)),
+        *((EXPERT, 0, 0), (A2A_OUT, 0, 0), (EXPERT, 0, 1), (A2A_OUT, 0, 1)),
+        *((RESTORE, 0, 0), (ATTENTION, 1, 0), (A2A_IN, 1, 0), (A2A_IN, 1, 1)),
+        *((RESTORE, 0, 1), (ATTENTION, 1, 1), (A2A_IN, 1, 2), (A2A_IN, 1, 3)),
+        *((EXPERT, 1, 0), (EXPERT, 1, 1), (A2A_OUT, 1, 0), (A2A_OUT, 1, 1)),
+        *((EXPERT, 1, 2), (EXPERT, 1, 3), (A2A_OUT, 1, 2), (A2A_OUT, 1, 3)),
+        *((RESTORE, 1, 0), (RESTORE, 1, 1)),
+    ]
+    # Neither half waits for the other's results.
+    half_of = [
+        int(task.chunk >= (2 if task.kind in (A2A_IN, EXPERT, A2A_OUT) and task.layer else 1)) for task in found.tasks
+    ]
+    for task, half in zip(found.tasks, half_of, strict=True):
+        assert {half_of[each] for each in task.after} <= {half}
+
+
+def test_gradients_travel_in_the_half_that_is_second_in_the_backward() -> None:
+    old = Slice(GRAD, BETWEEN, 5.0), Slice(EXPERT_GRAD, BETWEEN, 7.0)
+    first = BlockPlan(1, "paper", 1, old[:1], old[1:])
+    young = Slice(GRAD, BETWEEN, 30.0, newest_layer=0), Slice(EXPERT_GRAD, BETWEEN, 50.0, newest_layer=0)
+    second = BlockPlan(1, "paper", 0, young)
+    tail = (Slice(GRAD, BETWEEN, 9.0),)
+    found = halves_schedule([small()] * 2, [first, second], "backward", tail)
+    assert names(found) == [
+        *((RESTORE, 0, 0), (A2A_IN, 0, 0), (RESTORE, 0, 1), (A2A_IN, 0, 1)),
+        *((EXPERT_DX, 0, 0), (A2A_OUT, 0, 0), (EXPERT_DW, 0, 0)),
+        *((GRAD, 0, 0), (EXPERT_DX, 0, 1), (A2A_OUT, 0, 1), (EXPERT_DW, 0, 1)),
+        *((ATTENTION, 0, 0), (RESTORE, 1, 0), (A2A_IN, 1, 0)),
+        *((EXPERT_GRAD, 0, 1), (ATTENTION, 0, 1), (RESTORE, 1, 1), (A2A_IN, 1, 1)),
+        *((EXPERT, 1, 0), (A2A_OUT, 1, 0)),
+        *((GRAD, 1, 0), (EXPERT_GRAD, 1, 1), (EXPERT, 1, 1), (A2A_OUT, 1, 1)),
+        *((ATTENTION, 1, 0), (ATTENTION, 1, 1), (GRAD, 2, 0)),
+    ]
+    # A layer's gradients are there when both halves have added to them.
+    at = {name: index for index, name in enumerate(names(found))}
+    needs = {name: set(found.tasks[at[name]].after) for name in ((GRAD, 1, 0), (EXPERT_GRAD, 1, 1))}
+    assert needs[GRAD, 1, 0] == {at[ATTENTION, 0, 0], at[ATTENTION, 0, 1]}
+    assert needs[EXPERT_GRAD, 1, 1] == {at[EXPERT_DW, 0, 0], at[EXPERT_DW, 0, 1]}
+
+
+def slices_of(groups: Groups, in_levels: bool) -> tuple[Slice, ...]:
+    inside = (GRAD_SCATTER, GRAD_GATHER) if in_levels else ()
+    return (Slice(GRAD, groups.placements["dp"].lanes[:1] or BETWEEN, 5.0, inside=inside),)
+
+
+PHASES = st.tuples(
+    st.sampled_from(sorted(LAYOUTS)),
+    st.sampled_from(ALLTOALLS),
+    st.integers(1, 5),
+    st.sampled_from(("shared", "paper", "reduce_first")),
+    st.integers(0, 5),
+    st.booleans(),
+    st.sampled_from((None, False, True)),
+)
+
+
+@given(PHASES)
+def test_what_enters_first_keeps_what_each_task_needs(drawn) -> None:
+    layout, alltoall, degree, links, late, backward, in_levels = drawn
+    groups, _ = LAYOUTS[layout]
+    if links == "reduce_first" and degree > 1:
+        links = "paper"
+    plan = BlockPlan(degree, links, min(late, degree) if backward else 0)
+    is_alone = groups.placements["dp"].size == 1
+    slices = () if in_levels is None or is_alone else ((GRAD_SCATTER, GRAD, GRAD_GATHER) if in_levels else (GRAD,),)
+    phase = PhasePlan(plan, groups, backward, alltoall, in_halves=True)
+    before, (after, pause) = phase.sending(slices), phase.paused(slices)
+    assert phase.paused(slices)[0] is after
+    # The same tasks; those that bring tokens, and no others, are ahead of the pause.
+    assert Counter((task.kind, task.lane, task.chunk) for task in after.tasks) == Counter(
+        (task.kind, task.lane, task.chunk) for task in before.tasks
+    )
+    ahead, behind = after.tasks[:pause], after.tasks[pause:]
+    assert {task.kind for task in ahead} <= {*ENTERING, HOLD}
+    assert not {task.kind for task in behind} & ENTERING
+    # Whoever waited for a result still does. Only what is issued later to a lane that is held is waited for no more.
+    for kept in (HOLD, *KINDS):
+        of_kind = [[task for task in each.tasks if task.kind == kept] for each in (before, after)]
+        for old, new in zip(*of_kind, strict=True):
+            wanted, found = (
+                {(of.tasks[each].kind, of.tasks[each].chunk, of.tasks[each].lane) for each in task.after}
+                for of, task in ((before, old), (after, new))
+            )
+            missing = wanted - found
+            assert found <= wanted
+            assert all(kind in GRADIENT_TASKS for kind, *_ in missing)
+            assert not missing or kept in ENTERING
+
+
+@given(PHASES)
+def test_the_list_of_a_model_has_each_halfs_tasks_in_the_order_in_which_they_are_run(drawn) -> None:
+    layout, alltoall, degree, links, late, backward, in_levels = drawn
+    if links == "reduce_first":
+        links = "paper"
+    groups, _ = LAYOUTS[layout]
+    layer = layer_work(SHAPE, groups, alltoall, whole_slots=True)
+    work = layer.backward if backward else layer.forward
+    slices = () if in_levels is None or not backward else slices_of(groups, in_levels)
+    plan = BlockPlan(degree, links, min(late, degree) if backward else 0, slices)
+    found = halves_schedule([layer], [plan], "backward" if backward else "forward")
+    of_moe = [
+        task
+        for task in found.tasks
+        if task.kind in {each.kind for each in (*work.moe.collectives, *work.moe.computations)}
+    ]
+    half = half_moe(work.moe)
+    for number in range(2):
+        alone = replace(plan, moe_slices=slices if number else ())
+        wanted, pause = entering_first(block_schedule(BlockWork((), half, ()), alone))
+        mine = [each for each in of_moe if number * degree <= each.chunk < (number + 1) * degree]
+        kinds = {each.kind for each in of_moe}
+        assert [(each.kind, each.lane, each.chunk - number * degree, each.size) for each in mine] == [
+            (each.kind, each.lane, each.chunk, each.size) for each in wanted.tasks if each.kind in kinds
+        ]
+        assert all(each.kind in ENTERING for each in mine[: sum(task.kind in kinds for task in wanted.tasks[:pause])])
+
+
+def model(layer: Layer, degree: int, late: int, num_layers: int, in_halves: bool, turns: Turns = BY_BATCH) -> ModelPlan:
+    grads = [Slice(each.kind, each.lanes, each.size_bytes, newest_layer=0) for each in layer.gradients]
+    backward = [BlockPlan(degree, "paper", late)] * num_layers
+    if num_layers > 1:
+        backward[1] = replace(backward[1], moe_slices=tuple(grads))
+    plans = (BlockPlan(degree, "paper"),) * num_layers, tuple(backward)
+    return ModelPlan((layer,) * num_layers, *plans, (), (), (), in_halves=in_halves, turns=turns)
+
+
+CASES = list(itertools.product(sorted(LAYOUTS), (1, 2), (0, 1), (1, 3)))
+
+
+@pytest.mark.parametrize(("layout", "degree", "late", "num_layers"), CASES)
+def test_halves_do_the_work_of_the_whole_and_take_no_less_than_a_lane_or_a_chain(
+    layout, degree, late, num_layers
+) -> None:
+    rng = random.Random(f"{layout}{degree}{late}{num_layers}")
+    layer, costs = layer_of(layout), random_costs(rng)
+    for turns in (Turns(), Turns(is_carried=False), Turns({ATTENTION: 0.3, SOFTMAX: 0.25})):
+        plans = [model(layer, degree, late, num_layers, each, turns) for each in (False, True)]
+        for whole, halves in zip(*(each.schedules() for each in plans), strict=True):
+            assert sizes(halves) == pytest.approx(sizes(whole))
+            contention = Contention(0.3, 0.1, 0.1) if rng.random() < 0.5 else Contention()
+            line = simulate(halves, costs, contention)
+            alone = simulate(halves, costs)
+            for lane in Lane:
+                assert line.makespan_ms >= alone.busy_ms(lane) * (1 - 1e-9)
+            assert line.makespan_ms >= longest_chain_ms(halves, costs) * (1 - 1e-9)
+        bounds_ms = busiest_ms(plans[1].layers, costs)
+        for bound_ms, line in zip(bounds_ms, plans[1].timelines(costs), strict=True):
+            assert line.makespan_ms >= (bound_ms - 1e-9) * (0.0 if num_layers == 1 else 1.0)
+
+
+def sizes(schedule: Schedule) -> dict[str, float]:
+    """Kind -> how much of it there is."""
+    found: dict[str, float] = {}
+    for task in schedule.tasks:
+        found[task.kind] = found.get(task.kind, 0.0) + task.size
+    found.pop(HOLD, None)
+    return found
+
+
+def longest_chain_ms(schedule: Schedule, costs: dict[str, LinearCost]) -> float:
+    ends_ms: list[float] = []
+    for task in schedule.tasks:
+        start_ms = max((ends_ms[each] for each in task.after), default=0.0)
+        ends_ms.append(start_ms + costs[task.kind].ms(task.size, task.launches))
+    return max(ends_ms)
+
+
+def test_a_half_of_slots_is_rounded_up_and_rows_are_halved() -> None:
+    slots = replace(small().forward.moe, capacity=5)
+    assert half_moe(slots).capacity == 3
+    assert half_moe(slots).enter[0].size == pytest.approx(40 * 3 / 5)
+    assert half_moe(replace(slots, capacity=1)) == replace(slots, capacity=1)
+    assert half_moe(replace(slots, capacity=None)).expert.size == 30
+    assert half_layer(small()).gradients == ()
+
+
+def test_attention_that_hides_all_traffic_makes_a_step_of_computation() -> None:
+    costs = dict.fromkeys(KINDS, LinearCost(0.0, 1.0))
+    layer = small()
+    of_attention = [replace(each, size=200) for each in (*layer.forward.before, *layer.backward.after)]
+    layer = replace(
+        layer,
+        forward=replace(layer.forward, before=tuple(of_attention[:1])),
+        backward=replace(layer.backward, after=tuple(of_attention[1:])),
+        gradients=(),
+    )
+    whole, halves = (model(layer, 1, 0, 20, each).timelines(costs) for each in (False, True))
+    for of_whole, of_halves, bound_ms in zip(whole, halves, busiest_ms((layer,) * 20, costs), strict=True):
+        assert bound_ms == of_halves.busy_ms(Lane.COMPUTE)
+        # What cannot be hidden is at the first layer's and the last one's end.
+        assert of_halves.makespan_ms <= bound_ms + 60
+        assert of_whole.makespan_ms == pytest.approx(bound_ms + 20 * 80)
+
+
+def test_what_lies_between_layers_holds_the_computing_lane() -> None:
+    layer = layer_of("the paper's")
+    found = halves_schedule([layer], [BlockPlan()], "forward")
+    gathers = [index for index, task in enumerate(found.tasks) if task.kind == MP_GATHER]
+    assert [found.tasks[each].lane for each in gathers] == [Lane.INTRA] * 2
+    for index in gathers:
+        hold = found.tasks[index + 1]
+        assert (hold.kind, hold.lane, hold.after) == (HOLD, Lane.COMPUTE, (index,))
+
+
+def test_a_layer_that_recomputes_is_run_whole_when_both_halves_have_come_to_it() -> None:
+    layers = [small(), small(recompute=True), small()]
+    plans = [BlockPlan(1, "paper")] * 3
+    plan = ModelPlan(tuple(layers), tuple(plans), tuple(plans), (), (), (), in_halves=True)
+    assert [plan.is_halved(index) for index in range(3)] == [True, False, True]
+    assert not any(replace(plan, in_halves=False).is_halved(index) for index in range(3))
+    for schedule, experts in zip(plan.schedules(), (1, 2), strict=True):
+        of_layer = [task for task in schedule.tasks if task.layer == 1 and task.kind == EXPERT]
+        assert [task.chunk for task in of_layer] == [0] * experts
+        assert of_layer[-1].size == (60 if experts == 1 else 120)
+        entered = next(task for task in schedule.tasks if task.layer == 1)
+        assert len(entered.after) == 2
+    assert sizes(plan.schedules()[0]) == sizes(replace(plan, in_halves=False).schedules()[0])
+
+
+def test_the_first_half_of_a_sequence_has_less_of_causal_attention_and_goes_second_in_the_backward() -> None:
+    groups = Groups(4, 2, ep=4)
+    shape = Shape(B=1, L=512, M=64, H=32, E=4, heads=4)
+    layers, of_half = ([layer_work(each, groups)] for each in (shape, replace(shape, L=256)))
+    turns = by_sequence(layers, of_half)
+    assert turns.first_share[SOFTMAX] == 0.25
+    assert 0.25 < turns.first_share[ATTENTION] < 0.5
+    for phase, is_second in (("forward", True), ("backward", False)):
+        found = halves_schedule(layers, [BlockPlan()], phase, turns=turns)
+        first, second = (task.size for task in found.tasks if task.kind == SOFTMAX)
+        assert (second == 3 * first) if is_second else (first == 3 * second)
+
+
+def test_weight_gradients_may_come_in_the_next_layer() -> None:
+    layer = replace(small(), gradients=())
+    found = halves_schedule([layer] * 2, [BlockPlan(1, "paper", 1)] * 2, "backward", turns=Turns(late_in_next=True))
+    order = names(found)
+    assert order.index((A2A_IN, 1, 1)) < order.index((EXPERT_DW, 0, 0)) < order.index((EXPERT_DX, 1, 0))
+    assert order[-2:] == [(EXPERT_DW, 1, 0), (EXPERT_DW, 1, 1)]

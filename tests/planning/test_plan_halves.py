@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a plan in halves is chosen, how it is searched for, and what stays beside it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ds_fsmoe import cli
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.bounds import busiest_ms
+from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.gradients import Mode
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.halves_schedule import half_layer, half_moe
+from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.plan import Planner, Settings
+from ds_fsmoe.planning.plan_halves import halves_orders, plan_in_halves
+from ds_fsmoe.planning.schedule import GRAD, REST, Lane
+from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
+from ds_fsmoe.planning.step_time import predict_step
+from ds_fsmoe.planning.timeline import IDEAL, Contention
+from ds_fsmoe.planning.workload import Gradient, Layer, Work, layer_work
+from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
+from tests.planning.measured_layers import Machine, made_up
+from tests.planning.measured_layers import layer_of as measured_layer
+
+PLAIN = Machine()
+
+
+def with_rest(layer: Layer, forward_ms: float, backward_ms: float) -> Layer:
+    """The layer with so much of the rest of a model beside it, as it is measured."""
+    rest = [(Work(REST, (Lane.COMPUTE,), each),) for each in (forward_ms, backward_ms)]
+    forward, backward = replace(layer.forward, before=rest[0]), replace(layer.backward, after=rest[1])
+    return replace(layer, forward=forward, backward=backward)
+
+
+def search_of(
+    *options: dict[str, Layer],
+    machine: Machine = PLAIN,
+    space: SearchSpace | None = None,
+    can_split: bool = True,
+    uncut: bool = False,
+    mode: Mode = "adaptive",
+) -> Search:
+    planner = machine.planner()
+    space = space or planner.settings.space("best")
+    return Search(planner, options, space, mode, "reduce_first", [uncut] * len(options), can_split)
+
+
+def busy(sent_ms: float = 6.0, **more) -> list[dict[str, Layer]]:
+    """Six layers between which the rest takes about as long as tokens are on their way."""
+    wholes = {"experts_forward": 1.0, "experts_backward": 2.0, "experts_dX": 1.0, "experts_dW": 1.0}
+    layer = with_rest(measured_layer(made_up(**{"all-to-all": sent_ms}, **wholes, **more)), 10.0, 20.0)
+    return [{"flat": layer}] * 6
+
+
+def orders_of(plan: ModelPlan, index: int = 0) -> tuple[Order, Order]:
+    forward, backward = plan.choices(index)
+    return forward.order, backward.order
+
+
+def test_a_plan_in_halves_is_taken_where_it_gains_more_than_the_margin() -> None:
+    search = search_of(*busy())
+    chosen, whole = search.fastest(), search.whole()
+    assert chosen.in_halves
+    assert not whole.in_halves
+    assert search.planner.step_ms(chosen) < (1 - MIN_GAIN) * search.planner.step_ms(whole)
+    assert not replace(search, can_split=False).fastest().in_halves
+    assert replace(search, can_split=False).in_halves() is None
+
+
+def test_with_nothing_to_hide_no_plan_in_halves_is_chosen() -> None:
+    groups = Groups(1, 4)
+    layer = layer_work(SHAPE, groups)
+    for seed in range(5):
+        planner = Planner(random_costs(random.Random(seed)), Settings())
+        search = Search(
+            planner, [{"flat": layer}] * 4, planner.settings.space("best"), "off", "paper", [False] * 4, True
+        )
+        assert not search.fastest().in_halves
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_in_halves_is_chosen_that_is_predicted_to_be_slower(seed) -> None:
+    rng = random.Random(seed)
+    layout = rng.choice(sorted(LAYOUTS))
+    contention = rng.choice((IDEAL, Contention(0.4, 0.2, 0.1)))
+    planner = Planner(random_costs(rng), Settings(contention, host_ms=rng.choice((0.0, 0.05)), max_degree=4))
+    options = [{"flat": layer_of(layout)}] * rng.randint(1, 4)
+    search = Search(planner, options, planner.settings.space("best"), "adaptive", "paper", [False] * len(options), True)
+    found = search.candidates()
+    chosen, whole = search.fastest(), search.whole()
+    assert planner.step_ms(chosen) <= planner.step_ms(whole)
+    keys = [(each.in_halves, *(orders_of(each, index) for index in range(len(options)))) for each in found]
+    assert keys[0] == (chosen.in_halves, *(orders_of(chosen, index) for index in range(len(options))))
+    assert (False, *(orders_of(whole, index) for index in range(len(options)))) in keys
+    assert len(set(keys)) == len(keys)
+    bound_ms = sum(busiest_ms(whole.layers, planner.costs))
+    assert all(planner.step_ms(each) >= bound_ms * (1 - 1e-9) for each in found)
+
+
+def test_candidates_have_the_best_in_halves_and_halves_in_one_and_two_chunks() -> None:
+    search = search_of(*busy())
+    halves = [each for each in search.candidates() if each.in_halves]
+    best = search.in_halves()
+    assert best is not None
+    assert orders_of(best) in map(orders_of, halves)
+    assert {1, 2} <= {orders_of(each)[0].degree for each in halves}
+    assert all(order.links != "reduce_first" for each in halves for order in orders_of(each))
+    assert not any(each.in_halves for each in replace(search, can_split=False).candidates())
+    serial = search_of(*busy(), machine=Machine(is_serial=True))
+    assert not any(each.in_halves for each in serial.candidates())
+
+
+def test_refinements_of_a_plan_in_halves_stay_in_halves_and_those_of_others_do_not() -> None:
+    search = search_of(*busy())
+    halves, whole = search.in_halves(degree=2), search.whole()
+    assert halves is not None
+    near = search.refinements(halves, halves, whole)
+    assert orders_of(near[0]) == orders_of(halves)
+    assert all(each.in_halves for each in near)
+    # Forwards and backwards of the other kind are not mixed with it.
+    assert all(orders_of(each)[0] == orders_of(halves)[0] for each in near)
+    assert {orders_of(each)[1].late_dw for each in near} == {0, 1, 2}
+    assert not any(each.in_halves for each in search.refinements(whole, halves, whole))
+
+
+def test_layers_that_recompute_are_never_run_in_halves() -> None:
+    options = [{"flat": replace(each["flat"], recompute=True)} for each in busy()]
+    search = search_of(*options)
+    assert search.in_halves() is None
+    assert not any(each.in_halves for each in search.candidates())
+    mixed = search_of(*options[:3], *busy()[:3]).in_halves()
+    assert mixed is not None
+    assert [mixed.is_halved(index) for index in range(6)] == [False] * 3 + [True] * 3
+    assert plan_in_halves(search.planner, [], search.space, "off") is None
+
+
+def test_another_all_to_all_is_taken_for_the_whole_model_where_the_step_gains_enough() -> None:
+    (slow, *_), (fast, *_) = busy(9.0), busy(4.0)
+    options = [{"flat": slow["flat"], "2dh": fast["flat"]}] * 5
+    found = search_of(*options).in_halves()
+    assert found is not None
+    assert set(found.alltoalls) == {"2dh"}
+    assert len(found.alltoalls_ms) == 5
+    same = search_of(*[{"flat": slow["flat"], "2dh": slow["flat"]}] * 5).in_halves()
+    assert same is not None
+    assert set(same.alltoalls) == {"flat"}
+
+
+def test_degrees_that_are_asked_for_are_those_of_a_half_and_both_are_alike_where_experts_draw_numbers() -> None:
+    planner = PLAIN.planner()
+    asked = planner.settings.space("best").with_degrees(3, 1, "reduce_first")
+    found = search_of(*busy(), space=asked).in_halves()
+    assert found is not None
+    assert [each.degree for each in orders_of(found)] == [3, 1]
+    rng = search_of(*busy(uses_rng=True)).in_halves()
+    assert rng is not None
+    assert orders_of(rng)[0].degree == orders_of(rng)[1].degree
+    uncut = search_of(*busy(), uncut=True).in_halves()
+    assert uncut is not None
+    assert {(each.degree, each.late_dw) for each in orders_of(uncut)} == {(1, 0)}
+
+
+def test_a_half_has_no_more_chunks_than_slots_and_its_orders_can_be_paused() -> None:
+    space = Settings().space("best")
+    moe = half_moe(replace(layer_of("no sharding").backward.moe, capacity=5))
+    ways = halves_orders(space, moe, True)
+    assert max(each.degree for each in ways) == 3
+    assert ways[0] == Order(1, "paper", 0)
+    assert {each.links for each in ways} == {"shared", "paper"}
+    assert any(each.late_dw for each in ways)
+
+
+def test_what_is_printed_of_a_plan_in_halves_is_of_one_half() -> None:
+    search = search_of(*busy())
+    found = search.in_halves()
+    assert found is not None
+    pair = search.planner.choose(half_layer(found.layers[0]), SearchSpace.fixed(*orders_of(found)))
+    assert [each.time_ms for each in found.choices(0)] == [each.time_ms for each in pair]
+    times = predict_step(search.planner, found, search.options, 30.0 * 6, 0.0)
+    assert times.bound_ms <= times.chosen_ms <= times.isolated_ms + 1e-9
+    assert times.exposed_ms == 0.0
+
+
+SMALL = ["--model", "olmoe", "--layers", "2", "--nodes", "2", "--ep", "8", "--max-degree", "2", "--halves"]
+
+
+def test_plan_shows_what_halves_give_over_best(capsys, tmp_path) -> None:
+    files = ["--json", str(tmp_path / "plan.json"), "--gantt"]
+    assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "2", *files]) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text[text.index("two halves of a micro-batch") :].splitlines()]
+    shown = {" ".join(line[:-7]) or line[0]: line for line in lines if line and line[0].startswith("best")}
+    assert len(shown) >= 1
+    assert "best, in halves" in text
+    assert "two layers, backward, best, in halves:" in text
+    assert "no whole micro-batch can beat" in text
+
+
+def test_one_sample_is_said_not_to_be_split_by_the_batch_and_layers_that_recompute_are_not(capsys) -> None:
+    assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "--samples 1 cannot be split by the batch" in text
+    assert "best, halves of the sequence" in text
+    assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "3", "--recompute"]) == 0
+    assert "layers that recompute are not run in halves" in capsys.readouterr().out
+    assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "3"]) == 0
+    assert "taken as if both halves had 1.5" in capsys.readouterr().out
+
+
+def test_gradients_are_also_tried_in_the_next_layer_and_all_of_them_are_sent() -> None:
+    layer = replace(layer_of("all-to-all between nodes only"), gradients=(Gradient(GRAD, (Lane.INTER,), 5000),))
+    planner = Planner(random_costs(random.Random(3)), Settings())
+    options = [{"flat": layer}] * 5
+    for mode in ("adaptive", "dense_only", "off"):
+        found = plan_in_halves(planner, options, planner.settings.space("best"), mode)
+        assert found is not None
+        blocks = found.backward
+        sent = [each for block in blocks for each in (*block.moe_slices, *block.dense_slices)]
+        assert sum(each.size_bytes for each in (*sent, *found.tail)) == pytest.approx(5 * 5000)
+        assert bool(sent) == (mode != "off")
+        bare = found.without_gradients()
+        assert bare.in_halves
+        assert not bare.tail
