@@ -27,6 +27,7 @@ from ds_fsmoe.layer.unchunked import Uncut
 from ds_fsmoe.observing.predicted import Predicts
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.placement.watch import PlacementWatch
+from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
 from ds_fsmoe.telemetry.paths import PathProfiler
 from ds_fsmoe.tuning.autotune import Autotune
@@ -185,7 +186,8 @@ class FSMoEState:
         clock = self.running.step_clock
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
         self.uncut.settle(self.inner_layers)
-        can_split = self.splitter is not None and self.splitter.can_split
+        # A schedule that was named is run as it is.
+        can_split = self.block.schedule == BEST and self.splitter is not None and self.splitter.can_split
         if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split):
             return
         if self.reduction is not None and self.autotune.trials is None:
@@ -193,8 +195,7 @@ class FSMoEState:
         self.plans_changed()
 
     def keeps_batches_whole(self) -> bool:
-        """Whether batches are not cut into halves for now: whole ones are measured, recorded or replayed. The same on
-        every rank."""
+        """Whether batches are measured, recorded or replayed whole for now; the same on every rank."""
         is_measuring = self.autotune is not None and self.autotune.is_measuring
         return is_measuring or self.running.records_routing or self.running.replay.is_armed
 
@@ -335,11 +336,13 @@ class FSMoEState:
         return "off" if self.why_untuned is None else f"off: {self.why_untuned}"
 
     def _describe_halves(self) -> str:
-        asked = self.block.split_batch
-        if self.splitter is None or not self.splitter.can_split:
-            why = self.why_whole or (self.splitter.why_not if self.splitter else "")
+        asked, why = self.block.split_batch, self.why_whole or (self.splitter and self.splitter.why_not)
+        if why:
             return f"{asked}: batches stay whole: {why}"
-        return f"{asked}: two halves take turns" if asked == "on" else f"{asked}: tried with plans"
+        if self.splitter.is_wanted:
+            return f"{asked}: two halves take turns"
+        is_over = self.autotune is None or self.autotune.is_settled
+        return f"{asked}: batches stay whole, which was faster" if is_over else f"{asked}: tried with plans"
 
     def describe_placement(self) -> str:
         """Describe who decides where experts are, for the log."""

@@ -169,6 +169,9 @@ class _OfCall(Observer):
             if predictor is not None:
                 self.tracer.expect(partial(predictor.timeline, schedule, plan, sizes))
             listeners.append(self.tracer.of_run(schedule, label))
-        if self.clock is not None and (recorder := self.clock.run(schedule, label, (of, plan, sizes))) is not None:
+        if (
+            self.clock is not None
+            and (recorder := self.clock.run(schedule, label, (of, plan, sizes), plan.in_halves)) is not None
+        ):
             listeners.append(recorder)
         return Together(*listeners)

@@ -51,6 +51,8 @@ class MeasuredStep:
     backward_ms: float
     """The time of all backwards together, gradients included."""
     runs: tuple[MeasuredRun, ...]
+    takes_turns: bool = False
+    """Whether runs of two halves of a batch took turns: then what is outside of them is not what is dense."""
 
     @property
     def has_both(self) -> bool:
@@ -127,6 +129,7 @@ class StepClock:
         self._is_whole = True
         self._stretches: list[_Stretch] = []
         self._runs: list[tuple[str, bool, Schedule, Recorder, Any]] = []
+        self._takes_turns = False
 
     def begin_forward(self) -> None:
         """Take note that the engine's forward begins, in training."""
@@ -158,13 +161,14 @@ class StepClock:
 
     end_backward = end_forward
 
-    def run(self, schedule: Schedule, label: str, about: Any = None) -> Recorder | None:
+    def run(self, schedule: Schedule, label: str, about: Any = None, takes_turns: bool = False) -> Recorder | None:
         """Take note that a run of a layer begins, in the calling thread and on its stream.
 
         Args:
             schedule: the schedule of the run.
             label: the label of the phase, such as "L03/backward".
             about: a value to keep with the run.
+            takes_turns: whether another run goes on while this one pauses.
 
         Returns:
             The recorder to tell of its tasks, or ``None`` where the run is not timed.
@@ -173,6 +177,7 @@ class StepClock:
             # The layer was called in a forward that was timed, so this is a backward of which nobody has told.
             self._is_whole = self._is_whole and not self._is_on
             return None
+        self._takes_turns = self._takes_turns or takes_turns
         recorder = Recorder(self.device, self._host)
         recorder.start(schedule, label)
         self._runs.append((label, self._stretches[-1].in_backward, schedule, recorder, about))
@@ -197,7 +202,7 @@ class StepClock:
         except ValueError:  # one that did not get to its end
             return None
         forward, backward = parts_ms[False], parts_ms[True]
-        step = MeasuredStep(len(forward), len(backward), sum(forward), sum(backward), runs)
+        step = MeasuredStep(len(forward), len(backward), sum(forward), sum(backward), runs, self._takes_turns)
         if step.has_both:
             self._last = step
         return step

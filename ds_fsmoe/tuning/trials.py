@@ -7,6 +7,7 @@ other in other places, or drift apart, make it wrong by more than plans differ. 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class Trials:
             own = self._clock.read()
             seen = [1.0, 0.0, 0.0, 0.0, 0.0]
             if own is not None and own.has_both:
-                dense_ms = own.dense_forward_ms + own.dense_backward_ms
+                dense_ms = math.inf if own.takes_turns else own.dense_forward_ms + own.dense_backward_ms
                 seen = [0.0, own.forward_ms + own.backward_ms, own.forward_ms, own.backward_ms, dense_ms]
             lacks, step_ms, *phases_ms, dense_ms = most_of(seen, self._clock.device, self._group)
             # A step that was not seen whole, such as one without a backward, says nothing.
@@ -117,7 +118,8 @@ class Trials:
                 self.times_ms[self._trying].append(step_ms)
                 self._of_turn[self._trying][self._turn] = step_ms
                 self._phases_ms[self._trying].append((phases_ms[0], phases_ms[1]))
-                self.least_dense_ms = min(dense_ms, self.least_dense_ms or dense_ms)
+                if dense_ms < math.inf:
+                    self.least_dense_ms = min(dense_ms, self.least_dense_ms or dense_ms)
             self._clock.stop()
             self._tried.append(self._to_try.pop(0))
         if not self._to_try:

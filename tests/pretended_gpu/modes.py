@@ -338,15 +338,15 @@ def _patch(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, operations: _Operations) -
 
 
 def _watch_runs(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
-    """The device knows when lanes are in a run, and which of its tasks is under way."""
+    """The device knows when a run goes on, and which of its tasks is under way."""
     from ds_fsmoe.execution import lanes as lanes_module
 
-    run, do = Lanes.run, lanes_module.Work.do
+    let, do = Lanes._let, lanes_module.Work.do
 
-    def watched_run(self: Lanes, *args: Any, **kwargs: Any) -> None:
+    def watched_let(self: Lanes, *args: Any, **kwargs: Any) -> None:
         before, gpu.is_in_run = gpu.is_in_run, True
         try:
-            run(self, *args, **kwargs)
+            let(self, *args, **kwargs)
         finally:
             gpu.is_in_run = before
 
@@ -357,7 +357,7 @@ def _watch_runs(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         finally:
             gpu.task = before
 
-    monkeypatch.setattr(Lanes, "run", watched_run)
+    monkeypatch.setattr(Lanes, "_let", watched_let)
     monkeypatch.setattr(lanes_module.Work, "do", watched_do)
 
 

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks are run by halves in turns: which runs when, in forward and backward, and what ends that."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fsmoe.execution.lanes import Lanes
+from ds_fsmoe.execution.pauses import half_now
+from ds_fsmoe.halves.arguments import CannotSplitError, halves_of
+from ds_fsmoe.halves.pending import Pending
+from ds_fsmoe.halves.splitter import Splitter
+from tests.lane_cases import Arithmetic, Log, device_for, in_time, lanes, random_schedule, serial_outcome
+
+FIXTURES = (lanes,)  # which pytest finds by its name here
+WIDTH = 4
+
+
+class Noted(torch.autograd.Function):
+    """Hands a tensor on, and notes when it comes by in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, events: list[str], name: str) -> torch.Tensor:
+        ctx.events, ctx.name = events, name
+        events.append(name)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.events.append(f"{ctx.name}'")
+        return dy, None, None
+
+
+class Layer(nn.Module):
+    """A layer that pauses as ours do."""
+
+    def __init__(self, in_halves: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.pipeline = SimpleNamespace(forward=SimpleNamespace(in_halves=in_halves))
+
+
+class Block(nn.Module):
+    def __init__(self, number: int, events: list[str], has_layer: bool = True) -> None:
+        super().__init__()
+        self.number, self.events = number, events
+        self.attention = nn.Linear(WIDTH, WIDTH)
+        if has_layer:
+            self.layer = Layer()
+        self.fails = False
+
+    def note(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        half = half_now()
+        who = "" if half is None else "a" if half.is_last_in_backward else "b"
+        return Noted.apply(x, self.events, f"{what}{self.number}{who}")
+
+    def forward(self, x_BLM: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x_BLM = self.note(x_BLM + torch.tanh(self.attention(x_BLM)), "attention")
+        if mask is not None:
+            x_BLM = x_BLM * mask
+        if not hasattr(self, "layer"):
+            return x_BLM
+        half = half_now()
+        y_BLM = self.note(x_BLM, "send")
+        if half is not None:
+            half.pause()
+        if self.fails and half is not None and not half.is_last_in_backward:
+            raise RuntimeError("on purpose")
+        y_BLM = self.note(self.layer.linear(y_BLM), "experts")
+        if half is not None:
+            half.pause()
+        return x_BLM + self.note(y_BLM, "back")
+
+
+class Model(nn.Module):
+    def __init__(self, events: list[str], kinds: str = "mm") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(number, events, kind == "m") for number, kind in enumerate(kinds))
+
+    def forward(self, x_BLM: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x_BLM = block(x_BLM, mask=mask)
+        return x_BLM.square().sum()
+
+
+def split(model: Model, named: tuple[str, ...] = ()) -> Splitter:
+    """The splitter of a model, of which one forward has been watched."""
+    layers = {f"blocks.{block.number}.layer": block.layer for block in model.blocks if hasattr(block, "layer")}
+    splitter = Splitter(model, layers, named, agree=lambda is_so: is_so, holds=lambda: False)
+    assert splitter.why_not == ""
+    forward(model, splitter, torch.randn(2, 3, WIDTH))
+    return splitter
+
+
+def forward(model: Model, splitter: Splitter, x: torch.Tensor, **named: Any) -> torch.Tensor:
+    splitter.begin_forward()
+    loss = model(x, **named)
+    splitter.end_forward(is_training=True)
+    return loss
+
+
+def numbers(model: Model, loss: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [loss.detach(), *(each.grad.clone() for each in model.parameters())]
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for each, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(each, other)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 5])
+@pytest.mark.parametrize("kinds", ["m", "mm", "mdmd", "dmddmm"])
+def test_halves_give_the_numbers_of_the_whole(kinds: str, batch: int) -> None:
+    model = Model([], kinds).double()
+    x, mask = torch.randn(batch, 3, WIDTH).double(), torch.rand(batch, 3, 1).double()
+    wanted = numbers(model, model(x, mask))
+    splitter = split(model.float())
+    found = numbers(model.double(), forward(model, splitter, x, mask=mask))
+    assert splitter.num_runs == 1
+    same(found, wanted)
+
+
+def test_one_half_computes_while_the_tokens_of_the_other_travel_and_goes_straight_on() -> None:
+    events: list[str] = []
+    model = Model(events)
+    splitter = split(model)
+    events.clear()
+    loss = forward(model, splitter, torch.randn(2, 3, WIDTH))
+    first = ["attention0a", "send0a", "attention0b", "send0b", "experts0a", "experts0b"]
+    second = ["back0a", "attention1a", "send1a", "back0b", "attention1b", "send1b", "experts1a", "experts1b"]
+    assert events == [*first, *second, "back1a", "back1b"]
+    events.clear()
+    loss.backward()
+    # The same backwards: gradients of the second half come first.
+    assert events == [f"{each}'" for each in reversed([*first, *second, "back1a", "back1b"])]
+
+
+def test_a_block_that_fails_for_one_half_leaves_nothing_behind() -> None:
+    model = Model([], "mmm")
+    splitter, x = split(model), torch.randn(4, 3, WIDTH)
+    wanted = numbers(model, forward(model, splitter, x))
+    model.blocks[1].fails = True
+    with pytest.raises(RuntimeError, match="on purpose"):
+        forward(model, splitter, x)
+    assert half_now() is None
+    model.blocks[1].fails = False
+    same(numbers(model, forward(model, splitter, x)), wanted)
+
+
+def test_whoever_looks_between_two_blocks_sees_the_whole_batch() -> None:
+    model = Model([], "mmm")
+    splitter, x = split(model), torch.randn(4, 3, WIDTH)
+    wanted = numbers(model, forward(model, splitter, x))
+    runs, seen = splitter.num_runs, []
+    handle = model.blocks[0].register_forward_hook(lambda module, given, result: seen.append(result))
+    same(numbers(model, forward(model, splitter, x)), wanted)
+    assert [each.shape for each in seen] == [x.shape]
+    # The second block began anew.
+    assert splitter.num_runs == runs + 2
+    handle.remove()
+    forward(model, splitter, x)
+    assert splitter.num_runs == runs + 3
+
+
+def test_evaluation_and_forwards_without_gradients_are_whole() -> None:
+    model = Model([])
+    splitter, x = split(model), torch.randn(4, 3, WIDTH)
+    with torch.no_grad():
+        forward(model, splitter, x)
+    model.eval()
+    forward(model, splitter, x)
+    assert splitter.num_runs == 0
+
+
+def test_copies_of_a_block_and_a_closed_splitter_have_the_own_forward() -> None:
+    model = Model([])
+    splitter = split(model)
+    copied = copy.deepcopy(model)
+    copied(torch.randn(4, 3, WIDTH))
+    assert splitter.num_runs == 0
+    assert all(each.forward.__self__ is each for each in copied.blocks)
+    splitter.close()
+    model(torch.randn(4, 3, WIDTH))
+    assert splitter.num_runs == 0
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_blocks_are_found_by_the_names_of_their_classes() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(0, []), Block(1, [])
+
+    model = Two()
+    layers = {"first.layer": model.first.layer, "second.layer": model.second.layer}
+    agree_and_hold = (lambda is_so: is_so), (lambda: False)
+    assert "it is in no list of modules" in Splitter(model, layers, (), *agree_and_hold).why_not
+    assert [each.path for each in Splitter(model, layers, ("Block",), *agree_and_hold).blocks] == ["first", "second"]
+    assert "a Blok" in Splitter(model, layers, ("Blok",), *agree_and_hold).why_not
+
+
+def test_arguments_are_cut_where_their_rows_are_samples() -> None:
+    rows, one, positions = torch.arange(6).view(3, 2), torch.zeros(1, 5), torch.arange(3)
+    first, second = halves_of({"x": (rows, one), "p": positions, "n": None, "f": 0.5}, 3, "all")
+    assert [each.tolist() for each in (first["x"][0], second["x"][0])] == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert first["x"][1] is second["x"][1] is one
+    # One number for each position, as many as samples by chance.
+    assert first["p"] is second["p"] is positions
+    for value in (torch.zeros(4, 2), object()):
+        with pytest.raises(CannotSplitError, match="it is not known how to cut mask"):
+            halves_of(value, 3, "mask")
+
+
+def test_a_pending_result_is_computed_once_when_it_is_looked_at() -> None:
+    calls: list[int] = []
+
+    def complete() -> torch.Tensor:
+        calls.append(1)
+        return torch.ones(2, 3)
+
+    pending = Pending(complete)
+    assert pending.is_open
+    assert calls == []
+    assert not isinstance(pending, torch.Tensor)
+    results = [pending + 1, 1 + pending, torch.add(pending, 1), pending.add(1), torch.cat([pending, pending])[:2] + 1]
+    assert all(torch.equal(each, torch.full((2, 3), 2.0)) for each in results)
+    assert pending.shape == (2, 3)
+    assert calls == [1]
+
+
+def test_runs_that_take_turns_compute_what_they_compute_alone(lanes: Lanes) -> None:
+    for seed in range(20):
+        cases = [(random_schedule(seed + 100 * number, num_tasks=17), Log()) for number in range(3)]
+        work = [Arithmetic(schedule, device_for(lanes), (0.0, 0.1)) for schedule, _ in cases]
+
+        def take_turns(cases: list = cases, work: list = work) -> None:
+            runs = [
+                lanes.begin(schedule, case.bodies, f"run {number}", log)
+                for number, ((schedule, log), case) in enumerate(zip(cases, work, strict=True))
+            ]
+            for stop in (5, 5, 11, 17):
+                for run in runs:
+                    run.go(stop)
+            for run in runs:
+                run.finish()
+
+        in_time(take_turns)
+        assert [case.outcome() for case in work] == [serial_outcome(schedule) for schedule, _ in cases]
