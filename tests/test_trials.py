@@ -29,6 +29,7 @@ class Step:
     has_both: bool = True
     dense_forward_ms: float = 0.25
     dense_backward_ms: float = 0.5
+    takes_turns: bool = False
 
 
 @dataclass
@@ -275,3 +276,13 @@ def test_the_least_time_beside_the_layers_is_kept() -> None:
     while trials.step_is_over() is None:
         pass
     assert trials.least_dense_ms == 0.75
+
+
+def test_what_lies_beside_halves_that_take_turns_is_not_what_is_dense() -> None:
+    clock = Clock([5.0], [0.0])
+    trials = Trials(["halves"], 1, clock.used.append, clock)
+    trials.step_is_over()
+    clock.read = lambda: Step(5.0, takes_turns=True)  # type: ignore[method-assign]
+    assert trials.step_is_over() == 0
+    assert trials.least_dense_ms is None
+    assert trials.num_steps == 1
