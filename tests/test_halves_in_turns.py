@@ -193,6 +193,16 @@ def test_copies_of_a_block_and_a_closed_splitter_have_the_own_forward() -> None:
     assert "forward" not in vars(model.blocks[0])
 
 
+def test_dropout_is_said_to_draw_other_masks(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model([])
+    splitter = split(model)
+    model.blocks[1].drop = nn.Dropout(0.1)
+    with caplog.at_level("WARNING", logger="ds_fsmoe"):
+        for _ in range(2):
+            forward(model, splitter, torch.randn(4, 3, WIDTH))
+    assert [each.getMessage().count("other masks") for each in caplog.records] == [1]
+
+
 def test_blocks_are_found_by_the_names_of_their_classes() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -130,7 +130,16 @@ class Splitter:
         self._collected = collected.Halves()
         self._run = HalvesRun((first, second), self._collected.begin)
         self.num_runs += 1
+        if self._drops_out():
+            self._say("blocks drop out at random, and two halves draw other masks than the whole batch would")
         return self._go_on(block, parts)
+
+    def _drops_out(self) -> bool:
+        if self.num_runs > 1:
+            return False
+        modules = [each for block in self.blocks for each in block.module.modules()]
+        shares = [getattr(each, name, 0) for each in modules for name in ("p", "attention_dropout")]
+        return any(isinstance(each, float) and each > 0 for each in shares)
 
     def _go_on(self, block: Block, parts: list) -> Any:
         run = self._run
