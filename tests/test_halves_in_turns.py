@@ -92,7 +92,7 @@ class Model(nn.Module):
 def split(model: Model, named: tuple[str, ...] = ()) -> Splitter:
     """The splitter of a model, of which one forward has been watched."""
     layers = {f"blocks.{block.number}.layer": block.layer for block in model.blocks if hasattr(block, "layer")}
-    splitter = Splitter(model, layers, named, agree=lambda is_so: is_so, holds=lambda: False)
+    splitter = Splitter(model, layers, named, agree=lambda facts: facts, holds=lambda: False)
     assert splitter.why_not == ""
     forward(model, splitter, torch.randn(2, 3, WIDTH))
     return splitter
@@ -170,6 +170,41 @@ def test_whoever_looks_between_two_blocks_sees_the_whole_batch() -> None:
     assert splitter.num_runs == runs + 3
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_ranks_agree_once_in_a_forward_however_often_halves_are_put_together(place: int) -> None:
+    """A hook on one rank alone, or a block that hands nothing on there, may not ask the others a second time."""
+    model, asked = Model([], "mmm"), []
+    splitter = split(model)
+    splitter._agree = lambda facts: asked.append(list(facts)) or facts
+    model.blocks[place].register_forward_hook(lambda module, given, result: None)
+    forward(model, splitter, torch.randn(4, 3, WIDTH))
+    assert asked == [[True]]
+    forward(model, splitter, torch.randn(1, 3, WIDTH))
+    assert asked == [[True], [False]]
+    # Nobody asks about a forward outside of the engine's.
+    model(torch.randn(4, 3, WIDTH))
+    assert len(asked) == 2
+
+
+def test_a_rank_without_a_batch_answers_the_others_and_is_watched_later() -> None:
+    model, asked = Model([]), []
+    layers = {f"blocks.{number}.layer": block.layer for number, block in enumerate(model.blocks)}
+
+    def agree(facts: list[bool]) -> list[bool]:
+        asked.append(list(facts))
+        return facts
+
+    splitter = Splitter(model, layers, (), agree, holds=lambda: False)
+    splitter.decline()
+    splitter.end_forward(is_training=True, has_batch=False)
+    assert [each[0] for each in asked] == [False]
+    forward(model, splitter, torch.randn(1, 3, WIDTH))
+    # One sample says nothing against halves of a later batch, but plans in halves are not worth trying.
+    assert (splitter.why_not, splitter.is_worth_trying) == ("", False)
+    splitter.decline()
+    assert asked[2:] == [[False]]
+
+
 def test_evaluation_and_forwards_without_gradients_are_whole() -> None:
     model = Model([])
     splitter, x = split(model), torch.randn(4, 3, WIDTH)
@@ -211,7 +246,7 @@ def test_blocks_are_found_by_the_names_of_their_classes() -> None:
 
     model = Two()
     layers = {"first.layer": model.first.layer, "second.layer": model.second.layer}
-    agree_and_hold = (lambda is_so: is_so), (lambda: False)
+    agree_and_hold = (lambda facts: facts), (lambda: False)
     assert "it is in no list of modules" in Splitter(model, layers, (), *agree_and_hold).why_not
     assert [each.path for each in Splitter(model, layers, ("Block",), *agree_and_hold).blocks] == ["first", "second"]
     assert "a Blok" in Splitter(model, layers, ("Blok",), *agree_and_hold).why_not

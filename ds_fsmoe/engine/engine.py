@@ -233,8 +233,7 @@ class FSMoEEngine(SavingEngine):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as DeepSpeed does, but leave out our layers: a compiler cannot handle lanes."""
-        for layer in self.fsmoe.layers.values():
-            inner = layer.deepspeed_moe
+        for inner in self.fsmoe.inner_layers.values():
             inner.forward = torch.compiler.disable(inner.forward)
         super().compile(*args, **kwargs)
 
@@ -261,6 +260,9 @@ class FSMoEEngine(SavingEngine):
         if clock is not None:
             clock.begin_forward()
         self.fsmoe.routing.begin_forward(self.module.training, has_batch=False)
+        splitter = self.fsmoe.splitter
+        if splitter is not None and self.module.training:
+            splitter.decline()
         total = torch.zeros(())
         routers = None if self.fsmoe.telemetry is None else self.fsmoe.telemetry.routers
         paused = [each for each in (routers, self.fsmoe.paths) if each is not None]
@@ -275,6 +277,8 @@ class FSMoEEngine(SavingEngine):
             total = inner.run_without_tokens(shape, total)
         for each in paused:
             each.is_paused = False
+        if splitter is not None:
+            splitter.end_forward(self.module.training, has_batch=False)
         self.fsmoe.routing.end_forward(has_batch=False)
         if clock is not None:
             clock.end_forward()
@@ -314,8 +318,7 @@ class FSMoEEngine(SavingEngine):
         expert_before_data = not self.config.get("use_data_before_expert_parallelism", False)
         sentences = check_nodes(block, stock, expert_before_data, *sizes_of_mpu(self.mpu))
         sentences += [*launcher_warnings(), *accelerate_warnings(dist.get_world_size())]
-        sentences += untested(self.config, device.type)
-        sentences += speed_warnings(self.config, asked, device.type)
+        sentences += [*untested(self.config, device.type), *speed_warnings(self.config, asked, device.type)]
         words = words_of(self.config[BLOCK])
         for sentence in words.old:
             log_on_rank_0(sentence)

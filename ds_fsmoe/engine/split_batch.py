@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,10 +66,10 @@ class _Agreement:
         self._group = group
         self._device = device
 
-    def __call__(self, is_so: bool) -> bool:
-        """Return whether all of them say yes. Collective."""
+    def __call__(self, facts: Sequence[bool]) -> Sequence[bool]:
+        """Return for each of some facts whether it holds on all of them. Collective."""
         if world_size_now() == 1:
-            return is_so
-        said = torch.tensor([int(is_so)], device=self._device)
-        dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group)
-        return bool(said.item())
+            return facts
+        held = torch.tensor([int(each) for each in facts], device=self._device)
+        dist.all_reduce(held, dist.ReduceOp.MIN, group=self._group)
+        return [bool(each) for each in held.tolist()]

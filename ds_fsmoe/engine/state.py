@@ -74,7 +74,7 @@ class FSMoEState:
         self.why_untuned: str | None = None
         """The reason why nothing is measured, though nobody has turned that off."""
         self.splitter: Splitter | None = None
-        """What runs blocks by halves of the batch, where that may be."""
+        """The splitter, which runs blocks by halves of the batch, where that may be."""
         self.why_whole = ""
         """The reason why batches stay whole."""
         self.why_not_placed = ""
@@ -187,7 +187,7 @@ class FSMoEState:
         dense_ms = None if clock is None else clock.dense_ms(self.stage_group)
         self.uncut.settle(self.inner_layers)
         # A schedule that was named is run as it is.
-        can_split = self.block.schedule == BEST and self.splitter is not None and self.splitter.can_split
+        can_split = self.block.schedule == BEST and self.splitter is not None and self.splitter.is_worth_trying
         if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split):
             return
         if self.reduction is not None and self.autotune.trials is None:
@@ -195,7 +195,7 @@ class FSMoEState:
         self.plans_changed()
 
     def keeps_batches_whole(self) -> bool:
-        """Whether batches are measured, recorded or replayed whole for now; the same on every rank."""
+        """Return whether batches are measured, recorded or replayed whole for now; the same on every rank."""
         is_measuring = self.autotune is not None and self.autotune.is_measuring
         return is_measuring or self.running.records_routing or self.running.replay.is_armed
 

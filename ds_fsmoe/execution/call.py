@@ -78,7 +78,7 @@ class RowCall(Protocol):
 
 
 Layout = SlotLayout | RowLayout | NodeLayout
-"""How the rows of a call lie, and how they are cut."""
+"""Says how the rows of a call lie, and how they are cut."""
 
 
 class GradientSlice(Protocol):
@@ -133,18 +133,23 @@ def with_pauses(
         half: the part of the batch that is run.
         needs_backward: whether there will be a backward.
     """
-    if not needs_backward:
-        call.begin_forward(x_RM)
+    try:
+        if not needs_backward:
+            call.begin_forward(x_RM)
+            half.pause()
+            call.go_on_forward()
+            half.pause()
+            return call.end_forward()
+        entered = _Enter.apply(x_RM, weights_R, call)
         half.pause()
-        call.go_on_forward()
+        # Nodes are as old as their calls: parameters come in here, where their gradients are made.
+        computed = _Compute.apply(entered, call, *parameters)
         half.pause()
-        return call.end_forward()
-    entered = _Enter.apply(x_RM, weights_R, call)
-    half.pause()
-    # Nodes are as old as their calls: parameters come in here, where their gradients are made.
-    computed = _Compute.apply(entered, call, *parameters)
-    half.pause()
-    return _Leave.apply(computed, call)
+        return _Leave.apply(computed, call)
+    except BaseException:
+        # Of the other half, or this one: its tokens may be on their way.
+        call.give_up()
+        raise
 
 
 class _Whole(torch.autograd.Function):
@@ -318,6 +323,12 @@ class Call:
         if self._window is not None:
             self._window.close()
         return phase.result(), phase.weight_gradients()
+
+    def give_up(self) -> None:
+        """Let what is under way come to its end, and do no more."""
+        run, self._phase, self._run = self._run, None, None
+        if run is not None:
+            run.abandon()
 
     def drop(self) -> None:
         """Forget what the backward used."""

@@ -22,7 +22,7 @@ class Half:
     pause: Callable[[], None]
     """Lets the others compute, and returns when it is this part's turn again."""
     is_last_in_backward: bool
-    """Whether its backward comes last, when the layers behind have all their gradients: then some may travel."""
+    """True if its backward comes last, when the layers behind have all their gradients: then some may travel."""
 
     @contextmanager
     def running(self) -> Iterator[None]:

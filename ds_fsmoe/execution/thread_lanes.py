@@ -85,7 +85,7 @@ class _ThreadRun(Run):
         self._links = crossings.links
         self._work = work
         self._at = dict.fromkeys(Lane, 0)
-        """How many of its tasks each lane has been given."""
+        """The number of its tasks that each lane has been given."""
         self._handed: list[LockType] = []
         """Locks that can be acquired when links have done what they were given."""
         self.errors: list[BaseException] = []

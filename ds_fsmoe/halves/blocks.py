@@ -25,11 +25,11 @@ class Block:
     forward: Callable[..., Any]
     """Its own forward."""
     has_next: bool = False
-    """Whether what it returns was seen to be handed on to the block after it, and to nothing else that is known of."""
+    """True if what it returns was seen to be handed on to the block after it, as it is, on all ranks."""
     num_returned: int | None = None
     """The length of the tuple that it returns; ``None``: it returns a tensor."""
     hands_on: bool = False
-    """Whether it returns one tensor, or a tuple with nothing else in it."""
+    """True if it returns one tensor, or a tuple with nothing else in it."""
     name_of_first: str = "hidden_states"
     """The name of its first argument."""
 
@@ -47,7 +47,7 @@ class Block:
                 self.module.forward = own
 
     def is_looked_at(self) -> bool:
-        """Whether others than DeepSpeed see what the block returns, or what the next one gets: it has to be there."""
+        """Return whether others than DeepSpeed see what the block returns, or is called with: it has to be there."""
         if not isinstance(vars(self.module).get("forward"), Before):
             return True
         of_all = torch.nn.modules.module
@@ -78,8 +78,8 @@ class Before:
 
 
 def _acts_on_tensors_alone(hook: Any) -> bool:
-    """Whether a hook leaves alone what is no tensor. DeepSpeed's do; those by which transformers collects what blocks
-    return are asked for each forward."""
+    """Return whether a hook leaves alone what is no tensor. DeepSpeed's do; whether those of transformers collect what
+    blocks return is asked in each forward."""
     if isinstance(hook, types.MethodType):
         hook = hook.__func__
     name = getattr(hook, "__module__", "") or ""

@@ -21,13 +21,13 @@ def _collector() -> Any:
 
 
 def wants_blocks() -> bool:
-    """Whether what blocks return is collected in the forward under way."""
+    """Return whether what blocks return is collected in the forward under way."""
     variable = _collector()
     lists = None if variable is None else variable.get()
     return isinstance(lists, dict) and "hidden_states" in lists
 
 
-class Halves:
+class Collected:
     """Collects for one forward by halves."""
 
     def __init__(self) -> None:

@@ -32,9 +32,9 @@ class Fiber:
 
     def __init__(self, value: Any, is_last_in_backward: bool, begin: Callable[[], None]) -> None:
         self.value = value
-        """What the last call returned."""
+        """The value that the last call returned."""
         self.is_paused = False
-        """Whether a call has paused."""
+        """True while a call pauses."""
         self._calls: deque[Call] = deque()
         self._half = Half(self._pause, is_last_in_backward)
         self._begin = begin

@@ -26,12 +26,12 @@ class Pending:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has looked at it."""
+        """Return whether nobody has looked at it."""
         return self._complete is not None
 
     @property
     def value(self) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor, computed now if need be."""
         if self._complete is not None:
             complete, self._complete = self._complete, None
             self._value = complete()

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from ds_fsmoe.halves.arguments import joined
+from ds_fsmoe.halves.arguments import joined, sizes_of_halves
+from ds_fsmoe.halves.collected import Collected
 from ds_fsmoe.halves.fibers import Fiber
 
 Forward = Callable[..., Any]
+Rest = tuple[tuple, dict[str, Any]]
+"""The arguments of a block but the first, by place and by name."""
 
 
 class HalvesRun:
@@ -22,19 +26,21 @@ class HalvesRun:
     first half compute, and then those of the second. So each half's tokens travel while the other half computes.
 
     Args:
-        halves: what the first block is called with, for each half.
-        begin: called in each half's own context ahead of everything, with the half's number.
+        x_BLM: what the first block is called with.
     """
 
-    def __init__(self, halves: tuple[torch.Tensor, torch.Tensor], begin: Callable[[int], None]) -> None:
+    def __init__(self, x_BLM: torch.Tensor) -> None:
+        self.batch = len(x_BLM)
+        """The samples of both halves, B."""
         self._has_gradients = torch.is_grad_enabled()
+        self._collected = Collected()
         self._fibers = [
             # The backward goes from the youngest to the oldest: the first half comes last.
-            Fiber(value, is_last_in_backward=number == 0, begin=partial(begin, number))
-            for number, value in enumerate(halves)
+            Fiber(half, is_last_in_backward=number == 0, begin=partial(self._collected.begin, number))
+            for number, half in enumerate(x_BLM.split(sizes_of_halves(self.batch)))
         ]
 
-    def add(self, forward: Forward, rests: Sequence[tuple[tuple, dict[str, Any]]]) -> None:
+    def add(self, forward: Forward, rests: Sequence[Rest]) -> None:
         """Let a block be called with what the one before it returns.
 
         Args:
@@ -47,7 +53,7 @@ class HalvesRun:
     def advance(self) -> None:
         """Run both halves through the layer of the block that was added last, up to the experts' results on their way
         back."""
-        with self._closing():
+        with self._given_up_if_it_fails():
             for fiber in self._fibers:
                 fiber.resume()
             for fiber in self._fibers:
@@ -56,11 +62,12 @@ class HalvesRun:
 
     def complete(self) -> Any:
         """Run both halves to their ends and return what the last block returned, of the whole batch."""
-        with self._closing(), torch.set_grad_enabled(self._has_gradients):
+        with self._given_up_if_it_fails(), torch.set_grad_enabled(self._has_gradients):
             for fiber in self._fibers:
                 fiber.resume()
             found = joined(*(fiber.value for fiber in self._fibers))
         self.close()
+        self._collected.end()
         return found
 
     def close(self) -> None:
@@ -68,22 +75,13 @@ class HalvesRun:
         for fiber in self._fibers:
             fiber.close()
 
-    def _closing(self) -> _Closing:
-        return _Closing(self)
-
-
-class _Closing:
-    """Gives a run up if an error leaves it."""
-
-    def __init__(self, run: HalvesRun) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: type[BaseException] | None, *about: Any) -> None:
-        if kind is not None:
-            self._run.close()
+    @contextmanager
+    def _given_up_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
 def _call(forward: Forward, args: tuple, kwargs: dict[str, Any], value: Any) -> Any:

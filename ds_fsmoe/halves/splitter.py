@@ -2,8 +2,12 @@
 """Runs the blocks of one model by halves of the batch, where its layers' plans say so and the blocks can be.
 
 The first forward in training is run as it is, and watched: which block's result goes straight into the next one, what
-the blocks are called with and what they return. Where a result does, the halves go on into the next block without being
-put together. Before each forward in halves all ranks agree that each can cut its batch.
+the blocks are called with and what they return; ranks agree on what was seen. Where a result does, the halves go on
+into the next block without being put together.
+
+Whether a forward is run by halves is agreed once, at its first block, because half as many calls of layers on one rank
+would leave the others waiting. Whether halves are put together between two blocks is each rank's own affair: the calls
+of layers, and their order, are the same.
 """
 
 from __future__ import annotations
@@ -11,20 +15,21 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from ds_fsmoe.halves import collected
 from ds_fsmoe.halves.arguments import CannotSplitError, check_cache, check_output, halves_of
 from ds_fsmoe.halves.blocks import Block, find_chains
+from ds_fsmoe.halves.collected import wants_blocks
 from ds_fsmoe.halves.pending import Pending, looked_at
-from ds_fsmoe.halves.run import HalvesRun
+from ds_fsmoe.halves.run import HalvesRun, Rest
 from ds_fsmoe.layer.recomputed import is_kept, runs_again
 from ds_fsmoe.log import log_on_rank_0
 
-_Given = TypeVar("_Given")
+Agree = Callable[[Sequence[bool]], Sequence[bool]]
+"""Returns for each of some facts whether it holds on all ranks. Collective over those that run the same blocks."""
 
 
 class Splitter:
@@ -34,7 +39,7 @@ class Splitter:
         model: the model.
         layers: path -> its layers with experts, in the order of the forward.
         named: names of the blocks' classes; empty: they are found.
-        agree: returns whether all ranks say yes. Collective over the ranks that run the same blocks.
+        agree: asks all ranks.
         holds: returns whether batches have to stay whole for now, the same on every rank.
     """
 
@@ -43,63 +48,80 @@ class Splitter:
         model: nn.Module,
         layers: Mapping[str, nn.Module],
         named: Sequence[str],
-        agree: Callable[[bool], bool],
+        agree: Agree,
         holds: Callable[[], bool],
     ) -> None:
         self._layers = layers
         self._agree = agree
         self._holds = holds
         self._chains, self.why_not = find_chains(model, layers, named)
+        self.is_worth_trying = False
+        """True if, besides, every rank had more than one sample in the forward that was watched."""
         self._next: dict[Block, Block] = {
             block: after for chain in self._chains for block, after in itertools.pairwise(chain)
         }
         self._is_watched = False
-        """Whether a forward has been watched."""
-        self._called: list[Block] = []
-        """The blocks of the forward that is watched."""
-        self._returned: Any = None
-        """What the block before returned, in the forward that is watched."""
-        self._version = 0
-        """How often that had been changed in place by then."""
+        self._watch = _Watch(self._next)
+        self._is_agreed: bool | None = False
+        """The ranks' decision about this forward; ``None`` ahead of its first block, and no outside of forwards."""
         self._run: HalvesRun | None = None
         self._pending: Pending | None = None
         self._said: set[str] = set()
         self.num_runs = 0
-        """The forwards of chains that were run by halves."""
+        """The number of times that blocks were begun to be run by halves."""
         for block in self.blocks:
             block.take(self._call)
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks of all chains."""
+        """Return the blocks of all chains."""
         return [block for chain in self._chains for block in chain]
 
     @property
-    def can_split(self) -> bool:
-        """Whether the blocks can be run by halves, as far as is known: the same on every rank."""
-        return bool(self._chains) and not self.why_not
-
-    @property
     def is_wanted(self) -> bool:
-        """Whether layers' plans say so."""
-        return any(layer.pipeline is not None and layer.pipeline.forward.in_halves for layer in self._layers.values())
+        """Return whether layers' plans say so, and nothing is known against it: the same on every rank."""
+        return self._is_planned() and self._is_watched and not self.why_not and not self._holds()
+
+    def _is_planned(self) -> bool:
+        pipelines = (layer.pipeline for layer in self._layers.values())
+        return any(each is not None and each.forward.in_halves for each in pipelines)
 
     def begin_forward(self) -> None:
         """Take note that a forward of the model begins: what an earlier one left behind is given up."""
         if self._run is not None:
             self._run.close()
-        self._run = self._pending = self._returned = None
-        self._called = []
+        self._run = self._pending = self._is_agreed = None
+        self._watch = _Watch(self._next)
 
-    def end_forward(self, is_training: bool) -> None:
-        """Take note that a forward of the model has ended. Collective where it was the one that is watched."""
-        if self._is_watched or not is_training or not self.can_split or not self._called:
+    def end_forward(self, is_training: bool, has_batch: bool = True) -> None:
+        """Take note that a forward of the model has ended. Collective where it was the one that is watched.
+
+        Args:
+            is_training: whether it was one in training.
+            has_batch: whether this rank took part in it with a batch; if one did not, the next forward is watched.
+        """
+        self._is_agreed = False
+        if self._is_watched or not is_training or not self._chains:
             return
-        self._is_watched = True
-        why = self.why_not or self._why_not_as_called()
-        if not self._agree(not why):
-            self.why_not = why or "another rank cannot"
-        self._returned = None
+        watch, self._watch = self._watch, _Watch(self._next)
+        why = watch.why_not or _why_not_as_called(self.blocks, watch.called)
+        facts = [has_batch, not why, watch.has_samples, *(block.has_next for block in self.blocks)]
+        self._is_watched, can_split, is_worth_trying, *have_next = self._agree(facts)
+        if not self._is_watched:
+            return
+        self.is_worth_trying = is_worth_trying
+        for block, has_next in zip(self.blocks, have_next, strict=True):
+            block.has_next = has_next
+        if not can_split:
+            self.why_not, self.is_worth_trying = why or "another rank cannot", False
+            if self._is_planned():
+                self._say(f"batches stay whole: {self.why_not}")
+
+    def decline(self) -> None:
+        """Take part in the ranks' decision about a forward, on a rank that has no batch for it. Collective if there is
+        something to decide."""
+        if self.is_wanted and torch.is_grad_enabled():
+            self._agree([False])
 
     def close(self) -> None:
         """Give the blocks their forwards back."""
@@ -108,48 +130,47 @@ class Splitter:
 
     def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
         """Run a block, in the place of its forward."""
-        given, rest, named = _first(block, args, kwargs)
-        if torch.compiler.is_compiling() or not (block.module.training and torch.is_grad_enabled()) or is_again():
-            return block.forward(*looked_at(args), **_all_looked_at(kwargs))
+        given, rest = _first(block, args, kwargs)
+        if torch.compiler.is_compiling() or not (block.module.training and torch.is_grad_enabled()) or runs_again():
+            return _whole(block, args, kwargs)
         if not self._is_watched:
-            return self._watch(block, given, args, kwargs)
-        if isinstance(given, Pending) and given is self._pending and given.is_open:
-            parts = self._parts(block, rest, named, None)
-            if parts is not None:
-                return self._go_on(block, parts)
-        elif self.is_wanted and self.can_split and not self._holds() and not isinstance(given, Pending):
-            parts = self._parts(block, rest, named, given)
-            if self._agree(parts is not None) and parts is not None:
-                return self._begin(block, given, parts)
-        return block.forward(*looked_at(args), **_all_looked_at(kwargs))
+            return self._watch.run(block, given, rest, args, kwargs)
+        is_next = isinstance(given, Pending) and given is self._pending and given.is_open
+        if not is_next and (not self.is_wanted or isinstance(given, Pending)):
+            return _whole(block, args, kwargs)
+        batch = self._run.batch if is_next and self._run is not None else _samples(given)
+        rests, why = _rests(block, rest, batch)
+        if self._is_agreed is None:
+            (self._is_agreed,) = self._agree([not why])
+        if not self._is_agreed:
+            if why:
+                self._say(f"{block.path} is run with the whole batch: {why}")
+            return _whole(block, args, kwargs)
+        if why:
+            raise RuntimeError(
+                f"{block.path} cannot be run by halves: {why}; the blocks before it are, and so are those of the other "
+                'ranks: set fsmoe.split_batch to "off"'
+            )
+        if not is_next:
+            self._begin(given)
+        return self._go_on(block, rests)
 
-    def _begin(self, block: Block, given: torch.Tensor, parts: list) -> Any:
-        self.begin_forward()
-        self._batch = len(given)
-        first, second = halves_of(given, self._batch, block.name_of_first)
-        self._collected = collected.Halves()
-        self._run = HalvesRun((first, second), self._collected.begin)
+    def _begin(self, x_BLM: torch.Tensor) -> None:
+        if self._run is not None:
+            self._run.close()
+        self._run = HalvesRun(x_BLM)
         self.num_runs += 1
-        if self._drops_out():
+        if self.num_runs == 1 and _drop_out(self.blocks):
             self._say("blocks drop out at random, and two halves draw other masks than the whole batch would")
-        return self._go_on(block, parts)
 
-    def _drops_out(self) -> bool:
-        if self.num_runs > 1:
-            return False
-        modules = [each for block in self.blocks for each in block.module.modules()]
-        shares = [getattr(each, name, 0) for each in modules for name in ("p", "attention_dropout")]
-        return any(isinstance(each, float) and each > 0 for each in shares)
-
-    def _go_on(self, block: Block, parts: list) -> Any:
+    def _go_on(self, block: Block, rests: Sequence[Rest]) -> Any:
         run = self._run
         assert run is not None
-        run.add(block.forward, parts)
-        after = self._next.get(block)
+        run.add(block.forward, rests)
         if block.layers:
             run.advance()
-        is_looked_at = after is None or block.is_looked_at() or after.is_looked_at() or collected.wants_blocks()
-        if not block.has_next or is_looked_at:
+        after = self._next.get(block)
+        if not block.has_next or after is None or block.is_looked_at() or after.is_looked_at() or wants_blocks():
             return self._complete()
         if block.num_returned is None:
             self._pending = Pending(self._complete)
@@ -160,47 +181,50 @@ class Splitter:
     def _complete(self) -> Any:
         run, self._run, self._pending = self._run, None, None
         assert run is not None
-        found = run.complete()
-        self._collected.end()
-        return found
-
-    def _parts(
-        self, block: Block, rest: tuple, named: dict[str, Any], given: Any
-    ) -> list[tuple[tuple, dict[str, Any]]] | None:
-        """Return the other arguments of a block for each half; ``None`` where it cannot cut them, and says so."""
-        try:
-            batch = self._batch if given is None else _batch_of(given)
-            check_cache(named)
-            if is_kept() or getattr(block.module, "gradient_checkpointing", False):
-                raise CannotSplitError("its activations are checkpointed, and it runs again alone")
-            pairs = [halves_of(each, batch, f"argument {place + 2}") for place, each in enumerate(rest)]
-            of_names = {name: halves_of(each, batch, name) for name, each in named.items()}
-        except CannotSplitError as error:
-            self._say(f"{block.path} is run with the whole batch: {error}")
-            return None
-        return [
-            (tuple(pair[half] for pair in pairs), {name: pair[half] for name, pair in of_names.items()})
-            for half in (0, 1)
-        ]
+        return run.complete()
 
     def _say(self, sentence: str) -> None:
         if sentence not in self._said:
             self._said.add(sentence)
             log_on_rank_0(f"fsmoe.split_batch: {sentence}", logging.WARNING)
 
-    def _watch(self, block: Block, given: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a block as it is and note what it is called with and returns."""
+
+class _Watch:
+    """Runs blocks as they are, and notes what they are called with and return.
+
+    Args:
+        after: block -> the one behind it in its chain.
+    """
+
+    def __init__(self, after: Mapping[Block, Block]) -> None:
+        self._after = after
+        self.called: list[Block] = []
+        self.why_not = ""
+        """The first reason why a block cannot be run by halves, whatever the batch."""
+        self.has_samples = True
+        """False if a block was called with less than two samples."""
+        self._returned: Any = None
+        self._version = 0
+        """The number of times by then that this had been changed in place."""
+
+    def run(self, block: Block, given: Any, rest: Rest, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a block as it is."""
+        batch = _samples(given)
+        # Whether arguments can be cut does not depend on how many samples there are.
+        why = _rests(block, rest, batch)[1] if batch != 1 else ""
         returned = block.forward(*args, **kwargs)
-        before = self._called[-1] if self._called else None
-        if block in self._called:
-            self.why_not = f"{block.path} is called several times in a forward"
-        elif before is not None and self._next.get(before) is block:
+        before = self.called[-1] if self.called else None
+        if block in self.called:
+            why = f"{block.path} is called several times in a forward"
+        elif before is not None and self._after.get(before) is block:
             before.has_next = before.hands_on and self._is_returned(given)
-        self._called.append(block)
+        self.called.append(block)
+        self.has_samples = self.has_samples and batch > 1
         try:
-            check_output(returned, _batch_of(given, is_first=False))
+            check_output(returned, batch)
         except CannotSplitError as error:
-            self.why_not = f"{block.path}: {error}"
+            why = why or str(error)
+        self.why_not = self.why_not or (f"{block.path}: {why}" if why else "")
         is_tuple = isinstance(returned, tuple)
         block.num_returned = len(returned) if is_tuple else None
         block.hands_on = not is_tuple or all(each is None for each in returned[1:])
@@ -209,52 +233,71 @@ class Splitter:
         return returned
 
     def _is_returned(self, given: Any) -> bool:
-        """Whether this is what the block before returned. ZeRO 3 hands on another tensor over the same memory."""
+        """Return whether this is what the block before returned; ZeRO 3 hands on another tensor over its memory."""
         returned = self._returned
         if given is returned or not (isinstance(given, torch.Tensor) and isinstance(returned, torch.Tensor)):
             return given is returned
         is_same_memory = given.data_ptr() == returned.data_ptr() and given.stride() == returned.stride()
         return is_same_memory and given.shape == returned.shape and given._version == self._version
 
-    def _why_not_as_called(self) -> str:
-        """Return why blocks cannot be split, after a forward that was watched; empty where they can."""
-        missing = [block.path for block in self.blocks if block.layers and block not in self._called]
-        if missing:
-            return f"{missing[0]} was not called in a forward"
-        for block in self.blocks:
-            if len(block.layers) > 1:
-                return f"{block.path} has {len(block.layers)} layers with experts: must be one"
-        return ""
+
+def _why_not_as_called(blocks: Sequence[Block], called: Sequence[Block]) -> str:
+    """Return why blocks cannot be split, after a forward in which these were called; empty where they can."""
+    for block in blocks:
+        if block.layers and block not in called:
+            return f"{block.path} was not called in a forward"
+        if len(block.layers) > 1:
+            return f"{block.path} has {len(block.layers)} layers with experts: must be one"
+    return ""
 
 
-def is_again() -> bool:
-    """Whether a forward runs again, for a backward."""
-    return runs_again()
+def _whole(block: Block, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a block with the whole batch."""
+    return block.forward(*looked_at(args), **{name: looked_at(each) for name, each in kwargs.items()})
 
 
-def _first(block: Block, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, tuple, dict[str, Any]]:
-    """Return the first argument of a block, and the others by place and by name."""
+def _first(block: Block, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Rest]:
+    """Return the first argument of a block, and the others."""
     if args:
-        return args[0], args[1:], kwargs
-    return (
-        kwargs.get(block.name_of_first),
-        (),
-        {name: each for name, each in kwargs.items() if name != block.name_of_first},
-    )
+        return args[0], (args[1:], kwargs)
+    others = {name: each for name, each in kwargs.items() if name != block.name_of_first}
+    return kwargs.get(block.name_of_first), ((), others)
 
 
-def _batch_of(given: Any, is_first: bool = True) -> int:
-    """Return the samples of what a block is called with.
+def _samples(given: Any) -> int:
+    """Return the samples of what a block is called with; 0 if it has no dimension for them."""
+    return len(given) if isinstance(given, torch.Tensor) and given.dim() > 2 else 0
 
-    Raises:
-        CannotSplitError: there is one, or it has no dimension for them.
+
+def _rests(block: Block, rest: Rest, batch: int) -> tuple[Sequence[Rest], str]:
+    """Return the other arguments of a block for each half, and why there are none.
+
+    Args:
+        block: the block.
+        rest: its other arguments.
+        batch: the samples of its first one, see :func:`_samples`.
     """
-    if not isinstance(given, torch.Tensor) or given.dim() < 3:
-        raise CannotSplitError("it is not called with samples, positions and width")
-    if is_first and len(given) < 2:
-        raise CannotSplitError(f"there are {len(given)} samples in a batch of this rank: must be two or more")
-    return len(given)
+    args, named = rest
+    try:
+        check_cache(named)
+        if is_kept() or getattr(block.module, "gradient_checkpointing", False):
+            raise CannotSplitError("its activations are checkpointed, and it runs again alone")
+        if batch == 0:
+            raise CannotSplitError("it is not called with samples, positions and width")
+        if batch == 1:
+            raise CannotSplitError("there is one sample in a batch of this rank: must be two or more")
+        by_place = [halves_of(each, batch, f"argument {place + 2}") for place, each in enumerate(args)]
+        by_name = {name: halves_of(each, batch, name) for name, each in named.items()}
+    except CannotSplitError as error:
+        return (), str(error)
+
+    def of(half: int) -> Rest:
+        return tuple(pair[half] for pair in by_place), {name: pair[half] for name, pair in by_name.items()}
+
+    return (of(0), of(1)), ""
 
 
-def _all_looked_at(named: dict[str, _Given]) -> dict[str, _Given]:
-    return {name: looked_at(each) for name, each in named.items()}
+def _drop_out(blocks: Sequence[Block]) -> bool:
+    modules = [each for block in blocks for each in block.module.modules()]
+    shares = [getattr(each, name, 0) for each in modules for name in ("p", "attention_dropout")]
+    return any(isinstance(each, float) and each > 0 for each in shares)
