@@ -175,6 +175,20 @@ def test_ranks_cut_their_batches_all_or_none(tmp_path: Path) -> None:
     assert run_on_ranks(uneven, 2, tmp_path) == [[0, 1, 1, 2, 2, 3]] * 2
 
 
+def without_a_batch(rank: int, world_size: int) -> int:
+    """The forwards by halves, where one rank runs out of batches once."""
+    engine = engine_of(model_of("olmoe"), ds_config(1, split_batch="on", autotune=False))
+    for number in range(4):
+        x = batch(number, 2)
+        engine.backward(engine.fsmoe_dummy_forward() if rank and number == 2 else called(engine, x).loss)
+        engine.step()
+    return engine.fsmoe.splitter.num_runs
+
+
+def test_a_rank_without_a_batch_keeps_those_of_the_others_whole(tmp_path: Path) -> None:
+    assert run_on_ranks(without_a_batch, 2, tmp_path) == [2, 2]
+
+
 def test_a_cache_keeps_batches_whole_and_is_said(tmp_path: Path) -> None:
     found = run_on_ranks(with_cache, 2, tmp_path)
     assert [each[0] for each in found] == [0, 0]
