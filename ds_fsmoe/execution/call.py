@@ -253,7 +253,7 @@ class Call:
         self._layout = layout
         self.experts = experts
         self._hook = hook
-        self._pauses = half is not None
+        self._half = half
         # Gradients of dense layers behind this one are those of the whole batch only when the last part has been there.
         self._window = pipeline.window if half is None or half.is_last_in_backward else None
         self._phase: Phase | None = None
@@ -343,10 +343,13 @@ class Call:
         self, phase: Phase, plan: PhasePlan, slices: tuple[tuple[str, ...], ...], compute: Mapping[str, Body]
     ) -> None:
         pipeline = self._pipeline
-        schedule, pause = plan.paused(slices) if self._pauses else (plan.sending(slices), 0)
+        schedule, pause = plan.sending(slices), 0
+        if self._half is not None:
+            # In the backward the halves come the other way round.
+            schedule, pause = plan.paused(slices, is_second=self._half.is_last_in_backward == plan.backward)
         self._phase, self._num_tasks = phase, len(schedule.tasks)
         self._run = phase.begin(pipeline.lanes, schedule, compute, pipeline.label, pipeline.observer)
-        if self._pauses:
+        if self._half is not None:
             self._run.go(pause)
 
     def _end(self) -> Phase:

@@ -161,7 +161,7 @@ class TimedWindow:
         assert schedule is not None
         # A batch that was whole is run as a whole, whatever the plan says of halves.
         has_paused = schedule is not plan.schedule
-        sending = plan.paused(((GRAD,),))[0] if has_paused else plan.sending(((GRAD,),))
+        sending = plan.paused(((GRAD,),), is_second=True)[0] if has_paused else plan.sending(((GRAD,),))
         place = next(i for i, task in enumerate(sending.tasks) if task.kind == GRAD)
         lane = sending.tasks[place].lane
         num_before = sum(task.lane is lane for task in sending.tasks[:place])

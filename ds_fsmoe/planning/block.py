@@ -46,7 +46,8 @@ class BlockPlan:
     """The number of chunks."""
     links: Links = "shared"
     """The traffic of the MoE part: all in one stream; on separate links, with all gathers before all reduces; or with
-    each reduce ahead of the gather two chunks later."""
+    each reduce ahead of the gather two chunks later. In halves that take turns the last is: with the reduces of the
+    half that is first ahead of the gathers of the other."""
     late_dw: int = 0
     """The number of last chunks whose expert weight gradients wait until all input gradients have been sent."""
     moe_slices: tuple[Slice, ...] = ()
@@ -148,6 +149,7 @@ class MoEPart:
         in_steps = len(moe.enter) > 1 and plan.links != "shared"
         self._inside, self._enter = (moe.enter[:1], moe.enter[1:]) if in_steps else ((), moe.enter)
         self._leave, self._back_inside = (moe.leave[:1], moe.leave[1:]) if in_steps else (moe.leave, ())
+        self._to_gather: tuple[Work, ...] = ()
 
     def whole(self, passed: Passed) -> tuple[int, ...]:
         """Append all but late weight gradients. Return the tasks that the next part waits for.
@@ -156,13 +158,18 @@ class MoEPart:
         """
         return self._run(passed, is_here=False)
 
-    def enter(self) -> None:
-        """Append what brings tokens to the experts, of all chunks."""
+    def enter(self, gathers: bool = True) -> None:
+        """Append what brings tokens to the experts, of all chunks.
+
+        Args:
+            gathers: whether they are gathered, too; else that comes with :meth:`rest`.
+        """
+        self._to_gather = () if gathers else self.moe.gather
         for chunk in range(self.plan.degree):
-            self._bring(chunk)
+            self._bring(chunk, gathers)
 
     def rest(self, passed: Passed) -> tuple[int, ...]:
-        """Append what is left after :meth:`enter`, in the order of :meth:`whole`."""
+        """Append what is left after :meth:`enter`, with all reduces behind all gathers."""
         return self._run(passed, is_here=True)
 
     def late(self) -> None:
@@ -179,7 +186,7 @@ class MoEPart:
 
     def _run(self, passed: Passed, is_here: bool) -> tuple[int, ...]:
         draft, moe, plan, layer = self.draft, self.moe, self.plan, self.layer
-        reduce_ahead = plan.links == "reduce_first"
+        reduce_ahead = plan.links == "reduce_first" and not is_here
         # Inside the node gradients come ahead of everything, while the first tokens are on their way between nodes.
         scattered = {
             index: draft.add(
@@ -190,7 +197,9 @@ class MoEPart:
         }
         summed: list[int] = []
         for chunk in range(plan.degree):
-            if not is_here:
+            if is_here:
+                self._step(chunk, self._to_gather)
+            else:
                 self._bring(chunk)
             if chunk == plan.degree - 1:
                 summed = _add_slices(draft, plan.moe_slices, layer, passed, scattered=scattered)
@@ -210,13 +219,14 @@ class MoEPart:
                 draft.add(GRAD_GATHER, Lane.INTRA, chunk=index, size=each.size_bytes, after=after, layer=layer)
         return tuple(dict.fromkeys(index for each in self._at for index in each))
 
-    def _bring(self, chunk: int) -> None:
+    def _bring(self, chunk: int, gathers: bool = True) -> None:
         if chunk == 0:
             self._step(0, self._inside)
         self._step(chunk, self._enter)
         if chunk + 1 < self.plan.degree:
             self._step(chunk + 1, self._inside)
-        self._step(chunk, self.moe.gather)
+        if gathers:
+            self._step(chunk, self.moe.gather)
 
     def _experts(self, chunk: int) -> None:
         if chunk >= self._late_from:

@@ -15,11 +15,17 @@ from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, GATHER, HOLD, SPREAD
 
 ENTERING = frozenset((A2A_IN_NODE, A2A_IN, GATHER, SPREAD))
 """The kinds of tasks that bring tokens to the experts."""
+SETTING_OUT = ENTERING - {GATHER, SPREAD}
+"""Those of them that are first."""
 NUM_HALVES = 2
 
 
-def entering_first(schedule: Schedule) -> tuple[Schedule, int]:
+def entering_first(schedule: Schedule, kinds: frozenset[str] = ENTERING) -> tuple[Schedule, int]:
     """Return the same tasks with those that bring tokens to the experts ahead of all others, and how many they are.
+
+    Args:
+        schedule: the tasks.
+        kinds: of the tasks that go ahead.
 
     Raises:
         ValueError: such a task needs the result of another one.
@@ -28,11 +34,11 @@ def entering_first(schedule: Schedule) -> tuple[Schedule, int]:
 
     def enters(task: Task) -> bool:
         # A lane that is held is held as long as what holds it.
-        return task.kind in ENTERING or (task.kind == HOLD and enters(tasks[task.after[0]]))
+        return task.kind in kinds or (task.kind == HOLD and enters(tasks[task.after[0]]))
 
     def needs(index: int) -> tuple[int, ...]:
         # What needs a second lane waits for what was issued there before it, which now comes behind.
-        if tasks[index].kind not in ENTERING:
+        if tasks[index].kind not in kinds:
             return tasks[index].after
         return tuple(each for each in tasks[index].after if each not in overtaken.get(index, ()) or enters(tasks[each]))
 

@@ -133,7 +133,7 @@ class _Writer:
                 self._last[half] = (add_work(self._draft, each, index, self._last[half], half),)
             of_half = plan if half else replace(plan, moe_slices=(), dense_slices=())
             part = MoEPart(self._draft, moe, of_half, index, self._last[half], half * plan.degree)
-            part.enter()
+            part.enter(gathers=not (half and plan.links == "reduce_first"))
             parts.append(part)
         self._pay()
         for half, part in enumerate(parts):

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
+from ds_fsmoe.planning.block import BlockPlan, Links, Slice, block_schedule
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves import entering_first
+from ds_fsmoe.planning.halves import ENTERING, SETTING_OUT, entering_first
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane, Schedule
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, Shape, layer_work
 
@@ -40,27 +40,33 @@ class PhasePlan:
             self._schedules[slices] = self._schedule(slices)
         return self._schedules[slices]
 
-    def paused(self, slices: tuple[tuple[str, ...], ...] = ()) -> tuple[Schedule, int]:
+    def paused(self, slices: tuple[tuple[str, ...], ...] = (), is_second: bool = False) -> tuple[Schedule, int]:
         """Return the tasks of :meth:`sending` with those first that bring tokens to the experts, and how many they are.
 
         Between them and the others the other half of the micro-batch computes.
 
-        Raises:
-            ValueError: a task that brings tokens needs one that does not.
+        Args:
+            slices: see :meth:`sending`.
+            is_second: whether the half is the second one in this phase: with the reduces of the other one ahead of its
+                gathers, these come behind the pause.
         """
-        if slices not in self._paused:
-            self._paused[slices] = entering_first(self.sending(slices))
-        return self._paused[slices]
+        key = slices, is_second
+        if key not in self._paused:
+            reduces_ahead = self.block.links == "reduce_first"
+            # Within a half all reduces come behind all gathers.
+            schedule = self._schedule(slices, "paper") if reduces_ahead else self.sending(slices)
+            self._paused[key] = entering_first(schedule, SETTING_OUT if reduces_ahead and is_second else ENTERING)
+        return self._paused[key]
 
     @cached_property
-    def _paused(self) -> dict[tuple[tuple[str, ...], ...], tuple[Schedule, int]]:
+    def _paused(self) -> dict[tuple[tuple[tuple[str, ...], ...], bool], tuple[Schedule, int]]:
         return {}
 
     @cached_property
     def _schedules(self) -> dict[tuple[tuple[str, ...], ...], Schedule]:
         return {}
 
-    def _schedule(self, slices: tuple[tuple[str, ...], ...]) -> Schedule:
+    def _schedule(self, slices: tuple[tuple[str, ...], ...], links: Links | None = None) -> Schedule:
         # Sizes are of no importance to what is run, so those of one row stand for all.
         sizes = Shape(B=self.groups.mp, L=1, M=1, H=self.groups.esp, E=self.groups.ep, K=1, heads=1)
         work = layer_work(sizes, self.groups, self.alltoall)
@@ -72,7 +78,7 @@ class PhasePlan:
             for kind in tasks
             if kind in lanes
         )
-        block = BlockPlan(self.block.degree, self.block.links, self.block.late_dw, sent)
+        block = BlockPlan(self.block.degree, links or self.block.links, self.block.late_dw, sent)
         return block_schedule(BlockWork((), moe, ()), block)
 
 

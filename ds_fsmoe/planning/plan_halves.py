@@ -36,15 +36,19 @@ def halves_orders(space: SearchSpace, moe: MoEWork, backward: bool) -> tuple[Ord
     """
     asked = space.asked[backward]
     if asked is not None:
-        return (_paused(asked),)
-    orders = dict.fromkeys(map(_paused, space.orders_of(moe, backward)))
+        return _in_turns(asked, moe)
+    orders = dict.fromkeys(each for order in space.orders_of(moe, backward) for each in _in_turns(order, moe))
     few = [each for each in orders if each.degree <= MAX_DEGREE]
     return tuple(sorted(few or orders, key=lambda each: each.degree))
 
 
-def _paused(order: Order) -> Order:
-    """Return an order that can be run with a pause: a reduce ahead of later gathers cannot come behind all of them."""
-    return replace(order, links="paper") if order.links == "reduce_first" else order
+def _in_turns(order: Order, moe: MoEWork) -> tuple[Order, ...]:
+    """Return the ways to run a half with the traffic of an order: where one half's reduces may go ahead of the other
+    half's gathers, they need not."""
+    behind = replace(order, links="paper")
+    if order.links != "reduce_first":
+        return (order,)
+    return (behind, order) if moe.gather else (behind,)
 
 
 def plan_in_halves(
@@ -103,8 +107,7 @@ def run_in_halves(
         orders: how each layer is run.
     """
     unsplit = [planner.plan_options(options, spaces, each, names) for each in _modes(mode)]
-    pairs = [(_paused(forward), _paused(backward)) for forward, backward in orders]
-    plans = [assembled(planner, each, pairs) for each in _sendings(unsplit, mode)]
+    plans = [assembled(planner, each, orders) for each in _sendings(unsplit, mode)]
     return min(plans, key=planner.step_ms)
 
 

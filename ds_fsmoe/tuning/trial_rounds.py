@@ -60,7 +60,7 @@ class TrialRounds:
         group: dist.ProcessGroup | None,
         has_details: bool,
     ) -> None:
-        self._model = model
+        self.model = model
         self._turns = turns
         self._clock = clock
         self._apply = apply
@@ -104,11 +104,11 @@ class TrialRounds:
         return False
 
     def _next_round(self, trials: Trials, kept: int) -> None:
-        plans, stock = self._plans, self._plans[-1]
+        plans, stock = self.plans, self.plans[-1]
         if self._can_refine:
             self._can_refine = False
             forward, backward = (plans[number] for number in trials.fastest_phases(kept))
-            near = self._decide(lambda: self._model.search.refinements(plans[kept], forward, backward))
+            near = self._decide(lambda: self.model.search.refinements(plans[kept], forward, backward))
             if len(near) > 1:
                 self.trials = self._begin([*near, stock], self._turns)
                 return
@@ -117,17 +117,17 @@ class TrialRounds:
         self.trials = self._begin([plans[kept], stock], max(2, 2 * self._turns - 1))
 
     def _begin(self, plans: Sequence[ModelPlan], turns: int) -> Trials:
-        self._plans = tuple(plans)
-        names = [*(describe_plan(self._model.labels, plan) for plan in plans[:-1]), STOCK]
+        self.plans = tuple(plans)
+        names = [*(describe_plan(self.model.labels, plan) for plan in plans[:-1]), STOCK]
         self._names.update(names)
         if self._reduction is not None:
             self._reduction.try_windows(windows_of(plans[0]))
         return Trials(names, turns, self._use, self._clock, self._group, len(plans) - 1, self._may_keep_stock)
 
     def _use(self, number: int) -> None:
-        self._apply(self._plans[number])
+        self._apply(self.plans[number])
         if self._reduction is not None:
-            self._reduction.try_windows(windows_of(self._plans[number]))
+            self._reduction.try_windows(windows_of(self.plans[number]))
 
 
 def _median_ms(times_ms: Sequence[float]) -> float | None:

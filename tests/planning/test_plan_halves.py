@@ -9,19 +9,21 @@ from dataclasses import replace
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.bounds import busiest_ms
 from ds_fsmoe.planning.candidates import Search
+from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.gradients import Mode
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.halves_schedule import half_layer, half_moe
+from ds_fsmoe.planning.halves_schedule import half_layer, half_moe, halves_schedule
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, Settings
 from ds_fsmoe.planning.plan_halves import halves_orders, plan_in_halves
-from ds_fsmoe.planning.schedule import GRAD, REST, Lane
+from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, REST, Lane
 from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.step_time import predict_step
-from ds_fsmoe.planning.timeline import IDEAL, Contention
+from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import Gradient, Layer, Work, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
 from tests.planning.measured_layers import Machine, made_up
@@ -109,7 +111,6 @@ def test_candidates_have_the_best_in_halves_and_halves_in_one_and_two_chunks() -
     assert best is not None
     assert orders_of(best) in map(orders_of, halves)
     assert {1, 2} <= {orders_of(each)[0].degree for each in halves}
-    assert all(order.links != "reduce_first" for each in halves for order in orders_of(each))
     assert not any(each.in_halves for each in replace(search, can_split=False).candidates())
     serial = search_of(*busy(), machine=Machine(is_serial=True))
     assert not any(each.in_halves for each in serial.candidates())
@@ -173,6 +174,26 @@ def test_a_half_has_no_more_chunks_than_slots_and_its_orders_can_be_paused() -> 
     assert ways[0] == Order(1, "paper", 0)
     assert {each.links for each in ways} == {"shared", "paper"}
     assert any(each.late_dw for each in ways)
+
+
+def test_reduces_go_ahead_of_the_other_halfs_gathers_where_they_would_wait_for_tokens() -> None:
+    layer = layer_of("the paper's")
+    moe = half_moe(layer.forward.moe)
+    space = Settings().space("best")
+    assert {each.links for each in halves_orders(space, moe, False)} == {"shared", "paper", "reduce_first"}
+    # Tokens are on their way between nodes most of the time, and gathers of the second half wait for them: on the link
+    # that the first half's results need before they can set out.
+    ms_of = {A2A_IN: 8.0, GATHER: 3.0, EXPERT: 1.0, REDUCE: 3.0, A2A_OUT: 8.0}
+    sizes = {each.kind: each.size for each in (*moe.collectives, *moe.computations)}
+    costs = {kind: LinearCost(0.0, ms / sizes[kind]) for kind, ms in ms_of.items()}
+    layers = [replace(layer, forward=replace(layer.forward, before=(), after=()))] * 4
+    took_ms = {}
+    for links in ("paper", "reduce_first"):
+        line = simulate(halves_schedule(layers, [BlockPlan(1, links)] * 4, "forward"), costs)
+        took_ms[links] = line.makespan_ms
+        assert line.busy_ms(Lane.INTER) == 4 * 2 * 2 * 8.0
+    # The link between nodes waits no longer but for the first layer's results, and what comes behind the last ones.
+    assert took_ms["reduce_first"] < 0.95 * took_ms["paper"]
 
 
 def test_what_is_printed_of_a_plan_in_halves_is_of_one_half() -> None:
