@@ -132,11 +132,6 @@ def test_what_is_collected_of_modules_is_that_of_the_whole_batch(tmp_path: Path)
         assert found[0] == [SPLIT * len(options)] * 2
 
 
-def test_blocks_whose_activations_are_checkpointed_stay_whole(tmp_path: Path) -> None:
-    found = run_on_ranks(trains_as_eager, 2, tmp_path, ["olmoe"], 1, {}, {}, SAMPLES, True)
-    assert found == [[0]] * 2
-
-
 def test_a_batch_of_one_stays_whole(tmp_path: Path) -> None:
     found = run_on_ranks(trains_as_eager, 2, tmp_path, ["olmoe"], 1, {}, {}, 1)
     assert found == [[0]] * 2

@@ -28,11 +28,14 @@ class Noted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, events: list[str], name: str) -> torch.Tensor:
         ctx.events, ctx.name = events, name
+        ctx.save_for_backward(x)
         events.append(name)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # Ahead of it, as our calls do: what is not kept is made again here.
+        (_,) = ctx.saved_tensors
         ctx.events.append(f"{ctx.name}'")
         return dy, None, None
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two halves of a batch that take turns against the best plan for the whole batch, predicted and measured.
 
-``cluster.py up --inter 100mbit --intra 400mbit``, then ``cluster.py run -- benchmarks/cases/bench_halves.py --only 0``,
-a job for each case. A Hugging Face model is trained with the autotuner, which tries plans for the whole batch and plans
-in halves. Then steps are run in turns, in the same engine, by the fastest plan for the whole batch, by the fastest in
-halves, and by the one that was kept, which is what a user gets. Rows go to ``benchmarks/results/halves.csv``; what was
-predicted beside what was measured, and the share of the step outside of the experts' part, to
-``benchmarks/results/halves_predicted.csv``.
+``cluster.py up --ranks-per-node 1 --inter 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_halves.py
+--only 0``, a job for each case. A Hugging Face model is trained with the autotuner, which tries plans for the whole
+batch and plans in halves. Then steps are run in turns, in the same engine, by the fastest plan for the whole batch, by
+the fastest in halves, and by the one that was kept, which is what a user gets. Rows go to
+``benchmarks/results/halves.csv``; what was predicted beside what was measured, and the share of the step outside of the
+experts' part, to ``benchmarks/results/halves_predicted.csv``.
 """
 
 from __future__ import annotations
@@ -55,15 +55,19 @@ class Model:
     E: int
     k: int
     vocabulary: int = 64
+    heads: int = 4
+    checkpoints: bool = False
+    """Whether blocks keep no activations and run again in the backward."""
     at_least: float = 0.0
     """What halves are to gain."""
 
 
 CASES = (
-    Case("attention a fifth", Model("qwen3", layers=4, B=4, L=128, M=64, H=64, E=16, k=2, at_least=1.10)),
-    Case("attention a half", Model("qwen3", layers=4, B=4, L=512, M=64, H=64, E=16, k=2, at_least=1.15)),
-    Case("olmoe", Model("olmoe", 4, B=4, L=256, M=64, H=64, E=16, k=4, vocabulary=1024, at_least=1.08)),
-    Case("mixtral", Model("mixtral", 4, B=4, L=256, M=64, H=224, E=8, k=2, vocabulary=1024, at_least=1.08)),
+    Case("attention a fifth", Model("qwen3", layers=6, B=2, L=512, M=64, H=64, E=16, k=2, at_least=1.10)),
+    Case("attention a half", Model("olmoe", layers=6, B=2, L=640, M=32, H=32, E=16, k=2, heads=8, at_least=1.15)),
+    Case("olmoe", Model("olmoe", layers=6, B=4, L=256, M=64, H=64, E=16, k=4, vocabulary=1024, at_least=1.08)),
+    Case("mixtral", Model("mixtral", layers=6, B=4, L=256, M=64, H=224, E=8, k=2, vocabulary=1024, at_least=1.08)),
+    Case("attention a fifth, checkpointed", Model("qwen3", 6, B=2, L=512, M=64, H=64, E=16, k=2, checkpoints=True)),
     Case("short", Model("mixtral", layers=2, B=2, L=32, M=64, H=512, E=8, k=2)),
 )
 
@@ -78,8 +82,8 @@ def made(sizes: Model) -> torch.nn.Module:
         "hidden_size": sizes.M,
         "intermediate_size": sizes.H,
         "num_hidden_layers": sizes.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.heads if sizes.family == "olmoe" else sizes.heads // 2,
         "num_experts_per_tok": sizes.k,
         "max_position_embeddings": sizes.L,
         "use_cache": False,
@@ -87,7 +91,7 @@ def made(sizes: Model) -> torch.nn.Module:
     of_families = {
         "qwen3": (
             transformers.Qwen3MoeConfig,
-            {"num_experts": sizes.E, "moe_intermediate_size": sizes.H, "head_dim": sizes.M // 4},
+            {"num_experts": sizes.E, "moe_intermediate_size": sizes.H, "head_dim": sizes.M // sizes.heads},
         ),
         "olmoe": (transformers.OlmoeConfig, {"num_experts": sizes.E}),
         "mixtral": (transformers.MixtralConfig, {"num_local_experts": sizes.E}),
@@ -115,6 +119,8 @@ class Job:
 
     def __init__(self, sizes: Model, most_steps: int = 300) -> None:
         module = made(sizes)
+        if sizes.checkpoints:
+            module.gradient_checkpointing_enable()
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": sizes.B,
             "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
@@ -175,7 +181,7 @@ class Job:
         for index, label in enumerate(model.labels):
             forward, backward = (each.order.plan() for each in plan.choices(index))
             reduces = model.measured.reduces(model.measured.kind_of[label])
-            found = LayerPlan(forward, backward, plan.alltoalls[index], reduces, plan.is_halved(index))
+            found = LayerPlan(forward, backward, plan.alltoalls[index], reduces, plan.in_halves)
             state.inner_layers[label].fsmoe.apply(found)
         if state.reduction is not None:
             state.reduction.try_windows(windows_of(plan))

@@ -45,9 +45,6 @@ def print_halves(args: argparse.Namespace, result: Report, job: dict[str, Any]) 
     from ds_fsmoe.planning.bounds import busiest_ms
 
     print("\ntwo halves of a micro-batch that take turns, over best")
-    if job["recompute"]:
-        print("layers that recompute are not run in halves")
-        return {"halves": []}
     kind = _kind(job)
     rows = [row for name in _alltoalls(job) for row in _rows(result, job, name, kind)]
     best_ms = min(row.step_ms for row in rows if not row.plan.in_halves)

@@ -221,11 +221,14 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, computed: torch.Tensor, call: Call) -> torch.Tensor:
         ctx.call = call
+        ctx.save_for_backward(computed)
         return call.end_forward()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_RM: torch.Tensor) -> _Gradients:
+        # Under checkpointing both halves run again here, on every rank ahead of the same collectives.
+        (_,) = ctx.saved_tensors
         ctx.call.begin_backward(dy_RM)
         return dy_RM.new_empty(0), None
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+NUM_HALVES = 2
+Rest = tuple[tuple, dict[str, Any]]
+"""The arguments of a block but the first, by place and by name."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 

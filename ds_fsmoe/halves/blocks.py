@@ -46,6 +46,20 @@ class Block:
             else:
                 self.module.forward = own
 
+    @property
+    def runs_again(self) -> bool:
+        """Return whether the model keeps no activations of the block, which runs again in the backward."""
+        return bool(getattr(self.module, "gradient_checkpointing", False))
+
+    def forward_alone(self) -> Callable[..., Any] | None:
+        """Return its forward without the checkpointing that transformers wraps it in; ``None``: it is not wrapped so,
+        and what checkpoints it is not known."""
+        wrapper = getattr(self.forward, "__func__", None)
+        inside = getattr(wrapper, "__wrapped__", None)
+        if inside is None or wrapper.__globals__.get("__name__") != "transformers.modeling_layers":
+            return None
+        return types.MethodType(inside, self.module)
+
     def is_looked_at(self) -> bool:
         """Return whether others than DeepSpeed see what the block returns, or is called with: it has to be there."""
         if not isinstance(vars(self.module).get("forward"), Before):

@@ -9,10 +9,12 @@ Python keeps in context variables each half has to itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
+import torch
 from greenlet import getcurrent, greenlet
 
 from ds_fsmoe.execution.pauses import Half
@@ -38,6 +40,7 @@ class Fiber:
         self._calls: deque[Call] = deque()
         self._half = Half(self._pause, is_last_in_backward)
         self._begin = begin
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._stack = greenlet(self._run)
         self._stack.gr_context = copy_context()
 
@@ -68,9 +71,46 @@ class Fiber:
                     self.value = self._calls.popleft()(self.value)
                 self._stack.parent.switch()
 
+    @contextmanager
+    def saving(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+        """Let autograd save tensors by these functions meanwhile, in this half alone: torch keeps them per thread.
+
+        Args:
+            pack, unpack: see :class:`torch.autograd.graph.saved_tensors_hooks`.
+        """
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        try:
+            with self._hooks:
+                yield
+        finally:
+            self._hooks = None
+
     def _pause(self) -> None:
         self.is_paused = True
+        hooks = self._hooks
+        if hooks is not None:
+            hooks.__exit__()
         try:
             self._stack.parent.switch()
         finally:
             self.is_paused = False
+            if hooks is not None:
+                hooks.__enter__()
+
+
+def run_in_turns(fibers: Sequence[Fiber]) -> None:
+    """Run all calls of fibers to their ends, each until it pauses, and close them.
+
+    Raises:
+        BaseException: what a call has raised; the others are given up.
+    """
+    try:
+        for fiber in fibers:
+            fiber.resume()
+        while any(fiber.is_paused for fiber in fibers):
+            for fiber in fibers:
+                if fiber.is_paused:
+                    fiber.resume()
+    finally:
+        for fiber in fibers:
+            fiber.close()

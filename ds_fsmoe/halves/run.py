@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from ds_fsmoe.halves.arguments import joined, sizes_of_halves
+from ds_fsmoe.halves.again import Again
+from ds_fsmoe.halves.arguments import Rest, joined, sizes_of_halves
 from ds_fsmoe.halves.collected import Collected
 from ds_fsmoe.halves.fibers import Fiber
 
 Forward = Callable[..., Any]
-Rest = tuple[tuple, dict[str, Any]]
-"""The arguments of a block but the first, by place and by name."""
 
 
 class HalvesRun:
@@ -40,15 +39,20 @@ class HalvesRun:
             for number, half in enumerate(x_BLM.split(sizes_of_halves(self.batch)))
         ]
 
-    def add(self, forward: Forward, rests: Sequence[Rest]) -> None:
+    def add(self, forward: Forward, rests: Sequence[Rest], runs_again: bool = False) -> None:
         """Let a block be called with what the one before it returns.
 
         Args:
             forward: its forward.
             rests: for each half, its other arguments.
+            runs_again: whether its activations are not kept, and it runs again in the backward.
         """
-        for fiber, (args, kwargs) in zip(self._fibers, rests, strict=True):
-            fiber.add(partial(_call, forward, args, kwargs))
+        again = Again(forward, rests) if runs_again else None
+        for half, (fiber, (args, kwargs)) in enumerate(zip(self._fibers, rests, strict=True)):
+            if again is None:
+                fiber.add(partial(_call, forward, args, kwargs))
+            else:
+                fiber.add(partial(_call, partial(again.run, half, fiber), (), {}))
 
     def advance(self) -> None:
         """Run both halves through the layer of the block that was added last, up to the experts' results on their way

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fsmoe.halves.arguments import CannotSplitError, check_cache, check_output, halves_of
+from ds_fsmoe.halves.arguments import CannotSplitError, Rest, check_cache, check_output, halves_of
 from ds_fsmoe.halves.blocks import Block, find_chains
 from ds_fsmoe.halves.collected import wants_blocks
 from ds_fsmoe.halves.pending import Pending, looked_at
-from ds_fsmoe.halves.run import HalvesRun, Rest
+from ds_fsmoe.halves.run import HalvesRun
 from ds_fsmoe.layer.recomputed import is_kept, runs_again
 from ds_fsmoe.log import log_on_rank_0
 
+_AT_RANDOM = ("p", "attention_dropout", "jitter_noise", "router_jitter_noise")
+"""Names of attributes that say how much is left to chance."""
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
 """Returns for each of some facts whether it holds on all ranks. Collective over those that run the same blocks."""
 
@@ -166,7 +168,7 @@ class Splitter:
     def _go_on(self, block: Block, rests: Sequence[Rest]) -> Any:
         run = self._run
         assert run is not None
-        run.add(block.forward, rests)
+        run.add((block.forward_alone() if block.runs_again else None) or block.forward, rests, block.runs_again)
         if block.layers:
             run.advance()
         after = self._next.get(block)
@@ -280,8 +282,7 @@ def _rests(block: Block, rest: Rest, batch: int) -> tuple[Sequence[Rest], str]:
     args, named = rest
     try:
         check_cache(named)
-        if is_kept() or getattr(block.module, "gradient_checkpointing", False):
-            raise CannotSplitError("its activations are checkpointed, and it runs again alone")
+        _check_again(block)
         if batch == 0:
             raise CannotSplitError("it is not called with samples, positions and width")
         if batch == 1:
@@ -297,7 +298,21 @@ def _rests(block: Block, rest: Rest, batch: int) -> tuple[Sequence[Rest], str]:
     return (of(0), of(1)), ""
 
 
+def _check_again(block: Block) -> None:
+    """Refuse a block that is checkpointed in a way in which its halves cannot run again in turns.
+
+    Raises:
+        CannotSplitError: it is.
+    """
+    if is_kept():
+        raise CannotSplitError("what is around it is checkpointed, and runs again alone")
+    if block.runs_again and block.forward_alone() is None:
+        raise CannotSplitError("it is checkpointed by itself, and runs again alone")
+    if block.runs_again and _drop_out([block]):
+        raise CannotSplitError("it drops out at random and is checkpointed: in turns it would draw other masks again")
+
+
 def _drop_out(blocks: Sequence[Block]) -> bool:
     modules = [each for block in blocks for each in block.module.modules()]
-    shares = [getattr(each, name, 0) for each in modules for name in ("p", "attention_dropout")]
+    shares = [getattr(each, name, 0) for each in modules for name in _AT_RANDOM]
     return any(isinstance(each, float) and each > 0 for each in shares)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -53,52 +53,50 @@ class Tape:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Keep on this tape what layers decide meanwhile."""
-        _running.tapes.append((self, False))
-        try:
+        with _put_in(self, is_again=False):
             yield
-        finally:
-            _running.tapes.pop()
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Let layers take from this tape meanwhile, from its beginning on."""
         self._num_taken.clear()
-        _running.tapes.append((self, True))
-        try:
+        with _put_in(self, is_again=True):
             yield
-        finally:
-            _running.tapes.pop()
 
 
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.tapes: list[tuple[Tape, bool]] = []
-        """The tapes of the functions that run in this thread, the innermost last, and whether they run again."""
+_tapes: ContextVar[tuple[tuple[Tape, bool], ...]] = ContextVar("tapes", default=())
+"""The tapes of the functions that run in this context, the innermost last, and whether they run again."""
 
 
-_running = _Running()
+@contextmanager
+def _put_in(tape: Tape, is_again: bool) -> Iterator[None]:
+    _tapes.set((*_tapes.get(), (tape, is_again)))
+    try:
+        yield
+    finally:
+        _tapes.set(_tapes.get()[:-1])
 
 
 def is_kept() -> bool:
     """Return whether a decision that is made now is kept for a function that may run again."""
-    return any(not is_again for _, is_again in _running.tapes)
+    return any(not is_again for _, is_again in _tapes.get())
 
 
 def runs_again() -> bool:
     """Return whether a checkpointed function runs again now."""
-    return any(is_again for _, is_again in _running.tapes)
+    return any(is_again for _, is_again in _tapes.get())
 
 
 def keep(layer: object, given: Given | None) -> None:
     """Keep what a layer decided for all functions around it that may run again."""
-    for tape, is_again in _running.tapes:
+    for tape, is_again in _tapes.get():
         if not is_again:
             tape.keep(id(layer), given)
 
 
 def take(layer: object) -> Given | None:
     """Return what a layer decided when the innermost function that runs again ran first."""
-    tape = next((tape for tape, is_again in reversed(_running.tapes) if is_again), None)
+    tape = next((tape for tape, is_again in reversed(_tapes.get()) if is_again), None)
     return None if tape is None else tape.take(id(layer))
 
 

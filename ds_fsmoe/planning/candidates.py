@@ -143,7 +143,7 @@ class Search:
             moe = self.options[index][kept.alltoalls[index]].backward.moe
             wanted = replace(pair[1], late_dw=late_of(pair[1].degree))
             ways: Sequence[Order]
-            if kept.is_halved(index):
+            if kept.in_halves:
                 ways = halves_orders(self.space.with_orders(None, None), half_moe(moe), True)
             else:
                 ways = self.space.orders(True, moe.expert_dw is not None)

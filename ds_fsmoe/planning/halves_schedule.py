@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ds_fsmoe.planning.block import BlockPlan, MoEPart, Passed, Slice, add_after, add_block, add_work
+from ds_fsmoe.planning.block import BlockPlan, MoEPart, Passed, Slice, add_after, add_work
 from ds_fsmoe.planning.halves import NUM_HALVES
 from ds_fsmoe.planning.schedule import ATTENTION, SOFTMAX, Draft, Lane, Schedule
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Work
@@ -86,8 +86,8 @@ def halves_schedule(
 ) -> Schedule:
     """Return the schedule of all layers, in the order in which the phase runs them.
 
-    A layer that recomputes is run whole, when both halves have come to it. Collectives between layers are those of the
-    user's model, which wait on the computing lane.
+    A layer that recomputes runs its forward again for both halves in turns, when the half that is first in the backward
+    comes to it. Collectives between layers are those of the user's model, which wait on the computing lane.
 
     Args:
         layers: in the order of the phase: the backward begins with the last.
@@ -99,10 +99,8 @@ def halves_schedule(
     """
     writer = _Writer(phase, turns)
     for index, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
-        if layer.recompute:
-            writer.add_whole(index, layer, plan, forward_plans[index] if phase == "backward" else None)
-        else:
-            writer.add(index, getattr(layer, phase), plan)
+        again = (layer.forward, forward_plans[index]) if layer.recompute and phase == "backward" else None
+        writer.add(index, getattr(layer, phase), plan, again)
     return writer.finish(tail, len(layers))
 
 
@@ -124,11 +122,24 @@ class _Writer:
         self._behind: _Behind | None = None
         self._owing: tuple[int, list[MoEPart]] | None = None
 
-    def add(self, index: int, work: BlockWork, plan: BlockPlan) -> None:
-        """Append a layer in halves."""
+    def add(
+        self, index: int, work: BlockWork, plan: BlockPlan, again: tuple[BlockWork, BlockPlan] | None = None
+    ) -> None:
+        """Append a layer.
+
+        Args:
+            index: its number in the phase.
+            work: what it does in the phase.
+            plan: of one half.
+            again: what it runs once more ahead of that, and the plan of a half of it.
+        """
         moe, parts = half_moe(work.moe), []
+        remade: tuple[int, ...] = ()
         for half in range(NUM_HALVES):
             self._go_on(half)
+            if again is not None and half == 0:
+                remade = self._run_again(index, *again)
+            self._last[half] = tuple(dict.fromkeys((*self._last[half], *remade)))
             for each in self._halved(work.before, half):
                 self._last[half] = (add_work(self._draft, each, index, self._last[half], half),)
             of_half = plan if half else replace(plan, moe_slices=(), dense_slices=())
@@ -151,14 +162,22 @@ class _Writer:
             self._passed.layer[index] = last
             self._last = [last] * NUM_HALVES
 
-    def add_whole(self, index: int, layer: Layer, plan: BlockPlan, forward_plan: BlockPlan | None) -> None:
-        """Append a layer that is not run in halves, in the backward with its forward, which runs again."""
-        self._catch_up()
-        last = self._joined()
-        if forward_plan is not None:
-            last = add_block(self._draft, layer.forward, forward_plan, index, last, Passed())
-        work = layer.backward if self._backward else layer.forward
-        self._last = [add_block(self._draft, work, plan, index, last, self._passed)] * NUM_HALVES
+    def _run_again(self, index: int, work: BlockWork, plan: BlockPlan) -> tuple[int, ...]:
+        """Append a layer's forward of both halves, which run to their ends, and return the tasks that end it."""
+        ends: list[int] = []
+        parts, plan = [], replace(plan, moe_slices=(), dense_slices=())
+        for half in range(NUM_HALVES):
+            last = self._last[0]
+            # The halves have the names of the backward, in which the second one was the first in the forward.
+            for each in self._halved(work.before, 1 - half):
+                last = (add_work(self._draft, each, index, last, half),)
+            part = MoEPart(self._draft, half_moe(work.moe), plan, index, last, half * plan.degree)
+            part.enter(gathers=not (half and plan.links == "reduce_first"))
+            parts.append(part)
+        lasts = [part.rest(Passed()) for part in parts]
+        for half, last in enumerate(lasts):
+            ends += add_after(self._draft, self._halved(work.after, 1 - half), plan, index, last, Passed(), half)
+        return tuple(dict.fromkeys(ends))
 
     def finish(self, tail: Sequence[Slice], layer: int) -> Schedule:
         """Append what is left, and return the schedule."""

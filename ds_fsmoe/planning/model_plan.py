@@ -38,10 +38,6 @@ class ModelPlan:
     turns: Turns = field(default=BY_BATCH, compare=False)
     """How they do."""
 
-    def is_halved(self, index: int) -> bool:
-        """Return whether a layer, counted from the front, is run in halves: one that recomputes never is."""
-        return self.in_halves and not self.layers[index].recompute
-
     def choices(self, index: int) -> tuple[Choice, Choice]:
         """Return how a layer, counted from the front, is run in forward and backward."""
         return self.forward_choices[index], self.backward_choices[-1 - index]

@@ -17,7 +17,7 @@ from ds_fsmoe.planning.gradients import Mode
 from ds_fsmoe.planning.halves_schedule import BY_BATCH, Turns, half_layer
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner
-from ds_fsmoe.planning.search import MIN_GAIN, Choice, SearchSpace
+from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.workload import Layer, MoEWork
 
 MAX_DEGREE = 4
@@ -75,10 +75,10 @@ def plan_in_halves(
         turns: how halves take turns.
 
     Returns:
-        The plan; ``None`` where all layers recompute, or there are none.
+        The plan; ``None`` where there are no layers.
     """
     of_layers = [spaces] * len(options) if isinstance(spaces, SearchSpace) else list(spaces)
-    if all(next(iter(each.values())).recompute for each in options):
+    if not options:
         return None
     found: list[ModelPlan] = []
     for used in [names] if names is not None else _namings(options):
@@ -229,14 +229,12 @@ def assembled(
 
     Args:
         planner: with the costs.
-        base: the other plan. Layers that recompute are run as they are there.
+        base: the other plan.
         orders: the ways to run a half of each layer, forward and backward.
         turns: how halves take turns.
     """
-    pairs: list[tuple[Choice, Choice]] = []
-    for index, (layer, order) in enumerate(zip(base.layers, orders, strict=True)):
-        own = base.choices(index)
-        pairs.append(own if layer.recompute else planner.choose(half_layer(layer), SearchSpace.fixed(*order)))
+    ways = zip(base.layers, orders, strict=True)
+    pairs = [planner.choose(half_layer(layer), SearchSpace.fixed(*order)) for layer, order in ways]
     forward = tuple(pair[0].order.plan() for pair in pairs)
     sent = zip(base.backward, pairs[::-1], strict=True)
     backward = tuple(pair[1].order.plan(each.moe_slices, each.dense_slices) for each, pair in sent)

@@ -128,7 +128,7 @@ class Report:
         return simulate(schedule, self.costs, self.settings.contention, self.settings.host_ms)
 
     def in_halves(self, turns: Turns = BY_BATCH) -> ModelPlan | None:
-        """Return ``best`` for two halves of a micro-batch that take turns; ``None`` where layers recompute."""
+        """Return ``best`` for two halves of a micro-batch that take turns; ``None`` without layers."""
         planner, space = Planner(self.costs, self.settings), self.settings.space(BEST)
         options = [{"": each} for each in self.layers]
         return plan_in_halves(planner, options, space, mode_of(BEST), turns=turns)

@@ -110,7 +110,7 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
             *dict.fromkeys(order_words(each) for each in (forward, backward) if each.degree > 1),
             *([f"{backward.late_dw} late dW"] if backward.late_dw else []),
             *([] if alltoall == "flat" else [alltoall]),
-            *(["two halves in turns"] if plan.is_halved(index) else []),
+            *(["two halves in turns"] if plan.in_halves else []),
         ]
         texts.setdefault(", ".join(words), []).append(label)
     if len(texts) == 1:

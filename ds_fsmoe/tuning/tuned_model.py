@@ -100,9 +100,9 @@ class TunedModel:
         for index, label in enumerate(self.labels):
             kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
             forward, backward = (each.order.plan() for each in plan.choices(index))
-            plan_of_layer = LayerPlan(forward, backward, alltoall, measured.reduces(kind), plan.is_halved(index))
+            plan_of_layer = LayerPlan(forward, backward, alltoall, measured.reduces(kind), plan.in_halves)
             self._layers[label].fsmoe.apply(plan_of_layer)
-            if plan.is_halved(index):
+            if plan.in_halves:
                 # A half's run is predicted with the other half in its pauses, which no layer alone can be.
                 predictors.pop(label, None)
                 continue

@@ -269,19 +269,24 @@ def test_what_lies_between_layers_holds_the_computing_lane() -> None:
         assert (hold.kind, hold.lane, hold.after) == (HOLD, Lane.COMPUTE, (index,))
 
 
-def test_a_layer_that_recomputes_is_run_whole_when_both_halves_have_come_to_it() -> None:
+def test_a_layer_that_recomputes_runs_again_in_turns_when_the_first_half_has_come_to_it() -> None:
     layers = [small(), small(recompute=True), small()]
     plans = [BlockPlan(1, "paper")] * 3
     plan = ModelPlan(tuple(layers), tuple(plans), tuple(plans), (), (), (), in_halves=True)
-    assert [plan.is_halved(index) for index in range(3)] == [True, False, True]
-    assert not any(replace(plan, in_halves=False).is_halved(index) for index in range(3))
-    for schedule, experts in zip(plan.schedules(), (1, 2), strict=True):
-        of_layer = [task for task in schedule.tasks if task.layer == 1 and task.kind == EXPERT]
-        assert [task.chunk for task in of_layer] == [0] * experts
-        assert of_layer[-1].size == (60 if experts == 1 else 120)
-        entered = next(task for task in schedule.tasks if task.layer == 1)
-        assert len(entered.after) == 2
-    assert sizes(plan.schedules()[0]) == sizes(replace(plan, in_halves=False).schedules()[0])
+    forward, backward = plan.schedules()
+    assert names(forward) == names(halves_schedule([small()] * 3, plans, "forward"))
+    of_layer = [(at, task) for at, task in enumerate(backward.tasks) if task.layer == 1]
+    experts = [(at, task) for at, task in of_layer if task.kind == EXPERT]
+    assert [task.chunk for _, task in experts] == [0, 1, 0, 1]
+    # First the forward: both halves are sent before the experts of the first, and all of it is needed by what follows.
+    again = [at for at, task in of_layer if at < experts[2][0] and task.kind == A2A_IN][:2]
+    assert again[1] < experts[0][0]
+    # The first half's gradients of the layer behind are what it waits for; the second half's are still under way.
+    first_again = next(task for at, task in of_layer)
+    done = {backward.tasks[each].chunk for each in first_again.after}
+    assert done == {0}
+    whole = replace(plan, in_halves=False).schedules()
+    assert [sizes(each) for each in (forward, backward)] == [sizes(each) for each in whole]
 
 
 def test_the_first_half_of_a_sequence_has_less_of_causal_attention_and_goes_second_in_the_backward() -> None:

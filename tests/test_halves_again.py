@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks whose activations are checkpointed run again by halves, in turns, when the backward comes to them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_fsmoe.execution.pauses import half_now
+from ds_fsmoe.layer.recomputed import is_kept, runs_again, tape_torchs_functions
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.test_halves import BY_DEGREES, SAMPLES, SPLIT, TWO_NODES, trains_as_eager
+from tests.test_halves_in_turns import WIDTH, Model, forward, numbers, same, split
+from tests.test_halves_in_turns import Block as PlainBlock
+
+
+class Block(GradientCheckpointingLayer, PlainBlock):
+    """A block as transformers' are, which notes what its forward makes besides, and in which kind of run."""
+
+    def __init__(self, number: int, events: list[str]) -> None:
+        PlainBlock.__init__(self, number, events)
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.kinds: list[tuple[bool, bool]] = []
+        self.forwards = 0
+
+    def forward(self, x_BLM: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        self.forwards += 1
+        self.kinds.append((is_kept(), runs_again()))
+        extra = torch.exp(x_BLM)
+        self.made.append(weakref.ref(extra))
+        return PlainBlock.forward(self, x_BLM + torch.sigmoid(extra), mask)
+
+
+def model_of(events: list[str], count: int = 2, use_reentrant: bool = False) -> Model:
+    """A model whose blocks are checkpointed."""
+    model = Model(events, "")
+    model.blocks = nn.ModuleList(Block(number, events) for number in range(count))
+    for block in model.blocks:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=use_reentrant)
+    return model
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_numbers_are_those_of_the_whole_batch(count: int, use_reentrant: bool, batch: int) -> None:
+    model = model_of([], count, use_reentrant)
+    x, mask = torch.randn(batch, 3, WIDTH, requires_grad=True), torch.rand(batch, 3, 1)
+    wanted = [*numbers(model, model(x, mask)), x.grad.clone()]
+    splitter = split(model)
+    x.grad = None
+    found = [*numbers(model, forward(model, splitter, x, mask=mask)), x.grad]
+    assert splitter.num_runs == 1
+    same(found, wanted)
+    # Twice when the whole batch was run and when it was watched, of which there was no backward; by halves four times.
+    assert [block.forwards for block in model.blocks] == [2 + 1 + 4] * count
+
+
+def test_a_block_runs_again_in_turns_once_and_the_order_of_the_backward_stays() -> None:
+    events: list[str] = []
+    model = model_of(events)
+    splitter = split(model)
+    events.clear()
+    loss = forward(model, splitter, torch.randn(2, 3, WIDTH, requires_grad=True))
+    forwards, _ = list(events), events.clear()
+    loss.backward()
+    assert [each for each in events if each.endswith("'")] == [f"{each}'" for each in reversed(forwards)]
+    for number in (1, 0):
+        again = [each for each in events if str(number) in each and not each.endswith("'")]
+        at = [events.index(each) for each in again]
+        names = ("attention{}a", "send{}a", "attention{}b", "send{}b", "experts{}a", "experts{}b", "back{}a", "back{}b")
+        assert again == [each.format(number) for each in names]
+        assert at == list(range(at[0], at[0] + len(at)))
+    # The second block's tokens' gradients are under way when the first block runs again.
+    assert events.index("send1b'") < events.index("attention0a") < events.index("send1a'")
+
+
+def test_what_a_block_makes_is_not_kept_for_the_backward() -> None:
+    model = model_of([])
+    splitter = split(model)
+    loss = forward(model, splitter, torch.randn(4, 3, WIDTH, requires_grad=True))
+    gc.collect()
+    assert [[each() for each in block.made[-2:]] for block in model.blocks] == [[None] * 2] * 2
+    assert [block.kinds[-2:] for block in model.blocks] == [[(True, False)] * 2] * 2
+    loss.backward()
+    assert [block.kinds[-2:] for block in model.blocks] == [[(False, True)] * 2] * 2
+    assert (is_kept(), runs_again(), half_now()) == (False, False, None)
+    gc.collect()
+    assert not any(each() is not None for block in model.blocks for each in block.made)
+
+
+def test_a_graph_that_is_kept_has_a_second_backward_without_another_forward() -> None:
+    model = model_of([])
+    splitter, x = split(model), torch.randn(2, 3, WIDTH)
+    loss = forward(model, splitter, x)
+    loss.backward(retain_graph=True)
+    first = [each.grad.clone() for each in model.parameters()]
+    forwards = model.blocks[0].forwards
+    loss.backward()
+    same([each.grad for each in model.parameters()], [2 * each for each in first])
+    assert model.blocks[0].forwards == forwards
+
+
+def test_autocasting_is_as_it_was() -> None:
+    model = model_of([])
+    splitter, x = split(model), torch.randn(2, 3, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, loss = model(x), forward(model, splitter, x)
+    found = numbers(model, loss)
+    for each, other in zip(found, numbers(model, wanted), strict=True):
+        torch.testing.assert_close(each, other, rtol=0.05, atol=0.05)
+    assert splitter.num_runs == 1
+
+
+@pytest.mark.parametrize("place", ["forward", "again"])
+def test_a_half_that_fails_leaves_nothing_behind(place: str) -> None:
+    model = model_of([])
+    splitter, x = split(model), torch.randn(2, 3, WIDTH)
+    wanted = numbers(model, forward(model, splitter, x))
+    if place == "again":
+        run = forward(model, splitter, x).backward
+    else:
+        run = partial(forward, model, splitter, x)
+    model.blocks[0].fails = True
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run()
+    assert (is_kept(), runs_again(), half_now()) == (False, False, None)
+    model.blocks[0].fails = False
+    same(numbers(model, forward(model, splitter, x)), wanted)
+
+
+def test_a_forward_that_does_something_else_the_second_time_is_told() -> None:
+    model = model_of([], 1)
+    splitter = split(model)
+    loss = forward(model, splitter, torch.randn(2, 3, WIDTH), mask=None)
+    model.blocks[0].attention.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="its forward has to do the same each time"):
+        loss.backward()
+
+
+def test_hooks_of_a_user_around_the_model_see_what_is_saved_of_neither_run_of_a_block() -> None:
+    model = model_of([])
+    splitter, x = split(model), torch.randn(2, 3, WIDTH)
+    seen: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward(model, splitter, x)
+    # What the loss saves, once.
+    assert seen == [x.shape]
+    loss.backward()
+
+
+def test_blocks_that_drop_out_or_are_checkpointed_otherwise_stay_whole() -> None:
+    model = model_of([])
+    model.blocks[0].dropout = nn.Dropout(0.1)
+    splitter, x = split(model), torch.randn(2, 3, WIDTH)
+    assert "would draw other masks" in splitter.why_not
+    tape_torchs_functions()
+    model = model_of([])
+    splitter = split(model)
+    by_torch = checkpoint(partial(forward, model, splitter), x, use_reentrant=False)
+    by_torch.backward()
+    assert splitter.num_runs == 0
+    plain = Model([])
+    plain.blocks[1].gradient_checkpointing = True
+    assert "it is checkpointed by itself" in split(plain).why_not
+
+
+@sampled(("stage", "block"), [(1, {}), (2, BY_DEGREES), (3, {"recompute": True}), (0, {})], kept=[0, 2], ids=str)
+def test_models_whose_activations_are_checkpointed_train_as_eager_ones(
+    stage: int, block: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_on_ranks(trains_as_eager, 2, tmp_path, ["olmoe", "mixtral"], stage, block, {}, SAMPLES, True)
+    assert found == [[SPLIT] * 2] * 2
+
+
+@sampled(("stage", "block"), [(1, TWO_NODES), (3, TWO_NODES | BY_DEGREES)], kept=[0], ids=str)
+def test_four_ranks_on_two_nodes_run_again_in_turns(stage: int, block: dict[str, Any], tmp_path: Path) -> None:
+    found = run_on_ranks(trains_as_eager, 4, tmp_path, ["olmoe", "mixtral"], stage, block, {}, SAMPLES, True)
+    assert found == [[SPLIT] * 2] * 4
