@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.row_sizes import RowSizes
 from ds_fsmoe.execution.unchunked import WholeExperts
+from ds_fsmoe.halves.run import HalvesRun
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
 from ds_fsmoe.layer.moe_layer import token_path
 from ds_fsmoe.layer.runtime import block_of
@@ -73,6 +75,8 @@ class Case:
     """The experts of a rank are called as one module, as where somebody has put a hook on it."""
     in_rows: bool = False
     """Rows travel instead of slots."""
+    halves: str = ""
+    """"", "turns" (of two halves of the tokens) or "again" (whose layers are checkpointed, too)."""
 
 
 class Copying(CallbackBase):
@@ -115,10 +119,10 @@ def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[Pipeline
         exchange.nodes,
     )
     plans = (
-        PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
+        PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned, bool(case.halves)),
         PhasePlan(
             BlockPlan(case.backward, case.links, min(case.late_dw, case.backward)),
-            *(groups.planned, True, exchange.planned),
+            *(groups.planned, True, exchange.planned, bool(case.halves)),
         ),
     )
     return [Pipeline(lanes, collectives, *plans, f"L{layer}", case.recompute) for layer in range(LAYERS)]
@@ -161,8 +165,8 @@ def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
     torch.manual_seed(5)
     found = []
     for _ in range(STEPS):
-        y_SM = x_SM
-        for number in range(LAYERS):
+        y_SM = _in_halves(layer, x_SM, case.halves == "again") if case.halves else x_SM
+        for number in () if case.halves else range(LAYERS):
             if case.checkpointing:
                 reentrant = case.checkpointing == "reentrant"
                 y_SM = y_SM + checkpoint(layer, number, y_SM, use_reentrant=reentrant, preserve_rng_state=False)
@@ -174,6 +178,19 @@ def train(case: Case, lanes: Lanes) -> list[torch.Tensor]:
             each.grad = None
         del y_SM
     return found
+
+
+def _in_halves(layer: Callable[[int, torch.Tensor], torch.Tensor], x_SM: torch.Tensor, again: bool) -> torch.Tensor:
+    """Run the layers by halves of the tokens in turns."""
+
+    def block(number: int, x_B1M: torch.Tensor) -> torch.Tensor:
+        return x_B1M + layer(number, x_B1M[:, 0])[:, None]
+
+    run = HalvesRun(x_SM[:, None])
+    for number in range(LAYERS):
+        run.add(partial(block, number), [((), {})] * 2, again)
+        run.advance()
+    return run.complete()[:, 0]
 
 
 class _Arrived:

@@ -131,10 +131,8 @@ def test_a_half_that_fails_leaves_nothing_behind(place: str) -> None:
     model = model_of([])
     splitter, x = split(model), torch.randn(2, 3, WIDTH)
     wanted = numbers(model, forward(model, splitter, x))
-    if place == "again":
-        run = forward(model, splitter, x).backward
-    else:
-        run = partial(forward, model, splitter, x)
+    once_more = place == "again"
+    run = forward(model, splitter, x).backward if once_more else partial(forward, model, splitter, x)
     model.blocks[0].fails = True
     with pytest.raises(RuntimeError, match="on purpose"):
         run()

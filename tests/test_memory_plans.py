@@ -20,6 +20,7 @@ from tests.samples import sampled
 
 TOLERANCE = 0.05
 ALL = [(zero, checkpointing) for zero in (0, 1, 2, 3) for checkpointing in (False, True)]
+IN_HALVES = {"split_batch": "on", "autotune": False}
 OFF = {"gradient_partition": {"mode": "off"}}
 
 
@@ -34,6 +35,7 @@ def predicted(case: Case, world_size: int, load: float) -> Memory:
         checkpointing=case.checkpointing,
         recompute=case.block.get("recompute", False),
         degree=case.block.get("num_chunks", 1),
+        in_halves=case.block.get("split_batch") == "on",
         early_gradients="gradient_partition" not in case.block,
         load=load,
         device="cpu",
@@ -70,8 +72,10 @@ SOME = [
     Case("gpt_oss", 1, checkpointing=True),
     Case("mixtral", 2, checkpointing=True, load=1.5),
     Case("deepseek_v3", 3, dtype="bf16", samples=3, length=61),
+    Case("olmoe", 1, samples=4, block=IN_HALVES),
+    Case("qwen3_moe", 2, checkpointing=True, samples=5, length=101, block=IN_HALVES),
 ]
-"""The stages of ZeRO, both types, three ways of attention, and ranks with unequal rows."""
+"""The stages of ZeRO, both types, three ways of attention, ranks with unequal rows, and halves in turns."""
 
 
 def of_family(family: str) -> list[Case]:
@@ -92,6 +96,13 @@ OTHERS: dict[str, list[Case]] = {
     "experts cut in two": [Case("mixtral", zero, c, 2, 110, ep=1, esp=2) for zero, c in ALL if zero < 3],
     "recompute": [Case("olmoe", 1, c, 2, 150, block={"recompute": True}) for c in (False, True)],
     "chunks": [Case("mixtral", 1, c, 4, 150, block={"num_chunks": 3}) for c in (False, True)],
+    "halves": [
+        Case(each, zero, c, 4, 110, block=IN_HALVES)
+        for each in ("olmoe", "mixtral", "deepseek_v3")
+        for zero, c in ALL
+        if zero < 3 or each == "olmoe"
+    ],
+    "halves in chunks": [Case("mixtral", 1, c, 6, 110, block=IN_HALVES | {"num_chunks": 3}) for c in (False, True)],
     "unequal rows": [Case("mixtral", zero, c, load=1.7) for zero, c in ALL],
 }
 

@@ -67,6 +67,25 @@ CASES += [
     Case(ONCE, 4, 2, "module", ALL, checkpointing="saved", in_rows=True),
     Case(ONCE, 1, 1, "gpt", ALL, whole=True, in_rows=True),
 ]
+IN_TURNS = [
+    Case(ONCE, 2, 3, "mixtral", ALL, "reduce_first", in_rows=True, halves="turns"),
+    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 3, "gpt", DROP, "reduce_first", late_dw=2, halves="turns"),
+    Case(
+        Layout(4, 4, ranks_per_node=2, alltoall="2dh"),
+        3,
+        2,
+        "mixtral",
+        NO_DROP,
+        late_dw=1,
+        in_rows=True,
+        halves="turns",
+    ),
+    Case(Layout(2, 2), 1, 1, "module", DROP, "shared", hooks="copying", halves="turns"),
+    Case(ONCE, 3, 2, "gpt", ALL, "reduce_first", 1, recompute=True, in_rows=True, halves="again"),
+    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 1, "mixtral", NO_DROP, "reduce_first", in_rows=True, halves="again"),
+    Case(Layout(1, 1), 2, 2, "gpt", DROP, "shared", hooks="rounding", halves="again"),
+]
+CASES += IN_TURNS
 
 
 @functools.cache
@@ -74,7 +93,7 @@ def _one_after_another(case: Case) -> list[Any]:
     return watched(case, overlap=False)[1]
 
 
-@sampled("case", CASES, kept=range(0, len(CASES), 6), ids=str)
+@sampled("case", CASES, kept=[*range(0, len(CASES), 6), *(CASES.index(IN_TURNS[each]) for each in (0, 1, 4))], ids=str)
 def test_every_rule_is_kept_and_the_numbers_are_those_of_one_task_after_another(case: Case) -> None:
     """Every pair of values of two axes occurs. Receive buffers begin as NaN, so what was never written would show."""
     gpu, found = watched(case)

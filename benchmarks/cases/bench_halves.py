@@ -56,6 +56,8 @@ class Model:
     k: int
     vocabulary: int = 64
     heads: int = 4
+    is_even: bool = True
+    """Whether tokens are spread evenly over experts, as is predicted; else as routers with random weights choose."""
     checkpoints: bool = False
     """Whether blocks keep no activations and run again in the backward."""
     at_least: float = 0.0
@@ -65,9 +67,10 @@ class Model:
 CASES = (
     Case("attention a fifth", Model("qwen3", layers=6, B=2, L=512, M=64, H=64, E=16, k=2, at_least=1.10)),
     Case("attention a half", Model("olmoe", layers=6, B=2, L=640, M=32, H=32, E=16, k=2, heads=8, at_least=1.15)),
-    Case("olmoe", Model("olmoe", layers=6, B=4, L=256, M=64, H=64, E=16, k=4, vocabulary=1024, at_least=1.08)),
-    Case("mixtral", Model("mixtral", layers=6, B=4, L=256, M=64, H=224, E=8, k=2, vocabulary=1024, at_least=1.08)),
+    Case("olmoe", Model("olmoe", 6, 2, L=512, M=32, H=32, E=16, k=4, heads=8, vocabulary=1024, at_least=1.08)),
+    Case("mixtral", Model("mixtral", 6, 2, L=512, M=32, H=112, E=8, k=2, heads=4, vocabulary=1024, at_least=1.08)),
     Case("attention a fifth, checkpointed", Model("qwen3", 6, B=2, L=512, M=64, H=64, E=16, k=2, checkpoints=True)),
+    Case("routers' own choices", Model("olmoe", 6, 2, L=512, M=32, H=32, E=16, k=4, heads=8, is_even=False)),
     Case("short", Model("mixtral", layers=2, B=2, L=32, M=64, H=512, E=8, k=2)),
 )
 
@@ -98,6 +101,13 @@ def made(sizes: Model) -> torch.nn.Module:
     }
     config_class, own = of_families[sizes.family]
     return transformers.AutoModelForCausalLM.from_config(config_class(**shared, **own))
+
+
+def evenly(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Give a layer's experts as many tokens each; weights stay the router's."""
+    x_SM, index_SK, weights_SK = args
+    experts = torch.arange(index_SK.numel(), device=index_SK.device) % module.fsmoe.total_experts
+    return x_SM, experts.view_as(index_SK).to(index_SK.dtype), weights_SK
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,9 @@ class Job:
             "steps_per_print": 1_000_000,
         }
         self.engine = ds_fsmoe.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+        if sizes.is_even:
+            for layer in self.engine.fsmoe.inner_layers.values():
+                layer.register_forward_pre_hook(evenly)
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         self._ids = torch.randint(sizes.vocabulary, (sizes.B, sizes.L), generator=generator)
         self.model: TunedModel | None = None

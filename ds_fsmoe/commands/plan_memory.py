@@ -55,6 +55,10 @@ def print_memory(
     _print_items(memory, training)
     if most is not None:
         print(f"largest micro-batch in {memory_gb:g} GB: {most or 'not even one sample fits'}")
+    halves = None
+    if args.halves and training.samples > 1:
+        halves = memory_of(architecture, groups, replace(training, in_halves=True))
+        print(f"two halves that take turns: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
     choices = choices_of(architecture, groups, training, memory_gb)
     _print_choices(choices, training, groups)
     return {
@@ -63,6 +67,7 @@ def print_memory(
             "moment": memory.peak.name,
             "items_bytes": {item: round(size) for item, size in memory.peak.items.items()},
             "largest_samples": most,
+            "peak_bytes_in_halves": None if halves is None else round(halves.total),
             "choices": [
                 {
                     "zero": each.zero,

@@ -339,10 +339,9 @@ class FSMoEState:
         asked, why = self.block.split_batch, self.why_whole or (self.splitter and self.splitter.why_not)
         if why:
             return f"{asked}: batches stay whole: {why}"
-        if self.splitter.is_wanted:
-            return f"{asked}: two halves take turns"
-        is_over = self.autotune is None or self.autotune.is_settled
-        return f"{asked}: batches stay whole, which was faster" if is_over else f"{asked}: tried with plans"
+        if self.splitter.is_wanted or self.autotune is None:
+            return f"{asked}: two halves take turns{'' if self.splitter.is_wanted else ' later on'}"
+        return f"{asked}: {'batches stay whole, which was faster' if self.autotune.is_settled else 'tried with plans'}"
 
     def describe_placement(self) -> str:
         """Describe who decides where experts are, for the log."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ds_fsmoe.planning.architecture import Attention, Block, Experts
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.halves import NUM_HALVES
 from ds_fsmoe.planning.memory_states import Account, plus
 from ds_fsmoe.planning.training import Training
 
@@ -205,21 +206,27 @@ def block_needs(
     # Gradients of rows: as they are sent, as they come, and expert by expert; in chunks, two of which are under way. On
     # streams what comes and what leaves is held until the phase is over.
     is_held = training.device == "gpu"
+    # Of two halves both are under way, and the experts compute for one at a time.
+    pieces = training.degree * (NUM_HALVES if training.in_halves else 1)
     part = 1.0 if is_held else min(1.0, 2 / training.degree)
     comes = (groups.ep > 1) / groups.esp + (groups.esp > 1)
     is_ordered = groups.ep * groups.esp > 1  # the rows of one rank alone lie expert by expert already
-    moved = rows.sent * M + sizes * (comes * part + is_ordered / training.degree)
+    moved = rows.sent * M + sizes * (comes * part + is_ordered / pieces)
     if training.recompute:
-        moved += rows.here * rows.fan * rows.hidden / training.degree
-    early.append(plus(kept, {AT_WORK: residual + a * (moved + _gate_needs(experts, rows) / training.degree)}))
+        moved += rows.here * rows.fan * rows.hidden / pieces
+    early.append(plus(kept, {AT_WORK: residual + a * (moved + _gate_needs(experts, rows) / pieces)}))
     # Then the gradients of weights: the first products are gone.
-    inside = rows.here * rows.hidden * (rows.fan + 1) / training.degree
-    less = rows.here * rows.fan * rows.hidden / training.degree
+    inside = rows.here * rows.hidden * (rows.fan + 1) / pieces
+    less = rows.here * rows.fan * rows.hidden / pieces
     made = moved + inside + sizes / (1 if is_held else training.degree) + weights - (less if training.recompute else 0)
     early.append(plus(kept, {ROWS: 0.0 if training.recompute else -a * less, AT_WORK: residual + a * made}))
     # They are handed over, that of the largest weight last, while the rows are on their way back.
     largest = 0.0 if stay else weights * (experts.gemms - 1) / experts.gemms
     late.append(plus(attention, {AT_WORK: residual + a * (rows.sent * M + largest)}))
+    if training.in_halves and training.checkpointing:
+        # When it has run again for the first half, the second one is still at the attention of the block behind.
+        behind = {item: size / NUM_HALVES for item, size in attention.items()}
+        early = [plus(each, behind) for each in early]
     return early, late
 
 

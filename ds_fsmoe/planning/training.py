@@ -38,7 +38,9 @@ class Training:
     recompute: bool = False
     """Whether layers keep the rows alone and make the hidden layers of experts again (``fsmoe.recompute``)."""
     degree: int = 1
-    """The chunks into which a layer's rows are cut."""
+    """The chunks into which a layer's rows are cut; in halves, those of a half."""
+    in_halves: bool = False
+    """Whether two halves of the micro-batch take turns."""
     attention: str = "auto"
     """``auto``: as transformers chooses, which is ``sdpa`` where a family has it."""
     device: str = "gpu"
