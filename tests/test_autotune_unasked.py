@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.tuning import autotune as stage
 from ds_fsmoe.tuning.when import STEPS_BEFORE, known_steps, settled
 from tests.hurry import hurry
@@ -21,8 +21,8 @@ CASE = Case(2, 1, "fp32", 1, 2, True, expert="gpt")
 STEPS = 84
 
 
-def why_not(block: dict[str, Any], num_ranks: int = 2, in_stages: bool = False, **config: Any) -> str | None:
-    found, why = settled(read_block({"fsmoe": {"enabled": True} | block}), config, num_ranks, in_stages)
+def why_not(block: dict[str, Any], num_ranks: int = 2, **config: Any) -> str | None:
+    found, why = settled(read_block({"fsmoe": {"enabled": True} | block}), config, num_ranks)
     assert (found.autotune.enabled is False) == (why is not None or block.get("autotune") is False)
     return why
 
@@ -32,7 +32,6 @@ def why_not(block: dict[str, Any], num_ranks: int = 2, in_stages: bool = False, 
     [
         ({"deterministic": True}, {}, "fsmoe.deterministic = true"),
         ({}, {"num_ranks": 1}, "a single rank sends nothing"),
-        ({}, {"in_stages": True}, "pipeline stages"),
         ({"overlap": False}, {}, "fsmoe.overlap = false"),
         ({"schedule": "deepspeed"}, {}, "leaves nothing to choose"),
         ({"schedule": "lina"}, {}, "leaves nothing to choose"),
@@ -58,12 +57,6 @@ def test_a_job_that_may_gain_is_measured() -> None:
     assert why_not({"schedule": "fsmoe", "record": {"dir": "x", "stop_after": 20}}) is None
     # So does who asks for it.
     assert why_not({"autotune": True, "record": {"dir": "x", "stop_after": 20}}) is None
-
-
-def test_what_is_asked_for_and_cannot_be_is_refused() -> None:
-    for block in ({"autotune": True}, {"schedule": "fsmoe"}):
-        with pytest.raises(ConfigError, match="PipelineModule"):
-            why_not(block, in_stages=True)
 
 
 def test_the_end_of_a_job_is_known_from_its_config() -> None:

@@ -43,15 +43,15 @@ class Dense(nn.Module):
 class WithExperts(Dense):
     """Experts by global id, the same for every layout."""
 
-    def __init__(self, seed: int, ep_rank: int) -> None:
+    def __init__(self, seed: int, ep_rank: int, ep_size: int = 2) -> None:
         from deepspeed.moe.layer import MoE
 
         from ds_fsmoe.components.experts.gpt import GPTFeedForward
 
         super().__init__(seed)
-        self.moe = MoE(WIDTH, GPTFeedForward(WIDTH, 28), num_experts=4, ep_size=2, k=2, use_rts=False)
+        self.moe = MoE(WIDTH, GPTFeedForward(WIDTH, 28), num_experts=4, ep_size=ep_size, k=2, use_rts=False)
         for local, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
-            generator = torch.Generator().manual_seed(100 * seed + 2 * ep_rank + local)
+            generator = torch.Generator().manual_seed(100 * seed + 4 // ep_size * ep_rank + local)
             with torch.no_grad():
                 for each in expert.parameters():
                     each.copy_(torch.randn(each.shape, generator=generator) * 0.2)
@@ -66,24 +66,34 @@ def batches(replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tuple(torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
 
 
-def train(rank: int, zero_stage: int, stages: tuple[str, ...], block: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+def train(
+    rank: int,
+    zero_stage: int,
+    stages: tuple[str, ...],
+    block: dict[str, Any] | None,
+    steps: int = STEPS,
+    clipping: float | None = None,
+    accumulation: int = 2,
+    num_stages: int = 2,
+) -> dict[str, torch.Tensor]:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
     import ds_fsmoe
 
-    made = [WithExperts(i, rank % 2) if kind == "moe" else Dense(i) for i, kind in enumerate(stages)]
+    ep_size = 4 // num_stages
+    made = [WithExperts(i, rank % ep_size, ep_size) if kind == "moe" else Dense(i) for i, kind in enumerate(stages)]
     layers = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
     torch.manual_seed(0)
-    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    model = PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": 2,
+        "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": zero_stage, "reduce_bucket_size": 4096},
         # At stage 0 DeepSpeed's norm leaves the later stages out, and ours does not.
-        "gradient_clipping": float(zero_stage),
+        "gradient_clipping": float(zero_stage) if clipping is None else clipping,
         "steps_per_print": 1_000_000,
     }
     initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
@@ -91,11 +101,21 @@ def train(rank: int, zero_stage: int, stages: tuple[str, ...], block: dict[str, 
         model=model, model_parameters=list(model.parameters()), config=config | ({"fsmoe": block} if block else {})
     )
     batch = batches(engine.grid.data_parallel_id)
-    losses = [engine.train_batch(batch).detach() for _ in range(STEPS)]
+    losses = [engine.train_batch(batch).detach() for _ in range(steps)]
     if block is not None:
-        assert engine.fsmoe.num_layers == (stages[engine.stage_id] == "moe")
+        if num_stages == len(stages):
+            assert engine.fsmoe.num_layers == (stages[engine.stage_id] == "moe")
         if block == MICRO_OPS:
             assert all(min(each.pipeline.degrees) > 1 for each in engine.fsmoe.inner_layers.values())
+        if block is EARLY and engine.fsmoe.num_layers and engine.grid.data_parallel_size > 1:
+            everything, early = engine.fsmoe.reduction.bytes_of_plan()
+            assert 0 < early <= everything
+        if block.get("autotune"):
+            tuner = engine.fsmoe.autotune
+            assert tuner.is_settled
+            assert tuner.outcome.num_steps > 0
+            assert {len(each) for each in tuner.tried} == {len(tuner.tried[0])}
+            assert bool(tuner.rows) == bool(engine.fsmoe.num_layers)
     seen = {name: each.detach().clone() for name, each in model.named_parameters()} | {"losses": torch.stack(losses)}
     engine.destroy()
     return seen
@@ -148,14 +168,96 @@ def what_is_said(rank: int, world_size: int, zero_stage: int, stages: tuple[str,
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("zero_stage", "stages", "sentence"),
-    [(1, ("moe", "dense"), "a stage of the PipelineModule has no MoE layer"), (0, ("dense", "dense"), "no stage")],
+def test_stages_of_which_none_has_a_layer_are_refused_on_every_rank(tmp_path: Path) -> None:
+    assert all("no stage" in said for said in run_on_ranks(what_is_said, 4, tmp_path, 0, ("dense", "dense")))
+
+
+def without_layers(rank: int, world_size: int, stages: tuple[str, ...]) -> float:
+    """How far ZeRO 1 is from no ZeRO, where gradients are clipped to far less than they are."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    plain, zeros = (train(rank, zero_stage, stages, CHUNKED, clipping=0.01) for zero_stage in (0, 1))
+    return max((zeros[name] - each).abs().max().item() for name, each in plain.items())
+
+
+@sampled("stages", [("moe", "dense"), ("dense", "moe")], kept=[1])
+def test_at_zero_1_a_stage_without_layers_clips_by_the_norm_of_all(stages: tuple[str, ...], tmp_path: Path) -> None:
+    """DeepSpeed's own optimizer waits there for ever."""
+    assert max(run_on_ranks(without_layers, 4, tmp_path, stages)) < TOLERANCE
+
+
+EARLY = CHUNKED | {"deterministic": True, "autotune": False}
+
+
+def send_early(rank: int, world_size: int, cases: list[tuple[int, tuple[str, ...], int, int]]) -> list[str]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    found = []
+    for zero_stage, stages, accumulation, num_stages in cases:
+        how = {"accumulation": accumulation, "num_stages": num_stages}
+        stocks, ours = (train(rank, zero_stage, stages, each, **how) for each in (None, EARLY))
+        for name, theirs in stocks.items():
+            off = (ours[name] - theirs).abs().max().item()
+            if not off <= TOLERANCE:
+                found.append(f"ZeRO {zero_stage}, {stages}, {how}: {name} differs by {off:.2g}")
+    return found
+
+
+@sampled(
+    "cases",
+    [
+        [(0, ("moe", "moe"), 1, 2), (1, ("moe", "moe"), 4, 2)],
+        [(0, ("moe", "dense"), 7, 2), (1, ("moe", "moe"), 1, 2), (0, ("moe", "moe"), 7, 2)],
+        [(0, ("moe", "moe"), accumulation, 4) for accumulation in (1, 4, 7)],
+    ],
+    kept=[0],
+    ids=str,
 )
-def test_what_would_hang_or_do_nothing_is_refused_on_every_rank(
-    zero_stage: int, stages: tuple[str, ...], sentence: str, tmp_path: Path
+def test_gradients_travel_in_the_last_micro_batchs_backward_and_sum_to_stocks(
+    cases: list[tuple[int, tuple[str, ...], int, int]], tmp_path: Path
 ) -> None:
-    assert all(sentence in said for said in run_on_ranks(what_is_said, 4, tmp_path, zero_stage, stages))
+    for rank, found in enumerate(run_on_ranks(send_early, 4, tmp_path, cases)):
+        assert not found, f"rank {rank}: {found}"
+
+
+TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 2}, "num_chunks": {"max": 3}}
+UNASKED = {"enabled": True, "autotune": {"enabled": "auto", "trials": 1}, "num_chunks": {"max": 2}}
+
+
+def tune(rank: int, world_size: int, cases: list[tuple[int, tuple[str, ...], dict[str, Any]]]) -> list[str]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    found = []
+    for zero_stage, stages, block in cases:
+        plain = (
+            None if all(each == "moe" for each in stages) or not zero_stage else {"enabled": True, "autotune": False}
+        )
+        wanted, ours = (train(rank, zero_stage, stages, each, steps=45) for each in (plain, block))
+        for name, theirs in wanted.items():
+            off = (ours[name] - theirs).abs().max().item()
+            if not off <= 20 * TOLERANCE:
+                found.append(f"ZeRO {zero_stage}, {stages}: {name} differs by {off:.2g}")
+    return found
+
+
+@sampled(
+    "cases",
+    [
+        [(0, ("moe", "moe"), TUNED), (1, ("dense", "moe"), TUNED)],
+        [(0, ("moe", "dense"), UNASKED)],
+        [(1, ("moe", "moe"), TUNED | {"schedule": "fsmoe"}), (0, ("dense", "moe"), TUNED)],
+    ],
+    kept=[0],
+    ids=str,
+)
+def test_plans_of_stages_are_measured_between_batches_and_tried_by_whole_ones(
+    cases: list[tuple[int, tuple[str, ...], dict[str, Any]]], tmp_path: Path
+) -> None:
+    for rank, found in enumerate(run_on_ranks(tune, 4, tmp_path, cases)):
+        assert not found, f"rank {rank}: {found}"
 
 
 def record(rank: int, world_size: int, stages: tuple[str, ...], folder: str) -> None:

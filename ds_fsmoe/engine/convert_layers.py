@@ -51,9 +51,7 @@ def find_layers(model: nn.Module, has_others: bool = False) -> dict[str, StockMo
     return layers
 
 
-def make_groups_on_every_stage(
-    model: nn.Module, layers: dict[str, StockMoE], running: LayerRuntime, zero_stage: int
-) -> None:
+def make_groups_on_every_stage(model: nn.Module, layers: dict[str, StockMoE], running: LayerRuntime) -> None:
     """Let a stage without MoE layers take part in making the others' groups, which is collective. Collective.
 
     DeepSpeed makes groups with the layers, in the order of the layers, so stages with layers have to agree on them.
@@ -62,21 +60,14 @@ def make_groups_on_every_stage(
         model: a ``PipelineModule``.
         layers: the layers of this rank's stage.
         running: the runtime of the engine.
-        zero_stage: the ZeRO stage of the config.
 
     Raises:
-        LayerError: no stage has a layer, some have none where DeepSpeed hangs over that, or stages have layers that
-            are spread differently; on every rank.
+        LayerError: no stage has a layer, or stages have layers that are spread differently; on every rank.
     """
     of_ranks = on_every_rank(list(dict.fromkeys(each.deepspeed_moe.ep_size for each in layers.values())))
     kinds = sorted({tuple(sizes) for sizes in of_ranks if sizes})
     if not kinds:
         raise LayerError("fsmoe.enabled = true, but no stage of the PipelineModule has a deepspeed.moe.layer.MoE")
-    if zero_stage > 0 and not all(of_ranks):
-        raise LayerError(
-            f"zero_optimization.stage = {zero_stage}, and a stage of the PipelineModule has no MoE layer: DeepSpeed "
-            "0.19.8 hangs there in its gradient norm; give every stage an MoE layer, or use stage 0"
-        )
     if len(kinds) > 1:
         raise LayerError(
             f"the stages of the PipelineModule have MoE layers with ep_size {' and '.join(map(str, kinds))}: in every "

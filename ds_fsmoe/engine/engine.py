@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
@@ -100,7 +99,8 @@ class FSMoEEngine(SavingEngine):
             return
         groups = state.groups()
         reason = None if mode == "off" else obstacle_to(self, groups)
-        if reason is not None and state.block.gradient_partition.mode not in ("auto", "off"):
+        # A stage without layers has other reasons than the others.
+        if reason is not None and groups and state.block.gradient_partition.mode not in ("auto", "off"):
             raise ConfigError(
                 f"fsmoe.gradient_partition.mode = {mode!r}: gradients stay DeepSpeed's to reduce here, because "
                 f'{reason}; leave it out, or set it to "off"'
@@ -128,7 +128,9 @@ class FSMoEEngine(SavingEngine):
             ConfigError: it was asked for and cannot be.
         """
         state, asked = self.fsmoe, self.fsmoe.block.gradient_partition.gather_parameters
-        if type(self.optimizer) is not DeepSpeedZeroOptimizer:
+        if self.pipeline_parallelism:
+            reason = "stages begin their forwards one after another"
+        elif type(self.optimizer) is not DeepSpeedZeroOptimizer:
             reason = "updated parameters are gathered at zero_optimization.stage 1 and 2"
         elif not partitions_are_ours(self.optimizer, groups):
             reason = "ZeRO has cut parameters over other ranks than those that share them"
@@ -297,8 +299,8 @@ class FSMoEEngine(SavingEngine):
         tape_deepspeeds_functions()
         for sentence in compat.check_versions():
             log_on_rank_0(sentence, logging.WARNING)
-        asked, in_stages = read_block(self.config), isinstance(model, PipelineModule)
-        block, untuned = settled(asked, self.config, dist.get_world_size(), in_stages)
+        asked = read_block(self.config)
+        block, untuned = settled(asked, self.config, dist.get_world_size())
         experts = find_experts(model)
         stock = find_layers(model, bool(experts))
         stage_size, stage_group = dist.get_world_size(), None
@@ -349,7 +351,7 @@ class FSMoEEngine(SavingEngine):
             save_whole_models(model)
             generate_together(model)
         if isinstance(model, PipelineModule):
-            make_groups_on_every_stage(model, stock, running, self.zero_optimization_stage())
+            make_groups_on_every_stage(model, stock, running)
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)
         self.fsmoe.why_untuned = untuned
         if untuned is not None and needs_numbers(asked):
@@ -382,19 +384,3 @@ class FSMoEEngine(SavingEngine):
             super()._validate_zero3_moe_compatibility()
         gather_as_they_run(self.module, self._hf_layers)
         self._resolve_zero3_param_placement()
-
-
-class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
-    """Does the same for a ``PipelineModule``: each stage's layers are ours, and DeepSpeed reduces gradients when all
-    micro batches have ended."""
-
-    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run DeepSpeed's ``train_batch``, with the trace and the comparison of ranks at the start of a step."""
-        self.fsmoe.at_step(self.global_steps)
-        result = super().train_batch(*args, **kwargs)
-        if self.was_step_applied():
-            self.fsmoe.after_optimizer_step()
-        self.fsmoe.running.at_step(self.global_steps)
-        self.fsmoe.routing.at_step(self.global_steps)
-        self._tell_of_step()
-        return result

@@ -44,9 +44,10 @@ from ds_fsmoe.engine import compat, transformers_seams
 from ds_fsmoe.engine.convert_adapters import wrappers_around
 from ds_fsmoe.engine.convert_experts import chosen_ep_size, num_experts_of
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, check_unused, find_layers, restore
-from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
+from ds_fsmoe.engine.engine import FSMoEEngine
 from ds_fsmoe.engine.experts_checks import check_experts_modules, check_hugging_face, find_experts
 from ds_fsmoe.engine.experts_shards import check_shards_of_experts
+from ds_fsmoe.engine.pipeline_engine import FSMoEPipelineEngine
 from ds_fsmoe.engine.run_record import watch_ours, watch_stock
 from ds_fsmoe.layer.expert_container import check_containers
 from ds_fsmoe.layer.parts import LayerError

@@ -64,7 +64,7 @@ class FSMoEState:
         running.observer.predictors = self._predictors
         self.watch: PredictionWatch | None = None
         """The watch that compares steps with their predictions, where that is asked for."""
-        if running.step_clock is not None and block.autotune.watch_every:
+        if running.step_clock is not None and block.autotune.watch_every and stage_group is None:
             labels = list(self.inner_layers)
             self.watch = PredictionWatch(
                 block.autotune, running.step_clock, labels, self._predictors, self._plan_again, stage_group

@@ -83,8 +83,8 @@ class Stage0:
     def is_sending(self) -> bool:
         engine = self._engine
         # Who asks for the reduction later may want to see to the gradients before.
-        is_by_backward = engine.enable_backward_allreduce and not engine.inside_no_sync_ctxt
-        return is_by_backward and engine.is_gradient_accumulation_boundary()
+        reduces = engine.pipeline_parallelism or engine.enable_backward_allreduce
+        return reduces and not engine.inside_no_sync_ctxt and engine.is_gradient_accumulation_boundary()
 
     owners = None
     """Every rank updates all parameters."""

@@ -53,6 +53,13 @@ class MeasuredStep:
     runs: tuple[MeasuredRun, ...]
     takes_turns: bool = False
     """Whether runs of two halves of a batch took turns: then what is outside of them is not what is dense."""
+    batch_ms: float | None = None
+    """The time of a whole batch that goes through stages, from its beginning to its end; ``None``: there are none."""
+
+    @property
+    def step_ms(self) -> float:
+        """The time by which plans are judged: that of the batch, or else of all forwards and backwards."""
+        return self.forward_ms + self.backward_ms if self.batch_ms is None else self.batch_ms
 
     @property
     def has_both(self) -> bool:
@@ -130,6 +137,17 @@ class StepClock:
         self._stretches: list[_Stretch] = []
         self._runs: list[tuple[str, bool, Schedule, Recorder, Any]] = []
         self._takes_turns = False
+        self._batch: _Stretch | None = None
+
+    def begin_step(self) -> None:
+        """Take note that a batch that goes through stages begins."""
+        if self._is_on:
+            self._batch = _Stretch(False, self._stamp())
+
+    def end_step(self) -> None:
+        """Take note that it has ended, with the optimizer's part."""
+        if self._batch is not None:
+            self._batch.end = self._stamp()
 
     def begin_forward(self) -> None:
         """Take note that the engine's forward begins, in training."""
@@ -202,7 +220,9 @@ class StepClock:
         except ValueError:  # one that did not get to its end
             return None
         forward, backward = parts_ms[False], parts_ms[True]
-        step = MeasuredStep(len(forward), len(backward), sum(forward), sum(backward), runs, self._takes_turns)
+        batch, sums = self._batch, (sum(forward), sum(backward))
+        batch_ms = None if batch is None or batch.end is None else self._elapsed_ms(batch.start, batch.end)
+        step = MeasuredStep(len(forward), len(backward), *sums, runs, self._takes_turns, batch_ms)
         if step.has_both:
             self._last = step
         return step

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import DisagreementError
-from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
@@ -238,7 +238,7 @@ class Autotune:
         of_gradients = gradients_of(reduction), tensors_of(reduction)
         model = TunedModel(self._block, self._running, layers, measured, *of_gradients, dense_ms, can_split)
         self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
-        plans = self._on_first(lambda: [*model.search.candidates(), model.search.stock()])
+        plans = self._as_many(self._on_first(lambda: _to_try(model.search)))
         sharded = self._on_first(model.other_esp_sizes)
         self.num_measured = measured.num_measured
         self._reduction = reduction
@@ -272,7 +272,9 @@ class Autotune:
         """Apply the first plan; try it and the others, if trials are asked for. The last is DeepSpeed's schedule."""
         self._apply(model, plans[0])
         block, clock = self._block, self._running.step_clock
-        if not block.autotune.trials or clock is None or not model.labels or len(plans) < 2:
+        in_stages = self._group is not None
+        has_layers = any(on_every_rank(bool(model.labels))) if in_stages else bool(model.labels)
+        if not block.autotune.trials or clock is None or not has_layers or len(plans) < 2:
             return None
         is_open = model.search.space.asked == (None, None)
         return TrialRounds(
@@ -285,15 +287,24 @@ class Autotune:
             self._reduction,
             self.outcome,
             may_keep_stock=block.schedule == BEST and is_open,
-            can_refine=is_open,
-            group=self._group,
+            # What a stage's forwards take says nothing of the batch, and neighbours are not as many in each.
+            can_refine=is_open and not in_stages,
+            # Whichever stage is the last one to be ready.
+            group=None,
             has_details=block.autotune.details,
         )
 
+    def _as_many(self, plans: Sequence[ModelPlan]) -> list[ModelPlan]:
+        """Return plans to try of which every stage of a pipeline has as many: stages try each in the same batches, and
+        the batch is what takes its time. Collective over all ranks where there are stages."""
+        most = len(plans) if self._group is None else max(on_every_rank(len(plans)))
+        *others, stock = plans
+        return [*others, *others[:1] * (most - len(plans)), stock]
+
     def _on_first(self, decide: Callable[[], _T]) -> _T:
-        """Return what the stage's first rank decides. Collective over the stage, and raises on all of its ranks."""
+        """Return what the first rank that runs these layers decides. Collective over all ranks, and raises on all."""
         decided: list[_T] = []
-        with raise_on_all_ranks(self._group, "choosing degrees"):
+        with raise_on_all_ranks(None, "choosing degrees"):
             if world_size_now() == 1 or dist.get_rank(self._group) == 0:
                 decided = [decide()]
         return from_first_rank(decided, self._group)[0]
@@ -310,7 +321,7 @@ class Autotune:
             is_tried=self.trials is not None,
         )
         source = measured.source or f"measured {self.num_measured} operations"
-        if self._block.autotune.details:
+        if self._block.autotune.details and self.rows:
             log_on_rank_0(describe(self.rows, self._told, self.took_s, source))
         if self.trials is None:
             self._summarize()
@@ -324,6 +335,8 @@ class Autotune:
 
     def _summarize(self) -> None:
         self._steps_since = 0
+        if not self.rows:  # a stage of a pipeline without layers
+            return
         assert self._told is not None
         assert self.step is not None
         self._told = replace(self._told, step=self.step)
@@ -341,6 +354,12 @@ class Autotune:
         if self._told is None:
             return "nothing is measured yet; that is due in one of the next forwards"
         return headline(self.rows, self._told, self.outcome)
+
+
+def _to_try(search: Search) -> list[ModelPlan]:
+    """Return plans to try, DeepSpeed's schedule last; of a stage without layers there is one way, twice."""
+    stock = search.stock()
+    return [*(search.candidates() if search.options else [stock]), stock]
 
 
 def _at_exit(stage: weakref.ref[Autotune]) -> None:

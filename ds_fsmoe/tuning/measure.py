@@ -182,7 +182,12 @@ def measure(
         cluster = None
         if wants_cluster:
             cluster = profile_cluster(for_all, topology, running.lanes, _dtype(kinds, group), max_ctas=max_ctas)
-        profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
+        if group is None:
+            profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
+        else:
+            # A stage that fails must not leave the others waiting in what all stages do together.
+            with raise_on_all_ranks(None, "measuring the layers of a stage"):
+                profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
     num_measured = everyone.num_timed + stage.num_timed
     if is_kept and cluster is not None and everyone.any_rank(num_measured > 0):
         _keep(everyone, cache, fingerprint, known, cluster, group)

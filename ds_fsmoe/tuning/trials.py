@@ -111,7 +111,7 @@ class Trials:
             seen = [1.0, 0.0, 0.0, 0.0, 0.0]
             if own is not None and own.has_both:
                 dense_ms = math.inf if own.takes_turns else own.dense_forward_ms + own.dense_backward_ms
-                seen = [0.0, own.forward_ms + own.backward_ms, own.forward_ms, own.backward_ms, dense_ms]
+                seen = [0.0, own.step_ms, own.forward_ms, own.backward_ms, dense_ms]
             lacks, step_ms, *phases_ms, dense_ms = most_of(seen, self._clock.device, self._group)
             # A step that was not seen whole, such as one without a backward, says nothing.
             if not lacks:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.planning.presets import BEST, PRESETS
 
 STEPS_BEFORE = 10
@@ -20,19 +19,13 @@ FEWEST_STEPS = 100
 trying takes the time of some fifty."""
 
 
-def settled(
-    block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int, in_stages: bool
-) -> tuple[FSMoEBlock, str | None]:
+def settled(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int) -> tuple[FSMoEBlock, str | None]:
     """Return the block with ``autotune.enabled`` turned off where nothing is to be measured, and why, for the log.
 
     Args:
         block: our block of the job's config.
         ds_config: the whole config.
         num_ranks: the ranks of the job.
-        in_stages: whether the model is a pipeline of stages.
-
-    Raises:
-        ConfigError: measuring is asked for, or needed, where it cannot be done yet.
     """
     if not block.autotune.enabled:
         return block, None
@@ -41,19 +34,9 @@ def settled(
         # It launches short jobs to compare their speed, and in each of them this would be measured anew.
         why = "autotuning.enabled = true, so DeepSpeed's own tuner is at work"
         return _without(block), why
-    if in_stages and block.autotune.enabled is True:
-        raise ConfigError(
-            "fsmoe.autotune.enabled = true: not yet with a PipelineModule, whose stages are never all between two "
-            "layers; use false, or leave it out"
-        )
-    if in_stages and needs_numbers(block):
-        raise ConfigError(
-            f'fsmoe.num_chunks = "auto" with fsmoe.schedule = "{block.schedule}" and a PipelineModule: must be a '
-            "number, as models in pipeline stages are not measured yet"
-        )
     if block.autotune.enabled is True:
         return block, None
-    why_not = _why_not_unasked(block, ds_config, num_ranks, in_stages)
+    why_not = _why_not_unasked(block, ds_config, num_ranks)
     return (block, None) if why_not is None else (_without(block), why_not)
 
 
@@ -68,7 +51,7 @@ def _without(block: FSMoEBlock) -> FSMoEBlock:
     return block.model_copy(update={"autotune": block.autotune.model_copy(update={"enabled": False})})
 
 
-def _why_not_unasked(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int, in_stages: bool) -> str | None:
+def _why_not_unasked(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int) -> str | None:
     """Return why a job is not measured unless that is asked for; ``None`` if it is. See :func:`settled`."""
     asked = block.pipeline_degree
     by_rule = block.schedule != BEST and PRESETS[block.schedule]().pipeline in ("off", "by_bytes")
@@ -77,8 +60,6 @@ def _why_not_unasked(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks:
         return "fsmoe.deterministic = true, so nothing is decided by a clock"
     if num_ranks == 1:
         return "a single rank sends nothing that could be hidden"
-    if in_stages:
-        return "a model in pipeline stages is not measured yet"
     if not block.overlap:
         return "fsmoe.overlap = false, so nothing is hidden however layers are cut"
     if by_rule:
