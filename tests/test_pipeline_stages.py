@@ -209,8 +209,9 @@ def send_early(rank: int, world_size: int, cases: list[tuple[int, tuple[str, ...
     "cases",
     [
         [(0, ("moe", "moe"), 1, 2), (1, ("moe", "moe"), 4, 2)],
-        [(0, ("moe", "dense"), 7, 2), (1, ("moe", "moe"), 1, 2), (0, ("moe", "moe"), 7, 2)],
-        [(0, ("moe", "moe"), accumulation, 4) for accumulation in (1, 4, 7)],
+        # Stock makes groups on stages with layers only, so one where all have some comes first.
+        [(1, ("moe", "moe"), 1, 2), (0, ("moe", "dense"), 7, 2), (0, ("moe", "moe"), 7, 2)],
+        [(0, ("moe",) * 4, accumulation, 4) for accumulation in (1, 4, 7)],
     ],
     kept=[0],
     ids=str,

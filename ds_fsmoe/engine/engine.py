@@ -26,6 +26,7 @@ from ds_fsmoe.checks.speed_warnings import speed_warnings
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.words import BLOCK, words_of
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_versions
+from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import fence_gathers
 from ds_fsmoe.engine import compat
@@ -52,7 +53,7 @@ from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.whole_models import save_whole_models
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
-from ds_fsmoe.gradients.reduction import Reduction, obstacle_to, wanted_mode
+from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.gradients.zero_stages import partitions_are_ours
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
@@ -98,6 +99,10 @@ class FSMoEEngine(SavingEngine):
             state.gradients = "one rank has none to reduce"
             return
         groups = state.groups()
+        if mode != "off" and self.pipeline_parallelism:
+            of_layers = {(each.ep_size, each.fsmoe.tensor_parallel) for each in state.inner_layers.values()}
+            of_all = sorted(set().union(*on_every_rank(of_layers)), key=repr)
+            make_communicators((state.running.groups(*each) for each in of_all), state.block.gradient_partition)
         reason = None if mode == "off" else obstacle_to(self, groups)
         # A stage without layers has other reasons than the others.
         if reason is not None and groups and state.block.gradient_partition.mode not in ("auto", "off"):

@@ -9,7 +9,7 @@ the objects themselves; :meth:`Reduction.close` takes them off again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +81,21 @@ def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
         if not all(any(set(edp) <= set(dp) for dp in each.layout.dp) for edp in each.layout.edp):
             return "experts are reduced among ranks that reduce dense gradients apart (mpu)"
     return None
+
+
+def make_communicators(groups: Iterable[FSMoEGroups], asked: GradientPartitionBlock) -> None:
+    """Make the communicators of a reduction on all ranks of a job: in a pipeline some stages have nothing to reduce,
+    or other parameters. Collective over all ranks, with the same groups on each.
+
+    Args:
+        groups: of the MoE layers of all stages.
+        asked: the options.
+    """
+    for each in groups:
+        for kind in ("edp", "dp"):
+            communicator_like(each, kind)
+            if asked.levels != 1:
+                node_links(each, kind, "gradients")
 
 
 class Reduction:
