@@ -114,7 +114,6 @@ def train(
             tuner = engine.fsmoe.autotune
             assert tuner.is_settled
             assert tuner.outcome.num_steps > 0
-            assert {len(each) for each in tuner.tried} == {len(tuner.tried[0])}
             assert bool(tuner.rows) == bool(engine.fsmoe.num_layers)
     seen = {name: each.detach().clone() for name, each in model.named_parameters()} | {"losses": torch.stack(losses)}
     engine.destroy()
@@ -223,42 +222,36 @@ def test_gradients_travel_in_the_last_micro_batchs_backward_and_sum_to_stocks(
         assert not found, f"rank {rank}: {found}"
 
 
-TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 2}, "num_chunks": {"max": 3}}
+TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "num_chunks": {"max": 2}}
 UNASKED = {"enabled": True, "autotune": {"enabled": "auto", "trials": 1}, "num_chunks": {"max": 2}}
 
 
-def tune(rank: int, world_size: int, cases: list[tuple[int, tuple[str, ...], dict[str, Any]]]) -> list[str]:
+def tune(rank: int, world_size: int, zero_stage: int, stages: tuple[str, ...], block: dict[str, Any]) -> float:
+    """How far a tuned run is from one that is not; from stock's where every stage has a layer: stock makes groups on
+    those stages alone, and no other engine can be made in the process after that."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    found = []
-    for zero_stage, stages, block in cases:
-        plain = (
-            None if all(each == "moe" for each in stages) or not zero_stage else {"enabled": True, "autotune": False}
-        )
-        wanted, ours = (train(rank, zero_stage, stages, each, steps=45) for each in (plain, block))
-        for name, theirs in wanted.items():
-            off = (ours[name] - theirs).abs().max().item()
-            if not off <= 20 * TOLERANCE:
-                found.append(f"ZeRO {zero_stage}, {stages}: {name} differs by {off:.2g}")
-    return found
+    plain = {"enabled": True, "autotune": False} if "dense" in stages else None
+    wanted, ours = (train(rank, zero_stage, stages, each, steps=40) for each in (plain, block))
+    return max((ours[name] - each).abs().max().item() for name, each in wanted.items())
 
 
 @sampled(
-    "cases",
+    ("zero_stage", "stages", "block"),
     [
-        [(0, ("moe", "moe"), TUNED), (1, ("dense", "moe"), TUNED)],
-        [(0, ("moe", "dense"), UNASKED)],
-        [(1, ("moe", "moe"), TUNED | {"schedule": "fsmoe"}), (0, ("dense", "moe"), TUNED)],
+        (1, ("dense", "moe"), TUNED),
+        (0, ("moe", "moe"), TUNED),
+        (0, ("moe", "dense"), UNASKED),
+        (1, ("moe", "moe"), TUNED | {"schedule": "fsmoe"}),
     ],
     kept=[0],
     ids=str,
 )
 def test_plans_of_stages_are_measured_between_batches_and_tried_by_whole_ones(
-    cases: list[tuple[int, tuple[str, ...], dict[str, Any]]], tmp_path: Path
+    zero_stage: int, stages: tuple[str, ...], block: dict[str, Any], tmp_path: Path
 ) -> None:
-    for rank, found in enumerate(run_on_ranks(tune, 4, tmp_path, cases)):
-        assert not found, f"rank {rank}: {found}"
+    assert max(run_on_ranks(tune, 4, tmp_path, zero_stage, stages, block)) < 20 * TOLERANCE
 
 
 def record(rank: int, world_size: int, stages: tuple[str, ...], folder: str) -> None:
