@@ -31,7 +31,7 @@ ON_THE_BED = (
     ("cases/bench_interference.py", "--steps 20"),
     ("cases/bench_timeline.py", ""),
 )
-NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_CHOICES, NUM_INFERENCE = 24, 12, 5, 6
+NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_CHOICES, NUM_INFERENCE, NUM_HALVES = 24, 12, 5, 6, 7
 ALONE_IN_NODES: dict[str, Any] = {"nodes": 4, "ranks_per_node": 1, "inter": "50mbit"}
 ONLY_IN_FULL = (
     *(
@@ -67,6 +67,10 @@ ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
             f"cases/bench_placement.py --only 0 --routing {name}",
         )
         for name in ("hot_rank", "zipf_1.5", "rotating", "olmoe")
+    ),
+    *(
+        (ALONE_IN_NODES | {"nodes": 2, "inter": "100mbit"}, f"cases/bench_halves.py --only {n}")
+        for n in range(NUM_HALVES)
     ),
     *((ALONE_IN_NODES, f"cases/bench_inference.py --only {number}") for number in range(NUM_INFERENCE)),
 )

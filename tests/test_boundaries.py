@@ -102,6 +102,7 @@ DEEPSPEED: dict[str, str] = {
     "layer/stock_layer.py": "subclasses DeepSpeed's MoE modules",
     "layer/expert_container.py": "knows DeepSpeed's module of experts from others",
     "engine/engine.py": "subclasses DeepSpeed's engines",
+    "engine/pipeline_engine.py": "subclasses DeepSpeed's engine for pipeline stages",
     "engine/entry_points.py": "stands in for DeepSpeed's initialize",
     "engine/compat.py": "holds and checks every private name of DeepSpeed",
     "engine/inference.py": "knows DeepSpeed's models in pipeline stages from others",

@@ -90,6 +90,7 @@ MEASURE_FOR_MINUTES = tuple(
     f"benchmarks/cases/bench_{name}.py"
     for name in (
         "pipeline",
+        "halves",
         "gradients",
         "wire",
         "alltoall",

@@ -99,6 +99,11 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
             "save_16bit_model": ("save_dir", "save_filename", "exclude_frozen_parameters"),
         }.items()
     },
+    "deepspeed.runtime.pipe.engine:PipelineEngine._INSTRUCTION_MAP": None,
+    "deepspeed.runtime.pipe.engine:PipelineEngine._exec_forward_pass": ("self", "buffer_id"),
+    "deepspeed.runtime.pipe.engine:PipelineEngine._exec_backward_pass": ("self", "buffer_id"),
+    "deepspeed.runtime.pipe.engine:PipelineEngine.is_gradient_accumulation_boundary": ("self",),
+    "deepspeed.runtime.utils:combine_grad_norm_groups": ("norm_groups",),
     "deepspeed.runtime.utils:is_optimized_parameter": ("param",),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": None,
     "deepspeed.utils.groups:_get_expert_data_parallel_rank": ("group_name",),
@@ -125,6 +130,8 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
         f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}": ("self", *parameters)
         for name, parameters in {
             "process_gradients": ("param", "i"),
+            "scaled_global_norm": ("norm_type",),
+            "_model_parallel_all_reduce": ("tensor", "op"),
             "average_tensor": ("tensor", "communication_data_type"),
             "overlapping_partition_gradients_reduce_epilogue": (),
             "reduce_gradients": ("pipeline_parallel",),

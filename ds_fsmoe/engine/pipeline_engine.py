@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_fsmoe.engine.engine import FSMoEEngine
-from ds_fsmoe.gradients.stage_norms import complete_norms
+from ds_fsmoe.gradients.norm import complete_norms
 
 
 class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import PIPE_REPLICATED, is_model_parallel_parameter
+from deepspeed.runtime.utils import PIPE_REPLICATED, combine_grad_norm_groups, is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as stock_groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import nn
+
+from ds_fsmoe.distributed.fail_together import on_every_rank
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
@@ -93,3 +96,32 @@ def correct_norm(engine: Any) -> None:
         return stock_unscale(norm, apply_scale)
 
     optimizer.unscale_and_clip_grads = unscale_and_clip_grads
+
+
+def complete_norms(optimizer: Any) -> None:
+    """Let the optimizer of a pipeline's stage take part in the norms of groups that it has not. Collective over all
+    ranks.
+
+    At ZeRO 1 DeepSpeed adds up the norm of each group of parameters over the stages, group by group. Experts are groups
+    of their own, so a stage without any has fewer groups, and DeepSpeed 0.19.8 waits there for ever.
+
+    Args:
+        optimizer: of an engine; nothing is changed where all have as many groups, or where it is not ZeRO's.
+    """
+    is_zeros = isinstance(optimizer, DeepSpeedZeroOptimizer)
+    counts = on_every_rank(len(optimizer.bit16_groups) if is_zeros else 0)
+    num_missing = max(counts) - len(optimizer.bit16_groups) if is_zeros else 0
+    if not num_missing:
+        return
+    norm_of_own = optimizer.scaled_global_norm
+
+    def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
+        norms = [norm_of_own(norm_type)]
+        for _ in range(num_missing):
+            # What the stages that have the group add up; this one adds nothing.
+            squares = torch.zeros((), dtype=torch.float32, device=norms[0].device)
+            optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+            norms.append(squares.sqrt())
+        return combine_grad_norm_groups(norms)
+
+    optimizer.scaled_global_norm = scaled_global_norm
