@@ -245,7 +245,7 @@ def tune(rank: int, world_size: int, zero_stage: int, stages: tuple[str, ...], b
         (0, ("moe", "dense"), UNASKED),
         (1, ("moe", "moe"), TUNED | {"schedule": "fsmoe"}),
     ],
-    kept=[0],
+    kept=[2],
     ids=str,
 )
 def test_plans_of_stages_are_measured_between_batches_and_tried_by_whole_ones(

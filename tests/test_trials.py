@@ -31,6 +31,10 @@ class Step:
     dense_backward_ms: float = 0.5
     takes_turns: bool = False
 
+    @property
+    def step_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
 
 @dataclass
 class Clock:
