@@ -112,6 +112,24 @@ def test_what_of_a_step_is_in_no_run_of_a_layer_is_dense(model: Model) -> None:
     assert sizes == CallShape(EXPERTS, 4, WIDTH, 4, EXPERTS, EXPERTS * WIDTH * WIDTH)
 
 
+def test_a_batch_that_goes_through_stages_is_timed_with_its_waits_for_other_stages(model: Model) -> None:
+    model.clock.start()
+    model.clock.begin_step()
+    losses = [model.forward(), model.forward()]
+    model.host.sleep(1.0)
+    for each in losses:
+        model.backward(each)
+    model.clock.end_step()
+    step = model.clock.read()
+    assert step.step_ms == pytest.approx(step.forward_ms + step.backward_ms + 1e3)
+    assert step.dense_forward_ms == pytest.approx(2 * DENSE_S * 1e3)
+    # Without stages there is no batch to be timed, and none is left over.
+    model.clock.start()
+    model.backward(model.forward())
+    step = model.clock.read()
+    assert step.step_ms == step.forward_ms + step.backward_ms
+
+
 def test_the_dense_part_is_never_below_zero(model: Model) -> None:
     """The marks of a device are off by more than nothing takes."""
     model.clock.start()
