@@ -115,6 +115,8 @@ def _be_rank(function: Callable[..., Any], rank: int, world_size: int, folder: s
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
+        # A rank that needs nobody may be through before the others have connected to it.
+        dist.barrier()
         outcome = None, function(rank, world_size, *args)
         dist.destroy_process_group()
     except BaseException:

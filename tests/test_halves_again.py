@@ -182,7 +182,7 @@ def test_blocks_that_drop_out_or_are_checkpointed_otherwise_stay_whole() -> None
     assert "it is checkpointed by itself" in split(plain).why_not
 
 
-@sampled(("stage", "block"), [(1, {}), (2, BY_DEGREES), (3, {"recompute": True}), (0, {})], kept=[0, 2], ids=str)
+@sampled(("stage", "block"), [(1, {}), (2, BY_DEGREES), (3, {"recompute": True}), (0, {})], kept=[2], ids=str)
 def test_models_whose_activations_are_checkpointed_train_as_eager_ones(
     stage: int, block: dict[str, Any], tmp_path: Path
 ) -> None:
