@@ -190,12 +190,8 @@ class Job:
     def use(self, plan: ModelPlan) -> None:
         """Run the layers by a plan from now on."""
         assert self.model is not None
-        state, model = self.engine.fsmoe, self.model
-        for index, label in enumerate(model.labels):
-            forward, backward = (each.order.plan() for each in plan.choices(index))
-            reduces = model.measured.reduces(model.measured.kind_of[label])
-            found = LayerPlan(forward, backward, plan.alltoalls[index], reduces, plan.in_halves)
-            state.inner_layers[label].fsmoe.apply(found)
+        self.model.apply(plan, {})
+        state = self.engine.fsmoe
         if state.reduction is not None:
             state.reduction.try_windows(windows_of(plan))
 

@@ -40,7 +40,7 @@ class Training:
     degree: int = 1
     """The chunks into which a layer's rows are cut; in halves, those of a half."""
     in_halves: bool = False
-    """Whether two halves of the micro-batch take turns."""
+    """True if two halves of the micro-batch take turns."""
     attention: str = "auto"
     """``auto``: as transformers chooses, which is ``sdpa`` where a family has it."""
     device: str = "gpu"
