@@ -132,6 +132,27 @@ def test_what_is_collected_of_modules_is_that_of_the_whole_batch(tmp_path: Path)
         assert found[0] == [SPLIT * len(options)] * 2
 
 
+def accumulated(rank: int, world_size: int) -> tuple[float, int]:
+    """How far weights are from those of whole batches after four steps of two micro-batches, and forwards by halves."""
+    ends, runs = [], 0
+    for split in ("off", "on"):
+        config = ds_config(1, split_batch=split, autotune=False) | {"train_micro_batch_size_per_gpu": 2}
+        engine = engine_of(model_of("olmoe"), config | {"gradient_accumulation_steps": 2})
+        for number in range(8):
+            engine.backward(called(engine, batch(10 * number + rank, 2)).loss)
+            engine.step()
+        ends.append([each.detach().clone() for each in engine.module.parameters()])
+        runs = engine.fsmoe.splitter.num_runs if engine.fsmoe.splitter else 0
+        engine.destroy()
+    return max(furthest(each, other) for each, other in zip(*ends, strict=True)), runs
+
+
+def test_gradients_of_halves_are_added_up_over_micro_batches(tmp_path: Path) -> None:
+    for off, runs in run_on_ranks(accumulated, 2, tmp_path):
+        assert off < 2 * TOLERANCE
+        assert runs == 7
+
+
 def test_a_batch_of_one_stays_whole(tmp_path: Path) -> None:
     found = run_on_ranks(trains_as_eager, 2, tmp_path, ["olmoe"], 1, {}, {}, 1)
     assert found == [[0]] * 2
