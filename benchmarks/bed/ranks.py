@@ -20,6 +20,7 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.bed.full_duplex import use_both_directions
 from benchmarks.harness.cpu_time import cpu_time
 
 REPEATS = 5
@@ -36,6 +37,7 @@ def main() -> None:
     """Measure everything, in the same order on every rank."""
     result, inter_mbit, intra_mbit, per_node = Path(sys.argv[-4]), *map(float, sys.argv[-3:])
     # A transfer that takes this long has failed: the slowest takes under a second.
+    use_both_directions()
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     bench = Bench(int(per_node), {"inter": inter_mbit, "intra": intra_mbit})
     found = {

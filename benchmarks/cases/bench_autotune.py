@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ds_fsmoe
 from benchmarks.cases.bench_gradients import Blocks, Model
 from benchmarks.harness.harness import RESULTS
+from benchmarks.harness.join import join
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
 from ds_fsmoe.distributed.groups import make_groups
@@ -173,9 +172,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))
+    join()
     models = [*GRID, STAGE]
     rows = []
     for number in range(len(models)) if args.only is None else args.only:

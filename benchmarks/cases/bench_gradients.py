@@ -13,11 +13,9 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
 from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.gradients.reduction import LOOKS
@@ -148,9 +147,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))
+    join()
     variants = [Variant(mode, made(mode, args.degree, args.chunk_bytes)) for mode in (*MODES, NOT_REDUCED)]
     run_grid(GRID, variants, "off", Effort(blocks=args.blocks, steps=1, warmup=1), results=args.results)
     dist.destroy_process_group()

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Goal, Grid, Variant, run_grid
+from benchmarks.harness.join import join
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
@@ -203,9 +203,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser, no_routers="tokens choose what they are told to")
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    join()
     chosen = GRID.cases if args.only is None else tuple(GRID.cases[each] for each in args.only)
     grid = SMOKE if args.smoke else Grid(GRID.name, chosen)
     effort = Effort(2, 2, 1) if args.smoke else Effort(args.blocks, 8)

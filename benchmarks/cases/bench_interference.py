@@ -27,6 +27,7 @@ import torch.distributed as dist
 # Run as a file, Python looks for modules beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.bed.full_duplex import use_both_directions
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.layers import ranks_per_node
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser, no_routers="its all-to-alls carry bytes of a given number, and no tokens choose")
+    use_both_directions()
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     traffic = Traffic(args.tokens_bytes)
     steps = {"alone": alone(traffic), "uncoordinated": uncoordinated(traffic), "on the lane": on_the_lane(traffic)}

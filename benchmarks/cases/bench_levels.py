@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
 from ds_fsmoe.gradients.reduction import LOOKS
 
@@ -164,9 +164,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    join()
     chosen = WAYS if args.only is None else {name: WAYS[name] for name in ("stock", *args.only)}
     variants = tuple(Variant(name, partial(TrainingStep, *way)) for name, way in chosen.items())
     every = GRID.cases

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
 from benchmarks.models.moe_steps import MoEModel, MoESteps
 
@@ -71,9 +71,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    join()
     with tempfile.TemporaryDirectory() as folder:
         variants = tuple(Variant(name, partial(training_step, Path(folder), block)) for name, block in BLOCKS.items())
         run_grid(GRID, variants, baseline="off", effort=Effort(args.blocks, EVERY), results=args.results)

@@ -12,11 +12,9 @@ import argparse
 import json
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch.distributed as dist
 
 # Run as a file, Python looks for modules beside it only.
@@ -24,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.cases.bench_layer import cases
 from benchmarks.harness.cases import Case
+from benchmarks.harness.join import join
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import RESULTS, append_rows, made_with
 from benchmarks.harness.routing import parsed
@@ -83,9 +82,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=600))
+    join()
     mpu, made = Mpu(ranks_per_node()), made_with(PACKAGES)
     case = Case(str(TINY), TINY) if args.smoke else cases()[args.case]
     tuned = {"autotune": {"enabled": True, "watch_every": 0}, "pipeline_degree": {"max": 4}}

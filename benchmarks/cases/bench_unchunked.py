@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.join import join
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, check_columns, made_with
 from benchmarks.harness.routing import parsed
@@ -153,9 +154,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
+    join()
     measure_memory(args.results / "unchunked_memory.csv")
     effort = Effort(math.ceil(args.steps / STEPS_PER_BLOCK), STEPS_PER_BLOCK)
     run_grid(GRID, VARIANTS, baseline="stock", effort=effort, results=args.results)

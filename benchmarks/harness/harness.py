@@ -62,11 +62,14 @@ def join_on_gloo(about: str, blocks: int = 10, no_routers: str = "") -> argparse
     """
     import torch.distributed as dist
 
+    from benchmarks.bed.full_duplex import use_both_directions
+
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=blocks)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser, no_routers=no_routers)
+    use_both_directions()
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     return args
 

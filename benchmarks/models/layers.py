@@ -18,10 +18,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal, get_args
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,6 +30,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 import ds_fsmoe
+from benchmarks.harness.join import join
 from ds_fsmoe.distributed.groups import make_groups
 
 Layout = Literal["node", "ranks"]
@@ -163,9 +162,7 @@ def fix_capacity() -> None:
 
 def begin(timeout_s: float = 600) -> None:
     """Let this rank join the job, with the fixes that stock needs."""
-    # Compiled by DeepSpeed at its first process group on a CPU, for a collective of inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=timeout_s))
+    join(timeout_s)
     fix_gather()
     fix_capacity()
 
