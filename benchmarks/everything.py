@@ -56,7 +56,7 @@ ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     *(({"mode": "shared"}, f"cases/bench_choice.py --only {number}") for number in range(NUM_CHOICES)),
     ({"nodes": 3}, "cases/bench_models.py --only mixtral"),
     ({"nodes": 4}, "cases/bench_models.py --only mixtral"),
-    ({"nodes": 4}, "cases/bench_models.py --only gpt2 mixtral --stages 2"),
+    ({"nodes": 4, "ranks_per_node": 1, "inter": "50mbit"}, "cases/bench_stages.py"),
     *(
         ({"intra": "50mbit"}, f"cases/bench_layer.py --table2 --only {number}")
         for number in range(NUM_LAYERS_LIKE_TABLE_2)

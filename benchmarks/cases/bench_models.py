@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models, trained on text: stock DeepSpeed beside every schedule (the paper's figures 6, 7 and 8).
+"""Whole models, trained on text: stock DeepSpeed beside every schedule (the paper's figures 6 and 7).
 
 ``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_models.py``; other
 numbers of ranks with ``--nodes`` and ``--ranks-per-node`` of ``up``. Layouts, fixes of stock and what each system may
 choose are those of ``bench_layer.py``. The models have the blocks of GPT2-XL and Mixtral, scaled to the bed; all
-variants begin with the same weights and see the same text, so their losses are printed side by side. ``--stages 2``
-cuts the model into pipeline stages, where degrees are given by hand.
+variants begin with the same weights and see the same text, so their losses are printed side by side.
 
 Rows go to ``benchmarks/results/models.csv``, losses to ``models_loss.csv``.
 """
@@ -30,11 +29,10 @@ from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
-from benchmarks.models.contenders import FEW, PRESETS, Contenders
+from benchmarks.models.contenders import Contenders
 from benchmarks.models.language_model import LanguageModel, batches
 from benchmarks.models.layer_steps import Steps
 from benchmarks.models.layers import TINY, Layer, Layout, begin
-from benchmarks.models.pipeline_model import PipelineSteps
 
 LEARNING_RATE = 0.05
 """Low enough that a difference in the last bits, or of what is dropped, does not grow within a benchmark."""
@@ -45,14 +43,13 @@ class Settings:
     """A model."""
 
     layer: Layer
-    stages: int
 
 
-def cases(stages: int, smoke: bool = False) -> dict[str, Case]:
+def cases(smoke: bool = False) -> dict[str, Case]:
     """By a short name; an expert for each rank."""
     E = dist.get_world_size()
     if smoke:
-        return {"tiny": Case(f"tiny, P {E}", Settings(replace(TINY, E=E), stages))}
+        return {"tiny": Case(f"tiny, P {E}", Settings(replace(TINY, E=E)))}
     gpt = Layer(B=2, L=128, M=64, ratio=64, f=1.25, ffn="gpt", E=E, layers=4)
     mixtral = Layer(B=2, L=128, M=64, ratio=96, f=None, ffn="mixtral", E=E, layers=4)
     layers = {
@@ -61,9 +58,8 @@ def cases(stages: int, smoke: bool = False) -> dict[str, Case]:
         "short": ("Mixtral-like", replace(mixtral, L=64)),
         "long": ("Mixtral-like", replace(mixtral, L=256)),
     }
-    cut = f", {stages} pipeline stages" if stages > 1 else ", stock fixed"
     return {
-        short: Case(f"{name}, L {layer.L}, P {E}{cut}", Settings(layer, stages))
+        short: Case(f"{name}, L {layer.L}, P {E}, stock fixed", Settings(layer))
         for short, (name, layer) in layers.items()
     }
 
@@ -73,7 +69,7 @@ class Models(Contenders):
 
     def __init__(self, cache: str, is_smoke: bool = False) -> None:
         super().__init__(cache, is_smoke)
-        self.made: dict[str, Steps | PipelineSteps] = {}
+        self.made: dict[str, Steps] = {}
 
     def steps(self, layer: Layer, layout: Layout, block: dict[str, Any] | None) -> Steps:
         found = self.found[layout]
@@ -84,20 +80,7 @@ class Models(Contenders):
         """With the model's settings, and kept by name."""
         return [Variant(each.name, partial(self._kept, each)) for each in super().variants()]
 
-    def piped(self) -> list[Variant]:
-        """Stages of a pipeline; every stage in its best layout."""
-        two = {"pipeline_degree": {"forward": 2, "backward": 2}}
-        blocks = {name: {"schedule": name} | ({} if name == "deepspeed" else two) for name in PRESETS}
-        make = partial(PipelineSteps, found=self.found["ranks"], lr=LEARNING_RATE)
-        made = [Variant("stock", partial(make, block=None))]
-        made += [
-            Variant(name, partial(make, block=block))
-            for name, block in blocks.items()
-            if name in FEW or not self.is_smoke
-        ]
-        return [Variant(each.name, partial(self._kept, each)) for each in made]
-
-    def _kept(self, variant: Variant, settings: Settings) -> Steps | PipelineSteps:
+    def _kept(self, variant: Variant, settings: Settings) -> Steps:
         steps: Any = variant.make(settings.layer)
         self.made[variant.name] = steps
         return steps
@@ -134,12 +117,11 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=["gpt2", "mixtral"], help="gpt2, mixtral, short, long")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to see that all runs")
-    parser.add_argument("--stages", type=int, default=1, help="pipeline stages")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
     begin(200)
-    every = cases(args.stages, args.smoke)
+    every = cases(args.smoke)
     wanted = list(every) if args.smoke else args.only
     unknown = [name for name in wanted if name not in every]
     if unknown:
@@ -148,7 +130,7 @@ def main() -> None:
         models = Models(cache, args.smoke)
         for name in wanted:
             case = every[name]
-            variants = models.piped() if args.stages > 1 else models.variants()
+            variants = models.variants()
             effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
             run_grid(Grid("models", (case,)), variants, "stock", effort, results=args.results)
             losses = models.losses()

@@ -132,13 +132,11 @@ class Steps:
 
     def set_degree(self, degree: int) -> None:
         """Of both phases."""
-        self.change_blocks(lambda block: BlockPlan(degree, block.links))
+        set_degree(self.engine, degree)
 
     def change_blocks(self, change: Callable[[BlockPlan], BlockPlan]) -> None:
         """Run both phases of every layer otherwise."""
-        for layer in self.engine.fsmoe.inner_layers.values():
-            plan = layer.fsmoe.plan
-            layer.fsmoe.apply(replace(plan, forward=change(plan.forward), backward=change(plan.backward)))
+        change_blocks(self.engine, change)
 
     def close(self) -> None:
         self.engine.destroy()
@@ -156,3 +154,15 @@ def tokens(layer: Layer, all_of_node: bool) -> Iterator[tuple[torch.Tensor]]:
         aim = {"": None, "hot expert": 0, "hot rank": some_S, "rotating": step % layer.E}[layer.skew]
         y_SM = x_SM if aim is None else x_SM + is_hot_S1 * toward_EM[aim]
         yield (y_SM if all_of_node else y_SM.chunk(ranks_per_node())[rank_inside],)
+
+
+def set_degree(engine: Any, degree: int) -> None:
+    """Cut the layers of an engine into so many chunks, in both phases."""
+    change_blocks(engine, lambda block: BlockPlan(degree, block.links))
+
+
+def change_blocks(engine: Any, change: Callable[[BlockPlan], BlockPlan]) -> None:
+    """Run both phases of every layer of an engine otherwise."""
+    for layer in engine.fsmoe.inner_layers.values():
+        plan = layer.fsmoe.plan
+        layer.fsmoe.apply(replace(plan, forward=change(plan.forward), backward=change(plan.backward)))

@@ -19,7 +19,7 @@ from torch import nn
 
 import ds_fsmoe
 from benchmarks.models.language_model import VOCABULARY, batches, put_attention, put_embedding, put_moe
-from benchmarks.models.layer_steps import Found
+from benchmarks.models.layer_steps import Found, set_degree
 from benchmarks.models.layers import Attention, Layer, StockGroups
 from ds_fsmoe.gradients.reduction import LOOKS
 
@@ -123,6 +123,29 @@ class PipelineSteps:
         self.batches = batches(layer, "ranks", reader=self.engine.grid.data_parallel_id)
         for _ in range(LOOKS if block is not None else 1):
             self()
+
+    def tune(self) -> None:
+        """Train until plans are settled and gradients are planned by them, on all stages. Collective."""
+        while not self._is_settled_everywhere():
+            self()
+
+    def _is_settled_everywhere(self) -> bool:
+        state = self.engine.fsmoe
+        is_planned = state.reduction is None or state.reduction.reducer.plan is not None
+        settled = torch.tensor(int(state.autotune.is_settled and is_planned))
+        # Stages plan for themselves, and a batch is of all of them.
+        dist.all_reduce(settled, dist.ReduceOp.MIN)
+        return bool(settled)
+
+    def set_degree(self, degree: int) -> None:
+        """Cut the layers of this stage into so many chunks, in both phases."""
+        set_degree(self.engine, degree)
+
+    @property
+    def degrees(self) -> str:
+        """The chunks of this rank's first layer, forward and backward."""
+        plan = next(iter(self.engine.fsmoe.inner_layers.values())).fsmoe.plan
+        return f"{plan.forward.degree}/{plan.backward.degree}"
 
     def __call__(self) -> None:
         self.groups.put()
