@@ -32,6 +32,7 @@ from benchmarks.harness.join import join
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
+from benchmarks.models.hugging_face import Model, made
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.tuning.table import describe_plan
@@ -42,20 +43,9 @@ COLUMNS = ("dense_share", "whole_ms", "halves_ms", "gain", "off", "whole_plan", 
 
 
 @dataclass(frozen=True)
-class Model:
-    """``layers`` blocks of a family of Hugging Face models, of width M, with E experts of hidden width H over all
-    ranks, to k of which each token goes; B sequences of L tokens on every rank."""
+class Halved(Model):
+    """A model, and what is asked of its batches."""
 
-    family: str
-    layers: int
-    B: int
-    L: int
-    M: int
-    H: int
-    E: int
-    k: int
-    vocabulary: int = 64
-    heads: int = 4
     is_even: bool = True
     """Whether tokens are spread evenly over experts, as is predicted; else as routers with random weights choose."""
     checkpoints: bool = False
@@ -65,42 +55,14 @@ class Model:
 
 
 CASES = (
-    Case("attention a fifth", Model("qwen3", layers=6, B=2, L=512, M=64, H=64, E=16, k=2, at_least=1.10)),
-    Case("attention a half", Model("olmoe", layers=6, B=2, L=640, M=32, H=32, E=16, k=2, heads=8, at_least=1.15)),
-    Case("olmoe", Model("olmoe", 6, 2, L=512, M=32, H=32, E=16, k=4, heads=8, vocabulary=1024, at_least=1.08)),
-    Case("mixtral", Model("mixtral", 6, 2, L=512, M=32, H=112, E=8, k=2, heads=4, vocabulary=1024, at_least=1.08)),
-    Case("attention a fifth, checkpointed", Model("qwen3", 6, B=2, L=512, M=64, H=64, E=16, k=2, checkpoints=True)),
-    Case("routers' own choices", Model("olmoe", 6, 2, L=512, M=32, H=32, E=16, k=4, heads=8, is_even=False)),
-    Case("short", Model("mixtral", layers=2, B=2, L=32, M=64, H=512, E=8, k=2)),
+    Case("attention a fifth", Halved("qwen3", layers=6, B=2, L=512, M=64, H=64, E=16, k=2, at_least=1.10)),
+    Case("attention a half", Halved("olmoe", layers=6, B=2, L=640, M=32, H=32, E=16, k=2, heads=8, at_least=1.15)),
+    Case("olmoe", Halved("olmoe", 6, 2, L=512, M=32, H=32, E=16, k=4, heads=8, vocabulary=1024, at_least=1.08)),
+    Case("mixtral", Halved("mixtral", 6, 2, L=512, M=32, H=112, E=8, k=2, heads=4, vocabulary=1024, at_least=1.08)),
+    Case("attention a fifth, checkpointed", Halved("qwen3", 6, B=2, L=512, M=64, H=64, E=16, k=2, checkpoints=True)),
+    Case("routers' own choices", Halved("olmoe", 6, 2, L=512, M=32, H=32, E=16, k=4, heads=8, is_even=False)),
+    Case("short", Halved("mixtral", layers=2, B=2, L=32, M=64, H=512, E=8, k=2)),
 )
-
-
-def made(sizes: Model) -> torch.nn.Module:
-    """Return the model, with the same weights on every rank."""
-    import transformers
-
-    torch.manual_seed(0)
-    shared = {
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.M,
-        "intermediate_size": sizes.H,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.heads if sizes.family == "olmoe" else sizes.heads // 2,
-        "num_experts_per_tok": sizes.k,
-        "max_position_embeddings": sizes.L,
-        "use_cache": False,
-    }
-    of_families = {
-        "qwen3": (
-            transformers.Qwen3MoeConfig,
-            {"num_experts": sizes.E, "moe_intermediate_size": sizes.H, "head_dim": sizes.M // sizes.heads},
-        ),
-        "olmoe": (transformers.OlmoeConfig, {"num_experts": sizes.E}),
-        "mixtral": (transformers.MixtralConfig, {"num_local_experts": sizes.E}),
-    }
-    config_class, own = of_families[sizes.family]
-    return transformers.AutoModelForCausalLM.from_config(config_class(**shared, **own))
 
 
 def evenly(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -127,7 +89,7 @@ class Job:
         most_steps: in which plans have to be settled.
     """
 
-    def __init__(self, sizes: Model, most_steps: int = 300) -> None:
+    def __init__(self, sizes: Halved, most_steps: int = 300) -> None:
         module = made(sizes)
         if sizes.checkpoints:
             module.gradient_checkpointing_enable()

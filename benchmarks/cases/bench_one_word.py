@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one word in the config gains: whole models as users write them, ``"enabled"`` false and true.
+
+``cluster.py up --inter 100mbit --intra 400mbit``, then ``cluster.py run -- benchmarks/cases/bench_one_word.py --only
+gpt``, a job for each case. The GPT has DeepSpeed's own MoE layers, the others are Hugging Face's. ``stock`` is the
+config with ``"enabled": false``, which for a Hugging Face model means that every rank has all experts; ``ours`` is
+``true`` and nothing else, measured once the autotuner, which nobody has asked for, has settled; then ``true`` with a
+schedule by name. Steps are whole: forward, backward, optimizer, the gather of parameters. AutoEP has a row where the
+installed transformers is one that it knows (5.22.2 or older), over the ranks of a node and over all.
+
+Rows go to ``benchmarks/results/one_word.csv``, what tuning took to ``one_word_tuning.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+# Run as a file, Python looks for modules beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import deepspeed
+from gpt_moe import GPTMoE, Sizes
+
+import ds_fsmoe
+from benchmarks.harness.harness import RESULTS, Case, Effort, Goal, Grid, Variant, run_grid
+from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
+from benchmarks.harness.join import join
+from benchmarks.harness.outcome import PACKAGES
+from benchmarks.harness.result_files import append_rows, made_with
+from benchmarks.harness.routing import parsed
+from benchmarks.models.hugging_face import Model, made
+from benchmarks.models.layers import StockGroups, ranks_per_node
+
+NEWEST_FOR_AUTOEP = Version("5.22.2")
+PRESETS = ("deepspeed", "tutel", "pipemoe_lina", "fsmoe")
+AUTOEP_NAMES = {"qwen3": "qwen3_moe", "mixtral": "mixtral"}
+MOST_STEPS = 200
+"""Until plans have to be settled."""
+
+
+@dataclass(frozen=True)
+class Whole(Model):
+    """A whole model at a stage of ZeRO. ``family`` may be ``"gpt"``: DeepSpeed's own layers, over all ranks."""
+
+    stage: int = 1
+    capacity_factor: float = 1.25
+    """Of the GPT; the others drop nothing."""
+
+
+CASES = {
+    "gpt": Case("GPT, k 2, H 4 M", Whole("gpt", 3, B=2, L=128, M=256, H=1024, E=8, k=2, vocabulary=256, stage=1)),
+    "mixtral": Case("Mixtral, k 2, H 3.5 M", Whole("mixtral", 3, B=2, L=128, M=256, H=896, E=8, k=2, stage=1)),
+    "olmoe": Case("OLMoE, k 8, H 0.5 M", Whole("olmoe", 3, B=2, L=128, M=256, H=128, E=32, k=8, stage=2)),
+    "qwen3": Case("Qwen3, k 8, H 0.75 M", Whole("qwen3", 3, B=2, L=128, M=256, H=192, E=32, k=8, stage=3)),
+}
+
+
+class Training:
+    """An engine over a model as a user has it, and a step of it.
+
+    Args:
+        model: the sizes.
+        more: what the config has besides.
+        named: kept here by the name of its variant, once its plans are settled.
+    """
+
+    def __init__(self, model: Whole, more: dict[str, Any], name: str, named: dict[str, Training]) -> None:
+        self.groups = StockGroups()
+        self.groups.put()
+        self._model = model
+        module = self._module()
+        base = {
+            "train_micro_batch_size_per_gpu": model.B,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "zero_optimization": {"stage": model.stage},
+            "steps_per_print": 1_000_000,
+        }
+        parameters = list(module.parameters())
+        initialize: Any = ds_fsmoe.initialize if "fsmoe" in more else deepspeed.initialize
+        self.engine = initialize(model=module, model_parameters=parameters, config=base | more)[0]
+        self.groups.take()
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        self._ids = torch.randint(model.vocabulary, (model.B, model.L), generator=generator)
+        for _ in range(MOST_STEPS):
+            self()
+            if self._is_settled():
+                break
+        else:
+            raise RuntimeError(f"{name}: no plan was settled in {MOST_STEPS} steps")
+        named[name] = self
+
+    def _module(self) -> torch.nn.Module:
+        model = self._model
+        if model.family != "gpt":
+            return made(model)
+        torch.manual_seed(0)
+        of_gpt = model.M, model.layers, model.heads, model.L, model.E, dist.get_world_size(), model.k
+        return GPTMoE(Sizes(*of_gpt, model.capacity_factor))
+
+    def _is_settled(self) -> bool:
+        tuner = getattr(getattr(self.engine, "fsmoe", None), "autotune", None)
+        return tuner is None or tuner.is_settled
+
+    def __call__(self) -> None:
+        self.groups.put()
+        if self._model.family == "gpt":
+            loss, aux_loss = self.engine(self._ids, self._ids)
+            loss = loss + 0.01 * aux_loss
+        else:
+            loss = self.engine(input_ids=self._ids, labels=self._ids).loss
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.destroy()
+
+
+def configs(model: Whole) -> dict[str, dict[str, Any]]:
+    """Return what the config of each variant has besides, the baseline first."""
+    found: dict[str, dict[str, Any]] = {"stock": {"fsmoe": {"enabled": False}}, "ours": {"fsmoe": {"enabled": True}}}
+    if model.family != "gpt":
+        found["ours, over all ranks"] = {"fsmoe": {"enabled": True, "ep_size": dist.get_world_size()}}
+    for name in PRESETS:
+        of_tuner = {"autotune": True} if name == "fsmoe" else {"autotune": False, "num_chunks": 2}
+        found[name] = {"fsmoe": {"enabled": True, "schedule": name} | (of_tuner if name != "deepspeed" else {})}
+    if model.family in AUTOEP_NAMES and Version(version("transformers")) <= NEWEST_FOR_AUTOEP:
+        for size in sorted({ranks_per_node(), dist.get_world_size()}):
+            asked = {"enabled": True, "autoep_size": size, "preset_model": AUTOEP_NAMES[model.family]}
+            found[f"AutoEP over {size}"] = {"expert_parallel": asked}
+    return found
+
+
+def write_tuning(case: Case, named: dict[str, Training], file: Path) -> None:
+    """Append what tuning took of each engine that was tuned, and print it."""
+    for name, training in named.items():
+        tuner = getattr(getattr(training.engine, "fsmoe", None), "autotune", None)
+        if tuner is None or not tuner.outcome.num_steps:
+            continue
+        facts = {
+            "measured_s": f"{tuner.outcome.took_s:.1f}",
+            "operations": str(tuner.num_measured),
+            "steps_of_trials": str(tuner.outcome.num_steps),
+            "said": tuner.describe(),
+        }
+        row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": case.name, "variant": name} | facts
+        append_rows(file, tuple(row), [row])
+        print("  ".join((name, *(f"{key} {text}" for key, text in facts.items()))), flush=True)
+
+
+def main() -> None:
+    """Measure the models that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=2, help="of each variant in a block")
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--variants", nargs="*", help="besides stock (all)")
+    parser.add_argument("--tiny", action="store_true", help="to see that all runs")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--local_rank", type=int, help="given by the launcher")
+    args = parsed(parser)
+    join()
+    for key in args.only:
+        case = CASES[key]
+        if args.tiny:
+            case = Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1))
+        named: dict[str, Training] = {}
+        wanted = {
+            name: more
+            for name, more in configs(case.settings).items()
+            if name == "stock" or args.variants is None or name in args.variants
+        }
+        variants = [Variant(name, _made(more, name, named)) for name, more in wanted.items()]
+        goals = [Goal("ours", at_least=0.98)] if args.blocks >= MIN_BLOCKS_TO_JUDGE and "ours" in wanted else []
+        effort = Effort(args.blocks, args.steps, warmup=1)
+        run_grid(Grid("one_word", (case,)), variants, "stock", effort, goals, args.results)
+        if dist.get_rank() == 0:
+            write_tuning(case, named, args.results / "one_word_tuning.csv")
+    dist.destroy_process_group()
+
+
+def _made(more: dict[str, Any], name: str, named: dict[str, Training]) -> Callable[[Whole], Training]:
+    return partial(Training, more=more, name=name, named=named)
+
+
+if __name__ == "__main__":
+    main()
