@@ -8,7 +8,8 @@ config with ``"enabled": false``, which for a Hugging Face model means that ever
 schedule by name. Steps are whole: forward, backward, optimizer, the gather of parameters. AutoEP has a row where the
 installed transformers is one that it knows (5.22.2 or older), over the ranks of a node and over all.
 
-Rows go to ``benchmarks/results/one_word.csv``, what tuning took to ``one_word_tuning.csv``.
+Rows go to ``benchmarks/results/one_word.csv``, what tuning took to ``one_word_tuning.csv``, what stock's step spends
+its time on to ``one_word_operations.csv``.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.hugging_face import Model, made
 from benchmarks.models.layers import StockGroups, ranks_per_node
+from benchmarks.models.operations import COMMUNICATION, OTHER, Operations
 
 NEWEST_FOR_AUTOEP = Version("5.22.2")
 PRESETS = ("deepspeed", "tutel", "pipemoe_lina", "fsmoe")
 AUTOEP_NAMES = {"qwen3": "qwen3_moe", "mixtral": "mixtral"}
+OPERATIONS = (*COMMUNICATION, "experts", "attention", "routing", OTHER)
 MOST_STEPS = 200
 """Until plans have to be settled."""
 
@@ -115,13 +118,40 @@ class Training:
 
     def __call__(self) -> None:
         self.groups.put()
+        self.engine.backward(self._loss())
+        self.engine.step()
+
+    def _loss(self) -> torch.Tensor:
         if self._model.family == "gpt":
             loss, aux_loss = self.engine(self._ids, self._ids)
-            loss = loss + 0.01 * aux_loss
-        else:
-            loss = self.engine(input_ids=self._ids, labels=self._ids).loss
-        self.engine.backward(loss)
-        self.engine.step()
+            return loss + 0.01 * aux_loss
+        return self.engine(input_ids=self._ids, labels=self._ids).loss
+
+    def operations_ms(self, num_steps: int = 3) -> dict[str, float]:
+        """Return what a step spends its time on, the mean over ranks of the median over steps. Collective."""
+        of_classes = {"Experts": "experts", "Attention": "attention", "Gate": "routing", "Router": "routing"}
+        operation_of = {
+            module: next(word for end, word in of_classes.items() if type(module).__name__.endswith(end))
+            for module in self.engine.module.modules()
+            if type(module).__name__.endswith(tuple(of_classes))
+        }
+        found = []
+        self.groups.put()
+        for _ in range(num_steps):
+            operations = Operations()
+            dist.barrier()
+            with operations.watched(operation_of):
+                with operations.phase("forward"):
+                    loss = self._loss()
+                with operations.phase("backward"):
+                    self.engine.backward(loss)
+                with operations.phase("step"):
+                    self.engine.step()
+            found.append([operations.of(name) for name in OPERATIONS])
+        times_s = torch.tensor(found, dtype=torch.float64)
+        dist.all_reduce(times_s)
+        median_ms = (times_s / dist.get_world_size()).median(dim=0).values * 1e3
+        return dict(zip(OPERATIONS, median_ms.tolist(), strict=True))
 
     def close(self) -> None:
         """End the engine."""
@@ -160,6 +190,24 @@ def write_tuning(case: Case, named: dict[str, Training], file: Path) -> None:
         print("  ".join((name, *(f"{key} {text}" for key, text in facts.items()))), flush=True)
 
 
+def write_operations(case: Case, file: Path) -> None:
+    """Append what stock's step spends its time on, and print it. Collective."""
+    stock = Training(case.settings, {"fsmoe": {"enabled": False}}, "stock", {})
+    of_step = stock.operations_ms()
+    stock.close()
+    if dist.get_rank():
+        return
+    step_ms = sum(of_step.values())
+    made_now = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": case.name}
+    rows = [
+        made_now | {"operation": name, "ms": f"{ms:.1f}", "share": f"{ms / step_ms:.3f}"}
+        for name, ms in of_step.items()
+        if ms > 0
+    ]
+    append_rows(file, tuple(rows[0]), rows)
+    print(f"stock's step of {case.name}: " + ", ".join(f"{row['operation']} {float(row['share']):.0%}" for row in rows))
+
+
 def main() -> None:
     """Measure the models that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -185,6 +233,7 @@ def main() -> None:
         variants = [Variant(name, _made(more, name, named)) for name, more in wanted.items()]
         goals = [Goal("ours", at_least=0.98)] if args.blocks >= MIN_BLOCKS_TO_JUDGE and "ours" in wanted else []
         effort = Effort(args.blocks, args.steps, warmup=1)
+        write_operations(case, args.results / "one_word_operations.csv")
         run_grid(Grid("one_word", (case,)), variants, "stock", effort, goals, args.results)
         if dist.get_rank() == 0:
             write_tuning(case, named, args.results / "one_word_tuning.csv")

@@ -73,6 +73,10 @@ class Operations:
         yield
         self._count()
 
+    def of(self, operation: str) -> float:
+        """Return the seconds of an operation in all phases."""
+        return sum(time_s for (_, name), time_s in self.times_s.items() if name == operation)
+
     def _count(self) -> None:
         now_s = time.perf_counter()
         self.times_s[self._phase, self._open[-1]] += now_s - self._since_s
