@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     result = report(**job, preset_name=args.preset)
     _print_head(result, args, model)
     print_exchanges(job, args)
-    batch = print_batch(args, result, job)
+    result, batch = print_batch(args, result, job)
     _print_presets(args, result, "no whole micro-batch can beat" if args.halves else "no plan can beat")
     halves = print_halves(args, result, job)
     memory = print_memory(args, model.architecture, job["groups"], job["shape"])

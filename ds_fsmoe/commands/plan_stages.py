@@ -48,7 +48,7 @@ def batch_settings(args: argparse.Namespace, architecture: Architecture | None) 
     return {"num_micro_batches": default if asked is None else asked, "gradients_at_end": is_tied}
 
 
-def print_batch(args: argparse.Namespace, report: Report, job: dict[str, Any]) -> dict[str, Any]:
+def print_batch(args: argparse.Namespace, report: Report, job: dict[str, Any]) -> tuple[Report, dict[str, Any]]:
     """Print what a batch takes by every preset, and what the stages do by the shown one.
 
     Args:
@@ -57,12 +57,12 @@ def print_batch(args: argparse.Namespace, report: Report, job: dict[str, Any]) -
         job: the planner's.
 
     Returns:
-        What is written about it.
+        The report with the plans that the stage has in the batch, and what is written about the batch.
     """
     from ds_fsmoe.planning.stage_report import batch_report
 
     if not is_batch(args):
-        return {}
+        return report, {}
     how = {name: job[name] for name in ("alltoall", "recompute", "crossings") if name in job}
     found = batch_report(report, **how)
     _print_presets(found, is_default=args.micro_batches is None)
@@ -71,7 +71,7 @@ def print_batch(args: argparse.Namespace, report: Report, job: dict[str, Any]) -
         slots = found.num_micro_batches + len(found.places) - 1
         print(f"\na batch by {found.preset_name}, F and B with their micro-batches:")
         print(found.shown.timeline.gantt(max(_WIDTH, _MICRO_BATCH_WIDTH * slots)))
-    return {"batch": found.as_dict()}
+    return found.on_stage(report), {"batch": found.as_dict()}
 
 
 def _print_presets(found: BatchReport, is_default: bool) -> None:

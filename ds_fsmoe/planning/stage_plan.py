@@ -8,7 +8,7 @@ has no room, and where stages share weights none has: then DeepSpeed sums them a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.architecture import Architecture
@@ -18,11 +18,14 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.model_layers import DenseStage, Stage, dense_stage, model_layers
 from ds_fsmoe.planning.model_plan import ModelPlan
-from ds_fsmoe.planning.plan import Planner, plan_by_name
+from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
 from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.stage_batch import BatchTimeline, Order, StageLink, StageTimes, simulate_batch
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import Layer, Shape, Work
+
+PATIENT_SHARE = 0.01
+"""What a millisecond of gradients after the backward counts where a stage has time for it."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +70,47 @@ class Pipeline:
     tied_ms: float = 0.0
     """The time to sum the gradients that the first stage and the last one share; 0: there are none."""
 
-    def plan(self, planner: Planner, name: str, order: Order = "1f1b") -> BatchPlan:
+    def plan(
+        self, planner: Planner, name: str, order: Order = "1f1b", known: Mapping[StageWork, StagePlan] | None = None
+    ) -> BatchPlan:
         """Plan a batch the way a named system would.
+
+        A system that sends gradients where they cost least minds the whole batch. What makes the last backward of a
+        stage longer, all stages before it wait for, one after the other; while gradients after it travel beside the
+        backwards of those stages, for nothing. So behind the first stage it either weighs both alike, or hides only
+        what fits beside the backward: whichever makes the batch shorter, decided for one stage after another from
+        behind until nothing changes.
 
         Args:
             planner: with the costs; its settings have the number of micro-batches.
             name: the system.
             order: of forwards and backwards.
+            known: stages that are planned already, by weighing both alike.
 
         Raises:
             ValueError: no such system, with those there are.
         """
-        known: dict[StageWork, StagePlan] = {}
-        for each in self.works:
-            if each not in known:
-                known[each] = plan_stage(planner, name, each)
-        return self.batch([known[each] for each in self.works], planner.settings.num_micro_batches, order)
+        even, patient = dict(known or {}), dict[StageWork, StagePlan]()
+        for work in self.works:
+            if work not in even:
+                even[work] = plan_stage(planner, name, work)
+        chosen = [even[work] for work in self.works]
+        batch = self.batch(chosen, planner.settings.num_micro_batches, order)
+        if mode_of(name) != "adaptive" or planner.settings.gradients_at_end:
+            return batch
+        for work in self.works[1:]:
+            if work not in patient:
+                patient[work] = plan_stage(planner.counting_tails(PATIENT_SHARE), name, work)
+        changes = True
+        while changes:
+            changes = False
+            for stage in range(len(chosen) - 1, 0, -1):
+                others = even if chosen[stage] is patient[self.works[stage]] else patient
+                tried = [*chosen[:stage], others[self.works[stage]], *chosen[stage + 1 :]]
+                found = self.batch(tried, planner.settings.num_micro_batches, order)
+                if found.timeline.makespan_ms < (1 - 1e-9) * batch.timeline.makespan_ms:
+                    chosen, batch, changes = tried, found, True
+        return batch
 
     def batch(self, stages: Sequence[StagePlan], num_micro_batches: int, order: Order = "1f1b") -> BatchPlan:
         """Return the batch that plans of the stages make."""

@@ -19,7 +19,6 @@ from ds_fsmoe.planning.stage_plan import (
     StageWork,
     pipeline_of_layers,
     pipeline_of_model,
-    plan_stage,
     stage_times,
 )
 
@@ -75,6 +74,13 @@ class BatchReport:
             )
         return found
 
+    def on_stage(self, report: Report) -> Report:
+        """Return a report of one stage with the plans that it has in the batch."""
+        index = 0 if report.stage is None else report.stage.index
+        plans = {name: batch.stages[index].plan or report.plans[name] for name, batch in self.plans.items()}
+        times_ms = {name: report.phases_ms(plan) for name, plan in plans.items()}
+        return replace(report, plans=plans, times_ms=times_ms)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the whole report in plain types."""
         base_ms = {name: self.batch_ms(name) for name in ("deepspeed", "tutel")}
@@ -129,10 +135,7 @@ def batch_report(report: Report, **how: Any) -> BatchReport:
     plans = {}
     for name, plan in report.plans.items():
         known = {StageWork(report.layers): stage_times(planner, plan)}
-        for work in pipeline.works:
-            if work not in known:
-                known[work] = plan_stage(planner, name, work)
-        plans[name] = pipeline.batch([known[each] for each in pipeline.works], settings.num_micro_batches)
+        plans[name] = pipeline.plan(planner, name, known=known)
     bound_ms = _bound_ms(pipeline, planner, plans[report.preset_name].stages)
     return BatchReport(pipeline, places, plans, settings.num_micro_batches, bound_ms, report.preset_name)
 
@@ -149,5 +152,6 @@ def _bound_ms(pipeline: Pipeline, planner: Planner, found: Sequence[StagePlan]) 
         bare = [replace(each, gradients=()) for each in work.layers]
         forward_ms, last_ms = step_bounds_ms(work.layers, planner.costs, settings.max_degree)
         earlier_ms = step_bounds_ms(bare, planner.costs, settings.max_degree)[1]
-        least.append(StageTimes(forward_ms, earlier_ms, last_ms))
+        # Gradients lengthen a backward, or follow it; nobody waits for these.
+        least.append(StageTimes(forward_ms, earlier_ms, earlier_ms, max(0.0, last_ms - earlier_ms)))
     return simulate_batch(least, settings.num_micro_batches, pipeline.links, tied_ms=pipeline.tied_ms).makespan_ms
