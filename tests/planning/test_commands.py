@@ -308,7 +308,10 @@ def test_the_papers_evaluation_prints_ours_beside_the_papers(capsys, tmp_path) -
         "table 5, testbed B",
         "figure 6",
         "figure 7, by length",
-        "figure 8",
+        "figure 8, by micro-batches: speedup over deepspeed, contended",
+        "figure 8, by micro-batches, on ideal links: speedup over deepspeed",
+        "two equal stages of half the layers and half the nodes each, in GPipe's order",
+        "the paper: fsmoe over deepspeed 2.46, tutel 1.16",
         "sensitivity, testbed B",
         "assumed:",
     ):
