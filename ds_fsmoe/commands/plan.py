@@ -87,9 +87,10 @@ def run(args: argparse.Namespace) -> int:
     result = report(**job, preset_name=args.preset)
     _print_head(result, args, model)
     print_exchanges(job, args)
-    result, batch = print_batch(args, result, job)
+    alone = result
+    result, batch = print_batch(args, alone, job)
     _print_presets(args, result, "no whole micro-batch can beat" if args.halves else "no plan can beat")
-    halves = print_halves(args, result, job)
+    halves = print_halves(args, alone, job)
     memory = print_memory(args, model.architecture, job["groups"], job["shape"])
     _print_plan(result)
     placed = print_placement(loads, result, job)
