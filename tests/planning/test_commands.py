@@ -235,7 +235,7 @@ def test_recomputing_and_stages_and_2dh_are_planned(capsys) -> None:
     assert cli.main([*PLAN, *arguments]) == 0
     text = capsys.readouterr().out
     assert "24 ranks, 4 per node" in text
-    assert "times are those of one stage" in text
+    assert "\nstages   3 alike; the layers below are those of the first\n" in text
 
 
 @pytest.mark.parametrize(
