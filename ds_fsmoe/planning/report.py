@@ -111,8 +111,8 @@ class Report:
             ", and the head" if self.stage.has_head else ""
         )
         return (
-            f"{pp} of {sizes} blocks; the layers below are those of stage {self.stage.index + 1} (blocks {places}), which "
-            "computes the most"
+            f"{pp} of {sizes} blocks; the layers below are those of stage {self.stage.index + 1} (blocks {places}), "
+            "which computes the most"
         )
 
     def block_timelines(self, preset_name: str) -> list[tuple[str, Timeline]]:
