@@ -15,6 +15,7 @@ from ds_fsmoe.planning.architecture import Architecture
 from ds_fsmoe.planning.block import add_work
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.crossings import Crossings
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.model_layers import DenseStage, Stage, dense_stage, model_layers
 from ds_fsmoe.planning.model_plan import ModelPlan
@@ -22,7 +23,7 @@ from ds_fsmoe.planning.plan import Planner, mode_of, plan_by_name
 from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.stage_batch import BatchTimeline, Order, StageLink, StageTimes, simulate_batch
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.planning.workload import Layer, Shape, Work
+from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work
 
 PATIENT_SHARE = 0.01
 """What a millisecond of gradients after the backward counts where a stage has time for it."""
@@ -151,7 +152,14 @@ def stage_times(planner: Planner, plan: ModelPlan) -> StagePlan:
 
 
 def pipeline_of_model(
-    cluster: Cluster, architecture: Architecture, groups: Groups, stages: Sequence[Stage], shape: Shape, **how: object
+    cluster: Cluster,
+    architecture: Architecture,
+    groups: Groups,
+    stages: Sequence[Stage],
+    shape: Shape,
+    alltoall: AllToAll = "flat",
+    recompute: bool = False,
+    crossings: Crossings | None = None,
 ) -> Pipeline:
     """Return the stages of a whole model.
 
@@ -161,7 +169,7 @@ def pipeline_of_model(
         groups: the ranks.
         stages: the blocks of each.
         shape: with the samples, the length, the bytes of an element and the imbalance.
-        how: ``alltoall``, ``recompute`` and ``crossings`` of :func:`~ds_fsmoe.planning.model_layers.model_layers`.
+        alltoall, recompute, crossings: see :func:`~ds_fsmoe.planning.model_layers.model_layers`.
 
     Raises:
         ValueError: see :func:`~ds_fsmoe.planning.model_layers.model_layers`; the cluster has no number for sends.
@@ -170,10 +178,10 @@ def pipeline_of_model(
     works = []
     for stage in stages:
         if any(architecture.blocks[place].experts is not None for place in stage.places):
-            layers = model_layers(*sizes, stage=stage, imbalance=shape.imbalance, **how)  # type: ignore[arg-type]
-            works.append(StageWork(layers))
+            how = alltoall, recompute, crossings
+            works.append(StageWork(model_layers(*sizes, *how, imbalance=shape.imbalance, stage=stage)))
         else:
-            works.append(StageWork((), dense_stage(*sizes, stage, bool(how.get("recompute")))))
+            works.append(StageWork((), dense_stage(*sizes, stage, recompute)))
     tied_ms = 0.0
     if architecture.is_tied and len(stages) > 1:
         tied_bytes = architecture.M * architecture.vocab / groups.mp * shape.dtype_bytes
