@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.harness.result_files import RESULTS
 from benchmarks.reporting.plots import draw_bars, draw_fits, draw_predictions, draw_timelines
-from benchmarks.reporting.rows import Row, comparison, newest, read
+from benchmarks.reporting.rows import Row, comparison, further_baselines, newest, read
 from benchmarks.reporting.tables import beside_table_5, gains_in_two, losses, operations, predictions
 
 OF_AUTOTUNE = (
@@ -33,6 +33,8 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
     if {"case", "ratio_low"} <= set(columns):
         found = comparison(name, rows)
         yield found.markdown()
+        for over in further_baselines(rows):
+            yield comparison(name, rows, over).markdown()
         if found.baseline == "stock" and {"deepspeed", "fsmoe"} <= set(found.variants):
             yield gains_in_two(found)
             yield beside_table_5(found)

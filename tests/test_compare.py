@@ -80,12 +80,8 @@ def test_an_untouched_script_is_compared_with_itself(
         given = ["--fsmoe", str(config)]
     else:
         command += [str(ROOT / "examples" / "plain.py"), f"--deepspeed_config={config}"]
-    assert (
-        main(
-            ["compare", *given, "--steps", "14", "--turns", "1", "--out", str(out), "--timeout", "900", "--", *command]
-        )
-        == 0
-    )
+    options = ["--steps", "14", "--turns", "1", "--out", str(out), "--timeout", "900"]
+    assert main(["compare", *given, *options, "--", *command]) == 0
     said = capsys.readouterr().out
     assert "times as fast as stock DeepSpeed here" in said
     assert "over 14 steps" in said
