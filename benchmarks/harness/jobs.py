@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``make bench`` and ``make bench-full`` run: one command after another, each on the bed it is for, or by itself."""
+"""What ``make bench`` and ``make bench-full`` run: one command after another, on the bed it is for or by itself."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
 Row = dict[str, str]
 
 STEPS_OF_A_BLOCK = {"alltoall": 2, "alltoall_layer": 2, "bed": 2, "experts": 2, "pipeline": 2, "wire": 2}
+STEPS_OF_A_BLOCK |= {"rows": 2, "hf": 2, "lina": 2, "placement": 2, "recording": 4, "inference": 8}
 STEPS_OF_A_BLOCK |= {"metrics": 10, "unchunked": 8}
 """Benchmark -> steps of a variant in a block, where there is more than one: for older rows, which have the ends of an
 interval however few blocks they are of, and say how many steps but not how many blocks."""
