@@ -47,7 +47,13 @@ def run_on(job: Job, command: Sequence[str], timeout_s: float | None) -> int:
     """Run a job's command on its bed, which is up, or by itself; return the exit status."""
     if job.bed is not None:
         return run_job(job.bed, command, timeout_s)
-    return subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+    launched = [sys.executable]
+    if job.ranks:
+        launched += ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(job.ranks)]
+    try:
+        return subprocess.run([*launched, *command], cwd=ROOT, check=False, timeout=timeout_s).returncode
+    except subprocess.TimeoutExpired:
+        return 124
 
 
 def run_all(
@@ -68,7 +74,7 @@ def run_all(
     for bed, of_bed in itertools.groupby(wanted, key=lambda job: job.bed):
         with on(bed):
             for job in of_bed:
-                left = progress.left(wanted[number:])
+                left = progress.brief(wanted[number:])
                 number += 1
                 print(f"== {number} of {len(wanted)}, {left} left: {job.command}, {job.where}", flush=True)
                 script, *rest = job.command.split()

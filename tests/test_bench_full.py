@@ -15,7 +15,9 @@ from benchmarks.cases import bench_layer
 from benchmarks.everything import ROOT, run_all, tell
 from benchmarks.harness.jobs import JUDGED_LAYERS, MODELS, Job, jobs
 from benchmarks.harness.progress import FILE, Progress, code_digest, in_hours
-from benchmarks.harness.result_files import append_rows, commit
+from benchmarks.harness.result_files import RESULTS, append_rows, commit
+from benchmarks.reporting.claims import claims
+from benchmarks.reporting.figures import Results
 from benchmarks.reporting.rows import read
 
 NODES = Bed("bench", nodes=2)
@@ -136,7 +138,9 @@ def test_where_no_duration_is_known_the_steps_of_earlier_rows_are_the_least_it_t
     assert elsewhere.least_seconds_of(THIRD) == 60
     assert elsewhere.least_seconds_of(Job("cases/bench_layer.py --judged --only 1 4 13", NODES)) == 180
     assert elsewhere.least_seconds_of(Job("cases/bench_layer.py", NODES)) == 120
-    assert elsewhere.left((THIRD,)).startswith("at least 1 min")
+    assert elsewhere.least_seconds_of(Job("cases/bench_layer.py --blocks 2 --only 0", NODES)) == 0
+    assert elsewhere.left((THIRD,)).startswith("at least 1 min (1 of these 1 jobs")
+    assert elsewhere.brief((THIRD,)) == "at least 1 min"
     assert in_hours(3 * 3600 + 125) == "3 h 02 min"
 
 
@@ -184,3 +188,20 @@ def test_the_judged_layers_are_of_every_kind() -> None:
     assert len({(each.L, each.M, each.ratio) for each in layers}) == 8
     assert {each.f for each in layers} == {1.25, 2.5, None}
     assert sorted(each.ffn for each in layers) == ["gpt"] * 4 + ["mixtral"] * 4
+
+
+def test_every_row_that_a_figure_of_the_docs_is_read_from_is_one_that_full_makes_again() -> None:
+    files = {figure.file for claim in claims(Results()) for figure in claim.figures}
+    made = {Path(job.script).stem.removeprefix("bench_"): job for job in jobs(is_full=True)}
+    commands = [f"{job.command}, {job.where}" for job in jobs(is_full=True)]
+    for file in files:
+        script, _, kind = file.partition("_")
+        assert script in made, f"nothing makes {file}.csv"
+        # Files beside that of a script have its rows' other numbers, unless they are of other cases or links.
+        if kind in ("many", "skew", "table2", "shared"):
+            assert any(f"bench_{script}.py" in each and kind in each for each in commands), file
+
+
+def test_what_was_published_can_be_estimated() -> None:
+    found = Progress(RESULTS, "c0de", "a machine that has measured nothing")
+    assert found.left(jobs(is_full=True)).startswith("at least ")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.bed.bed import Bed
@@ -27,7 +27,7 @@ _ONLY_IN_FULL = (
     *("cases/bench_gates.py", "cases/bench_pipeline.py", "cases/bench_alltoall.py", "cases/bench_gradients.py"),
     *("cases/bench_autotune.py", "cases/bench_from_trace.py", "cases/bench_wire.py", "cases/bench_rows.py"),
     *("cases/bench_bed.py", "cases/bench_once.py", "cases/bench_levels.py", "cases/bench_fp8.py"),
-    "cases/bench_lina.py",
+    *("cases/bench_lina.py", "cases/bench_layer.py --many", "cases/bench_hf.py"),
     *(f"cases/bench_choice.py --only {number}" for number in range(NUM_CHOICES)),
     *(f"cases/bench_choice.py --old-grid --only {number}" for number in range(NUM_LAYERS)),
 )
@@ -56,6 +56,10 @@ _BY_THEMSELVES = (
 )
 
 
+_ON_TWO_RANKS = ("cases/bench_unchunked.py", "cases/bench_metrics.py", "cases/bench_recording.py")
+"""Only in --full: ranks of one machine, with its own links."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One command, and where it runs.
@@ -63,10 +67,12 @@ class Job:
     Attributes:
         command: the script, below ``benchmarks/``, and its arguments.
         bed: of which shape the bed is; ``None``: none is needed.
+        ranks: how many ranks a launcher starts where there is no bed; 0: none is launched.
     """
 
     command: str
-    bed: Bed | None = field(default=None)
+    bed: Bed | None = None
+    ranks: int = 0
 
     @property
     def script(self) -> str:
@@ -76,7 +82,9 @@ class Job:
     @property
     def where(self) -> str:
         """The bed in words."""
-        return "no bed" if self.bed is None else str(self.bed)
+        if self.bed is not None:
+            return str(self.bed)
+        return f"no bed, {self.ranks} ranks" if self.ranks else "no bed"
 
 
 def jobs(is_full: bool) -> tuple[Job, ...]:
@@ -96,6 +104,8 @@ def _jobs(is_full: bool) -> Iterator[Job]:
         yield Job(command, _bed())
     for options, command in _ON_OTHER_BEDS if is_full else ():
         yield Job(command, _bed(**options))
+    for command in _ON_TWO_RANKS if is_full else ():
+        yield Job(command, ranks=2)
     for name, short in _BY_THEMSELVES:
         yield Job(name if is_full else f"{name} {short}")
 

@@ -21,6 +21,7 @@ FILE = "everything.csv"
 COLUMNS = ("date", "commit", "hardware", "python", "torch", "deepspeed", "ds_fsmoe")
 COLUMNS += ("code", "job", "bed", "status", "seconds", "left")
 _MEASURED_BY = ("ds_fsmoe", "benchmarks", "csrc", "op_builder")
+_FEWER_STEPS = ("--blocks", "--steps", "--quick", "--budget")
 _IS_CODE = (".py", ".cpp", ".h", ".cu", ".cuh", ".npz")
 
 
@@ -105,27 +106,34 @@ class Progress:
 
     def least_seconds_of(self, job: Job) -> float:
         """How long the steps alone took that earlier rows of a script's file are of: a job without a duration takes at
-        least that."""
-        file = self._results / f"{Path(job.script).stem.removeprefix('bench_')}.csv"
-        rows = newest(read(file), ("case", "variant")) if file.is_file() else []
-        if not rows or not {"p50", "steps", "case"} <= set(rows[0]):
+        least that, unless it asks for fewer steps."""
+        if any(option in job.command for option in _FEWER_STEPS):
             return 0.0
+        file = self._results / f"{Path(job.script).stem.removeprefix('bench_')}.csv"
+        rows = read(file) if file.is_file() else []
+        if not rows or not {"p50", "steps", "case", "variant"} <= set(rows[0]):
+            return 0.0
+        rows = newest(rows, ("case", "variant"))
         seconds = sum(float(row["p50"]) * int(row["steps"]) for row in rows) / 1e3
         asked = re.search(r"--only((?: \w+)+)", job.command)
         cases = len({row["case"] for row in rows})
         return seconds / cases * (len(asked[1].split()) if asked else cases)
 
+    def brief(self, jobs: Sequence[Job]) -> str:
+        """How long some jobs will take: "about 3 h 20 min", or "at least" so long where some have no duration."""
+        known = [self.seconds_of(job) for job in jobs]
+        unknown = [job for job, seconds in zip(jobs, known, strict=True) if seconds is None]
+        total_s = sum(seconds for seconds in known if seconds is not None) + sum(map(self.least_seconds_of, unknown))
+        return f"{'at least' if unknown else 'about'} {in_hours(total_s)}"
+
     def left(self, jobs: Sequence[Job]) -> str:
-        """In words, how long some jobs will take."""
-        known = {job: self.seconds_of(job) for job in jobs}
-        unknown = [job for job, seconds in known.items() if seconds is None]
-        total_s = sum(seconds for seconds in known.values() if seconds is not None)
-        total_s += sum(map(self.least_seconds_of, unknown))
+        """The same with the reason, where some have no duration."""
+        unknown = sum(self.seconds_of(job) is None for job in jobs)
         if not unknown:
-            return f"about {in_hours(total_s)}"
+            return self.brief(jobs)
         return (
-            f"at least {in_hours(total_s)} ({len(unknown)} of these {len(jobs)} jobs, or others of their script, have "
-            "never ended here: counted are the steps in their earlier rows, without what comes before them)"
+            f"{self.brief(jobs)} ({unknown} of these {len(jobs)} jobs, or others of their script, have never ended "
+            "here: counted are the steps in their earlier rows, without what comes before them)"
         )
 
 

@@ -14,7 +14,7 @@ NAME = "README.md"
 """Of the file, in the folder of the rows."""
 _HEAD = """# Where the figures come from
 
-Every figure that `README.md` and the pages of `docs/` give of a measurement, with the row of this folder that it is read
+Every figure that `README.md` and the pages of `docs/` give of a measurement, with the row of this folder it is read
 from. Made by `python -m benchmarks.report --page`; do not edit it. A test reads all of these again
 (`tests/test_figures.py`). The numbers in brackets are the machines and versions at the end. An interval is of 95% over
 blocks of steps, and there is none of fewer than ten blocks. All is of processors and emulated links: nothing has been
