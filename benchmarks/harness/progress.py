@@ -40,13 +40,14 @@ class Progress:
 
     Args:
         results: the folder of rows.
-        code: the digest of the code that measures.
-        machine: the hardware, without beds.
+        code: the digest of the code that measures; ``None``: that of the checkout.
+        machine: the hardware, without beds; ``None``: that of this one.
     """
 
     def __init__(self, results: Path, code: str | None = None, machine: str | None = None) -> None:
         self._results = results
         self._file = results / FILE
+        self._given_code = code
         self._code = code_digest() if code is None else code
         self._machine = hardware() if machine is None else machine
         self._rows: list[Row] = read(self._file) if self._file.is_file() else []
@@ -68,7 +69,9 @@ class Progress:
         return True
 
     def begin(self) -> None:
-        """Take note of the rows there are before a job."""
+        """Take note of the rows there are before a job, and of the code it runs: files may have been edited."""
+        if self._given_code is None:
+            self._code = code_digest()
         self._before = {name: len(rows) for name, rows in self._files().items()}
 
     def ended(self, job: Job, status: int, seconds: float) -> bool:
