@@ -19,7 +19,8 @@ from tests.scripts import ROOT, free_port
 
 TRAIN = "import sys; print('trained'); sys.exit({status})"
 # Writes the record of a run of 30 steps at most, without training: steps of 10 ms, and of `ours_ms` with our layers, on
-# a machine that gets slower from run to run by a share. Ours is slow until its plans are settled in step 12.
+# a machine that gets slower from run to run by a share. Ours is slow until its plans are settled: in step 12, and in
+# the runs after the second, later by a number of steps.
 RECORD = """
 import json, pathlib, sys
 
@@ -30,13 +31,14 @@ with log.open("a") as file:
 step_ms = float(sys.argv[1]) if block["enabled"] else 10.0
 step_ms *= 1 + float(sys.argv[4]) * len(log.read_text().splitlines())
 steps = range(1, min(block["record"]["stop_after"], 30) + 1)
-slow = {step: 50.0 for step in steps if step <= 12}
+settled_at = 12 + (int(sys.argv[6]) if len(log.read_text().splitlines()) > 2 else 0)
+slow = {step: 50.0 for step in steps if step <= settled_at}
 rows = [{"step": step, "step_ms": slow.get(step, 0) + step_ms + step % 7 / 10, "loss": 1.0} for step in steps]
 (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 schedule = "best" if block["enabled"] else "stock"
 (folder / "run.json").write_text(json.dumps({"format": 1, "schedule": schedule, "block": block, "ended": "now"}))
 if block["enabled"]:
-    (folder / "plans.json").write_text(json.dumps({"settled_at": 12, "choices": json.loads(sys.argv[5])}))
+    (folder / "plans.json").write_text(json.dumps({"settled_at": settled_at, "choices": json.loads(sys.argv[5])}))
 """
 CHOICE = {"layers": ["L00"], "phase": "forward", "degree": 2, "asked": None, "order": "paper", "late_dw": 0}
 CHOICE |= {"predicted_ms": 1, "runner_up": None, "runner_up_ms": None, "uncut_ms": 2}
@@ -122,6 +124,8 @@ def test_a_command_that_cannot_be_compared_is_refused_in_a_sentence(
     ):
         assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 2
         assert words in capsys.readouterr().err
+    assert main(["compare", "--turn-steps", "4", "--", *python]) == 2
+    assert "--turns = 10, --turn-steps = 4: must be at least 0, and at least 5" in capsys.readouterr().err
     assert main(["compare", "--steps", "3", "--", *python]) == 2
     assert "--steps = 3: must be at least 8" in capsys.readouterr().err
 
@@ -154,12 +158,18 @@ def test_a_script_that_records_nothing_is_named(
 
 
 def compare_recorded(
-    config: Path, out: Path, ours_ms: float, *options: str, slower_by: float = 0.0, choices: tuple[dict, ...] = ()
+    config: Path,
+    out: Path,
+    ours_ms: float,
+    *options: str,
+    slower_by: float = 0.0,
+    choices: tuple[dict, ...] = (),
+    later: int = 0,
 ) -> list[dict]:
     """The blocks of the runs that ``compare`` starts."""
     log = out.with_name(f"{out.name}.jsonl")
     command = [sys.executable, "-S", "-c", RECORD, str(ours_ms), str(config), str(log), str(slower_by)]
-    assert main(["compare", "--out", str(out), *options, "--", *command, json.dumps(choices)]) == 0
+    assert main(["compare", "--out", str(out), *options, "--", *command, json.dumps(choices), str(later)]) == 0
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -183,6 +193,26 @@ def test_after_the_long_runs_both_run_in_turns_and_the_order_changes(
     assert "of the medians of 10 steps" in said
     assert "no winner: an interval takes 10 turns, and there are fewer" in said
     assert "95%" not in said
+
+
+def test_a_turn_whose_plans_settle_late_is_run_again_and_longer(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def steps_of(name: str, later: int) -> list[int]:
+        options = ("--turns", "2", "--turn-steps", "6", "--steps", "30", "--no-trace")
+        blocks = compare_recorded(config, tmp_path / name, 5.0, *options, later=later)
+        return [each["record"]["stop_after"] for each in blocks]
+
+    # Settled in step 17 instead of 12: one step is left of the first turn, which is run again with six.
+    assert steps_of("later", 5) == [30, 30, 18, 18, 27, 27, 27, 27]
+    said = capsys.readouterr().out
+    assert said.count("this turn again, 27 steps") == 1
+    assert "over 2 turns ours is 1.93 times as fast" in said
+    # Longer than the long runs no turn is, so that it ends.
+    assert steps_of("never", 15) == [30, 30, 18, 18, 30, 30, 30, 30]
+    said = capsys.readouterr().out
+    assert "2 of 2 turns ended before plans were settled, and do not count" in said
+    assert "times as fast" not in said.split("do not count")[1]
 
 
 def test_a_machine_that_gets_slower_makes_nobody_the_winner(
@@ -215,7 +245,7 @@ def test_turns_of_an_earlier_comparison_are_not_counted_and_turns_that_end_too_s
         shutil.copytree(tmp_path / "out" / kind, late / kind)
     (late / OURS / "plans.json").write_text('{"settled_at": 40}')
     assert tell(tmp_path / "out") == 0
-    assert "1 of 1 turns ended before plans were settled and do not count" in capsys.readouterr().out
+    assert "1 of 1 turns ended before plans were settled, and do not count" in capsys.readouterr().out
 
 
 def test_two_runs_that_are_recorded_are_compared_without_a_command(
@@ -255,7 +285,7 @@ def test_a_script_that_ends_early_is_compared_over_the_steps_it_has_with_both_ti
 def test_a_script_that_ends_before_anything_counts_is_refused(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record, rest = RECORD.replace("30", "5"), [str(tmp_path / "log"), "0", "[]"]
+    record, rest = RECORD.replace("30", "5"), [str(tmp_path / "log"), "0", "[]", "0"]
     assert main(["compare", "--out", str(tmp_path), "--", sys.executable, "-c", record, "8", str(config), *rest]) == 2
     assert "the script ends after 5 steps: it must train at least 8" in capsys.readouterr().err
 

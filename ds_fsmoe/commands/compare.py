@@ -43,7 +43,7 @@ from ds_fsmoe.engine.command_line import HELP as HELP_ON_BLOCK
 from ds_fsmoe.engine.command_line import OPTION
 from ds_fsmoe.files.runs import RUN, STEPS, Run, read_run
 from ds_fsmoe.reporting.comparison import StepTimes, losses_of, settled_after, step_times_ms, times_of
-from ds_fsmoe.reporting.turns import Turn, interval_of, middle, order_of, turn_of
+from ds_fsmoe.reporting.turns import FEWEST_STEPS, Turn, interval_of, middle, order_of, turn_of
 from ds_fsmoe.reporting.verdict import BLOCK, Interval, disturbance, ratio_interval, reasons, winner
 
 HELP = "your training command with and without the block: speed, losses, where the time went"
@@ -82,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("no training command: ds_fsmoe compare [OPTIONS] -- deepspeed train.py ...")
     if args.steps < FEWEST:
         raise ValueError(f"--steps = {args.steps}: must be at least {FEWEST}: the first ones are slow and do not count")
-    if args.turns < 0 or args.turn_steps < 1:
+    if args.turns < 0 or args.turn_steps < FEWEST_STEPS:
         raise ValueError(
-            f"--turns = {args.turns}, --turn-steps = {args.turn_steps}: turns must be at least 0, and their steps 1"
+            f"--turns = {args.turns}, --turn-steps = {args.turn_steps}: must be at least 0, and at least {FEWEST_STEPS}"
         )
     trainings = _Trainings(find_given(command, args.fsmoe) or find_config(command), args)
     status = trainings.long_runs() or trainings.turns()
@@ -127,28 +127,38 @@ class _Trainings:
         """Run both trainings in turns; return the exit status."""
         # An earlier comparison's turns would be counted.
         shutil.rmtree(self.out / TURNS, ignore_errors=True)
-        long = [read_run(self.out / kind) for kind in (STOCK, OURS)]
-        if not self._num_turns or long[0].is_stock == long[1].is_stock:
+        stock, ours = (read_run(self.out / kind) for kind in (STOCK, OURS))
+        if not self._num_turns or stock.is_stock == ours.is_stock:
             return 0
-        after = max(map(settled_after, long))
+        after = max(settled_after(stock), settled_after(ours))
         steps = min(self._steps, max(FEWEST, after + self._turn_steps))
-        print(
-            f"compare: {self._num_turns} turns of both, {steps} steps each, of which the first {after} do not count",
-            flush=True,
-        )
-        began_s, done = time.monotonic(), 0
-        for turn in range(self._num_turns):
-            for is_ours in order_of(turn):
-                kind = OURS if is_ours else STOCK
-                folder = self.out / TURNS / f"{turn:03}" / kind
-                left_s = (time.monotonic() - began_s) / max(1, done) * (2 * self._num_turns - done)
-                about = f"; about {left_s / 60:.0f} min left" if done and left_s >= 60 else ""
-                print(f"compare: turn {turn + 1} of {self._num_turns}{about}", flush=True)
-                planned = self._planned(kind, folder, steps, False, is_tuned=bool(long[1].plans.get("choices")))
-                if self._train_as(planned)[0]:
-                    return 1
-                done += 1
+        print(f"compare: {self._num_turns} turns of both, the last {self._turn_steps} steps of each count", flush=True)
+        began_s, turn = time.monotonic(), 0
+        while turn < self._num_turns:
+            left_s = (time.monotonic() - began_s) / max(1, turn) * (self._num_turns - turn)
+            about = f"; about {left_s / 60:.0f} min left" if turn and left_s >= 60 else ""
+            print(f"compare: turn {turn + 1} of {self._num_turns}{about}", flush=True)
+            if self._run_turn(turn, steps, is_tuned=bool(ours.plans.get("choices"))):
+                return 1
+            after = max(settled_after(read_run(self._folder_of(turn, kind))) for kind in (STOCK, OURS))
+            if steps - after >= FEWEST_STEPS or steps == self._steps:
+                turn += 1
+                continue
+            # How many plans are tried, and so how long that takes, depends on what steps took.
+            steps = min(self._steps, max(after + self._turn_steps, steps * 3 // 2))
+            print(f"compare: plans were not settled soon enough to count; this turn again, {steps} steps", flush=True)
         return 0
+
+    def _run_turn(self, turn: int, steps: int, is_tuned: bool) -> int:
+        for is_ours in order_of(turn):
+            kind = OURS if is_ours else STOCK
+            planned = self._planned(kind, self._folder_of(turn, kind), steps, False, is_tuned)
+            if status := self._train_as(planned)[0]:
+                return status
+        return 0
+
+    def _folder_of(self, turn: int, kind: str) -> Path:
+        return self.out / TURNS / f"{turn:03}" / kind
 
     def _planned(self, kind: str, folder: Path, steps: int, is_traced: bool, is_tuned: bool = False) -> PlannedRun:
         return PlannedRun(kind, folder, steps, is_traced, self.out / "measured", is_tuned)
@@ -281,11 +291,9 @@ def _read_turns(folder: Path | None) -> tuple[list[Turn], int] | None:
 def _print_turns(turns: Sequence[Turn], num_run: int) -> Interval | None:
     """Print how much faster ours was over turns, and whether that decides it. Return the interval."""
     if len(turns) < num_run:
-        print(
-            f"\n{num_run - len(turns)} of {num_run} turns ended before plans were settled and do not count: use more "
-            "--turn-steps"
-        )
+        print(f"\n{num_run - len(turns)} of {num_run} turns ended before plans were settled, and do not count")
     if not turns:
+        print("use more --steps")
         return None
     interval, ratios = interval_of(turns), [each.ratio for each in turns]
     print(f"\nover {len(turns)} turns ours is {middle(turns):.2f} times as fast as stock DeepSpeed here")

@@ -18,6 +18,9 @@ from ds_fsmoe.files.runs import Run
 from ds_fsmoe.reporting.comparison import settled_after, times_of
 from ds_fsmoe.reporting.verdict import CONFIDENCE, FEWEST_BLOCKS, Interval
 
+FEWEST_STEPS = 5
+"""The fewest steps of a run that make a turn count: a median of fewer says little."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -41,12 +44,13 @@ def order_of(turn: int) -> tuple[bool, bool]:
 
 
 def turn_of(number: int, stock: Run, ours: Run) -> Turn | None:
-    """Return what a turn found; ``None`` if plans were not settled before the end of its runs."""
+    """Return what a turn found; ``None`` if its runs ended before plans were settled, or too soon after that."""
     after = max(settled_after(stock), settled_after(ours))
     times = times_of(stock, after), times_of(ours, after)
-    if times[0] is None or times[1] is None or times[1].step_ms <= 0:
+    if times[0] is None or times[1] is None or min(each.step_ms for each in times if each) <= 0:
         return None
-    return Turn(number, min(each.num_steps for each in times if each), times[0].step_ms, times[1].step_ms)
+    num_steps = min(each.num_steps for each in times if each)
+    return Turn(number, num_steps, times[0].step_ms, times[1].step_ms) if num_steps >= FEWEST_STEPS else None
 
 
 def middle(turns: Sequence[Turn]) -> float:
