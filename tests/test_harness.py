@@ -371,6 +371,22 @@ def test_every_baseline_that_a_ratio_uses_is_measured_twice(tmp_path: Path, caps
     assert "times faster than stock elsewhere" in capsys.readouterr().out
 
 
+def test_of_two_variants_each_goes_first_in_half_of_an_even_number_of_blocks() -> None:
+    for num in (2, 3, 14):
+        orders = [harness.block_order(num, block) for block in range(10)]
+        for one in range(num):
+            for other in set(range(num)) - {one}:
+                assert sum(order.index(one) < order.index(other) for order in orders) == 5
+
+
+def test_what_is_judged_ends_after_an_even_number_of_blocks_when_its_time_is_over(tmp_path: Path) -> None:
+    clock = FakeClock()
+    # Both together take 20 s a block: the 11th begins ahead of the end of the budget.
+    effort = Effort(blocks=40, steps=1, warmup=0, budget_s=210, judged=True)
+    (result,) = run_grid(GRID, [sleeper(clock, "stock", 10_000)], "stock", effort, results=tmp_path, host=clock)
+    assert result.blocks == 12
+
+
 # ---- memory
 
 

@@ -45,6 +45,8 @@ def test_a_further_baseline_is_another_variant_with_others_to_compare(tmp_path: 
 def test_what_is_judged_takes_ten_blocks() -> None:
     with pytest.raises(ValueError, match="9 blocks: to judge by an interval takes 10"):
         Effort(blocks=9, judged=True)
+    with pytest.raises(ValueError, match="11 blocks: to judge takes an even number"):
+        Effort(blocks=11, judged=True)
     assert Effort(blocks=10, judged=True).blocks == 10
 
 

@@ -105,10 +105,11 @@ class Effort:
     """How long to measure: ``blocks`` of ``steps`` steps of every variant, after ``warmup`` steps of each.
 
     With ``budget_s`` a case begins no further block after that many seconds by the clock of rank 0, but does as many as
-    its results need. With ``judged`` its ratios are to have intervals, for somebody to judge by.
+    its results need. With ``judged`` its ratios are to have intervals, for somebody to judge by, and blocks are even
+    in number, so that of two variants each goes ahead of the other as often.
 
     Raises:
-        ValueError: fewer than 2 blocks, or than 10 where it is judged, or no step in a block.
+        ValueError: fewer than 2 blocks, or than 10 or an odd number where it is judged, or no step in a block.
     """
 
     blocks: int = 20
@@ -121,6 +122,8 @@ class Effort:
         check_blocks(self.blocks)
         if self.judged:
             check_judged(self.blocks)
+            if self.blocks % 2:
+                raise ValueError(f"{self.blocks} blocks: to judge takes an even number, as every second goes backwards")
         if self.steps < 1 or self.warmup < 0:
             raise ValueError(f"blocks need at least 1 step, and warm-up at least 0: found {self.steps}, {self.warmup}")
 
@@ -280,6 +283,8 @@ def _measure(
         enough = effort.budget_s is not None and blocks >= (
             MIN_BLOCKS_TO_JUDGE if goals or effort.judged else MIN_BLOCKS
         )
+        if effort.judged and blocks % 2:
+            continue
         # Rank 0 decides for all: clocks differ, and a rank that stopped alone would leave the others waiting.
         if enough and ranks.agree(host.monotonic() - began_s >= effort.budget_s):
             break
