@@ -3,7 +3,8 @@
 # make test    the tests (those marked slow left out); make test-full runs all of them. Those of the planner run in an
 #              environment of their own that has no torch: make test-planning
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
-# make bench   the benchmarks on that cluster, short (under ten minutes); make bench-full measures every case (hours)
+# make bench   the benchmarks on that cluster, short (under ten minutes); make bench-full measures every case (hours),
+#              says how long, and goes on where it stopped
 # make soak    faults of all kinds that jobs survive, and thousands of steps after which nothing has grown (half an hour)
 # make docs    the pages of docs/ as a site in site/, strictly: a dead link or an undocumented public name fails
 # make lint    ruff: rules and layout; clang-format for csrc/. make format puts right what can be
@@ -53,7 +54,7 @@ bench: $(READY)
 	@$(RUN) benchmarks/everything.py
 
 bench-full: $(READY)
-	@echo "== bench-full: every case of every benchmark (hours)"
+	@echo "== bench-full: every case of every benchmark (hours; it goes on where it stopped)"
 	@$(RUN) benchmarks/everything.py --full
 
 soak: $(READY)

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness.result_files import RESULTS
+from benchmarks.reporting.figures import NoRowError, Results
+from benchmarks.reporting.page import NAME, page
 from benchmarks.reporting.plots import draw_bars, draw_fits, draw_predictions, draw_timelines
-from benchmarks.reporting.rows import Row, comparison, newest, read
+from benchmarks.reporting.rows import Row, comparison, further_baselines, newest, read
 from benchmarks.reporting.tables import beside_table_5, gains_in_two, losses, operations, predictions
 
 OF_AUTOTUNE = (
@@ -33,6 +35,8 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
     if {"case", "ratio_low"} <= set(columns):
         found = comparison(name, rows)
         yield found.markdown()
+        for over in further_baselines(rows):
+            yield comparison(name, rows, over).markdown()
         if found.baseline == "stock" and {"deepspeed", "fsmoe"} <= set(found.variants):
             yield gains_in_two(found)
             yield beside_table_5(found)
@@ -58,13 +62,28 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
     yield f"![{name}]({picture})"
 
 
+def write_page(results: Path) -> int:
+    """Write the page of the figures in README and docs/, and return the exit status: 2 if a figure has no row."""
+    try:
+        text = page(Results(results))
+    except NoRowError as error:
+        print(f"report: {error}; the page is not written")
+        return 2
+    (results / NAME).write_text(text)
+    print(f"report: {results / NAME}")
+    return 0
+
+
 def main() -> int:
     """Prints all tables as Markdown and writes the pictures beside the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="files of results, without .csv (all that can be shown)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--plots", type=Path, help="folder for the pictures (plots, beside the rows)")
+    parser.add_argument("--page", action="store_true", help="write the page that says where each figure is from, only")
     args = parser.parse_args()
+    if args.page:
+        return write_page(args.results)
     names = args.names or sorted(each.stem for each in args.results.glob("*.csv"))
     missing = [name for name in names if not (args.results / f"{name}.csv").is_file()]
     if missing or not names:

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
-from benchmarks.harness.outcome import AA, COLUMNS
-from benchmarks.reporting.rows import STEPS_OF_A_BLOCK, Row
+from benchmarks.harness.outcome import AA, ADDED, COLUMNS
+from benchmarks.reporting.rows import Row, blocks_of
 from benchmarks.reporting.tables import OF_COMMUNICATION
 
 LANES = ("compute", "intra", "inter")
@@ -18,7 +18,7 @@ LANES = ("compute", "intra", "inter")
 
 def broken(name: str, rows: list[Row]) -> list[str]:
     """The laws that rows of a file do not keep, a line each; there are none for files of other benchmarks."""
-    law = _LAWS.get(name, _of_harness if rows and set(COLUMNS) <= set(rows[0]) else _of_nothing)
+    law = _LAWS.get(name, _of_harness if rows and set(COLUMNS) - set(ADDED) <= set(rows[0]) else _of_nothing)
     return list(law(name, rows)) if rows else [f"{name}: no rows"]
 
 
@@ -29,7 +29,7 @@ def _of_nothing(name: str, rows: list[Row]) -> Iterator[str]:
 def _of_harness(name: str, rows: list[Row]) -> Iterator[str]:
     runs: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        runs[row["date"], row["commit"], row["grid"], row["case"]].append(row)
+        runs[row["date"], row["commit"], row["grid"], row.get("over") or "", row["case"]].append(row)
     for key, run in runs.items():
         where = f"{name}, {key[0]}, {key[-1]}"
         exact = {row["variant"] for row in run if row["ratio"] == row["ratio_low"] == row["ratio_high"] == "1.0000"}
@@ -140,6 +140,6 @@ def judged_by_few(name: str, rows: list[Row]) -> list[str]:
     return [
         row["variant"]
         for row in rows
-        if int(row["steps"]) // STEPS_OF_A_BLOCK.get(name, 1) < MIN_BLOCKS_TO_JUDGE
+        if blocks_of(name, row) < MIN_BLOCKS_TO_JUDGE
         and (row["noisy"] or row["passed"] or row["ratio_low"] not in ("", row["ratio"]))
     ]

@@ -55,13 +55,13 @@ def test_another_number_of_experts_gets_the_load_of_the_recorded_one() -> None:
 def test_what_is_no_routing_is_an_error_that_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("zipf", "nowhere/at.npz"):
         with pytest.raises(SystemExit):
-            parsed(argparse.ArgumentParser(), ["--routing", text])
+            parsed(argparse.ArgumentParser(), ["--routing", text, "--allocator", "own"])
         said = capsys.readouterr().err
         assert all(each in said for each in (*NAMES, "gpt", "olmoe"))
 
 
 def test_a_benchmark_without_routers_says_why_routing_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    parsed(argparse.ArgumentParser(), ["--routing", "balanced"], no_routers="it has no layer")
+    parsed(argparse.ArgumentParser(), ["--routing", "balanced", "--allocator", "own"], no_routers="it has no layer")
     assert capsys.readouterr().out == "--routing balanced changes nothing here: it has no layer\n"
 
 

@@ -4,33 +4,44 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.commands.compare import OURS, STOCK, config_of, find_config
+from ds_fsmoe.commands.compare import tell
+from ds_fsmoe.commands.training_command import OURS, STOCK, PlannedRun, config_of, find_config
 from ds_fsmoe.engine.compat import load_ds_config
 from tests.built_ops import build_ops
 from tests.scripts import ROOT, free_port
 
 TRAIN = "import sys; print('trained'); sys.exit({status})"
-# Writes the record of a run of 30 steps at most, without training: steps of 10 ms, and of `ours_ms` with our layers.
+# Writes the record of a run of 30 steps at most, without training: steps of 10 ms, and of `ours_ms` with our layers, on
+# a machine that gets slower from run to run by a share. Ours is slow until its plans are settled: in step 12, and in
+# the runs after the second, later by a number of steps.
 RECORD = """
 import json, pathlib, sys
 
 block = json.loads(pathlib.Path(sys.argv[2]).read_text())["fsmoe"]
-folder = pathlib.Path(block["record"]["dir"])
-with (folder.parent / "runs.jsonl").open("a") as file:
+folder, log = pathlib.Path(block["record"]["dir"]), pathlib.Path(sys.argv[3])
+with log.open("a") as file:
     file.write(json.dumps(block) + "\\n")
 step_ms = float(sys.argv[1]) if block["enabled"] else 10.0
+step_ms *= 1 + float(sys.argv[4]) * len(log.read_text().splitlines())
 steps = range(1, min(block["record"]["stop_after"], 30) + 1)
-rows = [{"step": step, "step_ms": step_ms + step % 7 / 10, "loss": 1.0} for step in steps]
+settled_at = 12 + (int(sys.argv[6]) if len(log.read_text().splitlines()) > 2 else 0)
+slow = {step: 50.0 for step in steps if step <= settled_at}
+rows = [{"step": step, "step_ms": slow.get(step, 0) + step_ms + step % 7 / 10, "loss": 1.0} for step in steps]
 (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 schedule = "best" if block["enabled"] else "stock"
 (folder / "run.json").write_text(json.dumps({"format": 1, "schedule": schedule, "block": block, "ended": "now"}))
+if block["enabled"]:
+    (folder / "plans.json").write_text(json.dumps({"settled_at": settled_at, "choices": json.loads(sys.argv[5])}))
 """
+CHOICE = {"layers": ["L00"], "phase": "forward", "degree": 2, "asked": None, "order": "paper", "late_dw": 0}
+CHOICE |= {"predicted_ms": 1, "runner_up": None, "runner_up_ms": None, "uncut_ms": 2}
 
 
 @pytest.fixture
@@ -71,7 +82,8 @@ def test_an_untouched_script_is_compared_with_itself(
         given = ["--fsmoe", str(config)]
     else:
         command += [str(ROOT / "examples" / "plain.py"), f"--deepspeed_config={config}"]
-    assert main(["compare", *given, "--steps", "14", "--out", str(out), "--timeout", "900", "--", *command]) == 0
+    options = ["--steps", "14", "--turns", "1", "--out", str(out), "--timeout", "900"]
+    assert main(["compare", *given, *options, "--", *command]) == 0
     said = capsys.readouterr().out
     assert "times as fast as stock DeepSpeed here" in said
     assert "over 14 steps" in said
@@ -88,7 +100,7 @@ def test_the_two_configs_differ_in_enabled_alone(config: Path, tmp_path: Path) -
     subject = find_config(["train.py", f"--deepspeed_config={config}", "--lr", "1"])
     assert subject.command_with(Path("other")) == ["train.py", "--deepspeed_config=other", "--lr", "1"]
     found = subject.config
-    stock, ours = (config_of(found, kind, tmp_path, 20, True) for kind in (STOCK, OURS))
+    stock, ours = (config_of(found, PlannedRun(kind, tmp_path, 20, True, tmp_path / "m")) for kind in (STOCK, OURS))
     assert (stock["fsmoe"].pop("enabled"), ours["fsmoe"].pop("enabled")) == (False, True)
     assert stock == ours
     assert ours["fsmoe"]["record"] == {"dir": str(tmp_path), "stop_after": 20}
@@ -112,6 +124,8 @@ def test_a_command_that_cannot_be_compared_is_refused_in_a_sentence(
     ):
         assert main(["compare", "--out", str(tmp_path / "out"), "--", *command]) == 2
         assert words in capsys.readouterr().err
+    assert main(["compare", "--turn-steps", "4", "--", *python]) == 2
+    assert "--turns = 10, --turn-steps = 4: must be at least 0, and at least 5" in capsys.readouterr().err
     assert main(["compare", "--steps", "3", "--", *python]) == 2
     assert "--steps = 3: must be at least 8" in capsys.readouterr().err
 
@@ -143,17 +157,117 @@ def test_a_script_that_records_nothing_is_named(
     assert "recorded nothing: does the script go through one of the doors?" in said
 
 
-def compare_recorded(config: Path, out: Path, ours_ms: float, *options: str) -> list[dict]:
+def compare_recorded(
+    config: Path,
+    out: Path,
+    ours_ms: float,
+    *options: str,
+    slower_by: float = 0.0,
+    choices: tuple[dict, ...] = (),
+    later: int = 0,
+) -> list[dict]:
     """The blocks of the runs that ``compare`` starts."""
-    command = [sys.executable, "-c", RECORD, str(ours_ms), str(config)]
-    assert main(["compare", "--out", str(out), *options, "--", *command]) == 0
-    return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    log = out.with_name(f"{out.name}.jsonl")
+    command = [sys.executable, "-S", "-c", RECORD, str(ours_ms), str(config), str(log), str(slower_by)]
+    assert main(["compare", "--out", str(out), *options, "--", *command, json.dumps(choices), str(later)]) == 0
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_after_the_long_runs_both_run_in_turns_and_the_order_changes(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = config.with_name("tuned.json")
+    tuned.write_text('{"fsmoe": {"enabled": true}}')
+    blocks = compare_recorded(
+        tuned, tmp_path / "out", 5.0, "--turns", "3", "--turn-steps", "10", "--steps", "30", choices=(CHOICE,)
+    )
+    assert [each["enabled"] for each in blocks] == [False, True, False, True, True, False, False, True]
+    # As long as it takes until plans are settled, and 10 steps that count; only long runs are traced.
+    assert [each["record"]["stop_after"] for each in blocks] == [30, 30, *[22] * 6]
+    assert [each["trace"]["enabled"] for each in blocks] == [True, True, *[False] * 6]
+    # Measured once: "auto" would find a turn too short to measure, and all share what was measured.
+    assert [each["autotune"]["enabled"] for each in blocks] == ["auto", "auto", *[True] * 6]
+    assert {each["autotune"]["cache_dir"] for each in blocks} == {str(tmp_path / "out" / "measured")}
+    said = capsys.readouterr().out
+    assert "over 3 turns ours is 1.95 times as fast" in said
+    assert "of the medians of 10 steps" in said
+    assert "no winner: an interval takes 10 turns, and there are fewer" in said
+    assert "95%" not in said
+
+
+def test_a_turn_whose_plans_settle_late_is_run_again_and_longer(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def steps_of(name: str, later: int) -> list[int]:
+        options = ("--turns", "2", "--turn-steps", "6", "--steps", "30", "--no-trace")
+        blocks = compare_recorded(config, tmp_path / name, 5.0, *options, later=later)
+        return [each["record"]["stop_after"] for each in blocks]
+
+    # Settled in step 17 instead of 12: one step is left of the first turn, which is run again with six.
+    assert steps_of("later", 5) == [30, 30, 18, 18, 27, 27, 27, 27]
+    said = capsys.readouterr().out
+    assert said.count("this turn again, 27 steps") == 1
+    assert "over 2 turns ours is 1.93 times as fast" in said
+    # Longer than the long runs no turn is, so that it ends.
+    assert steps_of("never", 15) == [30, 30, 18, 18, 30, 30, 30, 30]
+    said = capsys.readouterr().out
+    assert "2 of 2 turns ended before plans were settled, and do not count" in said
+    assert "times as fast" not in said.split("do not count")[1]
+
+
+def test_a_machine_that_gets_slower_makes_nobody_the_winner(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said_of(ours_ms: float, name: str) -> str:
+        compare_recorded(config, tmp_path / name, ours_ms, "--steps", "30", "--no-trace", slower_by=0.03)
+        return capsys.readouterr().out
+
+    equal = said_of(10.0, "equal")
+    assert "over 10 turns" in equal
+    assert "no winner: the interval holds 1, so the difference is inside the noise" in equal
+    assert "a possible cause" in equal
+    assert "ours is faster: the whole interval is above 1" in said_of(8.0, "faster")
+    assert "stock DeepSpeed is faster: the whole interval is below 1" in said_of(12.5, "slower")
+
+
+def test_turns_of_an_earlier_comparison_are_not_counted_and_turns_that_end_too_soon_are_named(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare_recorded(config, tmp_path / "out", 5.0, "--turns", "2", "--steps", "30")
+    compare_recorded(config, tmp_path / "out", 5.0, "--turns", "0", "--steps", "30")
+    said = capsys.readouterr().out
+    assert "over 2 turns" in said
+    assert "these two runs" in said
+    assert said.index("over 2 turns") < said.index("these two runs")
+    assert not (tmp_path / "out" / "turns").exists()
+    late = tmp_path / "out" / "turns" / "000"
+    for kind in (STOCK, OURS):
+        shutil.copytree(tmp_path / "out" / kind, late / kind)
+    (late / OURS / "plans.json").write_text('{"settled_at": 40}')
+    assert tell(tmp_path / "out") == 0
+    assert "1 of 1 turns ended before plans were settled, and do not count" in capsys.readouterr().out
+
+
+def test_two_runs_that_are_recorded_are_compared_without_a_command(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare_recorded(config, tmp_path, 5.0, "--turns", "0", "--steps", "30")
+    capsys.readouterr()
+    folders = [str(tmp_path / kind) for kind in (STOCK, OURS)]
+    assert main(["compare", "--recorded", *folders]) == 0
+    said = capsys.readouterr().out
+    assert "ours is 1.95 times as fast as stock DeepSpeed in these two runs" in said
+    assert "no fair ground" in said
+    assert main(["compare", "--recorded", *folders[::-1]]) == 2
+    assert "name stock's first" in capsys.readouterr().err
+    assert main(["compare", "--recorded", *folders, "--", "train"]) == 2
+    assert "starts nothing" in capsys.readouterr().err
 
 
 def test_a_script_that_ends_early_is_compared_over_the_steps_it_has_with_both_timelines(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = compare_recorded(config, tmp_path, 8.0)
+    blocks = compare_recorded(config, tmp_path / "out", 8.0, "--turns", "0")
     assert [(each["enabled"], each["record"]["stop_after"]) for each in blocks] == [
         (False, 150),
         (False, 30),
@@ -163,34 +277,32 @@ def test_a_script_that_ends_early_is_compared_over_the_steps_it_has_with_both_ti
     said = capsys.readouterr().out
     assert "the script ended by itself after 30 of 150 steps" in said
     assert "over 30 steps" in said
-    without = compare_recorded(config, tmp_path / "without", 8.0, "--no-trace")
+    without = compare_recorded(config, tmp_path / "without", 8.0, "--no-trace", "--turns", "0")
     assert [(each["enabled"], each["record"]["stop_after"]) for each in without] == [(False, 150), (True, 30)]
-    assert "\nplans and loads: ds_fsmoe report" in capsys.readouterr().out
+    assert "\ntimelines, plans and loads: ds_fsmoe report" in capsys.readouterr().out
 
 
 def test_a_script_that_ends_before_anything_counts_is_refused(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = RECORD.replace("30", "5")
-    assert main(["compare", "--out", str(tmp_path), "--", sys.executable, "-c", record, "8", str(config)]) == 2
+    record, rest = RECORD.replace("30", "5"), [str(tmp_path / "log"), "0", "[]", "0"]
+    assert main(["compare", "--out", str(tmp_path), "--", sys.executable, "-c", record, "8", str(config), *rest]) == 2
     assert "the script ends after 5 steps: it must train at least 8" in capsys.readouterr().err
 
 
-def test_how_sure_the_ratio_is_is_said_with_it_and_causes_where_ours_is_not_faster(
+def test_how_sure_the_ratio_of_two_runs_is_is_said_with_it_and_causes_where_ours_is_not_faster(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compare_recorded(config, tmp_path / "faster", 5.0, "--steps", "30")
-    said = capsys.readouterr().out
-    assert "1.94 times as fast" in said
-    assert "95% interval" in said
-    assert "the two ran one after the other" in said
-    assert "a possible cause" not in said
-    compare_recorded(config, tmp_path / "slower", 20.0, "--steps", "30")
-    said = capsys.readouterr().out
-    assert "a possible cause: the layers are not cut" in said
+    def said_of(ours_ms: float, name: str, *options: str, of: Path = config) -> str:
+        compare_recorded(of, tmp_path / name, ours_ms, "--turns", "0", "--steps", "30", *options)
+        return capsys.readouterr().out
+
+    said = said_of(5.0, "faster")
+    assert "1.95 times as fast" in said
+    # 18 steps are three blocks.
+    assert "no winner: an interval takes 10 blocks of 5 steps in each run" in said
+    assert "runs one after another are no fair ground" in said
+    assert "a possible cause: the layers are not cut" in said_of(20.0, "slower")
     cut = config.with_name("cut.json")
     cut.write_text('{"fsmoe": {"enabled": true, "pipeline_degree": {"forward": 2}}}')
-    compare_recorded(cut, tmp_path / "cut", 20.0, "--steps", "10")
-    said = capsys.readouterr().out
-    assert "too few steps for an interval" in said
-    assert "a possible cause: the layers are cut by hand (2 forward)" in said
+    assert "a possible cause: the layers are cut by hand (2 forward)" in said_of(20.0, "cut", of=cut)

@@ -17,7 +17,7 @@ from deepspeed.moe.layer import MoE
 import ds_fsmoe
 from ds_fsmoe import ConfigError, run
 from ds_fsmoe.cli import main
-from ds_fsmoe.commands.compare import find_given
+from ds_fsmoe.commands.training_command import find_given
 from ds_fsmoe.engine import entry_points
 from ds_fsmoe.engine.command_line import read_given, take_option
 from ds_fsmoe.log import logger

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.harness import harness, rank_group
 from benchmarks.harness.cpu_time import CpuTime, cpu_time
 from benchmarks.harness.harness import AA, Case, Effort, Goal, Grid, RunError, Variant, run_grid
-from benchmarks.harness.outcome import COLUMNS
+from benchmarks.harness.outcome import ADDED, COLUMNS
 from benchmarks.harness.result_files import append_rows, commit
 from tests.fake_clock import FakeClock
 from tests.harness_cases import GRID, QUICK, Settings, grid_of, read, sleeper
@@ -326,3 +326,114 @@ def test_a_commit_says_when_the_tree_has_changed_but_new_results_do_not_count(tm
     assert int(clean, 16) >= 0
     (tmp_path / "code.py").write_text("2")
     assert commit(tmp_path) == f"{clean}+dirty"
+
+
+def test_a_file_without_the_columns_that_were_added_of_late_gets_them_and_keeps_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "example.csv"
+    old = [each for each in COLUMNS if each not in ADDED]
+    append_rows(file, old, [dict.fromkeys(old, 'before, "quoted"\r\nand in two lines')])
+    clock = FakeClock()
+    run_grid(GRID, [sleeper(clock, "stock", 1)], "stock", QUICK, results=tmp_path, host=clock)
+    rows = read(file)
+    assert tuple(rows[0]) == COLUMNS
+    assert [rows[0][each] for each in ADDED] == [""] * len(ADDED)
+    assert {rows[0][each] for each in old} == {'before, "quoted"\r\nand in two lines'}
+    assert [(row["blocks"], row["variant"]) for row in rows[1:]] == [("2", "stock"), ("2", AA)]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# ---- further baselines
+
+
+def test_every_baseline_that_a_ratio_uses_is_measured_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clock, made = FakeClock(), []
+
+    def counted(name: str, ms: float) -> Variant:
+        one = sleeper(clock, name, ms)
+        return Variant(name, lambda settings: made.append(name) or one.make(settings))
+
+    variants = [counted("stock", 12), counted("stock elsewhere", 8), counted("ours elsewhere", 4)]
+    effort = Effort(blocks=10, steps=1, warmup=0, judged=True)
+    further = {"stock elsewhere": ["ours elsewhere"]}
+    (result,) = run_grid(GRID, variants, "stock", effort, results=tmp_path, host=clock, further=further)
+    assert sorted(made) == ["ours elsewhere", "stock", "stock", "stock elsewhere", "stock elsewhere"]
+    assert [row.name for row in result.variants] == ["stock", AA, "stock elsewhere", "ours elsewhere"]
+    assert result.variants[3].speedup.middle == pytest.approx(3)
+    (beside,) = result.further
+    assert [row.name for row in beside.variants] == ["stock elsewhere", AA, "ours elsewhere"]
+    assert beside.variants[2].speedup.middle == pytest.approx(2)
+    rows = [row for row in read(tmp_path / "example.csv") if row["over"]]
+    assert [(row["over"], row["variant"], row["ratio"]) for row in rows] == [
+        ("stock elsewhere", "stock elsewhere", "1.0000"),
+        ("stock elsewhere", AA, "1.0000"),
+        ("stock elsewhere", "ours elsewhere", "2.0000"),
+    ]
+    assert "times faster than stock elsewhere" in capsys.readouterr().out
+
+
+def test_of_two_variants_each_goes_first_in_half_of_an_even_number_of_blocks() -> None:
+    for num in (2, 3, 14):
+        orders = [harness.block_order(num, block) for block in range(10)]
+        for one in range(num):
+            for other in set(range(num)) - {one}:
+                assert sum(order.index(one) < order.index(other) for order in orders) == 5
+
+
+def test_what_is_judged_ends_after_an_even_number_of_blocks_when_its_time_is_over(tmp_path: Path) -> None:
+    clock = FakeClock()
+    # Both together take 20 s a block: the 11th begins ahead of the end of the budget.
+    effort = Effort(blocks=40, steps=1, warmup=0, budget_s=210, judged=True)
+    (result,) = run_grid(GRID, [sleeper(clock, "stock", 10_000)], "stock", effort, results=tmp_path, host=clock)
+    assert result.blocks == 12
+
+
+# ---- memory
+
+
+def faults_of(option: str) -> tuple[int, str]:
+    """How many pages a process gets from the system for buffers that it makes and drops, and what its rows say."""
+    program = (
+        "import ctypes, resource, sys; from argparse import ArgumentParser\n"
+        "from benchmarks.harness.routing import parsed\n"
+        "parsed(ArgumentParser(), sys.argv[1:])\n"
+        "from benchmarks.harness.allocator import described\n"
+        "libc = ctypes.CDLL(None); libc.malloc.restype = ctypes.c_void_p; libc.free.argtypes = [ctypes.c_void_p]\n"
+        "size = 1 << 26\n"
+        "def once():\n"
+        "    buffer = libc.malloc(ctypes.c_size_t(size)); ctypes.memset(buffer, 1, size); libc.free(buffer)\n"
+        "once()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(4): once()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, described(), sep='|')"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", program, "--allocator", option]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=clean | {"THP_MEM_ALLOC_ENABLE": "0"})
+    assert found.returncode == 0, found.stderr
+    count, said = found.stdout.strip().split("|")
+    return int(count), said
+
+
+def test_the_allocator_keeps_large_buffers_and_a_row_says_whether_it_does() -> None:
+    kept, own = faults_of("kept"), faults_of("own")
+    # Buffers of 64 MiB, four times: by itself malloc gets all pages of each anew.
+    assert kept[0] < 100 < own[0]
+    assert kept[1] == "malloc keeps memory; THP_MEM_ALLOC_ENABLE=0"
+    assert own[1] == "malloc's own; THP_MEM_ALLOC_ENABLE=0"
+
+
+def differs_by_rank(rank: int, world_size: int, folder: str) -> str:
+    os.environ["MALLOC_ARENA_MAX"] = str(rank)
+    try:
+        run_grid(GRID, [sleeper(FakeClock(), "stock", 1)], "stock", QUICK, results=Path(folder))
+    except RunError as error:
+        return str(error)
+    finally:
+        del os.environ["MALLOC_ARENA_MAX"]
+    return ""
+
+
+def test_ranks_whose_allocators_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
+    said = run_on_ranks(differs_by_rank, 2, tmp_path / "ranks", str(tmp_path))
+    assert all("the allocator differs between ranks" in each for each in said)
+    assert all("MALLOC_ARENA_MAX=0" in each and "MALLOC_ARENA_MAX=1" in each for each in said)

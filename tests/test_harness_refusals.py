@@ -35,6 +35,21 @@ def test_a_run_that_could_say_nothing_is_refused(
         run_grid(GRID, [sleeper(FakeClock(), name, 1) for name in names], baseline, QUICK, goals, tmp_path)
 
 
+@pytest.mark.parametrize("further", [{"stock": ["ours"]}, {"ours": []}, {"ours": ["none"]}, {"ours": ["stock"]}])
+def test_a_further_baseline_is_another_variant_with_others_to_compare(tmp_path: Path, further: dict) -> None:
+    variants = [sleeper(FakeClock(), name, 1) for name in ("stock", "ours", "other")]
+    with pytest.raises(ValueError, match="further baseline"):
+        run_grid(GRID, variants, "stock", QUICK, results=tmp_path, further=further)
+
+
+def test_what_is_judged_takes_ten_blocks() -> None:
+    with pytest.raises(ValueError, match="9 blocks: to judge by an interval takes 10"):
+        Effort(blocks=9, judged=True)
+    with pytest.raises(ValueError, match="11 blocks: to judge takes an even number"):
+        Effort(blocks=11, judged=True)
+    assert Effort(blocks=10, judged=True).blocks == 10
+
+
 @pytest.mark.parametrize(("arguments", "said"), [({"blocks": 1}, "1 block"), ({"steps": 0}, "at least 1 step")])
 def test_an_effort_needs_two_blocks_with_a_step_in_each(arguments: dict[str, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.commands.compare import OURS, STOCK, tell
+from ds_fsmoe.commands.compare import tell
+from ds_fsmoe.commands.training_command import OURS, STOCK
 from ds_fsmoe.files import runs
 from ds_fsmoe.files.runs import Run, read_run
 from ds_fsmoe.reporting.comparison import WARM_UP, losses_of, settled_after, times_of
@@ -87,3 +88,17 @@ def test_compare_says_how_many_times_as_fast_ours_is_and_not_the_other_way_round
     assert ratios[1:4] == ["1.50x", "2.00x", "0.50x"]
     assert stock[2:5] == ["30.00", "10.00", "4.50"]
     assert "1.50 times as fast" in said
+
+
+def test_two_long_runs_have_an_interval_by_blocks_of_steps_and_inside_the_noise_there_is_no_winner(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noisy = [{"step_ms": 20.0 * (0.9 + 0.2 * (step % 3))} for step in range(60)]
+    shifted = [{"step_ms": 20.0 * (0.9 + 0.2 * ((step + 1) % 3))} for step in range(60)]
+    record(tmp_path / STOCK, runs.STOCK, noisy)
+    record(tmp_path / OURS, "best", shifted)
+    assert tell(tmp_path) == 0
+    said = capsys.readouterr().out
+    assert "95% interval, by how much the steps of each run vary" in said
+    assert "no winner: the interval holds 1, so the difference is inside the noise" in said
+    assert "runs one after another are no fair ground" in said

@@ -28,7 +28,8 @@ def test_the_interval_holds_the_ratio_and_grows_with_the_noise() -> None:
 
 
 def test_few_steps_have_no_interval() -> None:
-    assert ratio_interval([10.0] * 14, [5.0] * 60) is None
+    assert ratio_interval([10.0] * 49, [5.0] * 60) is None
+    assert ratio_interval([10.0] * 50, [5.0] * 50) is not None
     assert ratio_interval([], []) is None
 
 

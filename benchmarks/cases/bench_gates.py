@@ -146,7 +146,8 @@ def main() -> None:
     if args.smoke:
         chosen = tuple(Case(f"tiny {each.name}", replace(each.settings, layer=TINY)) for each in chosen)
         effort = Effort(blocks=2, steps=1, warmup=1)
-    run_grid(Grid(GRID.name, chosen), variants, "stock", effort, results=args.results)
+    over = {"stock, best layout": ["ours, best layout"]}
+    run_grid(Grid(GRID.name, chosen), variants, "stock", effort, results=args.results, further=over)
     dist.destroy_process_group()
 
 

@@ -17,7 +17,9 @@ AutoEP, of the same package, has a row where it can run (``models/auto_ep.py``).
 Give each case a job of its own (``--only``): groups of ranks that earlier cases leave behind are threads, and threads
 take processor time. Rows go to ``benchmarks/results/layer.csv`` (``layer_table2.csv`` with ``--table2``,
 ``layer_shared.csv`` on links that contend, ``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could
-beat, beside measurements to ``layer_predicted.csv`` and so on. ``--ablation`` measures the parts of ``fsmoe`` and
+beat, beside measurements to ``layer_predicted.csv`` and so on. ``--judged`` measures eight of the 24 layers in ten
+blocks or more, and each schedule beside every baseline that is named in the docs, each of these twice; without it there
+are few blocks, no interval and nothing to judge by. ``--ablation`` measures the parts of ``fsmoe`` and
 ``best`` one by one (``ablation.csv``). ``--many`` puts ours beside AutoEP alone, with rows and with slots, in layers
 with up to 128 narrow experts (``layer_many.csv``).
 """
@@ -40,11 +42,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.harness import RESULTS, Case, CaseResult, Effort, Grid, Variant, run_grid
+from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import BED_VARIABLE, append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.auto_ep import AutoEPSteps, can_run
-from benchmarks.models.contenders import TUNED, Contenders
+from benchmarks.models.contenders import FEW_BLOCKS, TUNED, Contenders, further
 from benchmarks.models.layer_steps import Steps
 from benchmarks.models.layers import SKEWS, TINY, Layer, Skew, begin
 from ds_fsmoe.planning.block import BlockPlan
@@ -73,6 +76,10 @@ def cases(table2: bool = False) -> tuple[Case, ...]:
         layer = Layer(B=B, L=L, M=M, ratio=ratio, f=f, ffn=("gpt", "mixtral")[i // 2 % 2])
         found.append(Case(f"{layer}, stock fixed{links()}", layer))
     return tuple(found)
+
+
+JUDGED = (2, 4, 6, 9, 13, 15, 20, 23)
+"""The layers that are judged: each length, width and ratio once, both kinds of experts and all capacity factors."""
 
 
 def many_experts() -> tuple[Case, ...]:
@@ -151,7 +158,8 @@ def write_predictions(result: CaseResult, contenders: Contenders, file: Path) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--blocks", type=int, help=f"({FEW_BLOCKS}; {MIN_BLOCKS_TO_JUDGE} with --judged)")
+    parser.add_argument("--judged", action="store_true", help=f"the layers {JUDGED}, unless --only says which")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
     parser.add_argument("--sweep", action="store_true", help="print what stock and pipemoe_lina are fastest with, only")
     parser.add_argument("--smoke", action="store_true", help="a tiny layer, as fast as can be, to see that all runs")
@@ -164,14 +172,16 @@ def main() -> None:
     args = parsed(parser)
     begin()
     every = many_experts() if args.many else cases(args.table2)
-    chosen = every if args.only is None else tuple(every[i] for i in args.only)
+    only = JUDGED if args.judged and args.only is None and not args.many else args.only
+    chosen = every if only is None else tuple(every[i] for i in only)
     if args.skew:
         chosen = tuple(skewed(case, skew) for case in chosen for skew in SKEWS)
     if args.smoke:
         chosen = (Case(f"{TINY}, stock fixed", TINY),)
     # Files of their own: a mean over balanced and skewed cases, or over two kinds of links, would mean nothing.
     name = "layer" + "_table2" * args.table2 + "_shared" * bool(links()) + "_skew" * args.skew
-    effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
+    blocks = args.blocks or (MIN_BLOCKS_TO_JUDGE if args.judged else FEW_BLOCKS)
+    effort = Effort(2 if args.smoke else blocks, steps=1, warmup=1, judged=args.judged)
     with tempfile.TemporaryDirectory() as cache:
         contenders = Parts(cache, args.smoke)
         if args.sweep:
@@ -187,7 +197,8 @@ def main() -> None:
             variants = contenders.variants()
             if can_run(case.settings) is None:
                 variants.append(Variant("AutoEP, best layout", partial(AutoEPSteps, found=contenders.found["ranks"])))
-            (result,) = run_grid(Grid(name, (case,)), variants, "stock", effort, results=args.results)
+            over = further(variants, args.judged)
+            (result,) = run_grid(Grid(name, (case,)), variants, "stock", effort, results=args.results, further=over)
             if dist.get_rank() == 0:
                 write_predictions(result, contenders, args.results / f"{name}_predicted.csv")
     dist.destroy_process_group()

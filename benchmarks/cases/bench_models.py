@@ -6,6 +6,8 @@ numbers of ranks with ``--nodes`` and ``--ranks-per-node`` of ``up``. Layouts, f
 choose are those of ``bench_layer.py``. The models have the blocks of GPT2-XL and Mixtral, scaled to the bed; all
 variants begin with the same weights and see the same text, so their losses are printed side by side.
 
+``--judged`` measures all four models in ten blocks or more, for intervals to judge by.
+
 Rows go to ``benchmarks/results/models.csv``, losses to ``models_loss.csv``.
 """
 
@@ -26,10 +28,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
+from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
 from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
-from benchmarks.models.contenders import Contenders
+from benchmarks.models.contenders import FEW_BLOCKS, Contenders, further
 from benchmarks.models.language_model import LanguageModel, batches
 from benchmarks.models.layer_steps import Steps
 from benchmarks.models.layers import TINY, Layer, Layout, begin
@@ -114,15 +117,18 @@ def write_losses(case: Case, losses: dict[str, list[float]], folder: Path) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--only", nargs="*", default=["gpt2", "mixtral"], help="gpt2, mixtral, short, long")
+    parser.add_argument("--blocks", type=int, help=f"({FEW_BLOCKS}; {MIN_BLOCKS_TO_JUDGE} with --judged)")
+    parser.add_argument("--judged", action="store_true", help="all four models unless --only says which, ten blocks")
+    parser.add_argument("--only", nargs="*", help="gpt2, mixtral (these two, if left out), short, long")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)
     begin(200)
     every = cases(args.smoke)
-    wanted = list(every) if args.smoke else args.only
+    wanted = list(every) if args.smoke or (args.judged and args.only is None) else args.only or ["gpt2", "mixtral"]
+    blocks = args.blocks or (MIN_BLOCKS_TO_JUDGE if args.judged else FEW_BLOCKS)
+    effort = Effort(2 if args.smoke else blocks, steps=1, warmup=1, judged=args.judged)
     unknown = [name for name in wanted if name not in every]
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: the choices are {', '.join(every)}")
@@ -131,8 +137,8 @@ def main() -> None:
         for name in wanted:
             case = every[name]
             variants = models.variants()
-            effort = Effort(2 if args.smoke else args.blocks, steps=1, warmup=1)
-            run_grid(Grid("models", (case,)), variants, "stock", effort, results=args.results)
+            over = further(variants, args.judged)
+            run_grid(Grid("models", (case,)), variants, "stock", effort, results=args.results, further=over)
             losses = models.losses()
             if dist.get_rank() == 0:
                 write_losses(case, losses, args.results)

@@ -8,9 +8,11 @@
              goals=[Goal("ours", at_least=1.2)])
 
 Every rank calls it with the same arguments, in a process group or without one. The variants take turns step by step in
-blocks, and the baseline is in the table twice: the row "A/A" says how far from 1 a ratio gets by chance. A step takes
-as long as its slowest rank. Rows go to ``benchmarks/results/<grid name>.csv``, good or bad. Ratios have an interval
-from ``MIN_BLOCKS_TO_JUDGE`` blocks on; of fewer there is none.
+blocks, and the baseline is in the table twice: the row "A/A" says how far from 1 a ratio gets by chance. Further
+baselines have tables and A/A rows of their own. A step takes as long as its slowest rank. All variants run in the same
+process of a rank, so they have the same allocator; that ranks have the same is checked, and rows say which. Rows go to
+``benchmarks/results/<grid name>.csv``, good or bad. Ratios have an interval from ``MIN_BLOCKS_TO_JUDGE`` blocks on; of
+fewer there is none.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import routing
+from benchmarks.harness.allocator import described
 from benchmarks.harness.cases import Case, Grid, check_unique
 from benchmarks.harness.cpu_time import CpuTime, cpu_time
 from benchmarks.harness.intervals import MIN_BLOCKS, MIN_BLOCKS_TO_JUDGE, check_blocks
-from benchmarks.harness.outcome import AA, COLUMNS, PACKAGES, CaseResult, CpuShares, Goal, evaluate, rows, table
+from benchmarks.harness.outcome import (
+    AA,
+    ADDED,
+    COLUMNS,
+    PACKAGES,
+    CaseResult,
+    CpuShares,
+    Goal,
+    evaluate,
+    rows,
+    table,
+)
 from benchmarks.harness.rank_group import Ranks, RunError
 from benchmarks.harness.result_files import RESULTS, append_rows, check_columns, hardware, made_with
 from benchmarks.harness.routing import parsed
@@ -94,21 +108,37 @@ class Effort:
     """How long to measure: ``blocks`` of ``steps`` steps of every variant, after ``warmup`` steps of each.
 
     With ``budget_s`` a case begins no further block after that many seconds by the clock of rank 0, but does as many as
-    its results need.
+    its results need. With ``judged`` its ratios are to have intervals, for somebody to judge by, and blocks are even
+    in number, so that of two variants each goes ahead of the other as often.
 
     Raises:
-        ValueError: fewer than 2 blocks, or no step in a block.
+        ValueError: fewer than 2 blocks, or than 10 or an odd number where it is judged, or no step in a block.
     """
 
     blocks: int = 20
     steps: int = 4
     warmup: int = 3
     budget_s: float | None = None
+    judged: bool = False
 
     def __post_init__(self) -> None:
         check_blocks(self.blocks)
+        if self.judged:
+            check_judged(self.blocks)
+            if self.blocks % 2:
+                raise ValueError(f"{self.blocks} blocks: to judge takes an even number, as every second goes backwards")
         if self.steps < 1 or self.warmup < 0:
             raise ValueError(f"blocks need at least 1 step, and warm-up at least 0: found {self.steps}, {self.warmup}")
+
+
+def check_judged(blocks: int) -> None:
+    """Refuse to judge by few blocks.
+
+    Raises:
+        ValueError: there are fewer than it takes.
+    """
+    if blocks < MIN_BLOCKS_TO_JUDGE:
+        raise ValueError(f"{blocks} blocks: to judge by an interval takes {MIN_BLOCKS_TO_JUDGE} or more")
 
 
 def block_order(num_variants: int, block: int) -> list[int]:
@@ -129,6 +159,7 @@ def run_grid(
     goals: Sequence[Goal] = (),
     results: Path = RESULTS,
     host: Clock = HOST,
+    further: Mapping[str, Sequence[str]] | None = None,
 ) -> list[CaseResult]:
     """Measures every variant in every case, appends the rows of each case when it is done, prints the table at the end.
 
@@ -138,32 +169,36 @@ def run_grid(
         goals: what is to be reached; nothing but ``passed`` depends on it.
         results: folder of the CSV file.
         host: the clock of this rank.
+        further: other baselines -> variants that are compared with each; each baseline is measured twice.
 
     Returns:
         The results, the same on every rank.
 
     Raises:
         ValueError: no such baseline, two variants of one name, a goal for what is not there or that cannot be judged.
-        RunError: on every rank, if a variant fails on one, or the file of results has other columns.
+        RunError: on every rank, if a variant fails on one, ranks differ in their allocator, or the file of results has
+            other columns.
     """
     effort = effort or Effort()
-    ordered = _check_run(grid, variants, baseline, effort, goals)
+    further = further or {}
+    ordered = _check_run(grid, variants, baseline, effort, goals, further)
     file, done, made = results / f"{grid.name}.csv", [], {}
     ranks = Ranks()
     try:
         # Before anything is measured: an hour of work must not end at a file that cannot be written.
         with ranks.together("before the first case"):
             if ranks.rank == 0:
-                check_columns(file, COLUMNS)
+                check_columns(file, COLUMNS, ADDED)
                 # Now, and not at the end: files may be edited while this process runs what it has loaded.
                 made = made_with(PACKAGES)
+        ranks.check_alike("the allocator", described())
         for case in grid.cases:
-            done.append(_measure(case, ordered, effort, goals, ranks, host))
+            done.append(_measure(case, ordered, effort, goals, ranks, host, further))
             with ranks.together(f"case {case.name!r}, rows"):
                 if ranks.rank == 0:
                     # Now a GPU has been used, if there is to be one.
                     made["hardware"] = hardware()
-                    append_rows(file, COLUMNS, rows(grid, done[-1], made, ranks.size))
+                    append_rows(file, COLUMNS, rows(grid, done[-1], made, ranks.size), ADDED)
         if ranks.rank == 0:
             print(table(grid, done, made, ranks.size) + f"\nrows in {file}", flush=True)
     finally:
@@ -172,9 +207,14 @@ def run_grid(
 
 
 def _check_run(
-    grid: Grid, variants: Sequence[Variant], baseline: str, effort: Effort, goals: Sequence[Goal]
+    grid: Grid,
+    variants: Sequence[Variant],
+    baseline: str,
+    effort: Effort,
+    goals: Sequence[Goal],
+    further: Mapping[str, Sequence[str]],
 ) -> list[Variant]:
-    """The variants in the order of the table, the baseline twice."""
+    """The variants in the order of the table, the baseline twice, and the twins of further ones at the end."""
     names = [variant.name for variant in variants]
     if baseline not in names:
         raise ValueError(f"no baseline: there is no variant {baseline!r} among {names}")
@@ -187,10 +227,21 @@ def _check_run(
             raise ValueError(f"a goal for {goal.variant!r}, which is not compared with the baseline: {compared} are")
         if goal.case not in (None, *(case.name for case in grid.cases)):
             raise ValueError(f"a goal in case {goal.case!r}: there are {[case.name for case in grid.cases]}")
-    if goals and effort.blocks < MIN_BLOCKS_TO_JUDGE:
-        raise ValueError(f"{effort.blocks} blocks: to judge by an interval takes {MIN_BLOCKS_TO_JUDGE} or more")
+    if goals:
+        check_judged(effort.blocks)
+    for over, others in further.items():
+        if over == baseline or not others or not {over, *others} <= set(names) or {over, baseline} & set(others):
+            raise ValueError(
+                f"further baseline {over!r} for {list(others)}: must be variants among {names}, all others"
+            )
     first = variants[names.index(baseline)]
-    return [first, Variant(AA, first.make), *(variant for variant in variants if variant is not first)]
+    others = [variant for variant in variants if variant is not first]
+    twins = [Variant(_twin(each.name), each.make) for each in variants if each.name in further]
+    return [first, Variant(AA, first.make), *others, *twins]
+
+
+def _twin(baseline: str) -> str:
+    return f"{AA} of {baseline}"
 
 
 def _measure(
@@ -200,6 +251,7 @@ def _measure(
     goals: Sequence[Goal],
     ranks: Ranks,
     host: Clock,
+    further: Mapping[str, Sequence[str]],
 ) -> CaseResult:
     """One case. Between the steps there is nothing but the one small all-reduce that lets all ranks start together."""
     of_case, num = f"case {case.name!r}, variant", len(variants)
@@ -231,7 +283,11 @@ def _measure(
                     own_s[i] += _cpu_s(host) - own_before_s
                     machine[i] += cpu_time() - machine_before
         blocks += 1
-        enough = effort.budget_s is not None and blocks >= (MIN_BLOCKS_TO_JUDGE if goals else MIN_BLOCKS)
+        enough = effort.budget_s is not None and blocks >= (
+            MIN_BLOCKS_TO_JUDGE if goals or effort.judged else MIN_BLOCKS
+        )
+        if effort.judged and blocks % 2:
+            continue
         # Rank 0 decides for all: clocks differ, and a rank that stopped alone would leave the others waiting.
         if enough and ranks.agree(host.monotonic() - began_s >= effort.budget_s):
             break
@@ -242,7 +298,16 @@ def _measure(
     # Of several machines, the one that is busiest.
     of_machine = ranks.reduce(np.array([(each.busy_share, each.kernel_share) for each in machine]), "MAX")
     shares = [CpuShares(own, *of) for own, of in zip(own_shares.tolist(), of_machine.tolist(), strict=True)]
-    return evaluate(case, [variant.name for variant in variants], times_ms, shares, goals)
+    names = [variant.name for variant in variants]
+
+    def over(baseline: str, others: Sequence[str]) -> CaseResult:
+        at = [names.index(each) for each in (baseline, _twin(baseline), *others)]
+        chosen = times_ms[at], [shares[i] for i in at]
+        return evaluate(case, [baseline, AA, *others], *chosen, over=baseline)
+
+    own = num - len(further)
+    found = evaluate(case, names[:own], times_ms[:own], shares[:own], goals)
+    return replace(found, further=tuple(over(*each) for each in further.items()))
 
 
 def _cpu_s(host: Clock) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.allocator import described
 from benchmarks.harness.cases import Case, Grid
 from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE, Interval, percentiles_ms, speedup
 
@@ -21,7 +22,10 @@ COLUMNS = (
     *("date", "commit", "hardware", "python", *PACKAGES, "ds_fsmoe", "ranks", "grid", "case", "settings", "variant"),
     *("unit", "p20", "p50", "p80", "ratio", "ratio_low", "ratio_high", "steps", "cpu_share"),
     *("machine_cpu_share", "network_cpu_share", "cpu_bound", "noisy", "goal", "passed"),
+    *("blocks", "allocator", "over"),
 )
+ADDED = ("blocks", "allocator", "over")
+"""The columns that files of earlier versions lack; in their rows they are empty."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,10 @@ class CaseResult:
     """Of each variant."""
     blocks: int
     """That these steps came in."""
+    over: str = ""
+    """The baseline where it is a further one, and not that of the grid."""
+    further: tuple[CaseResult, ...] = ()
+    """The same steps compared with further baselines."""
 
     @property
     def noisy(self) -> bool | None:
@@ -94,27 +102,31 @@ def evaluate(
     times_ms: np.ndarray,
     shares: Sequence[CpuShares],
     goals: Sequence[Goal] = (),
+    over: str = "",
 ) -> CaseResult:
     """What step times mean.
 
     Args:
+        case: what was measured.
         names: the baseline first, A/A second.
         times_ms: [V, B, R], the maximum over ranks.
         shares: [V].
+        goals: what is to be reached.
+        over: the baseline where it is a further one.
     """
     rows = []
     for i, name in enumerate(names):
         wanted = [goal.at_least for goal in goals if goal.variant == name and goal.case in (None, case.name)]
         ratio = speedup(times_ms[0], times_ms[i]) if i else Interval(1.0, 1.0, 1.0)
         rows.append(VariantResult(name, *percentiles_ms(times_ms[i]), ratio, shares[i], max(wanted, default=None)))
-    return CaseResult(case, tuple(rows), times_ms[0].size, times_ms.shape[1])
+    return CaseResult(case, tuple(rows), times_ms[0].size, times_ms.shape[1], over)
 
 
 def table(grid: Grid, results: Sequence[CaseResult], made_with: Mapping[str, str], num_ranks: int) -> str:
     """All results as text, with units."""
     made = f"{made_with['hardware']}, commit {made_with['commit']}"
     lines = [f"{grid.name}: grid {grid.digest}, {num_ranks} rank(s), {made}"]
-    for result in results:
+    for result in (each for of_case in results for each in (of_case, *of_case.further)):
         baseline = result.variants[0].name
         width = max(12, *(len(row.name) for row in result.variants))
         steps = f"{result.steps} steps of each in {result.blocks} blocks"
@@ -140,7 +152,12 @@ def table(grid: Grid, results: Sequence[CaseResult], made_with: Mapping[str, str
 
 
 def rows(grid: Grid, result: CaseResult, made_with: Mapping[str, str], num_ranks: int) -> list[dict[str, Any]]:
-    """The lines of one case; times in the column "unit"."""
+    """The lines of one case; times in the column "unit". Those of a further baseline have its name in "over"."""
+    of_all = [_rows(grid, each, made_with, num_ranks) for each in (result, *result.further)]
+    return [row for each in of_all for row in each]
+
+
+def _rows(grid: Grid, result: CaseResult, made_with: Mapping[str, str], num_ranks: int) -> list[dict[str, Any]]:
     of_case = {
         **made_with,
         "ranks": num_ranks,
@@ -151,6 +168,9 @@ def rows(grid: Grid, result: CaseResult, made_with: Mapping[str, str], num_ranks
         "steps": result.steps,
         # Of the whole case: what its A/A cannot tell from 1, its other rows cannot either.
         "noisy": "" if result.noisy is None else result.noisy,
+        "blocks": result.blocks,
+        "allocator": described(),
+        "over": result.over,
     }
     return [
         of_case

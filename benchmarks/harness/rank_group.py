@@ -68,6 +68,21 @@ class Ranks:
         """What rank 0 says, on all ranks."""
         return bool(self.reduce(np.array([float(yes and self.rank == 0)]), "MAX")[0])
 
+    def check_alike(self, what: str, mine: str) -> None:
+        """Check that all ranks have the same.
+
+        Raises:
+            RunError: on every rank, with what each has.
+        """
+        if self.group is None:
+            return
+        import torch.distributed as dist
+
+        found: list[str] = [mine] * self.size
+        dist.all_gather_object(found, mine, group=self.group)
+        if len(set(found)) > 1:
+            raise RunError(f"{what} differs between ranks, and must not: {found}")
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Leaves when all ranks are here. If the inside fails on one, the run ends on all.

@@ -73,21 +73,29 @@ def hardware() -> str:
     return f"{name}, {torch.cuda.get_device_name()}" if torch and torch.cuda.is_initialized() else name
 
 
-def check_columns(file: Path, columns: Sequence[str]) -> None:
-    """Raises ValueError if a file is there and has other columns than these."""
+def check_columns(file: Path, columns: Sequence[str], added: Sequence[str] = ()) -> None:
+    """Raises ValueError if a file is there and has other columns than these, those ``added`` of late aside."""
     if not file.exists() or not file.stat().st_size:
         return
     with file.open(newline="") as opened:
         found = next(csv.reader(opened))
-    if found == list(columns):
+    if found in (list(columns), [each for each in columns if each not in added]):
         return
     lacking, extra = [c for c in columns if c not in found], [c for c in found if c not in columns]
     differ = f"it lacks {lacking} and has {extra} instead" if lacking or extra else "they stand in another order"
     raise ValueError(f"{file} has other columns: {differ}. Move it away, and a new one will be made")
 
 
-def append_rows(file: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+def append_rows(
+    file: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]], added: Sequence[str] = ()
+) -> None:
     """Rows at the end of a CSV file, made with its header if need be. One write, so a kill leaves whole lines.
+
+    Args:
+        file: is made if need be.
+        columns: of the file, in their order.
+        rows: what is appended.
+        added: columns that were added of late: a file without them gets them first, empty in its rows.
 
     Raises:
         ValueError: the file has other columns, or a row has; nothing is written then.
@@ -101,8 +109,8 @@ def append_rows(file: Path, columns: Sequence[str], rows: Sequence[Mapping[str, 
     with file.open("ab") as opened:
         # Two benchmarks that start together must not both write the header.
         fcntl.flock(opened, fcntl.LOCK_EX)
-        check_columns(file, columns)
-        written = file.read_bytes()
+        check_columns(file, columns, added)
+        written = _widened(file, columns)
         if not written:
             writer.writeheader()
         elif not written.endswith(b"\n"):
@@ -110,3 +118,22 @@ def append_rows(file: Path, columns: Sequence[str], rows: Sequence[Mapping[str, 
             text.write("\r\n")
         writer.writerows(rows)
         os.write(opened.fileno(), text.getvalue().encode())
+
+
+def _widened(file: Path, columns: Sequence[str]) -> bytes:
+    """What a file holds once it has these columns, empty in rows that lack them. Called under its lock."""
+    written = file.read_bytes()
+    if not written or next(csv.reader(io.StringIO(written.decode().splitlines()[0]))) == list(columns):
+        return written
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="")
+    writer.writeheader()
+    writer.writerows(csv.DictReader(io.StringIO(written.decode(), newline="")))
+    widened = text.getvalue().encode()
+    # In place: whoever waits for the lock has this very file open. What a kill would tear lies beside it meanwhile.
+    kept = file.with_suffix(".before")
+    kept.write_bytes(written)
+    with file.open("r+b") as opened:
+        opened.write(widened)
+    kept.unlink()
+    return widened

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import allocator
 from ds_fsmoe.routes import made
 from ds_fsmoe.routes.recorded import Recording, RoutingFileError, read_routing
 
@@ -114,7 +115,7 @@ def add_routing(parser: argparse.ArgumentParser) -> None:
 def parsed(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None, *, no_routers: str = ""
 ) -> argparse.Namespace:
-    """Return a benchmark's options, and force the routing that they ask for.
+    """Return a benchmark's options, and do what they ask for about routing and memory.
 
     Rows of forced routing go to a folder of their own in that of the results, so that no file mixes routings.
 
@@ -124,7 +125,13 @@ def parsed(
         no_routers: why routing changes nothing in this benchmark; printed where it is asked for.
     """
     add_routing(parser)
+    allocator.add_allocator(parser)
     args = parser.parse_args(arguments)
+    if args.allocator == allocator.KEPT:
+        try:
+            allocator.keep_memory()
+        except ValueError as error:
+            parser.error(str(error))
     if args.routing is None:
         return args
     try:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,20 @@ COMMON_DEGREE = ("tutel", "tutel_improved", "pipemoe_lina")
 TUNED = ("fsmoe_no_iio", "fsmoe", "best")
 MAX_DEGREE = 4
 FEW = ("stock", "deepspeed", "best", "best, best layout")
+FEW_BLOCKS = 5
+"""The blocks of what is not judged."""
+IN_ALL_RANKS = ("deepspeed, best layout", "best, best layout", "AutoEP, best layout")
+
+
+def further(variants: Sequence[Variant], is_judged: bool) -> dict[str, list[str]]:
+    """Baselines besides stock in the layout of the paper -> what is compared with them. Each is measured twice, which
+    takes long: what is not judged has only the one that the most depends on."""
+    over = {"stock, best layout": IN_ALL_RANKS}
+    if is_judged:
+        over |= {"deepspeed": ("fsmoe", "best"), "tutel": ("fsmoe",), "fsmoe": ("best",)}
+    names = {each.name for each in variants}
+    found = {each: [other for other in others if other in names] for each, others in over.items() if each in names}
+    return {each: others for each, others in found.items() if others}
 
 
 def fastest(make: Callable[[Any], Steps], settings: list[Any], what: str) -> Any:

@@ -14,9 +14,10 @@ from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE
 Row = dict[str, str]
 
 STEPS_OF_A_BLOCK = {"alltoall": 2, "alltoall_layer": 2, "bed": 2, "experts": 2, "pipeline": 2, "wire": 2}
+STEPS_OF_A_BLOCK |= {"rows": 2, "hf": 2, "lina": 2, "placement": 2, "recording": 4, "inference": 8}
 STEPS_OF_A_BLOCK |= {"metrics": 10, "unchunked": 8}
-"""Benchmark -> steps of a variant in a block, where there is more than one. Older rows have the ends of an interval
-however few blocks they are of, and say how many steps but not how many blocks."""
+"""Benchmark -> steps of a variant in a block, where there is more than one: for older rows, which have the ends of an
+interval however few blocks they are of, and say how many steps but not how many blocks."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Comparison:
 
     def blocks(self, row: Row) -> int:
         """How many blocks of steps it is of."""
-        return int(row["steps"]) // STEPS_OF_A_BLOCK.get(self.name, 1)
+        return blocks_of(self.name, row)
 
     def interval(self, case: str, variant: str) -> tuple[float, float] | None:
         """The ends of the ratio's 95% interval; ``None`` if it was not measured, or in too few blocks to have one."""
@@ -99,12 +100,28 @@ class Comparison:
         return " ".join(said)
 
 
-def comparison(name: str, rows: Sequence[Row]) -> Comparison:
+def blocks_of(name: str, row: Row) -> int:
+    """How many blocks of steps a row of a benchmark is of."""
+    return int(row["blocks"]) if row.get("blocks") else int(row["steps"]) // STEPS_OF_A_BLOCK.get(name, 1)
+
+
+def further_baselines(rows: Sequence[Row]) -> tuple[str, ...]:
+    """The baselines besides the first that variants were compared with."""
+    return tuple(dict.fromkeys(over for row in rows if (over := row.get("over"))))
+
+
+def comparison(name: str, rows: Sequence[Row], over: str = "") -> Comparison:
     """Of the rows of one file.
+
+    Args:
+        name: of the benchmark.
+        rows: all of its file.
+        over: the baseline, if it is a further one.
 
     Raises:
         ValueError: no row of a baseline, which is the one compared with itself as A/A.
     """
+    rows = [row for row in rows if (row.get("over") or "") == over]
     newest = {(row["case"], row["variant"]): row for row in rows}
     cases = tuple(dict.fromkeys(case for case, _ in newest))
     variants = tuple(dict.fromkeys(variant for _, variant in newest))
@@ -125,7 +142,7 @@ def read(file: Path) -> list[Row]:
 def made_with_words(rows: Sequence[Row]) -> str:
     """What rows were measured on and with."""
     facts = []
-    for column in ("hardware", "deepspeed", "torch", "commit", "date"):
+    for column in ("hardware", "deepspeed", "torch", "allocator", "commit", "date"):
         values = sorted({row[column] for row in rows if row.get(column)})
         facts.append(f"{column} {', '.join(values[:3])}{' and more' if len(values) > 3 else ''}")
     return "; ".join(facts)

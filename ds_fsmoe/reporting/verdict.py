@@ -16,9 +16,10 @@ from ds_fsmoe.reporting.critical_path import tasks_of
 
 BLOCK = 5
 """The number of neighbouring steps that are drawn together, as what disturbs one of them disturbs the next."""
-FEWEST_BLOCKS = 3
+FEWEST_BLOCKS = 10
+"""The fewest blocks, or turns, from which there is an interval: of fewer it would hold the truth too seldom."""
 _DRAWS = 1000
-_CONFIDENCE = 0.95
+CONFIDENCE = 0.95
 SHORT_MS = 1.0
 """The mean duration below which tasks gain little from being cut."""
 LITTLE = 0.1
@@ -36,6 +37,22 @@ class Interval:
     high: float
 
 
+def winner(interval: Interval | None, of_what: str) -> str:
+    """Return in words who is faster, if that can be said: nobody is where the interval holds 1, or where there is none.
+
+    Args:
+        interval: of the ratio, stock's time over ours.
+        of_what: what there were too few of where there is no interval.
+    """
+    if interval is None:
+        return f"no winner: an interval takes {FEWEST_BLOCKS} {of_what}, and there are fewer"
+    if interval.low > 1:
+        return "ours is faster: the whole interval is above 1"
+    if interval.high < 1:
+        return "stock DeepSpeed is faster: the whole interval is below 1"
+    return "no winner: the interval holds 1, so the difference is inside the noise"
+
+
 def ratio_interval(baseline_ms: Sequence[float], variant_ms: Sequence[float]) -> Interval | None:
     """Return how many times as fast the variant is, by a bootstrap over blocks of neighbouring steps of each run.
 
@@ -43,14 +60,14 @@ def ratio_interval(baseline_ms: Sequence[float], variant_ms: Sequence[float]) ->
     the other.
 
     Returns:
-        ``None`` where there are too few steps.
+        ``None`` where either run has fewer than ten blocks.
     """
     runs = [_blocks(times_ms) for times_ms in (baseline_ms, variant_ms)]
     if any(len(blocks) < FEWEST_BLOCKS for blocks in runs):
         return None
     draw = random.Random(0)
     ratios = sorted(_drawn_median(runs[0], draw) / max(_drawn_median(runs[1], draw), 1e-9) for _ in range(_DRAWS))
-    left_out = round(_DRAWS * (1 - _CONFIDENCE) / 2)
+    left_out = round(_DRAWS * (1 - CONFIDENCE) / 2)
     return Interval(ratios[left_out], ratios[-1 - left_out])
 
 

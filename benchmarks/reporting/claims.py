@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README and the pages of docs/ say of measurements, each figure with the row that it is read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+
+from benchmarks.reporting.figures import Claim, Excuse, Figure, Results, mean
+from benchmarks.reporting.rows import newest
+
+README, PAGE, HALVES, ROWS = "README.md", "docs/benchmarks.md", "docs/halves.md", "docs/rows.md"
+
+
+_OF_TODAY = "buckets of a packet"
+"""Of the hardware of rows: the bed as it is now, which no longer favours schedules that pause."""
+
+
+def claims(of: Results) -> Iterator[Claim]:
+    """All of them.
+
+    Args:
+        of: the rows.
+
+    Raises:
+        NoRowError: a figure has no row.
+    """
+    yield from _front_page(of)
+    yield from _layout_of_the_paper(of)
+    yield from _about_the_figures(of)
+    yield from _halves(of)
+    yield from _rows(of)
+    yield from _others(of)
+
+
+def _spread(of: Results, variant: str, other: str = "", form: str = ".2f") -> tuple[Figure, Figure]:
+    values, what = of.of_cases("layer", variant, other), f"{variant} over {other or 'stock'}, all layers"
+    return tuple(
+        of.computed(value, form, "layer", f"{what}: {which}", {variant, other or "stock"})
+        for which, value in (("the least", min(values)), ("the most", max(values)))
+    )
+
+
+def _mean(of: Results, variant: str, other: str = "", form: str = ".2f") -> Figure:
+    what = f"{variant} over {other or 'stock'}: geometric mean over all layers"
+    return of.computed(mean(of.of_cases("layer", variant, other)), form, "layer", what, {variant, other or "stock"})
+
+
+def _front_page(of: Results) -> Iterator[Claim]:
+    ranks = "stock, best layout"
+    tuned, uncut = (_mean(of, f"{each}, best layout", ranks) for each in ("best", "deepspeed"))
+    yield Claim(README, "**With one word in the config, for the same model: {} times.**", (tuned,))
+    ends = _spread(of, "best, best layout", ranks)
+    yield Claim(README, "the gain is {} (geometric mean, {} to {} from layer to layer)", (tuned, *ends))
+    slower = sum(each < 1 for each in of.of_cases("layer", "deepspeed, best layout", ranks))
+    count = of.computed(slower, "d", "layer", "layers in which deepspeed, best layout is slower", {ranks})
+    ends = _spread(of, "deepspeed, best layout", ranks)
+    yield Claim(README, "it is about {} ({} to {}; slower than stock in {} of the 24)", (uncut, *ends, count))
+    yield Claim(README, "Part of this {} would not be seen on a GPU", (tuned,))
+    shares = [
+        of.computed(
+            fmean(float(row["network_cpu_share"]) for row in newest(_of(of, variant), ("case",))),
+            *(".3f", "layer", f"{variant}: CPU time in the kernel, mean over all layers", {variant}),
+        )
+        for variant in (ranks, "deepspeed, best layout")
+    ]
+    yield Claim(README, "stock spends {} of its CPU time in the kernel, ours {}", tuple(shares))
+    yield Claim(README, "`best` is {} times as fast as stock's program", (_mean(of, "best"),))
+
+
+def _of(of: Results, variant: str) -> list[dict[str, str]]:
+    return [row for row in of.rows("layer") if row["variant"] == variant and not row.get("over")]
+
+
+def _layout_of_the_paper(of: Results) -> Iterator[Claim]:
+    columns = ("deepspeed", "tutel", "pipemoe_lina", "fsmoe", "best", "stock, best layout", "best, best layout")
+    yield Claim(PAGE, "| 1 | {} | {} | {} | {} | {} | {} | {} |", tuple(_mean(of, each) for each in columns))
+    best, layout, schedule = _mean(of, "best"), _mean(of, "deepspeed"), _mean(of, "best", "deepspeed")
+    yield Claim(PAGE, "gains {} there, of which {} is the layout and {} the schedule", (best, layout, schedule))
+    yield Claim(PAGE, "`fsmoe` is {} times as fast (the paper:", (_mean(of, "fsmoe", "tutel"),))
+    yield Claim(PAGE, "`best` is {} times as fast as `fsmoe`", (_mean(of, "best", "fsmoe", ".3f"),))
+
+
+def _about_the_figures(of: Results) -> Iterator[Claim]:
+    yield Claim(PAGE, "(an A/A row) was between {} and {}", _spread(of, "A/A", form=".3f"))
+    yield from _predictions(of)
+    layers = "mixtral B 4 L 64 M 64 H {} no drop{}, all ranks"
+    wide, narrow = ("64M", "1M E 16 k 8")
+    cases = [layers.format(size, skew) for size in (wide, narrow) for skew in ("", ", hot expert")]
+    figures = [each("layer_many", case, "best") for case in cases for each in (of.ratio, of.interval)]
+    yield Claim(
+        PAGE,
+        "ours is {} times as fast (95%: {}) with 4 wide experts and k = 2, {} times ({}) with a hot one among them, "
+        "{} times ({}) with 16 narrow experts and k = 8, and as fast ({}) with a hot one among these",
+        tuple(figures[:6] + figures[7:]),
+    )
+    rows = [row for row in newest(of.rows("models_loss"), ("case", "variant", "step")) if _OF_TODAY in row["hardware"]]
+    losses = {(row["case"], row["variant"], row["step"]): float(row["loss"]) for row in rows}
+    off = max(
+        abs(loss / losses[case, "stock, best layout", step] - 1)
+        for (case, variant, step), loss in losses.items()
+        if variant == "stock"
+    )
+    figure = Figure(
+        f"{off:.0%}", "models_loss", tuple(rows), "stock in the layout of the paper, off its other layout at most"
+    )
+    yield Claim(PAGE, "trains to other losses (by up to {})", (figure,))
+    yield Claim(
+        PAGE,
+        "{} times as fast as our own padded layer with 4 balanced experts, {} with 16 experts and mild skew, "
+        "{} with 128",
+        (
+            of.ratio("rows", "E 4, k 2, balanced", "rows"),
+            *(of.ratio("rows", f"E {E}, k 8, sigma 0.6", "rows", ".1f") for E in (16, 128)),
+        ),
+    )
+    gpt2, mixtral = (f"{name}-like, L 128, P 4, stock fixed" for name in ("GPT2-XL", "Mixtral"))
+    figures = [
+        each
+        for case in (gpt2, mixtral)
+        for each in (
+            of.over("models", case, "best, best layout", "stock, best layout"),
+            of.ratio("models", case, "fsmoe"),
+            of.ratio("models", case, "best"),
+        )
+    ]
+    yield Claim(
+        PAGE,
+        "GPT2-XL-like {} times in the layout of all ranks, {} with `fsmoe` and {} with `best` in the layout of the "
+        "paper; Mixtral-like {}, {} and {}.",
+        tuple(figures),
+    )
+    gates = [each for each in of.comparison("gates").cases if not each.startswith("topk")]
+    found = [of.ratio("gates", case, "ours") for case in gates]
+    ends = min(found, key=lambda each: float(each.text)), max(found, key=lambda each: float(each.text))
+    eight = of.ratio("models", "Mixtral-like, L 128, P 8, stock fixed", "fsmoe")
+    six = of.ratio("models", "Mixtral-like, L 128, P 6, stock fixed", "fsmoe")
+    yield Claim(PAGE, "other gates ({} to {})", ends)
+    yield Claim(PAGE, "six and eight ranks (`fsmoe` {} and {})", (six, eight))
+    ops = of.of_cases("ops", "ours")
+    ends = tuple(
+        of.computed(value, ".1f", "ops", "ours over stock, all cases", {"ours"}) for value in (min(ops), max(ops))
+    )
+    yield Claim(PAGE, "are {} to {} times as fast as stock's functions", ends)
+
+
+def _predictions(of: Results) -> Iterator[Claim]:
+    cases = of.comparison("layer").cases
+    rows = newest(of.rows("layer_predicted"), ("case", "variant"))
+    best = [row for row in rows if row["variant"] == "best" and row["case"] in cases]
+    off = [abs(float(row["predicted_ms"]) / float(row["measured_ms"]) - 1) for row in best]
+    over = [float(row["measured_ms"]) / float(row["bound_ms"]) for row in best]
+
+    def figure(value: float, form: str, what: str) -> Figure:
+        return Figure(format(value, form), "layer_predicted", tuple(best), f"best, all layers: {what}")
+
+    worst = figure(max(off), ".0%", "off its prediction, at worst")
+    average = figure(fmean(off), ".0%", "off its prediction, on average")
+    yield Claim(PAGE, "off its prediction by {} on average, {} at worst", (average, worst))
+    shorter = figure(sum(each < 1 for each in over), "d", "layers in which a step is shorter than its busiest lane")
+    yield Claim(
+        PAGE,
+        "It takes {} times as long as its busiest lane alone should, from {} to {}: in {} of 24 layers",
+        (
+            figure(fmean(over), ".2f", "measured over the bound, mean"),
+            *(figure(value, ".2f", "measured over the bound") for value in (min(over), max(over))),
+            shorter,
+        ),
+    )
+
+
+def _halves(of: Results) -> Iterator[Claim]:
+    for shown, case, settings in (
+        ("Qwen3-MoE, k = 2", "attention a fifth", {}),
+        ("OLMoE, k = 2, 640 positions, routers' own choices", "attention a half", {}),
+        ("OLMoE with its head, k = 4", "olmoe", {"L": 512}),
+        ("Mixtral with its head, k = 2", "mixtral", {}),
+    ):
+        share, gain = (of.cell("halves_predicted", column, form, case=case) for column, form in _PREDICTED)
+        ratios = (of.ratio_in("halves", case, variant, **settings) for variant in ("in halves", "kept"))
+        yield Claim(HALVES, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
+    case = "attention a fifth, checkpointed"
+    ratios = tuple(of.ratio_in("halves", case, variant) for variant in ("in halves", "kept"))
+    yield Claim(HALVES, "| the first one, its blocks checkpointed | | {} | {} | |", ratios)
+    share, gain = (of.cell("halves_predicted", column, form, case="short") for column, form in _PREDICTED)
+    short = of.ratio_in("halves", "short", "in halves")
+    yield Claim(
+        HALVES, "| Mixtral of two layers and 64 tokens | {} | {} | the whole batch | {} |", (share, short, gain)
+    )
+    long = next(row for row in of.rows("halves_predicted") if row["case"] == "olmoe")
+    at = {"case": "olmoe", "date": long["date"]}
+    share, gain = (of.cell("halves_predicted", column, form, **at) for column, form in _PREDICTED)
+    ratios = (of.ratio_in("halves", "olmoe", variant, L=256) for variant in ("in halves", "kept"))
+    shown = "OLMoE with its head, k = 4, 256 positions, routers' own choices"
+    yield Claim(HALVES, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
+
+
+_PREDICTED = (("dense_share", ".0%"), ("gain", ".2f"))
+
+
+def _rows(of: Results) -> Iterator[Claim]:
+    dropping = (
+        of.ratio("rows", case, "rows") for case in ("E 16, k 2, sigma 1, factor 2", "E 4, k 2, sigma 0, factor 1")
+    )
+    first = of.ratio("rows", "E 16, k 2, sigma 0, factor 1.25", "rows")
+    yield Claim(ROWS, "with 16 experts {} times as fast", (first,))
+    yield Claim(ROWS, "and {} at a factor of 2 with skew, and {} with 4 experts", tuple(dropping))
+    variants = ("flat, 2 chunks", "once, uncut", "once, 4 chunks, reduces first")
+    for width in (512, 1024):
+        case = f"k 8 of 64, width {width}"
+        sent = (
+            of.cell("once_counted", "row_bytes", ".2f", 1e-6, case=case, variant=variant)
+            for variant in ("flat, uncut", "once, uncut")
+        )
+        ratios = (of.ratio("once", case, variant) for variant in variants)
+        yield Claim(ROWS, f"| width {width} | {{}} MB | {{}} MB | {{}}x | {{}}x | {{}}x |", (*sent, *ratios))
+    again = tuple(of.ratio("once", f"k 8 of 64, width {width}", "A/A") for width in (512, 1024))
+    yield Claim(ROWS, "ten blocks of one step in turns; A/A {} and {}", again)
+    for shown, B, E, k in (
+        ("k 8 of 64", 2, 64, 8),
+        ("k 8 of 16", 2, 16, 8),
+        ("k 4 of 16", 4, 16, 4),
+        ("k 2 of 8", 4, 8, 2),
+        ("k 1 of 8", 8, 8, 1),
+    ):
+        case = f"mixtral B {B} L 64 M 512 H 1M E {E} k {k} no drop, no attention, all ranks"
+        ratios = (of.ratio_in("choice", case, variant) for variant in ("once", "chosen", "AutoEP"))
+        yield Claim(ROWS, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (of.ratio("choice", case, "A/A"), *ratios))
+    case = "mixtral B 2 L 64 M 512 H 1M E 64 k 8 no drop, no attention, all ranks, shared links"
+    shared = tuple(each("choice_shared", case, "once") for each in (of.ratio, of.interval))
+    yield Claim(ROWS, "share a port, it was {} times ({}) as fast as the flat way with k = 8 of 64", shared)
+    for shown, k in (("64 experts, k = 8", "8 of 64"), ("8 experts, k = 2", "2 of 8")):
+        case = f"k {k}, width 512"
+        at = {"case": case, "variant": "flat, fp8"}
+        parts = ("of_output", "of_tokens_gradient", "of_weights_gradient")
+        errors = (of.cell("fp8_error", part, ".1%", **at) for part in parts)
+        ratios = (of.ratio("fp8", case, "flat, fp8"), of.over("fp8", case, "once, fp8", "once"))
+        yield Claim(ROWS, f"| {shown} | {{}}x | {{}}x | {{}} | {{}} | {{}} |", (*ratios, *errors))
+
+
+def _others(of: Results) -> Iterator[Claim]:
+    case = "dense a third of the traffic"
+    yield Claim(
+        "docs/gradients.md",
+        "are {} times ({}) as fast as stock's (`benchmarks/cases/bench_levels.py`, ten blocks, A/A {})",
+        (
+            of.ratio("levels", case, "by one word"),
+            of.interval("levels", case, "by one word"),
+            of.ratio("levels", case, "A/A"),
+        ),
+    )
+    narrow, wide, sharded = "E 16, k 8, narrow", "E 8, k 2, wide", "E 8, k 2, wide, ZeRO 3"
+    yield Claim(
+        "docs/huggingface.md",
+        "{} times as fast with 16 narrow experts and k = 8 with the schedule that is chosen (95%: {}), {} with 8 wide "
+        "ones and k = 2 ({} at ZeRO 3), and {}, {} and {} uncut",
+        (
+            *(each("hf", narrow, "best") for each in (of.ratio, of.interval)),
+            *(of.ratio("hf", each, "best") for each in (wide, sharded)),
+            *(of.ratio("hf", each, "uncut") for each in (narrow, wide, sharded)),
+        ),
+    )
+    found = [of.ratio("layer_many", each, "best") for each in of.comparison("layer_many").cases]
+    ends = min(found, key=lambda each: float(each.text)), max(found, key=lambda each: float(each.text))
+    yield Claim("docs/compatibility.md", "ours is {} to {} times as fast ([four cases]", ends)
+    wide = {"case": "E 16, k 2, wide"}
+    steps = (
+        of.cell("lina_alltoalls", "step_ms", ".2f", 1e-3, **wide, variant="lina, not packed"),
+        of.cell("lina_alltoalls", "step_ms", ".0f", 1e-3, **wide, variant="lina"),
+    )
+    yield Claim("docs/schedules.md", "one model took {} s a step unpacked and {} s packed onto single ranks", steps)
+
+
+SIMULATED = "simulated, by a command that the page names"
+OF_OTHERS = "of others: said by whoever is named, or a version, a setting, a rule"
+NOT_MEASURED = (
+    Excuse(README, "# Install", OF_OTHERS),
+    Excuse(
+        README, "Without it the figure would be about 1.25, by an estimate from the same rows", "said to be an estimate"
+    ),
+    Excuse(PAGE, "(the paper: 1.18 and 1.22)", "the paper's Table 5"),
+    Excuse(PAGE, "equal `tutel` to 1%", "a bound that tests/test_readme_figures.py holds the rows against"),
+    Excuse(PAGE, "experts 64 to 128 times as wide as tokens (in today's models 0.3 to 4 times)", "sizes of models"),
+    Excuse(PAGE, "in the paper's Table 2 it is 55 to 73%", "the paper's Table 2"),
+    Excuse("docs/autotuner.md", "# Choose", OF_OTHERS),
+    Excuse("docs/autotuner.md", "# Try", OF_OTHERS),
+    Excuse("docs/compatibility.md", "with transformers 5.21", OF_OTHERS),
+    Excuse("docs/config.md", "# Fields", OF_OTHERS),
+    Excuse("docs/errors.md", "# When it says", OF_OTHERS),
+    Excuse("docs/gpus.md", "# NCCL", OF_OTHERS),
+    Excuse("docs/gradients.md", "# Who adds up, and over which links", "bytes, by the formulas in the table's head"),
+    Excuse("docs/gradients.md", "# Clipping without ZeRO", OF_OTHERS),
+    Excuse(HALVES, "# What it looks like", SIMULATED),
+    Excuse(HALVES, "# The order", SIMULATED),
+    Excuse(HALVES, "# What it gives", SIMULATED),
+    Excuse(HALVES, "(0.9 ms a character;", "the scale of a picture"),
+    Excuse("docs/huggingface.md", "# Loading", OF_OTHERS),
+    Excuse("docs/huggingface.md", "# LoRA", OF_OTHERS),
+    Excuse("docs/huggingface.md", "# Trainer, TRL, Accelerate", OF_OTHERS),
+    Excuse("docs/huggingface.md", "# Families", OF_OTHERS),
+    Excuse("docs/install.md", "# Install", OF_OTHERS),
+    Excuse("docs/install.md", "# From a checkout", OF_OTHERS),
+    Excuse("docs/memory.md", "# The formulas", OF_OTHERS),
+    Excuse("docs/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run of it"),
+    Excuse("docs/memory.md", "# Limits", OF_OTHERS),
+    Excuse("docs/observing.md", "# Compare two runs", OF_OTHERS),
+    Excuse(
+        "docs/placement.md",
+        "# Where experts are",
+        "reported by others, and drawn by tools/draw_placement.py: rows, no times",
+    ),
+    Excuse("docs/planning.md", "# Planning: what would it give on my machines?", OF_OTHERS),
+    Excuse("docs/planning.md", "# How to read the plan", SIMULATED),
+    Excuse(
+        "docs/quickstart.md",
+        "# Compare with stock DeepSpeed",
+        "what the demo prints, as an example; it claims no speed",
+    ),
+    Excuse("docs/routing.md", "# Replaying", OF_OTHERS),
+    Excuse("docs/routing.md", "# Made-up routing", "loads, counted in the recordings beside the benchmarks"),
+    Excuse(ROWS, "a token's row crosses to other nodes 4.0 times on two nodes", "follows from evenly spread choices"),
+    Excuse(ROWS, "at a factor of 1.25", "a capacity factor"),
+    Excuse(ROWS, "# What a part has to know", OF_OTHERS),
+    Excuse("docs/scale.md", "# What it says", SIMULATED),
+    Excuse("docs/scale.md", "# What limits", SIMULATED),
+    Excuse("docs/scale.md", "# Systems", SIMULATED),
+    Excuse("docs/scale.md", "# What is assumed", OF_OTHERS),
+)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the config in a user's training command, and makes the configs of the runs that are compared from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.engine.command_line import OPTION, read_given, take_option
+
+STOCK, OURS = "stock", "ours"
+FEWEST = 8
+"""The fewest steps of a run: some warm up, two are traced, one ends the trace."""
+_FEWEST_TUNED = 80
+"""The fewest steps of a run whose layers are measured at its start, unless its config says otherwise: in fewer, plans
+would hardly be settled."""
+_LARGEST_BYTES = 1_000_000
+"""The largest size of a config, in bytes."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compared: a config with an "fsmoe" block, and the command that reads it from a file."""
+
+    config: Mapping[str, Any]
+    before: Sequence[str]
+    option: str
+    """The text before the file's name: nothing, or an option such as ``--deepspeed_config=``."""
+    after: Sequence[str]
+
+    def command_with(self, file: Path) -> list[str]:
+        """Return the command with another file."""
+        return [*self.before, f"{self.option}{file}", *self.after]
+
+
+def find_given(command: Sequence[str], given: str | None) -> Subject | None:
+    """Return the subject if the block is given from outside: to us, or to the ``ds_fsmoe.run`` in the command.
+
+    Returns:
+        ``None`` if it is given to neither.
+
+    Raises:
+        ValueError: it is given to both, or cannot be read, or there is no ``ds_fsmoe.run`` to hand it to.
+    """
+    door = next((place for place, each in enumerate(command) if each in ("ds_fsmoe.run", "-mds_fsmoe.run")), None)
+    if door is None:
+        if given is None:
+            return None
+        raise ValueError(
+            f"{OPTION} reaches the script through ds_fsmoe.run, which is not in the command: start the script with "
+            "deepspeed --module ds_fsmoe.run train.py (python and torchrun: -m ds_fsmoe.run)"
+        )
+    written, options, script = take_option(command[door + 1 :])
+    if given is not None and written is not None:
+        raise ValueError(f"{OPTION} is given to compare and in the command; leave one of them")
+    text = written if given is None else given
+    if text is None:
+        return None
+    return Subject({"fsmoe": read_given(text)}, [*command[: door + 1], OPTION], "", [*options, *script])
+
+
+def find_config(command: Sequence[str]) -> Subject:
+    """Return the subject if an argument of the command names the DeepSpeed config.
+
+    Raises:
+        ValueError: none does, or several do.
+    """
+    from ds_fsmoe.engine.compat import load_ds_config
+
+    found, without = [], []
+    for place, argument in enumerate(command):
+        option, equals, name = argument.rpartition("=")
+        path = Path(name)
+        if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
+            continue
+        try:
+            config = load_ds_config(str(path))
+        except ValueError:
+            without.append(str(path))  # it may be anything, such as data
+            continue
+        if isinstance(config, Mapping) and isinstance(config.get("fsmoe"), Mapping):
+            found.append((argument, Subject(config, command[:place], option + equals, command[place + 1 :])))
+        else:
+            without.append(str(path))
+    if len(found) == 1:
+        return found[0][1]
+    if found:
+        names = ", ".join(argument for argument, _ in found)
+        raise ValueError(f"several configs with an fsmoe block in the command: {names}; leave one of them")
+    others = f" ({', '.join(without)} has none)" if without else ""
+    raise ValueError(
+        f"no DeepSpeed config with an fsmoe block among the arguments of the command{others}. compare changes copies "
+        "of that file, so the script has to take its name as an argument, such as --deepspeed_config ds_config.json; "
+        f"for a script whose config is inside it, give the block with {OPTION}"
+    )
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One of the runs that are compared: which layers, where its record goes, and how long it is."""
+
+    kind: str
+    """``STOCK`` or ``OURS``."""
+    folder: Path
+    steps: int
+    """The optimizer steps after which it ends."""
+    is_traced: bool
+    cache: Path
+    """The folder of measurements that all runs share, unless the config names one."""
+    is_tuned: bool = False
+    """Whether layers are measured although the run is short, because the long run before it measured them."""
+
+
+def config_of(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
+    """Return the config of one of the runs. Of two of one length, those for stock and ours differ in ``enabled``."""
+    changed = json.loads(json.dumps(config))
+    block = changed["fsmoe"]
+    block["enabled"] = run.kind == OURS
+    if not block.get("deterministic"):  # which decides nothing by a clock
+        block["autotune"] = _autotune(block.get("autotune"), run)
+    block["record"] = {"dir": str(run.folder), "stop_after": run.steps}
+    # The last but one: by then all is settled, and the last one ends the trace.
+    traced = {"enabled": True, "start_step": run.steps - 3, "num_steps": 2}
+    block["trace"] = traced if run.is_traced else {"enabled": False}
+    return changed
+
+
+def _autotune(written: object, run: PlannedRun) -> object:
+    """Return ``fsmoe.autotune`` with a place for measurements, and turned on where nothing else is written."""
+    if written is None:
+        written = True if run.steps >= _FEWEST_TUNED else "auto"
+    options = dict(written) if isinstance(written, Mapping) else {"enabled": written}
+    if options.get("enabled") is False:
+        return written
+    if run.is_tuned:
+        options["enabled"] = True
+    options.setdefault("cache_dir", str(run.cache))
+    return options
