@@ -62,7 +62,7 @@ class Source(NamedTuple):
     layout: Layout
     optimizer: str
     kinds: tuple[str, ...]
-    """What each stage has; "tied": both have one layer together."""
+    """What each stage has; "tied": both have one more layer, with a weight in common."""
 
 
 SOURCES = [
@@ -71,7 +71,7 @@ SOURCES = [
     Source(Layout(2, 1, 1), "adam", ("moe", "dense")),
     Source(Layout(2, 2, 0), "sgd", ("moe", "moe", "tied")),
     Source(Layout(2, 2, 1), "adam", ("dense", "moe", "tied")),
-    Source(Layout(2, 2, 0, "bf16"), "adam", ("moe", "dense")),
+    Source(Layout(2, 2, 0, "bf16"), "adam", ("moe", "moe")),
     Source(Layout(2, 2, 1, "bf16"), "adam", ("moe", "moe")),
     Source(Layout(2, 1, 1, "fp32", 2), "adam", ("moe", "dense")),
     Source(Layout(1, 1, 0), "adam", ("moe", "dense")),
@@ -108,7 +108,9 @@ def make(rank: int, layout: Layout, optimizer: str, kinds: tuple[str, ...], scal
     made = [Routed(i, rank % layout.ep, layout.ep) if kind == "moe" else Dense(i) for i, kind in enumerate(of_stages)]
     layers: list[Any] = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
     if "tied" in kinds:
-        layers = [TiedLayerSpec("edge", Dense, 50), *layers, TiedLayerSpec("edge", Dense, 50)]
+        # What is not named as tied has one name on both stages, and a value of its own on each.
+        tied = TiedLayerSpec("edge", Dense, 50, tied_weight_attr="linear.weight")
+        layers = [tied, *layers, tied]
     torch.manual_seed(0)
     options = {"num_stages": 2, "partition_method": "uniform"} | options
     model = PipelineModule(layers, loss_fn=nn.functional.mse_loss, **options)
@@ -227,16 +229,29 @@ def test_weights_and_states_of_all_stages_arrive_to_the_bit(moved: tuple[Path, d
     folder, _, after = moved
     for source, target in after:
         _, optimizer, kinds = SOURCES[source]
-        was, now = Whole(folder / str(source) / "tag"), Whole(folder / f"{source}-{target}" / "tag")
-        assert was.num_stages == now.num_stages == 2
-        assert sorted(was.names()) == sorted(now.names())
-        of_experts = sum(each == "moe" for each in kinds) * (1 + 4 * 4)
-        assert len(list(now.names())) == of_experts + 2 * (4 + ("tied" in kinds))
-        for name in was.names():
-            for item in (MASTER, *STATES[optimizer]):
-                assert torch.equal(was.state(name, item), now.state(name, item)), (source, target, name, item)
-            expected = was.state(name, MASTER).to(now.weights(name).dtype)
-            assert torch.equal(now.weights(name), expected), (source, target, name)
+        for stage in range(2):
+            places = folder / str(source) / "tag", folder / f"{source}-{target}" / "tag"
+            was, now = (Whole(each, stage=stage) for each in places)
+            assert was.num_stages == now.num_stages == 2
+            assert sorted(was.names()) == sorted(now.names())
+            of_experts = sum(each == "moe" for each in kinds) * (1 + 4 * 4)
+            assert len(list(now.names())) == of_experts + 2 * (4 + ("tied" in kinds))
+            for name in was.names():
+                for item in (MASTER, *STATES[optimizer]):
+                    assert torch.equal(was.state(name, item), now.state(name, item)), (source, target, name, item)
+                expected = was.state(name, MASTER).to(now.weights(name).dtype)
+                assert torch.equal(now.weights(name), expected), (source, target, name)
+
+
+def test_what_is_not_tied_has_a_value_on_each_stage(moved: tuple[Path, dict, dict], tmp_path: Path) -> None:
+    for source in {source for source, _ in moved[2] if "tied" in SOURCES[source].kinds}:
+        place = moved[0] / str(source) / "tag"
+        first, last = (Whole(place, stage=stage) for stage in range(2))
+        weight, bias = (f"tied_modules.edge.linear.{each}" for each in ("weight", "bias"))
+        assert torch.equal(first.weights(weight), last.weights(weight))
+        assert not torch.equal(first.weights(bias), last.weights(bias))
+        with pytest.raises(CheckpointError, match=r"edge\.linear\.bias differs between the stages 0, 1"):
+            list(export_tensors(first, tmp_path / str(source), "fp32", (), None, 1 << 30))
 
 
 def as_before_stages(place: Path) -> None:

@@ -27,6 +27,7 @@ from ds_fsmoe.checkpoint.optimizer_states import (
 from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_paths, read_rank_state
 from ds_fsmoe.checkpoint.ranks import Ranks
 from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file, warn_of_what_is_lost
+from ds_fsmoe.checkpoint.stages import tie, without_tying
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import tags
 from ds_fsmoe.checkpoint_files.manifest import Manifest
@@ -141,8 +142,9 @@ class Checkpoints:
         dtype = sizes_of(self._engine).dtype
         sharper = moved and manifest is not None and manifest.sizes.dtype != dtype == "float32"
         own = None if asked.get("load_module_only", False) else self._read_state(place, manifest, layout)
-        with reading.in_use(layout.is_recut, sharper, strict, relaid):
+        with reading.in_use(layout.is_recut, sharper, strict, relaid), without_tying(self._engine):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
+        tie(self._engine)
         if not with_optimizer or moved:
             ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
         elif index is None:

@@ -58,7 +58,7 @@ class Reading:
     def whole(self) -> Whole:
         """The whole parameters of the tag, read when first needed: only to move states from another layout."""
         if self._whole is None:
-            self._whole = Whole(self._place, self._trusted)
+            self._whole = Whole(self._place, self._trusted, stage_of(self._engine))
         return self._whole
 
     @contextmanager

@@ -199,8 +199,9 @@ def _kind(name: str) -> str:
 
 
 def refresh_masters(engine: Any) -> None:
-    """Refresh the optimizer's copies after only weights were loaded; DeepSpeed does so with ZeRO only."""
-    if not engine.zero_optimization() and hasattr(engine.optimizer, "refresh_fp32_params"):
+    """Refresh the optimizer's copies after only weights were loaded; DeepSpeed does so with ZeRO only, and in a pipeline
+    before stages share what they have in common."""
+    if (not engine.zero_optimization() or engine.pipeline_parallelism) and hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
 
 

@@ -7,12 +7,18 @@ does not: DeepSpeed's files have what a whole stage has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files.manifest import Manifest
 from ds_fsmoe.checkpoint_files.stages import Stage
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+
+_TIE = "_synchronize_tied_weights"
+"""The method by which a ``PipelineModule`` shares its tied weights."""
 
 
 def stage_of(engine: Any) -> int:
@@ -45,6 +51,25 @@ def described(engine: Any) -> Stage | None:
             if hasattr(layer, "state_dict")
         },
     )
+
+
+@contextmanager
+def without_tying(engine: Any) -> Iterator[None]:
+    """Keep stages from sharing what they have in common within the block; :func:`tie` does it on all of them.
+
+    DeepSpeed shares it while it loads a stage without MoE layers, and not with one: the first would wait for the other.
+    """
+    if not engine.pipeline_parallelism:
+        yield
+        return
+    with replaced(engine.module, _TIE, lambda: None):
+        yield
+
+
+def tie(engine: Any) -> None:
+    """Share what stages have in common, from the first of them. Collective; call it where no rank can have failed."""
+    if engine.pipeline_parallelism:
+        getattr(engine.module, _TIE)()
 
 
 def check_stages(engine: Any, place: Path, manifest: Manifest) -> None:

@@ -106,9 +106,10 @@ def export_tensors(
         limit_bytes: the largest size of a file.
 
     Raises:
-        CheckpointError: two parameters would have one name.
+        CheckpointError: two parameters would have one name, or have it already, on two stages of a pipeline.
         FileExistsError: the folder is there and not empty.
     """
+    whole.check_shared()
     if form == "huggingface" and is_of_huggingface(whole):
         if renames:
             raise CheckpointError("--rename: the names are those of the model's own save_pretrained; leave it out")

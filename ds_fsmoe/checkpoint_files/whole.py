@@ -38,6 +38,7 @@ class Whole:
     Args:
         place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
+        stage: the pipeline stage whose values are returned of what several stages have under one name.
 
     Attributes:
         place: that folder.
@@ -52,8 +53,9 @@ class Whole:
         CheckpointError: it is not a checkpoint, or has tensor parallelism, or stages that it does not describe.
     """
 
-    def __init__(self, place: Path, trusted: Sequence[Any] = WITHOUT_DEEPSPEED) -> None:
+    def __init__(self, place: Path, trusted: Sequence[Any] = WITHOUT_DEEPSPEED, stage: int = 0) -> None:
         self.place = place
+        self._stage = stage
         self._trusted = trusted
         self._open: OrderedDict[str, Any] = OrderedDict()
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
@@ -89,12 +91,13 @@ class Whole:
         self.numbering = self._numberings()
         self.parts: Mapping[str, PartSizes] = {} if self.manifest is None else self.manifest.parts
         self._pieces: dict[str, list[tuple[Group, Piece]]] = {}
-        for group in self.index.groups if self.index is not None else ():
-            stage = stage_of_file(group.file)
+        groups = self.index.groups if self.index is not None else ()
+        for group in sorted(groups, key=lambda each: stage_of_file(each.file) != stage):
+            number = stage_of_file(group.file)
             for piece in group.pieces:
                 known = self._pieces.setdefault(piece.name, [])
                 # Without ZeRO each rank that writes a file has all that is no expert's; each stage has what they share.
-                if all(other.first != piece.first and stage_of_file(of.file) == stage for of, other in known):
+                if all(other.first != piece.first and stage_of_file(of.file) == number for of, other in known):
                     known.append((group, piece))
 
     @property
@@ -245,17 +248,42 @@ class Whole:
         elif part is not None and (number := part_number(saved)) is not None:
             file = parts_file(number, part.stage)
         else:
-            places = (each[saved] for each in self._dense.values() if saved in each)
-            file, keys = next(places, (self.main_file, ("module", saved)))
+            places = self._places_of(saved)
+            file, keys = places.get(self._stage) or next(iter(places.values()), (self.main_file, ("module", saved)))
+        if self._auto_ep is not None:
+            try:
+                return self._auto_ep.weights(saved)
+            except KeyError:
+                raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
+        return self._at(file, keys)
+
+    def _at(self, file: str, keys: Keys) -> Any:
         found = self._file(file)
         try:
-            if self._auto_ep is not None:
-                return self._auto_ep.weights(saved)
             for key in keys:
                 found = found[key]
             return found
         except KeyError:
-            raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
+            raise CheckpointError(f"{self.place / file} has no {keys[-1]!r}") from None
+
+    def _places_of(self, saved: str) -> dict[int, tuple[str, Keys]]:
+        """Return stage -> file and keys in it, of what no single rank has."""
+        return {stage: each[saved] for stage, each in self._dense.items() if saved in each}
+
+    def check_shared(self) -> None:
+        """Check that what several stages have under one name is the same on all.
+
+        Raises:
+            CheckpointError: it is not, as of a ``TiedLayerSpec`` only its ``tied_weight_attr`` is.
+        """
+        for name in self.names():
+            places = self._places_of(name)
+            first, *others = (self._at(*each) for each in places.values()) if len(places) > 1 else (None,)
+            if any(not torch.equal(first, each) for each in others):
+                raise CheckpointError(
+                    f"{self.place}: {name} differs between the stages {', '.join(map(str, places))} of the pipeline, "
+                    "and has one name: a TiedLayerSpec keeps only its tied_weight_attr the same; name it there too"
+                )
 
     def _dense_places(self) -> dict[int, dict[str, tuple[str, Keys]]]:
         """Return, for each stage, name -> file and keys in it, of what no single rank has."""
