@@ -89,11 +89,15 @@ TARGETS = [
     Layout(2, 1, 0, "fp32", 2),
 ]
 SAMPLE = [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
+BF16_WITHOUT_ZERO = 7
+# There DeepSpeed's optimizer waits for ever if a stage has no MoE layer.
 MANY = [
     (source, target)
     for source, each in enumerate(SOURCES)
     for target, layout in enumerate(TARGETS)
-    if layout != each.layout and (layout.ranks < 4 or (source + target) % 2 == 0)
+    if layout != each.layout
+    and (layout.ranks < 4 or (source + target) % 3 == 0)
+    and ("dense" not in each.kinds or target != BF16_WITHOUT_ZERO)
 ]
 
 

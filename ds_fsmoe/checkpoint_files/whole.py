@@ -278,8 +278,8 @@ class Whole:
         """
         for name in self.names():
             places = self._places_of(name)
-            first, *others = (self._at(*each) for each in places.values()) if len(places) > 1 else (None,)
-            if any(not torch.equal(first, each) for each in others):
+            values = [self._at(*each) for each in places.values()] if len(places) > 1 else []
+            if any(not torch.equal(values[0], each) for each in values[1:]):
                 raise CheckpointError(
                     f"{self.place}: {name} differs between the stages {', '.join(map(str, places))} of the pipeline, "
                     "and has one name: a TiedLayerSpec keeps only its tied_weight_attr the same; name it there too"
