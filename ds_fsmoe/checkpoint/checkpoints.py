@@ -15,16 +15,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_fsmoe.checkpoint.expert_files import parts_of
+from ds_fsmoe.checkpoint.layout import Comparison, check_model, check_packing, check_reach
 from ds_fsmoe.checkpoint.loading import Reading
-from ds_fsmoe.checkpoint.optimizer_states import index_of, optimizer_name, refresh_masters, settings_missing
+from ds_fsmoe.checkpoint.optimizer_states import (
+    index_of,
+    optimizer_name,
+    reads_own_states,
+    refresh_masters,
+    settings_missing,
+)
 from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_paths, read_rank_state
 from ds_fsmoe.checkpoint.ranks import Ranks
-from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file, stock_layers, warn_of_what_is_lost
+from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file, warn_of_what_is_lost
+from ds_fsmoe.checkpoint.stages import tie, without_tying
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import tags
 from ds_fsmoe.checkpoint_files.manifest import Manifest
-from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checkpoint_files.pieces import Index, read_index
 from ds_fsmoe.checkpoint_files.publishing import recover
 from ds_fsmoe.checkpoint_files.random_states import set_random_states
@@ -110,39 +116,35 @@ class Checkpoints:
         place = folder / tag
         reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest))
         index = ranks.together(f"reading {place}", lambda: read_index(place))
-        if manifest is None and with_optimizer and parts_of(self._engine):
-            raise CheckpointError(
-                f"{place} was saved by stock DeepSpeed, whose states of the optimizer are not spread as these experts "
-                "are: load it with load_optimizer_states=False, which takes the weights"
-            )
-        sizes = sizes_of(self._engine)
-        # Stock's, and whatever else has no manifest, has whole experts.
-        differences = [f"esp_size 1 -> {sizes.esp}"] if manifest is None and sizes.esp > 1 else []
-        recut = manifest is None and sizes.esp > 1
+        layout = Comparison(self._engine, ranks, place, manifest)
+        if manifest is None and with_optimizer:
+            ranks.together(f"reading {place}", lambda: self._check_stock_states(place, layout))
+        differences = layout.differences
         if manifest is not None:
-            differences, recut = self._differences(manifest), self._is_recut(manifest)
             _tell_versions(place, manifest)
             if with_optimizer:
-                self._check_packing(place, manifest)
+                ranks.together(f"reading {place}", lambda: check_packing(self._engine, place, manifest))
             if with_optimizer and not differences:
                 ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
             # At ZeRO 3 weights too are where the optimizer has them.
             is_laid_out = with_optimizer or self._engine.zero_optimization_partition_weights()
-            if is_laid_out and not differences and not self._lies_alike(place, index):
-                differences = ["the order of ranks or of parameters"]
+            if is_laid_out and not differences:
+                differences = self._hidden_differences(place, index)
         moved = bool(differences) and with_optimizer
         if moved:
             ranks.together(f"moving {place}", lambda: self._check_move(place, differences, reading))
             asked = asked | {"load_optimizer_states": False}
-        elif recut:
-            ranks.together(f"reading {place}", lambda: self._check_one_stage(place, differences))
-        relaid, strict = self._is_relaid(manifest, differences), asked.get("load_module_strict", True)
-        if self._is_compared(manifest, relaid) and asked.get("custom_load_fn") is None:
+        elif layout.is_recut_anywhere:
+            ranks.together(f"reading {place}", lambda: check_reach(self._engine, place, differences))
+        relaid, strict = layout.is_relaid(differences), asked.get("load_module_strict", True)
+        if layout.is_compared() and asked.get("custom_load_fn") is None:
             ranks.together(f"comparing {place}", lambda: reading.check_weights(strict))
-        sharper = moved and manifest is not None and manifest.sizes.dtype != sizes.dtype == "float32"
-        own = None if asked.get("load_module_only", False) else self._read_state(place, manifest)
-        with reading.in_use(recut, sharper, strict, relaid):
+        dtype = sizes_of(self._engine).dtype
+        sharper = moved and manifest is not None and manifest.sizes.dtype != dtype == "float32"
+        own = None if asked.get("load_module_only", False) else self._read_state(place, manifest, layout)
+        with reading.in_use(layout.is_recut, sharper, strict, relaid), without_tying(self._engine):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
+        tie(self._engine)
         if not with_optimizer or moved:
             ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
         elif index is None:
@@ -189,11 +191,11 @@ class Checkpoints:
         ranks.agree(f"what {place} is", {manifests.NAME: hashlib.sha256(repr(manifest).encode()).hexdigest()})
         ranks.on_leaders(f"checking {place}", lambda: _check_all_is_named(place, manifest))
         if manifest is not None:
-            ranks.together(f"checking {place}", lambda: self._check_layers(place, manifest))
+            ranks.together(f"checking {place}", lambda: check_model(self._engine, place, manifest))
             ranks.together(f"checking {place}", lambda: self._check_files(place, manifest))
         return wanted, manifest
 
-    def _read_state(self, place: Path, manifest: Manifest | None) -> RankState | None:
+    def _read_state(self, place: Path, manifest: Manifest | None, layout: Comparison) -> RankState | None:
         """Return what this rank continues with after loading. It is read before, so that an error leaves the engine
         unchanged.
 
@@ -211,7 +213,7 @@ class Checkpoints:
                 f"and plans are not taken from it, and counts of paths are{' not either' if paths is None else ''}"
             )
             return None if paths is None else RankState(None, None, paths)
-        fits = not self._differences(manifest)
+        fits = not layout.differences
         return self._ranks.together(f"reading {own}", lambda: read_rank_state(own, self._engine.fsmoe, fits))
 
     def _paths_of_others(self, place: Path, manifest: Manifest | None) -> dict[str, PathProfile] | None:
@@ -250,6 +252,25 @@ class Checkpoints:
         own = self._ranks.together(f"comparing {place}", compare)
         return all(each is None or each for each in on_every_rank(own))
 
+    def _hidden_differences(self, place: Path, index: Index | None) -> list[str]:
+        """Return, in words, why states have to be moved although the layout is the same by its numbers."""
+        if not all(on_every_rank(reads_own_states(self._engine))):
+            return ["BF16_Optimizer without ZeRO, whose own states DeepSpeed does not find"]
+        return [] if self._lies_alike(place, index) else ["the order of ranks or of parameters"]
+
+    def _check_stock_states(self, place: Path, layout: Comparison) -> None:
+        """Check that states of the optimizer that stock DeepSpeed has saved can be loaded."""
+        why = None
+        if layout.has_parts_anywhere:
+            why = "whose states of the optimizer are not spread as these experts are"
+        elif not reads_own_states(self._engine):
+            why = "which does not find the states of its BF16_Optimizer again without ZeRO"
+        if why is not None:
+            raise CheckpointError(
+                f"{place} was saved by stock DeepSpeed, {why}: load it with load_optimizer_states=False, which takes "
+                "the weights"
+            )
+
     def _check_optimizer(self, place: Path, index: Index | None) -> None:
         """Check, before anything is loaded, that the states are of this optimizer."""
         now = optimizer_name(self._engine)
@@ -268,83 +289,15 @@ class Checkpoints:
                 f"{', '.join(missing)}. Load it with load_optimizer_states=False, which takes the weights"
             )
 
-    def _is_recut(self, manifest: Manifest) -> bool:
-        """Return whether the experts' files would differ, had this job saved them."""
-        was = {each.path: Numbering(each.num_experts, each.ep, manifest.sizes.esp) for each in manifest.layers}
-        esp = sizes_of(self._engine).esp
-        layers = stock_layers(self._engine).items()
-        now = {name: Numbering(layer.num_experts, layer.deepspeed_moe.ep_size, esp) for name, layer in layers}
-        return any(was.get(name) != each and max(was[name].esp, esp) > 1 for name, each in now.items() if name in was)
-
-    def _is_relaid(self, manifest: Manifest | None, differences: Sequence[str]) -> bool:
-        """Return whether the files of weights would differ, had this job saved them."""
-        if manifest is None:
-            return bool(parts_of(self._engine))
-        stages = manifest.sizes.zero_stage, self._engine.zero_optimization_stage()
-        return bool(differences) and (bool(parts_of(self._engine)) or manifests.STAGE_3 in stages)
-
-    def _is_compared(self, manifest: Manifest | None, relaid: bool) -> bool:
-        """Return whether to compare parameters with the model's before any is changed: pieces and parts of one model
-        could be put into another without an error."""
-        sizes = sizes_of(self._engine)
-        if sizes.mp > 1 or sizes.pp > 1 or self._engine.use_node_local_storage():
-            return False
-        is_in_pieces = manifest is not None and manifests.STAGE_3 in (manifest.sizes.zero_stage, sizes.zero_stage)
-        return relaid or is_in_pieces or bool(parts_of(self._engine)) or bool(manifest is not None and manifest.parts)
-
-    def _check_layers(self, place: Path, manifest: Manifest) -> None:
-        now = {name: layer.num_experts for name, layer in stock_layers(self._engine).items()}
-        saved = {each.path: each.num_experts for each in manifest.layers}
-        if saved != now and self._engine.fsmoe.running.pp_size == 1:
-            raise CheckpointError(f"{place} has MoE layers (path: experts) {saved}, and the model has {now}")
-        parts = parts_of(self._engine)
-        for name, each in manifest.parts.items():
-            if name in parts and parts[name].num_experts != each.num_experts:
-                raise CheckpointError(
-                    f"{place} has {each.num_experts} experts in {name}, and the model has {parts[name].num_experts}"
-                )
-
     def _check_move(self, place: Path, differences: Sequence[str], reading: Reading) -> None:
         try:
-            self._check_one_stage(place, differences)
+            check_reach(self._engine, place, differences)
             reading.check_states()
         except CheckpointError as error:
             raise CheckpointError(
                 f"{place} was saved in another layout ({'; '.join(differences)}), to which it cannot be moved: "
                 f"{error}. Load it with load_optimizer_states=False, which takes the weights, or in the layout of then"
             ) from error
-
-    def _check_one_stage(self, place: Path, differences: Sequence[str]) -> None:
-        sizes = sizes_of(self._engine)
-        if sizes.mp > 1 or sizes.pp > 1 or any(each.startswith(("mp ", "pp ")) for each in differences):
-            raise CheckpointError(f"{place}: tensor-parallel ranks and pipeline stages stay as they are")
-        if self._engine.use_node_local_storage():
-            raise CheckpointError(f"{place} lies on several nodes, and its files are needed on all")
-
-    def _differences(self, manifest: Manifest) -> list[str]:
-        """Return how the layout differs from the saved one, in words."""
-        differences = manifest.sizes.differences(sizes_of(self._engine))
-        parts = parts_of(self._engine)
-        ep = {each.path: each.ep for each in manifest.layers}
-        ep |= {name: each.ep for name, each in manifest.parts.items() if name in parts}
-        ep_now = {name: layer.deepspeed_moe.ep_size for name, layer in stock_layers(self._engine).items()}
-        ep_now |= {name: each.ep for name, each in parts.items() if name in manifest.parts}
-        if ep != ep_now and self._engine.fsmoe.running.pp_size == 1:
-            differences.append(f"ep_size {sorted(set(ep.values()))} -> {sorted(set(ep_now.values()))}")
-        return differences
-
-    def _check_packing(self, place: Path, manifest: Manifest) -> None:
-        """Refuse to go on with another ``ep_size`` than then, where times have chosen it: a job that goes on as it was
-        keeps its layout."""
-        block, parts = self._engine.fsmoe.block, parts_of(self._engine)
-        was = {each.ep for name, each in manifest.parts.items() if name in parts}
-        now = {each.ep for name, each in parts.items() if name in manifest.parts}
-        if block.placement.policy == "lina" and was != now and manifest.sizes.world == dist.get_world_size():
-            raise CheckpointError(
-                f'{place} was saved with ep_size = {max(was)}, and fsmoe.placement.policy = "lina" has chosen '
-                f'{max(now)} now: write "ep_size": {max(was)} in the fsmoe block and leave the policy out, or load it '
-                "with load_optimizer_states=False"
-            )
 
     def _check_files(self, place: Path, manifest: Manifest) -> None:
         names, rank, size = sorted(manifest.files), dist.get_rank(), dist.get_world_size()

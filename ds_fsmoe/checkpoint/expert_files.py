@@ -14,6 +14,7 @@ import torch
 from deepspeed.utils import groups as stock_groups
 
 from ds_fsmoe.checkpoint.shared_out import FROZEN
+from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_name, part_of, parts_file, parts_in
 from ds_fsmoe.checkpoint_files.manifest import PartSizes
 from ds_fsmoe.checkpoint_files.numbering import expert_name
@@ -23,7 +24,7 @@ _FROZEN_SHAPES = "frozen_param_shapes"
 
 def parts_of(engine: Any) -> dict[str, PartSizes]:
     """Return name -> how it is spread over ranks, of every parameter of a Hugging Face model's experts."""
-    return {name: PartSizes.of(part) for name, _, part in parts_in(engine.module)}
+    return {name: PartSizes.of(part, stage_of(engine)) for name, _, part in parts_in(engine.module)}
 
 
 def live_parts(engine: Any) -> dict[str, tuple[torch.nn.Parameter, ExpertPart]]:
@@ -65,7 +66,7 @@ def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
         for name, (parameter, part) in parts.items()
         if parameter.requires_grad or not exclude_frozen
     }
-    engine.checkpoint_engine.save(state, str(place / parts_file(number)))
+    engine.checkpoint_engine.save(state, str(place / parts_file(number, stage_of(engine))))
 
 
 def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:

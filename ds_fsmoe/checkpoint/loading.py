@@ -20,13 +20,15 @@ from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimiz
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.relaid import Relaid
 from ds_fsmoe.checkpoint.saving import stock_layers
+from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files.expert_parts import parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
 from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, cut_out, expert_file, expert_name
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
+from ds_fsmoe.checkpoint_files.stages import main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, Whole
+from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 
 
@@ -56,7 +58,7 @@ class Reading:
     def whole(self) -> Whole:
         """The whole parameters of the tag, read when first needed: only to move states from another layout."""
         if self._whole is None:
-            self._whole = Whole(self._place, self._trusted)
+            self._whole = Whole(self._place, self._trusted, stage_of(self._engine))
         return self._whole
 
     @contextmanager
@@ -78,17 +80,21 @@ class Reading:
         own = Relaid(self._engine, self.whole, self._sharp if sharper else self.whole.weights) if relaid else None
         frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
 
+        main = main_file(stage_of(self._engine))
+
         def load(path: str, map_location: Any = None) -> Any:
             if own is not None and (made := own.file(Path(path))) is not None:
                 return made
             expert = expert_file(Path(path).name) if recut or sharper else None
             if expert is not None:
-                return self._expert(*expert, sharper, strict)
+                return self._expert(expert.layer, expert.number, sharper, strict)
             self._check_named(Path(path))
             found = read_file(Path(path), self._trusted, map_location or "cpu")
-            if sharper and Path(path).name == DENSE_FILE:
+            if sharper and Path(path).name == main and found["module"] is not None:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
-            if Path(path).name == DENSE_FILE and live_parts(self._engine):
+            elif sharper and (layer := self._layer_in(Path(path))) is not None:
+                found |= {name: self._sharp(f"{layer}.{name}") for name in found}
+            if Path(path).name == main and live_parts(self._engine):
                 found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
@@ -99,12 +105,17 @@ class Reading:
             with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: [str(own.main_file)]):
                 yield
 
+    def _layer_in(self, path: Path) -> str | None:
+        """Return the path of the one layer of a pipeline that a file has; ``None`` for another file."""
+        stages = () if self._manifest is None else self._manifest.stages
+        return next((each.files[path.name] for each in stages if path.name in each.files), None)
+
     def _own_parts(self, map_location: Any) -> dict[str, torch.Tensor]:
         """Return this rank's experts, where they are spread over ranks as they were."""
         number = number_of_job(self._engine)
         if number is None or self._manifest is None:
             return {}
-        path = self._place / parts_file(number)
+        path = self._place / parts_file(number, stage_of(self._engine))
         self._check_named(path)
         found = read_file(path, self._trusted, map_location or "cpu", in_place=True)
         return {whole_name(name): each for name, each in found.items()}
@@ -125,7 +136,7 @@ class Reading:
         Raises:
             CheckpointError: they are of another; the message names parameters and shapes.
         """
-        here, there = shapes_of(self._engine.module), self.whole.shapes()
+        here, there = shapes_of(self._engine.module), self.whole.shapes(stage_of(self._engine))
         wrong = [
             f"{name} has shape {list(there[name])} there and {list(shape)} here"
             for name, shape in here.items()
@@ -144,7 +155,7 @@ class Reading:
         Raises:
             CheckpointError: they cannot be; the message says why.
         """
-        index = self.whole.index
+        index = self.whole.states_of(stage_of(self._engine))
         if index is None:
             raise CheckpointError(
                 f"{self._place} does not say where its states of the optimizer lie (saved by stock DeepSpeed, by an "
@@ -168,8 +179,9 @@ class Reading:
         Raises:
             CheckpointError: they cannot be put here; see :func:`~ds_fsmoe.checkpoint.optimizer_states.fill`.
         """
-        assert self.whole.index is not None
-        optimizer_states.fill(self._engine, self.whole.index, self._state, self._place)
+        index = self.whole.states_of(stage_of(self._engine))
+        assert index is not None
+        optimizer_states.fill(self._engine, index, self._state, self._place)
 
     def _state(self, name: str, item: str) -> torch.Tensor:
         return self._cut(name, lambda of_whole: self.whole.state(of_whole, item))

@@ -47,7 +47,7 @@ def names_in_files(engine: Any) -> dict[nn.Parameter, str]:
 
 
 def live_groups(engine: Any) -> list[LiveGroup] | None:
-    """Return the groups of an engine without tensor or pipeline parallelism; ``None`` if its optimizer is not known."""
+    """Return the groups of an engine without tensor parallelism; ``None`` if its optimizer is not known."""
     outer, names = engine.optimizer, names_in_files(engine)
     base = outer if isinstance(outer, torch.optim.Optimizer) else getattr(outer, "optimizer", None)
     if base is None:
@@ -147,7 +147,7 @@ def fill(engine: Any, index: Index, read: Read, place: Path) -> None:
 
     Args:
         engine: the engine, whose parameters are loaded already.
-        index: the index of the checkpoint.
+        index: the index of the checkpoint; of this rank's stage, in a pipeline.
         read: reads the checkpoint's states, in this job's layout.
         place: the checkpoint's folder, for messages.
 
@@ -199,9 +199,17 @@ def _kind(name: str) -> str:
 
 
 def refresh_masters(engine: Any) -> None:
-    """Refresh the optimizer's copies after only weights were loaded; DeepSpeed does so with ZeRO only."""
-    if not engine.zero_optimization() and hasattr(engine.optimizer, "refresh_fp32_params"):
+    """Refresh the optimizer's copies after only weights were loaded. DeepSpeed does so with ZeRO only; in a pipeline,
+    before stages share what they have in common."""
+    is_due = not engine.zero_optimization() or engine.pipeline_parallelism
+    if is_due and hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
+
+
+def reads_own_states(engine: Any) -> bool:
+    """Return whether DeepSpeed reads the states of the optimizer that it has written. What it makes of bf16 in a
+    pipeline without ZeRO, it looks for where it has not put it."""
+    return engine.zero_optimization() or not isinstance(engine.optimizer, BF16_Optimizer)
 
 
 def missing_and_unexpected(engine: Any, index: Index) -> tuple[list[str], list[str]]:

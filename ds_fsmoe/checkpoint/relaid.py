@@ -17,10 +17,12 @@ import torch
 from ds_fsmoe.checkpoint.expert_files import live_parts
 from ds_fsmoe.checkpoint.optimizer_states import live_groups
 from ds_fsmoe.checkpoint.shared_out import FLAT, FROZEN, OPTIMIZER, piece_of
+from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS
 from ds_fsmoe.checkpoint_files.expert_parts import whole_name
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.stages import main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 
@@ -41,8 +43,10 @@ class Relaid:
         self._engine, self._whole, self._read = engine, whole, read
         self._parts = live_parts(engine)
         self._is_shared_out = bool(engine.zero_optimization_partition_weights())
-        self._names = {each for each in whole.names() if expert_name(each) is None}
-        self.main_file = whole.place / whole.main_file
+        stage = stage_of(engine)
+        self._names = {each for each in whole.names_of(stage) if expert_name(each) is None}
+        self._main = whole.main(stage)
+        self.main_file = whole.place / (main_file(stage) if stage else whole.main_file)
 
     def file(self, path: Path) -> Any:
         """Return what a file would hold, had this job saved it; ``None`` for a file that does not have to be made."""
@@ -56,7 +60,7 @@ class Relaid:
     def _weights(self) -> dict[str, Any]:
         # Layers of AutoEP, which DeepSpeed would look for here, are ours now.
         left_out = ("module", FROZEN, LAYERS)
-        others = {name: each for name, each in self._whole.dense.items() if name not in left_out}
+        others = {name: each for name, each in self._main.items() if name not in left_out}
         sizes = {"dp_world_size": self._engine.seq_dp_world_size, "mp_world_size": self._engine.mp_world_size}
         # What was saved without MoE layers does not say so.
         others = {"num_experts": list(self._engine.num_experts)} | others | sizes

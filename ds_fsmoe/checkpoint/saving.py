@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as stock_groups
 
 from ds_fsmoe.checkpoint.expert_files import parts_of, without_parts
@@ -20,22 +21,26 @@ from ds_fsmoe.checkpoint.optimizer_states import index_of
 from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
 from ds_fsmoe.checkpoint.shared_out import FROZEN
+from ds_fsmoe.checkpoint.stages import described, has_known_stages, stage_of
 from ds_fsmoe.checkpoint_files import manifest as manifests
 from ds_fsmoe.checkpoint_files import pieces, tags
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, config_text
-from ds_fsmoe.checkpoint_files.manifest import LayerSizes, Manifest, Sizes
+from ds_fsmoe.checkpoint_files.manifest import LayerSizes, Manifest, PartSizes, Sizes
 from ds_fsmoe.checkpoint_files.pieces import merged
 from ds_fsmoe.checkpoint_files.plain_files import to_disk
 from ds_fsmoe.checkpoint_files.publishing import Publication
 from ds_fsmoe.checkpoint_files.random_states import random_states
+from ds_fsmoe.checkpoint_files.stages import Stage, main_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.whole import DENSE_FILE
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.telemetry.progress import shown
+
+_OfStage = tuple[int, Stage | None, list[LayerSizes], dict[str, PartSizes]]
+"""The number of a pipeline stage, its layers, its MoE layers, and what of it is spread over ranks."""
 
 
 def state_file(rank: int) -> str:
@@ -59,8 +64,10 @@ def sizes_of(engine: Any) -> Sizes:
 
 def states_file(engine: Any, place: Path) -> str:
     """Return where DeepSpeed writes the states of this rank's optimizer, in the folder of a tag."""
-    if engine.zero_optimization():
+    if engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer):
         return Path(engine._get_zero_ckpt_name(str(place.parent), place.name)).name
+    if not engine.has_moe_layers:  # a stage of a pipeline
+        return main_file(engine.checkpoint_mp_rank)
     expert_rank = stock_groups._get_expert_parallel_rank(stock_groups._get_max_expert_size_name())
     return Path(engine._get_optimizer_ckpt_name(str(place.parent), place.name, expert_rank)).name
 
@@ -139,10 +146,10 @@ class Saving:
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """Note the files that this rank writes, as it has to sync them: another host may not have them in memory.
         What is of one rank alone does not go into the file of all."""
-        parts = set(parts_of(self._engine))
+        parts, own_main_file = set(parts_of(self._engine)), main_file(stage_of(self._engine))
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
-            if Path(path).name == DENSE_FILE and parts:
+            if Path(path).name == own_main_file and parts:
                 state_dict = without_parts(state_dict, parts)
             elif isinstance(state_dict, dict) and state_dict.get(FROZEN):
                 self._frozen_file = Path(path).name
@@ -171,7 +178,7 @@ class Saving:
         """Write the index of the optimizer states, gathered from all ranks."""
         engine, place = self._engine, self._place
         sizes = self._ranks.together(f"describing {place}", lambda: sizes_of(engine))
-        if sizes.mp > 1 or sizes.pp > 1 or engine.optimizer is None:
+        if sizes.mp > 1 or (sizes.pp > 1 and not has_known_stages(engine)) or engine.optimizer is None:
             return
         own = self._ranks.together(
             f"describing {place}", lambda: index_of(engine, states_file(engine, place), self._frozen_file)
@@ -204,20 +211,34 @@ class Saving:
 
         own = ranks.together(f"summing up {place}", sum_up)
         files = {name: each for every in on_every_rank(own) for name, each in every.items()}
-        ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: self._manifest(files).write(place))
+        of_ranks = on_every_rank(ranks.together(f"describing {place}", self._of_stage))
+        ranks.on_leaders(f"writing {place / manifests.NAME}", lambda: self._manifest(files, of_ranks).write(place))
 
-    def _manifest(self, files: Mapping[str, Any]) -> Manifest:
-        layers = tuple(
+    def _of_stage(self) -> _OfStage:
+        """Describe what ranks of the same pipeline stage have in common."""
+        layers = [
             LayerSizes(
                 name,
                 layer.num_experts,
                 layer.deepspeed_moe.ep_size,
                 cuts_of(layer.deepspeed_moe.experts.deepspeed_experts[0]),
+                stage_of(self._engine),
             )
             for name, layer in stock_layers(self._engine).items()
+        ]
+        return stage_of(self._engine), described(self._engine), layers, parts_of(self._engine)
+
+    def _manifest(self, files: Mapping[str, Any], of_ranks: Sequence[_OfStage]) -> Manifest:
+        stages = {number: stage for number, stage, *_ in of_ranks if stage is not None}
+        layers = {each.path: each for *_, layers, _ in of_ranks for each in layers}
+        return Manifest(
+            sizes_of(self._engine),
+            tuple(sorted(layers.values(), key=lambda each: each.stage)),
+            facts_of_versions(("torch", "deepspeed")),
+            dict(sorted(files.items())),
+            {name: each for *_, parts in of_ranks for name, each in parts.items()},
+            tuple(stages[number] for number in sorted(stages)),
         )
-        versions = facts_of_versions(("torch", "deepspeed"))
-        return Manifest(sizes_of(self._engine), layers, versions, dict(sorted(files.items())), parts_of(self._engine))
 
 
 def warn_of_what_is_lost(engine: Any, place: Path, client_state: Any) -> None:

@@ -28,12 +28,12 @@ from ds_fsmoe.checkpoint_files.manifest import (
     sum_of,
 )
 from ds_fsmoe.checkpoint_files.names import Rename, from_huggingface, renamed, to_huggingface
-from ds_fsmoe.checkpoint_files.numbering import ExpertName, expert_name
+from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, expert_name
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.publishing import Publication, recover
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.tensor_files import Source, read_tensors, write_tensors
-from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, SHARED_OUT_FILE, Whole, layer_file
+from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, SHARED_OUT_FILE, Whole
 
 Form = Literal["fp32", "huggingface", "stock", "deepspeed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -106,9 +106,10 @@ def export_tensors(
         limit_bytes: the largest size of a file.
 
     Raises:
-        CheckpointError: two parameters would have one name.
+        CheckpointError: two parameters would have one name, or have it already, on two stages of a pipeline.
         FileExistsError: the folder is there and not empty.
     """
+    whole.check_shared()
     if form == "huggingface" and is_of_huggingface(whole):
         if renames:
             raise CheckpointError("--rename: the names are those of the model's own save_pretrained; leave it out")
@@ -161,6 +162,11 @@ def export_stock(whole: Whole, target: Path) -> Told:
     def write(folder: Path) -> Told:
         place = folder / whole.place.name
         place.mkdir()
+        if whole.parts and whole.num_stages > 1:
+            raise CheckpointError(
+                f"{whole.place}: experts of a Hugging Face model in pipeline stages have no form that stock DeepSpeed "
+                "reads; --to fp32 writes them whole"
+            )
         if whole.parts or whole.is_shared_out:
             dense = {name: whole.weights(name) for name in whole.names() if expert_name(name) is None}
             torch.save(_dense_state(dense, []), place / DENSE_FILE)
@@ -169,11 +175,11 @@ def export_stock(whole: Whole, target: Path) -> Told:
             return
         cut = any(each.esp > 1 for each in whole.numbering.values())
         for file in sorted(each for each in whole.files() if each.parent == whole.place):
-            if not cut or file.name == DENSE_FILE:
+            if not cut or file.name in whole.dense_files:
                 shutil.copy2(file, place / file.name)
                 yield file.name, file.stat().st_size
         if cut:
-            yield from _write_experts(place, _expert_sources(whole), list(whole.numbering))
+            yield from _write_experts(place, _expert_sources(whole), whole.file_of)
         (folder / tags.LATEST).write_text(place.name)
 
     yield from _into(target, write, whole)
@@ -184,10 +190,12 @@ def _expert_sources(whole: Whole) -> dict[ExpertName, Callable[[], torch.Tensor]
     return {each: lambda name=str(each): whole.weights(name) for each in names}
 
 
-def _write_experts(place: Path, sources: dict[ExpertName, Callable[[], torch.Tensor]], layers: Sequence[str]) -> Told:
+def _write_experts(
+    place: Path, sources: dict[ExpertName, Callable[[], torch.Tensor]], file_of: Callable[[str, int], str]
+) -> Told:
     by_file: dict[str, dict[str, Callable[[], torch.Tensor]]] = defaultdict(dict)
     for name, read in sources.items():
-        by_file[layer_file(layers.index(name.layer), name.number)][str(name)] = read
+        by_file[file_of(name.layer, name.number)][str(name)] = read
     for file, reads in by_file.items():
         state = {name: read().clone() for name, read in reads.items()}
         torch.save(state, place / file)
@@ -236,7 +244,7 @@ def import_tensors(source: Path, target: Path, tag: str, renames: Sequence[Renam
         dtype = next(iter(dense.values()), torch.empty(0)).dtype
         torch.save(_dense_state(dense, counts), place / DENSE_FILE)
         yield DENSE_FILE, sum(each.numel() * each.itemsize for each in dense.values())
-        yield from _write_experts(place, experts, layers)
+        yield from _write_experts(place, experts, lambda layer, number: str(ExpertFile(0, layers.index(layer), number)))
         sizes = Sizes(world=1, mp=1, pp=1, zero_stage=0, esp=1, dtype=str(dtype).removeprefix("torch."))
         of_layers = tuple(LayerSizes(layer, count, 1) for layer, count in zip(layers, counts, strict=True))
         sums = {name: sum_of(place / name) for name in names_in(place)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Layout, Shard, pa
 from ds_fsmoe.checkpoint_files.numbering import CUTS, Cut, expert_file
 from ds_fsmoe.checkpoint_files.owners import OWNER
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
+from ds_fsmoe.checkpoint_files.stages import Stage, main_file
 from ds_fsmoe.versions import VERSION
 
 NAME = "fsmoe.json"
@@ -30,7 +32,7 @@ FIRST = "first"
 STAGE_3 = 3
 """The ZeRO stage whose files hold the weights by ranks."""
 _PIECE_BYTES = 1 << 22
-_FROM_0 = ("zero_stage", "size_bytes")
+_FROM_0 = ("zero_stage", "size_bytes", "stage")
 """The numbers that may be 0."""
 
 
@@ -60,6 +62,8 @@ class LayerSizes:
     ep: int
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """Maps a parameter of its experts -> how shards are cut from it; empty where that is not known."""
+    stage: int = 0
+    """The stage of the pipeline that has it."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +79,17 @@ class PartSizes:
     """The dimension that was cut into shards, as text; "first": whole in the first shard and zero in the others."""
     pieces: int = 1
     """See :class:`~ds_fsmoe.checkpoint_files.expert_parts.Shard`."""
+    stage: int = 0
+    """The stage of the pipeline that has it."""
 
     @staticmethod
-    def of(part: ExpertPart) -> PartSizes:
+    def of(part: ExpertPart, stage: int = 0) -> PartSizes:
         """Return what all parts of a parameter have in common."""
         sizes = part.layout, part.num_experts, part.ep_size
         if part.shard is None:
-            return PartSizes(*sizes)
+            return PartSizes(*sizes, stage=stage)
         cut = FIRST if part.shard.dim is None else str(part.shard.dim)
-        return PartSizes(*sizes, part.shard.count, cut, part.shard.pieces)
+        return PartSizes(*sizes, part.shard.count, cut, part.shard.pieces, stage)
 
     def first(self) -> ExpertPart:
         """Return the description of the first part.
@@ -115,6 +121,8 @@ class Manifest:
     """Maps a name in the folder -> what the file has to be."""
     parts: Mapping[str, PartSizes] = field(default_factory=dict)
     """Maps the name of a parameter that is spread over ranks -> how; those of Hugging Face models' experts."""
+    stages: tuple[Stage, ...] = ()
+    """The stages of a pipeline; empty without one, and where an older version has saved it, which did not say."""
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder that is not published yet."""
@@ -135,7 +143,8 @@ def _manifest(found: Mapping[str, Any]) -> Manifest:
     layers = tuple(LayerSizes(**each) for each in found["layers"])
     files = {str(name): FileSum(**each) for name, each in found["files"].items()}
     parts = {str(name): PartSizes(**each) for name, each in found.get("parts", {}).items()}
-    manifest = Manifest(Sizes(**found["sizes"]), layers, dict(found["versions"]), files, parts)
+    stages = tuple(Stage(**each) for each in found.get("stages", ()))
+    manifest = Manifest(Sizes(**found["sizes"]), layers, dict(found["versions"]), files, parts, stages)
     _check_types(manifest)
     return manifest
 
@@ -162,6 +171,8 @@ def _check_types(manifest: Manifest) -> None:
         first = each.first()  # refuses a layout that is not known, and experts that do not divide
         if first.num_parts > len(manifest.files):
             raise ValueError(f"{first.num_parts} parts in {len(manifest.files)} files")
+    if manifest.stages and len(manifest.stages) != manifest.sizes.pp:
+        raise ValueError(f"{len(manifest.stages)} stages described, of {manifest.sizes.pp}")
     for name in manifest.files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"a file outside the folder: {name!r}")
@@ -227,18 +238,31 @@ def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
     found = [f"{folder / NAME} does not name {each}, which lies beside it" for each in unnamed]
     if not any(_WEIGHTS.fullmatch(each) for each in manifest.files):
         found.append(f"{folder / NAME} names no file of weights (mp_rank_00_model_states.pt)")
-    count = max((each.first().num_parts for each in manifest.parts.values()), default=0)
-    wanted_parts = [parts_file(each) for each in range(count)] if manifest.sizes.zero_stage < STAGE_3 else []
-    for each in wanted_parts:
-        if each not in manifest.files:
-            found.append(f"{folder / NAME} does not name {each}, the experts of a rank")
-    # In a pipeline of stages each numbers its own layers.
-    for at, layer in enumerate(manifest.layers if manifest.sizes.pp == 1 else ()):
-        wanted = layer.num_experts * manifest.sizes.esp
-        numbers = {each[1] for each in map(expert_file, manifest.files) if each is not None and each[0] == at}
-        named = sum(number < wanted for number in numbers)
-        if named < wanted:
+    wanted = [main_file(at) for at in range(len(manifest.stages))] + [
+        file for stage in manifest.stages for file in stage.files
+    ]
+    found += [
+        f"{folder / NAME} does not name {each}, the weights of a pipeline stage"
+        for each in wanted
+        if each not in manifest.files
+    ]
+    if manifest.sizes.zero_stage < STAGE_3:
+        parts = {parts_file(at, each.stage) for each in manifest.parts.values() for at in range(each.first().num_parts)}
+        found += [
+            f"{folder / NAME} does not name {each}, the experts of a rank"
+            for each in sorted(parts - manifest.files.keys())
+        ]
+    # An older version named the layers of the first stage only.
+    layers = manifest.layers if manifest.stages or manifest.sizes.pp == 1 else ()
+    of_stages = Counter[int]()
+    for layer in layers:
+        at = of_stages[layer.stage]
+        of_stages[layer.stage] += 1
+        should = layer.num_experts * manifest.sizes.esp
+        files = (each for each in map(expert_file, manifest.files) if each is not None)
+        named = sum(each[:2] == (layer.stage, at) and each.number < should for each in files)
+        if named < should:
             found.append(
-                f"{folder} has {named} files of experts of {layer.path}, and should have {wanted} by its {NAME}"
+                f"{folder} has {named} files of experts of {layer.path}, and should have {should} by its {NAME}"
             )
     return found

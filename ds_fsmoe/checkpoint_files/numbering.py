@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ CUTS: tuple[Cut, ...] = (0, 1, "first", "whole")
 EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
 _NAME = re.compile(rf"^(?P<layer>.*){re.escape(EXPERTS)}(?P<number>[0-9]{{1,9}})\.(?P<parameter>.+)$")
 _FILE = re.compile(
-    r"^layer_(?P<layer>[0-9]{1,9})_expert_(?P<number>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{1,9})_model_states\.pt$"
+    r"^layer_(?P<layer>[0-9]{1,9})_expert_(?P<number>[0-9]{1,9})_mp_rank_(?P<stage>[0-9]{1,9})_model_states\.pt$"
 )
 
 
@@ -46,10 +46,24 @@ def expert_name(name: str) -> ExpertName | None:
     return None if found is None else ExpertName(found["layer"], int(found["number"]), found["parameter"])
 
 
-def expert_file(name: str) -> tuple[int, int] | None:
-    """Return the running number of the layer and the number of the expert of a file; ``None`` for another file."""
+class ExpertFile(NamedTuple):
+    """What the name of an expert's file says."""
+
+    stage: int
+    """The stage of the pipeline; 0 without stages."""
+    layer: int
+    """The running number of the MoE layer, in the stage."""
+    number: int
+    """The number of the expert."""
+
+    def __str__(self) -> str:
+        return f"layer_{self.layer}_expert_{self.number}_mp_rank_{self.stage:02d}_model_states.pt"
+
+
+def expert_file(name: str) -> ExpertFile | None:
+    """Parse the name of a file; return ``None`` if it is not an expert's."""
     found = _FILE.match(name)
-    return None if found is None else (int(found["layer"]), int(found["number"]))
+    return None if found is None else ExpertFile(int(found["stage"]), int(found["layer"]), int(found["number"]))
 
 
 @dataclass(frozen=True)

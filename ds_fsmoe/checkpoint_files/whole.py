@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,19 @@ import torch
 from ds_fsmoe.checkpoint_files.auto_ep_names import LAYERS, AutoEPNames
 from ds_fsmoe.checkpoint_files.expert_parts import part_name, part_number, parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import OURS, Manifest, PartSizes, read_manifest
-from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, expert_file, expert_name, join
-from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Piece, read_index
+from ds_fsmoe.checkpoint_files.numbering import ExpertFile, ExpertName, Numbering, expert_file, expert_name, join
+from ds_fsmoe.checkpoint_files.pieces import MASTER, WEIGHTS, Group, Index, Keys, Piece, read_index
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.reading import WITHOUT_DEEPSPEED, read_file
+from ds_fsmoe.checkpoint_files.stages import main_file, stage_of_file
 from ds_fsmoe.checkpoint_files.stock_pieces import stock_index
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
-DENSE_FILE = "mp_rank_00_model_states.pt"
+DENSE_FILE = main_file(0)
 SHARED_OUT_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """The first rank's file of a checkpoint of ZeRO 3, whose weights are in pieces in the files of all ranks."""
-_OF_STAGES = re.compile(r"layer_\d+-model_.*_states\.pt")
+_OF_TENSOR_PARALLEL_STAGES = re.compile(r"layer_\d+-model_.*_states\.pt")
 _OPEN_FILES = 64
-
-
-def layer_file(layer: int, number: int) -> str:
-    """Return DeepSpeed's name for the file of an expert."""
-    return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
 
 
 class Whole:
@@ -41,6 +38,7 @@ class Whole:
     Args:
         place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
+        stage: the pipeline stage whose values are returned of what several stages have under one name.
 
     Attributes:
         place: that folder.
@@ -48,14 +46,16 @@ class Whole:
         index: where the optimizer's states are; ``None`` where that was not written down.
         parts: the parameters that were spread over ranks, as experts of Hugging Face models are.
         is_shared_out: whether ZeRO 3 has saved it, with the weights in pieces.
-        main_file: the file with what is not of single ranks.
+        main_file: the file with what is not of single ranks; of the first stage, in a pipeline.
+        num_stages: the number of pipeline stages.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or has tensor parallelism or pipeline stages.
+        CheckpointError: it is not a checkpoint, or has tensor parallelism, or stages that it does not describe.
     """
 
-    def __init__(self, place: Path, trusted: Sequence[Any] = WITHOUT_DEEPSPEED) -> None:
+    def __init__(self, place: Path, trusted: Sequence[Any] = WITHOUT_DEEPSPEED, stage: int = 0) -> None:
         self.place = place
+        self._stage = stage
         self._trusted = trusted
         self._open: OrderedDict[str, Any] = OrderedDict()
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
@@ -65,19 +65,23 @@ class Whole:
         self.main_file = SHARED_OUT_FILE if self.is_shared_out else DENSE_FILE
         if self.main_file not in names:
             raise CheckpointError(f"{place} is no checkpoint of DeepSpeed's: it has no {DENSE_FILE}")
-        if any("mp_rank_00" not in each for each in names) or any(map(_OF_STAGES.match, there)):
+        stages = () if self.manifest is None else self.manifest.stages
+        self.num_stages = max(1, len(stages))
+        has_others = not stages and any("mp_rank_00" not in each for each in names)
+        has_tensor_parallel = self.manifest is not None and self.manifest.sizes.mp > 1
+        if has_others or has_tensor_parallel or any(map(_OF_TENSOR_PARALLEL_STAGES.match, there)):
             raise CheckpointError(
-                f"{place} was saved with tensor-parallel ranks or pipeline stages, whose layers only the model itself "
-                "can put together"
+                f"{place} was saved with tensor-parallel ranks, or in pipeline stages by stock DeepSpeed or an older "
+                "version, whose layers only the model itself can put together"
             )
         self._auto_ep: AutoEPNames | None = None
         if self.manifest is None and not self.is_shared_out and self.dense.get(LAYERS):
-            self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self._file(layer_file(layer, number)))
+            self._auto_ep = AutoEPNames(self.dense, lambda layer, number: self._file(str(ExpertFile(0, layer, number))))
             names = []  # its files of experts are read by their names
         self._experts = sorted(found for found in map(expert_file, names) if found is not None)
-        self._layer_at = {
-            next(iter(self._names_in(layer_file(*each)))).layer: each[0] for each in dict(self._experts).items()
-        }
+        lasts = {(each.stage, each.layer): each for each in self._experts}
+        self._layer_at = {next(iter(self._names_in(str(last)))).layer: at for at, last in lasts.items()}
+        self._dense = self._dense_places()
         self.index: Index | None = read_index(place)
         if self.index is None and self.is_shared_out:
             try:
@@ -87,11 +91,13 @@ class Whole:
         self.numbering = self._numberings()
         self.parts: Mapping[str, PartSizes] = {} if self.manifest is None else self.manifest.parts
         self._pieces: dict[str, list[tuple[Group, Piece]]] = {}
-        for group in self.index.groups if self.index is not None else ():
+        groups = self.index.groups if self.index is not None else ()
+        for group in sorted(groups, key=lambda each: stage_of_file(each.file) != stage):
+            number = stage_of_file(group.file)
             for piece in group.pieces:
                 known = self._pieces.setdefault(piece.name, [])
-                # Without ZeRO each rank that writes a file has all that is no expert's.
-                if all(other.first != piece.first for _, other in known):
+                # Without ZeRO each rank that writes a file has all that is no expert's; each stage has what they share.
+                if all(other.first != piece.first and stage_of_file(of.file) == number for of, other in known):
                     known.append((group, piece))
 
     @property
@@ -99,6 +105,18 @@ class Whole:
         """The data that DeepSpeed stores beside the non-expert weights, and these weights as ``"module"``: at ZeRO 3
         buffers alone have their values there."""
         return self._file(self.main_file)
+
+    def main(self, stage: int) -> dict[str, Any]:
+        """Return the data that DeepSpeed stores beside the weights of a stage; see :attr:`dense`."""
+        return self.dense if stage == 0 else self._file(main_file(stage))
+
+    def states_of(self, stage: int) -> Index | None:
+        """Return the index of the optimizer states that a stage has; ``None`` where that was not written down."""
+        if self.index is None:
+            return None
+        return replace(
+            self.index, groups=tuple(each for each in self.index.groups if stage_of_file(each.file) == stage)
+        )
 
     def files(self) -> Iterator[Path]:
         """Return the checkpoint's files, except those that describe it; other files in its folder are not known here.
@@ -118,26 +136,31 @@ class Whole:
             yield each
 
     def names(self) -> Iterator[str]:
-        """The names of all parameters and buffers."""
-        yield from self.dense["module"] if self._auto_ep is None else self._auto_ep
-        if not self.is_shared_out:
-            there = self._file(parts_file(0)) if self.parts else ()
-            yield from (name for name in self.parts if part_name(name, 0) in there)
-        for layer, at in self._layer_at.items():
-            numbering = self.numbering[layer]
-            for expert in range(numbering.num_experts):
-                number = numbering.number(expert, 0)
-                for each in self._names_in(layer_file(at, number)):
-                    yield str(ExpertName(layer, expert, each.parameter))
+        """The names of all parameters and buffers; what several stages share is named once."""
+        yield from dict.fromkeys(name for stage in range(self.num_stages) for name in self.names_of(stage))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of every parameter and buffer, whole, but those that experts' own files have."""
+    def names_of(self, stage: int) -> Iterator[str]:
+        """The names of the parameters and buffers of one stage."""
+        yield from self._dense[stage] if self._auto_ep is None else self._auto_ep
+        if not self.is_shared_out:
+            parts = [name for name, each in self.parts.items() if each.stage == stage]
+            there = self._file(parts_file(0, stage)) if parts else ()
+            yield from (name for name in parts if part_name(name, 0) in there)
+        for layer, at in self._layer_at.items():
+            if at[0] == stage:
+                numbering = self.numbering[layer]
+                for expert in range(numbering.num_experts):
+                    for each in self._names_in(str(ExpertFile(*at, numbering.number(expert, 0)))):
+                        yield str(ExpertName(layer, expert, each.parameter))
+
+    def shapes(self, stage: int = 0) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of a stage's parameters and buffers, whole, but those that experts' own files have."""
         if self._auto_ep is not None:
             return {name: self._auto_ep.shape(name) for name in self._auto_ep}
         found = {}
-        for name in self.names():
-            if expert_name(name) is None and torch.is_tensor(self.dense["module"].get(name, torch.empty(0))):
-                is_buffer = name in self.dense["buffer_names"]
+        for name in self.names_of(stage):
+            if expert_name(name) is None and (name in self.parts or torch.is_tensor(self._weights_of(name))):
+                is_buffer = name in self.main(stage)["buffer_names"]
                 saved = self._optimized(self._saved_names(name)[0])
                 shape = tuple(self._weights_of(saved).shape if is_buffer else self._shape_of(saved))
                 found[name] = self.parts[name].first().whole_shape(shape) if name in self.parts else shape
@@ -146,7 +169,18 @@ class Whole:
     def parameters_of(self, layer: str) -> set[str]:
         """Return the parameters and buffers of one expert of a layer, under the names that the expert gives them."""
         number = self.numbering[layer].number(0, 0)
-        return {each.parameter for each in self._names_in(layer_file(self._layer_at[layer], number))}
+        return {each.parameter for each in self._names_in(str(ExpertFile(*self._layer_at[layer], number)))}
+
+    @property
+    def dense_files(self) -> set[str]:
+        """The files that have what no single rank has, beside them what DeepSpeed stores of each stage."""
+        stages = () if self.manifest is None else self.manifest.stages
+        own = {main_file(at) for at in range(1, self.num_stages)}
+        return {self.main_file} | own | {file for stage in stages for file in stage.files}
+
+    def file_of(self, layer: str, number: int) -> str:
+        """Return DeepSpeed's name for the file of an expert of a layer."""
+        return str(ExpertFile(*self._layer_at[layer], number))
 
     def weights(self, name: str) -> torch.Tensor:
         """Return a parameter's weights as the model has them, in its data type.
@@ -173,7 +207,8 @@ class Whole:
 
     def _optimized(self, name: str) -> str:
         """Return the one name under which a parameter with several names is optimized."""
-        return (self.dense.get("shared_params") or {}).get(name, name)
+        shared = (self.main(stage).get("shared_params") or {} for stage in range(self.num_stages))
+        return next((each[name] for each in shared if name in each), name)
 
     def _joined(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         shards = [read(each) for each in self._saved_names(name)]
@@ -206,18 +241,60 @@ class Whole:
         ]
 
     def _weights_of(self, saved: str) -> torch.Tensor:
-        expert, number = expert_name(saved), part_number(saved) if whole_name(saved) in self.parts else None
+        expert, part = expert_name(saved), self.parts.get(whole_name(saved))
+        keys: Keys = (saved,)
         if expert is not None:
-            file = layer_file(self._layer_at[expert.layer], expert.number)
+            file = self.file_of(expert.layer, expert.number)
+        elif part is not None and (number := part_number(saved)) is not None:
+            file = parts_file(number, part.stage)
         else:
-            file = self.main_file if number is None else parts_file(number)
-        holds = self._file(file)
-        try:
-            if self._auto_ep is not None:
+            places = self._places_of(saved)
+            file, keys = places.get(self._stage) or next(iter(places.values()), (self.main_file, ("module", saved)))
+        if self._auto_ep is not None:
+            try:
                 return self._auto_ep.weights(saved)
-            return (holds["module"] if file == self.main_file else holds)[saved]
+            except KeyError:
+                raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
+        return self._at(file, keys)
+
+    def _at(self, file: str, keys: Keys) -> Any:
+        found = self._file(file)
+        try:
+            for key in keys:
+                found = found[key]
+            return found
         except KeyError:
-            raise CheckpointError(f"{self.place / file} has no {saved!r}") from None
+            raise CheckpointError(f"{self.place / file} has no {keys[-1]!r}") from None
+
+    def _places_of(self, saved: str) -> dict[int, tuple[str, Keys]]:
+        """Return stage -> file and keys in it, of what no single rank has."""
+        return {stage: each[saved] for stage, each in self._dense.items() if saved in each}
+
+    def check_shared(self) -> None:
+        """Check that what several stages have under one name is the same on all.
+
+        Raises:
+            CheckpointError: it is not, as of a ``TiedLayerSpec`` only its ``tied_weight_attr`` is.
+        """
+        for name in self.names():
+            places = self._places_of(name)
+            values = [self._at(*each) for each in places.values()] if len(places) > 1 else []
+            if any(not torch.equal(values[0], each) for each in values[1:]):
+                raise CheckpointError(
+                    f"{self.place}: {name} differs between the stages {', '.join(map(str, places))} of the pipeline, "
+                    "and has one name: a TiedLayerSpec keeps only its tied_weight_attr the same; name it there too"
+                )
+
+    def _dense_places(self) -> dict[int, dict[str, tuple[str, Keys]]]:
+        """Return, for each stage, name -> file and keys in it, of what no single rank has."""
+        found: dict[int, dict[str, tuple[str, Keys]]] = {}
+        for at in range(self.num_stages):
+            file = self.main_file if at == 0 else main_file(at)
+            found[at] = {name: (file, ("module", name)) for name in self.main(at)["module"] or ()}
+        for at, stage in enumerate(() if self.manifest is None else self.manifest.stages):
+            for file, path in stage.files.items():
+                found[at] |= {f"{path}.{key}": (file, (key,)) for key in self._file(file)}
+        return found
 
     def _piecewise_weights_of(self, saved: str) -> torch.Tensor:
         """Return weights that ZeRO 3 has saved in pieces, in the data type of the job."""
@@ -257,7 +334,7 @@ class Whole:
         return flat.view(shape)
 
     def _numberings(self) -> Mapping[str, Numbering]:
-        counts = {layer: sum(1 for number, _ in self._experts if number == at) for layer, at in self._layer_at.items()}
+        counts = {layer: sum(each[:2] == at for each in self._experts) for layer, at in self._layer_at.items()}
         if self.manifest is None:
             return {layer: Numbering(count, 1, 1) for layer, count in counts.items()}
         esp = self.manifest.sizes.esp

@@ -103,6 +103,8 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.pipe.engine:PipelineEngine._exec_forward_pass": ("self", "buffer_id"),
     "deepspeed.runtime.pipe.engine:PipelineEngine._exec_backward_pass": ("self", "buffer_id"),
     "deepspeed.runtime.pipe.engine:PipelineEngine.is_gradient_accumulation_boundary": ("self",),
+    "deepspeed.runtime.pipe.module:PipelineModule._synchronize_tied_weights": ("self",),
+    "deepspeed.runtime.pipe.module:PipelineModule.ckpt_layer_path": ("self", "ckpt_dir", "local_layer_idx"),
     "deepspeed.runtime.utils:combine_grad_norm_groups": ("norm_groups",),
     "deepspeed.runtime.utils:is_optimized_parameter": ("param",),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": None,

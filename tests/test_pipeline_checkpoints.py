@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of pipeline stages goes on with other ranks within each stage; every number arrives, to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fsmoe.checkpoint_files.convert import export_stock, export_tensors, open_checked
+from ds_fsmoe.checkpoint_files.manifest import NAME, omissions, read_manifest
+from ds_fsmoe.checkpoint_files.numbering import ExpertFile
+from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.pieces import NAME as PIECES
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.tensor_files import read_tensors
+from ds_fsmoe.checkpoint_files.whole import Whole
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.small_model import BATCH, LENGTH, WIDTH
+from tests.test_pipeline_stages import Dense, WithExperts
+
+BEFORE, AFTER = 2, 2
+MICRO_BATCHES = 4
+"""Of a step, on all ranks: so a step is the same on any number of them."""
+OPTIMIZERS = {
+    "adam": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+    "sgd": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+}
+STATES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+class Layout(NamedTuple):
+    """How a job of two stages is laid out."""
+
+    ranks: int
+    """Those of a stage."""
+    ep: int
+    zero: int
+    dtype: str = "fp32"
+    esp: int = 1
+
+
+class Routed(WithExperts):
+    """By numbers alone: other ranks would draw other random ones."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.moe.deepspeed_moe.gate.top2_2nd_expert_sampling = False
+
+
+class Source(NamedTuple):
+    """A job that is saved."""
+
+    layout: Layout
+    optimizer: str
+    kinds: tuple[str, ...]
+    """What each stage has; "tied": both have one more layer, with a weight in common."""
+
+
+SOURCES = [
+    Source(Layout(2, 2, 0), "adam", ("dense", "moe")),
+    Source(Layout(2, 2, 1), "sgd", ("moe", "moe")),
+    Source(Layout(2, 1, 1), "adam", ("moe", "dense")),
+    Source(Layout(2, 2, 0), "sgd", ("moe", "moe", "tied")),
+    Source(Layout(2, 2, 1), "adam", ("dense", "moe", "tied")),
+    Source(Layout(2, 2, 0, "bf16"), "adam", ("moe", "moe")),
+    Source(Layout(2, 2, 1, "bf16"), "adam", ("moe", "moe")),
+    Source(Layout(2, 1, 1, "fp32", 2), "adam", ("moe", "dense")),
+    Source(Layout(1, 1, 0), "adam", ("moe", "dense")),
+]
+TARGETS = [
+    Layout(2, 1, 0),
+    Layout(2, 2, 1),
+    Layout(1, 1, 1),
+    Layout(2, 1, 1),
+    Layout(1, 1, 0),
+    Layout(4, 2, 0),
+    Layout(4, 4, 1),
+    Layout(2, 2, 0, "bf16"),
+    Layout(2, 1, 1, "bf16"),
+    Layout(2, 1, 0, "fp32", 2),
+]
+SAMPLE = [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
+BF16_WITHOUT_ZERO = 7
+# There DeepSpeed's optimizer would wait for ever if a stage had no MoE layer, and it is refused.
+MANY = [
+    (source, target)
+    for source, each in enumerate(SOURCES)
+    for target, layout in enumerate(TARGETS)
+    if layout != each.layout
+    and (layout.ranks < 4 or (source + target) % 3 == 0)
+    and ("dense" not in each.kinds or target != BF16_WITHOUT_ZERO)
+]
+
+
+def make(rank: int, layout: Layout, optimizer: str, kinds: tuple[str, ...], scale: float = 1.0, **options: Any) -> Any:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    import ds_fsmoe
+
+    deepspeed.init_distributed("gloo")
+    of_stages = [each for each in kinds if each != "tied"]
+    made = [Routed(i, rank % layout.ep, layout.ep) if kind == "moe" else Dense(i) for i, kind in enumerate(of_stages)]
+    layers: list[Any] = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
+    if "tied" in kinds:
+        # What is not named as tied has one name on both stages, and a value of its own on each.
+        tied = TiedLayerSpec("edge", Dense, 50, tied_weight_attr="linear.weight")
+        layers = [tied, *layers, tied]
+    torch.manual_seed(0)
+    options = {"num_stages": 2, "partition_method": "uniform"} | options
+    model = PipelineModule(layers, loss_fn=nn.functional.mse_loss, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": MICRO_BATCHES // layout.ranks,
+        "optimizer": OPTIMIZERS[optimizer],
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": layout.zero, "reduce_bucket_size": 4096},
+        "steps_per_print": 1_000_000,
+        "fsmoe": {"enabled": True, "autotune": False, "esp_size": layout.esp},
+    }
+    if layout.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train(engine: Any, rank: int, layout: Layout, first: int, steps: int) -> list[float]:
+    def batches() -> Iterator[tuple[torch.Tensor, ...]]:
+        for step in range(first, first + steps):
+            for number in range(rank % layout.ranks, MICRO_BATCHES, layout.ranks):
+                generator = torch.Generator().manual_seed(1000 * step + number)
+                made = (torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
+                yield tuple(each.to(torch.bfloat16 if layout.dtype == "bf16" else torch.float32) for each in made)
+
+    data = batches()
+    return [engine.train_batch(data).item() for _ in range(steps)]
+
+
+def save_and_move(
+    rank: int, world_size: int, sources: list[int], pairs: list[tuple[int, int]], folder: str
+) -> tuple[dict[int, list[list[float]]], dict[tuple[int, int], list[float]]]:
+    """Save some sources; then move pairs of a source and a target.
+
+    Returns:
+        The losses of each source that went on, and of it after it was loaded as it was; and those of each pair.
+    """
+    hurry()
+    before, after = {}, {}
+    for number in sources:
+        layout, optimizer, kinds = SOURCES[number]
+        engine = make(rank, layout, optimizer, kinds)
+        train(engine, rank, layout, 0, BEFORE)
+        engine.save_checkpoint(f"{folder}/{number}", "tag", client_state={"mine": number})
+        before[number] = [train(engine, rank, layout, BEFORE, AFTER)]
+        engine.destroy()
+        engine = make(rank, layout, optimizer, kinds, scale=0.3)
+        engine.load_checkpoint(f"{folder}/{number}", "tag")
+        before[number].append(train(engine, rank, layout, BEFORE, AFTER))
+        engine.destroy()
+    for source, target in pairs:
+        layout, (_, optimizer, kinds) = TARGETS[target], SOURCES[source]
+        engine = make(rank, layout, optimizer, kinds, scale=0.3)
+        _, client_state = engine.load_checkpoint(f"{folder}/{source}", "tag")
+        assert client_state["mine"] == source
+        assert "optimizer" not in client_state
+        assert engine.global_steps == BEFORE
+        engine.save_checkpoint(f"{folder}/{source}-{target}", "tag")
+        after[source, target] = train(engine, rank, layout, BEFORE, AFTER)
+        engine.destroy()
+    return before, after
+
+
+@pytest.fixture(
+    scope="module",
+    params=[SAMPLE, pytest.param(MANY, marks=pytest.mark.slow)],
+    ids=["a few moves", "every move"],
+)
+def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
+    """Sources, each in some of the targets."""
+    root = tmp_path_factory.mktemp("moved")
+    before, after = {}, {}
+    needed = {source for source, _ in request.param}
+    for ranks in (1, 2, 4):
+        sources = [each for each in sorted(needed) if SOURCES[each].layout.ranks == ranks]
+        # What is to be moved has to be saved by now; the rest follows below.
+        saved = {*before, *sources}
+        pairs = [pair for pair in request.param if TARGETS[pair[1]].ranks == ranks and pair[0] in saved]
+        if sources or pairs:
+            found = run_on_ranks(
+                save_and_move, 2 * ranks, root / str(ranks), sources, pairs, str(root / "saved"), limit_s=600
+            )
+            assert all(each == found[0] for each in found)
+            before |= found[0][0]
+            after |= found[0][1]
+    rest = [pair for pair in request.param if pair not in after]
+    for ranks in sorted({TARGETS[target].ranks for _, target in rest}):
+        pairs = [pair for pair in rest if TARGETS[pair[1]].ranks == ranks]
+        found = run_on_ranks(
+            save_and_move, 2 * ranks, root / f"rest{ranks}", [], pairs, str(root / "saved"), limit_s=600
+        )
+        after |= found[0][1]
+    assert set(after) == set(request.param)
+    return root / "saved", before, after
+
+
+def test_a_run_that_stays_as_it_was_goes_on_to_the_bit(moved: tuple[Path, dict, dict]) -> None:
+    for source, (went_on, loaded) in moved[1].items():
+        assert loaded == went_on, SOURCES[source]
+
+
+def test_the_next_losses_are_those_of_the_run_that_went_on(moved: tuple[Path, dict, dict]) -> None:
+    _, before, after = moved
+    compared = 0
+    for (source, target), losses in after.items():
+        if SOURCES[source].layout.dtype == TARGETS[target].dtype == "fp32":
+            assert losses == pytest.approx(before[source][0], rel=1e-6), (SOURCES[source], TARGETS[target])
+            compared += 1
+    assert compared
+
+
+def test_weights_and_states_of_all_stages_arrive_to_the_bit(moved: tuple[Path, dict, dict]) -> None:
+    folder, _, after = moved
+    for source, target in after:
+        _, optimizer, kinds = SOURCES[source]
+        for stage in range(2):
+            places = folder / str(source) / "tag", folder / f"{source}-{target}" / "tag"
+            was, now = (Whole(each, stage=stage) for each in places)
+            assert was.num_stages == now.num_stages == 2
+            assert sorted(was.names()) == sorted(now.names())
+            of_experts = sum(each == "moe" for each in kinds) * (1 + 4 * 4)
+            assert len(list(now.names())) == of_experts + 2 * (4 + ("tied" in kinds))
+            for name in was.names():
+                for item in (MASTER, *STATES[optimizer]):
+                    assert torch.equal(was.state(name, item), now.state(name, item)), (source, target, name, item)
+                expected = was.state(name, MASTER).to(now.weights(name).dtype)
+                assert torch.equal(now.weights(name), expected), (source, target, name)
+
+
+def test_what_is_not_tied_has_a_value_on_each_stage(moved: tuple[Path, dict, dict], tmp_path: Path) -> None:
+    for source in {source for source, _ in moved[2] if "tied" in SOURCES[source].kinds}:
+        place = moved[0] / str(source) / "tag"
+        first, last = (Whole(place, stage=stage) for stage in range(2))
+        weight, bias = (f"tied_modules.edge.linear.{each}" for each in ("weight", "bias"))
+        assert torch.equal(first.weights(weight), last.weights(weight))
+        assert not torch.equal(first.weights(bias), last.weights(bias))
+        with pytest.raises(CheckpointError, match=r"edge\.linear\.bias differs between the stages 0, 1"):
+            list(export_tensors(first, tmp_path / str(source), "fp32", (), None, 1 << 30))
+
+
+def as_before_stages(place: Path) -> None:
+    """Leave of a tag what a version wrote that described no stages."""
+    (place / PIECES).unlink()
+    manifest = json.loads((place / NAME).read_text())
+    for name in ("stages", "parts"):
+        del manifest[name]
+    del manifest["files"][PIECES]
+    manifest["layers"] = [each for each in manifest["layers"] if each.pop("stage") == 0]
+    (place / NAME).write_text(json.dumps(manifest))
+
+
+def refusals(rank: int, world_size: int, folder: str) -> tuple[dict[str, str], list[float]]:
+    from ds_fsmoe.config.reading import ConfigError
+
+    hurry()
+    layout, optimizer, kinds = SOURCES[0]
+    if rank == 0:
+        shutil.copytree(f"{folder}/0", f"{folder}/old")
+        as_before_stages(Path(folder) / "old" / "tag")
+    said = {}
+    for what, to, options, source in (
+        ("bounds", layout, {"partition_method": "type:routed"}, "0"),
+        ("old", layout._replace(zero=1), {}, "old"),
+        ("stages", Layout(1, 1, 0), {"num_stages": 4}, "0"),
+        ("weights", Layout(1, 1, 0), {"num_stages": 4}, "0"),
+    ):
+        engine = make(rank, to, optimizer, kinds, **options)
+        weights = [each.detach().clone() for each in engine.module.parameters()]
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(f"{folder}/{source}", "tag", load_optimizer_states=what != "weights")
+        said[what] = str(caught.value)
+        assert all(map(torch.equal, weights, engine.module.parameters()))
+        engine.destroy()
+    engine = make(rank, layout, optimizer, kinds, scale=0.3)
+    engine.load_checkpoint(f"{folder}/old", "tag")
+    losses = train(engine, rank, layout, BEFORE, AFTER)
+    with pytest.raises(ConfigError) as refused:
+        make(rank, layout._replace(dtype="bf16"), optimizer, kinds)
+    said["bf16"] = str(refused.value)
+    return said, losses
+
+
+@pytest.fixture(scope="module")
+def refused(moved: tuple[Path, dict, dict], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_on_ranks(refusals, 4, tmp_path_factory.mktemp("refused"), str(moved[0]))
+
+
+def test_other_stages_are_refused_on_every_rank_before_anything_is_loaded(refused: list[Any]) -> None:
+    said = refused[0][0]
+    for each, _ in refused:
+        assert each["stages"] == said["stages"] == each["weights"]
+        assert "stage 0 of the pipeline has layers 0 to 1 there and layers 0 to 2 here" in each["bounds"]
+        assert "stage 1 of the pipeline has layers 2 to 3 there and layers 3 to 3 here" in each["bounds"]
+        assert "partition_method" in each["bounds"]
+    assert "has 2 pipeline stages, and this job has 4" in said["stages"]
+    assert "Load it into PipelineModule(num_stages=2)" in said["stages"]
+    assert "ds_fsmoe convert --to fp32" in said["stages"]
+
+
+def test_bf16_without_zero_is_refused_if_a_stage_has_no_layer(refused: list[Any]) -> None:
+    assert all("DeepSpeed's BF16_Optimizer waits for ever" in said["bf16"] for said, _ in refused)
+
+
+def test_stages_that_an_older_version_has_saved_go_on_as_they_were_and_do_not_move(
+    refused: list[Any], moved: tuple[Path, dict, dict]
+) -> None:
+    for said, losses in refused:
+        assert losses == moved[1][0][0]
+        assert "zero_stage 0 -> 1" in said["old"]
+        assert "in pipeline stages by stock DeepSpeed or an older version" in said["old"]
+        assert "or in the layout of then" in said["old"]
+    with pytest.raises(CheckpointError, match="in pipeline stages by stock DeepSpeed or an older version"):
+        Whole(moved[0] / "old" / "tag")
+
+
+def test_no_stages_files_are_written_over_anothers_or_missed(moved: tuple[Path, dict, dict]) -> None:
+    place = moved[0] / "1" / "tag"
+    for stage in range(2):
+        experts = [str(ExpertFile(stage, 0, number)) for number in range(4)]
+        held = [torch.load(place / each, weights_only=True) for each in experts]
+        assert [min(each) for each in held] == [
+            f"{2 * stage}.moe.deepspeed_moe.experts.deepspeed_experts.{number}.fc1.bias" for number in range(4)
+        ]
+    for source, files in (
+        (1, ["mp_rank_01_model_states.pt", str(ExpertFile(1, 0, 3))]),
+        (0, ["layer_00-model_states.pt", "mp_rank_00_model_states.pt"]),
+    ):
+        place = moved[0] / str(source) / "tag"
+        manifest = read_manifest(place)
+        assert manifest is not None
+        assert omissions(place, manifest) == []
+        for file in files:
+            fewer = replace(manifest, files={name: each for name, each in manifest.files.items() if name != file})
+            assert omissions(place, fewer), file
+
+
+def test_a_checkpoint_of_stages_is_converted(moved: tuple[Path, dict, dict], tmp_path: Path) -> None:
+    for source in (0, 1):
+        whole = open_checked(moved[0] / str(source) / "tag")
+        list(export_tensors(whole, tmp_path / f"fp32 {source}", "fp32", (), None, 1 << 30))
+        written = {name: each.read() for name, each in read_tensors(tmp_path / f"fp32 {source}").items()}
+        assert sorted(written) == sorted(whole.names())
+        for name, each in written.items():
+            assert torch.equal(each, whole.state(name, MASTER)), name
+        list(export_stock(whole, tmp_path / f"stock {source}"))
+        copied = {each.name: each.read_bytes() for each in (tmp_path / f"stock {source}" / "tag").iterdir()}
+        assert copied == {each.name: each.read_bytes() for each in whole.place.glob("[!f]*")}
