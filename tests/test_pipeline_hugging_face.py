@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -72,6 +73,38 @@ class Dense(nn.Module):
         return x_BLM + torch.tanh(self.linear(x_BLM))
 
 
+class WithMoE(Dense):
+    """A layer with experts of DeepSpeed's kind: by global id the same for every layout.
+
+    Args:
+        index: the number of the layer.
+        ranks: the ranks of a stage, over which they are spread.
+        drop_tokens: whether slots are sent, some tokens finding none.
+    """
+
+    def __init__(self, index: int, ranks: int, drop_tokens: bool) -> None:
+        from deepspeed.moe.layer import MoE
+
+        from ds_fsmoe.components.experts.gpt import GPTFeedForward
+
+        super().__init__()
+        self.moe = MoE(WIDTH, GPTFeedForward(WIDTH, 28), 8, ranks, k=2, use_rts=False, drop_tokens=drop_tokens)
+        experts = self.moe.deepspeed_moe.experts.deepspeed_experts
+        self.first = dist.get_rank() % ranks * len(experts)
+        self.index = index
+
+    def fill(self) -> None:
+        """Make each expert what it is on any rank."""
+        for local, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
+            generator = torch.Generator().manual_seed(100 * self.index + self.first + local)
+            with torch.no_grad():
+                for each in expert.parameters():
+                    each.copy_(torch.randn(each.shape, generator=generator) * 0.2)
+
+    def forward(self, x_BLM: torch.Tensor) -> torch.Tensor:
+        return x_BLM + self.moe(super().forward(x_BLM))[0]
+
+
 class Answer(nn.Module):
     """The last layer of a language model."""
 
@@ -88,12 +121,14 @@ def loss_of(logits_BLV: torch.Tensor, wanted_BL: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits_BLV.float().flatten(0, 1), wanted_BL.flatten())
 
 
-def layer_of(kind: str, index: int) -> nn.Module:
-    """``"olmoe"``, ``"olmoe of 8"`` experts, ``"dense"``, ``"deepspeed"``, ``"words"`` or ``"answer"``."""
+def layer_of(kind: str, index: int, ranks: int = 1) -> nn.Module:
+    """``"olmoe"``, ``"olmoe of 8"`` experts, ``"dense"``, ``"slots"``, ``"dropless"``, ``"words"`` or ``"answer"``."""
     torch.manual_seed(index)
     family, _, num_experts = kind.partition(" of ")
     if family in FAMILIES:
         made: nn.Module = Block(family, index, int(num_experts or NUM_EXPERTS))
+    elif kind in ("slots", "dropless"):
+        made = WithMoE(index, ranks, kind == "slots")
     else:
         made = {"words": Words, "dense": Dense, "answer": Answer}[family]()
     generator = torch.Generator().manual_seed(index)
@@ -101,12 +136,14 @@ def layer_of(kind: str, index: int) -> nn.Module:
         for each in made.parameters():
             if each.dim() > 1:
                 each.copy_(torch.randn(each.shape, generator=generator) * 0.15)
+    if isinstance(made, WithMoE):
+        made.fill()
     return made
 
 
-def layers_of(kinds: tuple[str, ...]) -> list[nn.Module]:
+def layers_of(kinds: tuple[str, ...], ranks: int = 1) -> list[nn.Module]:
     """All layers, with the words first and the answer last."""
-    return [layer_of(kind, index) for index, kind in enumerate(("words", *kinds, "answer"))]
+    return [layer_of(kind, index, ranks) for index, kind in enumerate(("words", *kinds, "answer"))]
 
 
 def batches(replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -168,16 +205,18 @@ def train(
     all."""
     import ds_fsmoe
 
-    engine = engine_of(layers_of(kinds), num_stages, config_for(accumulation, zero_stage, clipping, block))
+    engine = engine_of(
+        layers_of(kinds, dist.get_world_size() // num_stages),
+        num_stages,
+        config_for(accumulation, zero_stage, clipping, block),
+    )
     data = batches(engine.grid.data_parallel_id)
     losses, norms = [], []
     for _ in range(STEPS):
         losses.append(engine.train_batch(data).detach())
         norms.append(torch.tensor(float(engine.get_global_grad_norm() or 0.0)))
-    if block is None:
-        weights = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
-    else:
-        weights = ds_fsmoe.whole_state_dict(engine) or {}
+    own = {f"own {name}": each.detach().clone() for name, each in engine.module.named_parameters()}
+    weights = own | ({} if block is None else ds_fsmoe.whole_state_dict(engine) or {})
     engine.destroy()
     return weights | {"losses": torch.stack(losses), "norms": torch.stack(norms)}
 
@@ -220,3 +259,99 @@ def compare_with_eager(rank: int, world_size: int, cases: list[Case]) -> list[st
 )
 def test_stages_train_as_eager_experts_on_one_process(cases: list[Case], tmp_path: Path) -> None:
     assert [each for of_rank in run_on_ranks(compare_with_eager, 4, tmp_path, cases) for each in of_rank] == []
+
+
+def in_stages(rank: int, world_size: int, cases: list[Case], is_ours: bool) -> list[dict[str, torch.Tensor]]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    return [
+        train(kinds, num_stages, accumulation, zero_stage, block if is_ours else None, clipping)
+        for kinds, num_stages, accumulation, zero_stage, block, clipping in cases
+    ]
+
+
+def compare_with_stock(cases: list[Case], world_size: int, folder: Path, tolerance: float = OF_WEIGHTS) -> None:
+    """Stock DeepSpeed trains all experts of Hugging Face layers on each rank; other layers are cut as ours are."""
+    stocks, ours = (
+        run_on_ranks(in_stages, world_size, folder / name, cases, name == "ours") for name in ("stock", "ours")
+    )
+    said = []
+    for number, case in enumerate(cases):
+        wholes = ours[0][number]
+        for rank, (theirs, found) in enumerate(zip(stocks, ours, strict=True)):
+            for name, wanted in theirs[number].items():
+                if name == "norms":  # not the norm of all, without ZeRO
+                    continue
+                mine = found[number][name]
+                whole = wholes[name.removeprefix("own ")] if mine.shape != wanted.shape else mine
+                off = (whole - wanted).abs().max().item()
+                if not off <= tolerance:
+                    said.append(f"{case}, rank {rank}: {name} differs by {off:.2g}")
+    assert said == []
+
+
+@sampled(
+    "cases",
+    [
+        [(("olmoe", "slots", "dropless", "mixtral"), 2, 2, 0, CHUNKED, 0.0)],
+        [(("slots", "olmoe"), 2, 2, 0, CHUNKED, 0.0)],
+    ],
+    kept=[0],
+    ids=str,
+)
+def test_stages_with_experts_of_both_kinds_train_as_stock_does(cases: list[Case], tmp_path: Path) -> None:
+    compare_with_stock(cases, 4, tmp_path)
+
+
+def stop_and_go_on(rank: int, world_size: int, cases: list[Case], folder: str) -> list[str]:
+    """How a run that was stopped goes on otherwise than one that was not."""
+    import deepspeed
+
+    import ds_fsmoe
+
+    deepspeed.init_distributed("gloo")
+    said = []
+    for number, (kinds, num_stages, accumulation, zero_stage, block, clipping) in enumerate(cases):
+        config = config_for(accumulation, zero_stage, clipping, block)
+        config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
+        layers = layers_of(kinds)
+        engine = engine_of(layers, num_stages, config)
+        data = batches(engine.grid.data_parallel_id)
+        losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+        engine.save_checkpoint(f"{folder}/{number}")
+        saved = ds_fsmoe.whole_state_dict(engine) or {}
+        wanted = [engine.train_batch(data).item() for _ in range(2)]
+        engine.destroy()
+        layers = layers_of(kinds)
+        with torch.no_grad():
+            for layer in layers:
+                for each in layer.parameters():
+                    each.mul_(0.5)
+        engine = engine_of(layers, num_stages, config)
+        data = batches(engine.grid.data_parallel_id)
+        for _ in range(STEPS * accumulation):
+            next(data)
+        if engine.load_checkpoint(f"{folder}/{number}")[0] is None:
+            said.append(f"{kinds}: nothing was loaded")
+        loaded = ds_fsmoe.whole_state_dict(engine) or {}
+        said += [f"{kinds}: {name} was not kept" for name in saved if not torch.equal(saved[name], loaded[name])]
+        found = [engine.train_batch(data).item() for _ in range(2)]
+        engine.destroy()
+        if found != wanted or losses[0] in found:
+            said.append(f"{kinds}, ZeRO {zero_stage}: losses {found} for {wanted}")
+    return said
+
+
+@sampled(
+    "cases",
+    [
+        [(("olmoe", "mixtral of 8"), 2, 2, 0, {"enabled": True}, 0.5)],
+        [(("dense", "olmoe"), 2, 1, 1, {"enabled": True}, 0.5), (("olmoe", "dense"), 2, 2, 0, CHUNKED, 0.5)],
+    ],
+    kept=[0],
+    ids=str,
+)
+def test_stages_that_were_stopped_go_on_to_the_bit(cases: list[Case], tmp_path: Path) -> None:
+    found = run_on_ranks(stop_and_go_on, 4, tmp_path / "ranks", cases, str(tmp_path / "saved"))
+    assert [each for of_rank in found for each in of_rank] == []

@@ -110,12 +110,14 @@ class Checkpoints:
         place = folder / tag
         reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest))
         index = ranks.together(f"reading {place}", lambda: read_index(place))
-        if manifest is None and with_optimizer and parts_of(self._engine):
+        if manifest is None and with_optimizer and self._engine.spreads_experts:
             raise CheckpointError(
                 f"{place} was saved by stock DeepSpeed, whose states of the optimizer are not spread as these experts "
                 "are: load it with load_optimizer_states=False, which takes the weights"
             )
         sizes = sizes_of(self._engine)
+        if self._engine.spreads_experts and sizes.pp > 1:
+            ranks.together(f"reading {place}", lambda: self._check_same_stages(place, manifest))
         # Stock's, and whatever else has no manifest, has whole experts.
         differences = [f"esp_size 1 -> {sizes.esp}"] if manifest is None and sizes.esp > 1 else []
         recut = manifest is None and sizes.esp > 1
@@ -320,6 +322,17 @@ class Checkpoints:
             raise CheckpointError(f"{place}: tensor-parallel ranks and pipeline stages stay as they are")
         if self._engine.use_node_local_storage():
             raise CheckpointError(f"{place} lies on several nodes, and its files are needed on all")
+
+    def _check_same_stages(self, place: Path, manifest: Manifest | None) -> None:
+        """Refuse, for a pipeline with experts of Hugging Face models, what was not saved in the layout of this job."""
+        differences = (
+            ["not saved by ds_fsmoe"] if manifest is None else manifest.sizes.differences(sizes_of(self._engine))
+        )
+        if differences:
+            raise CheckpointError(
+                f"{place}: {'; '.join(differences)}: pipeline stages with experts of Hugging Face models load what was "
+                "saved in their own layout"
+            )
 
     def _differences(self, manifest: Manifest) -> list[str]:
         """Return how the layout differs from the saved one, in words."""

@@ -26,6 +26,11 @@ def parts_of(engine: Any) -> dict[str, PartSizes]:
     return {name: PartSizes.of(part) for name, _, part in parts_in(engine.module)}
 
 
+def dense_file(engine: Any) -> str:
+    """Return the name of the file with the dense weights of this rank's stage."""
+    return f"mp_rank_{engine.checkpoint_mp_rank:02d}_model_states.pt"
+
+
 def live_parts(engine: Any) -> dict[str, tuple[torch.nn.Parameter, ExpertPart]]:
     """Return name -> this rank's parameter, and which part of the whole it is."""
     return {name: (parameter, part) for name, parameter, part in parts_in(engine.module)}
@@ -65,7 +70,7 @@ def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
         for name, (parameter, part) in parts.items()
         if parameter.requires_grad or not exclude_frozen
     }
-    engine.checkpoint_engine.save(state, str(place / parts_file(number)))
+    engine.checkpoint_engine.save(state, str(place / parts_file(number, engine.checkpoint_mp_rank)))
 
 
 def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_fsmoe.checkpoint import optimizer_states
-from ds_fsmoe.checkpoint.expert_files import live_parts, number_of_job, shapes_of, with_parts
+from ds_fsmoe.checkpoint.expert_files import dense_file, live_parts, number_of_job, shapes_of, with_parts
 from ds_fsmoe.checkpoint.optimizer_states import missing_and_unexpected, optimizer_name
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.relaid import Relaid
@@ -26,7 +26,7 @@ from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, cut_out, 
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.reading import OF_DEEPSPEED, read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.whole import DENSE_FILE, Whole
+from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 
 
@@ -76,6 +76,7 @@ class Reading:
             return
 
         own = Relaid(self._engine, self.whole, self._sharp if sharper else self.whole.weights) if relaid else None
+        own_dense_file = dense_file(self._engine)
         frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
 
         def load(path: str, map_location: Any = None) -> Any:
@@ -86,9 +87,9 @@ class Reading:
                 return self._expert(*expert, sharper, strict)
             self._check_named(Path(path))
             found = read_file(Path(path), self._trusted, map_location or "cpu")
-            if sharper and Path(path).name == DENSE_FILE:
+            if sharper and Path(path).name == own_dense_file:
                 found["module"] |= {name: self._sharp(name) for name in found["module"]}
-            if Path(path).name == DENSE_FILE and live_parts(self._engine):
+            if Path(path).name == own_dense_file and live_parts(self._engine):
                 found = with_parts(found, self._own_parts(map_location), frozen)
             return found
 
@@ -104,7 +105,7 @@ class Reading:
         number = number_of_job(self._engine)
         if number is None or self._manifest is None:
             return {}
-        path = self._place / parts_file(number)
+        path = self._place / parts_file(number, self._engine.checkpoint_mp_rank)
         self._check_named(path)
         found = read_file(path, self._trusted, map_location or "cpu", in_place=True)
         return {whole_name(name): each for name, each in found.items()}

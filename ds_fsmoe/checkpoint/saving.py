@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint.expert_files import parts_of, without_parts
+from ds_fsmoe.checkpoint.expert_files import dense_file, parts_of, without_parts
 from ds_fsmoe.checkpoint.optimizer_states import index_of
 from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
@@ -29,7 +29,6 @@ from ds_fsmoe.checkpoint_files.plain_files import to_disk
 from ds_fsmoe.checkpoint_files.publishing import Publication
 from ds_fsmoe.checkpoint_files.random_states import random_states
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.checkpoint_files.whole import DENSE_FILE
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
@@ -139,10 +138,10 @@ class Saving:
     def _noting_writes(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """Note the files that this rank writes, as it has to sync them: another host may not have them in memory.
         What is of one rank alone does not go into the file of all."""
-        parts = set(parts_of(self._engine))
+        parts, own_dense_file = set(parts_of(self._engine)), dense_file(self._engine)
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
-            if Path(path).name == DENSE_FILE and parts:
+            if Path(path).name == own_dense_file and parts:
                 state_dict = without_parts(state_dict, parts)
             elif isinstance(state_dict, dict) and state_dict.get(FROZEN):
                 self._frozen_file = Path(path).name

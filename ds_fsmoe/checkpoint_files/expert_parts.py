@@ -213,6 +213,6 @@ def part_number(name: str) -> int | None:
     return None if found is None else int(found["number"])
 
 
-def parts_file(number: int) -> str:
-    """Return the name of the file with the parts of one number of all parameters of experts."""
-    return f"experts_{number:05d}_mp_rank_00_model_states.pt"
+def parts_file(number: int, stage: int = 0) -> str:
+    """Return the name of the file with the parts of one number of all parameters of a stage's experts."""
+    return f"experts_{number:05d}_mp_rank_{stage:02d}_model_states.pt"

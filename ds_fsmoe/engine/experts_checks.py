@@ -164,8 +164,8 @@ def _check_in_stages(block: FSMoEBlock, experts: Mapping[str, nn.Module]) -> Non
     if block.placement.policy == "lina":
         raise ConfigError(
             f'{BLOCK}.placement.policy = "lina": measures the experts of a whole model, and a stage of a '
-            f"PipelineModule has a part of them ({next(iter(experts))}): write {BLOCK}.ep_size, or leave it out for the "
-            "largest inside a node, and leave the policy out"
+            f"PipelineModule has a part of them ({next(iter(experts))}): write {BLOCK}.ep_size, or leave it out for "
+            "the largest inside a node, and leave the policy out"
         )
     for name, module in experts.items():
         if name.split(".")[0] == "tied_modules":

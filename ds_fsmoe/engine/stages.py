@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the stages of a ``PipelineModule`` decide together: each has other layers, and what is collective takes all ranks
-of the job."""
+"""Lets the stages of a ``PipelineModule`` decide together: each has other layers, and what is collective takes all
+ranks of the job."""
 
 from __future__ import annotations
 
