@@ -15,6 +15,9 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.files.runs import read_run
+from ds_fsmoe.layer.parts import LayerError
 from tests.hf_families import NUM_EXPERTS, WIDTH, config_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -23,6 +26,9 @@ STEPS, LENGTH, WORDS = 3, 8, 128
 OF_LOSSES, OF_WEIGHTS = 1e-5, 2e-5
 FAMILIES = {"olmoe": "Olmoe", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
 CHUNKED = {"enabled": True, "num_chunks": {"forward": 2, "backward": 3}}
+
+EARLY = CHUNKED | {"deterministic": True, "autotune": False}
+ONCE_PER_NODE = CHUNKED | {"dispatch": "rows", "alltoall": "once_per_node", "topology": {"ranks_per_node": 2}}
 
 
 class Words(nn.Module):
@@ -188,7 +194,13 @@ def engine_of(layers: list[nn.Module], num_stages: int, config: dict[str, Any]) 
 
     import ds_fsmoe
 
-    model = PipelineModule(layers, num_stages=num_stages, loss_fn=loss_of, partition_method="uniform")
+    model = PipelineModule(
+        layers,
+        num_stages=num_stages,
+        loss_fn=loss_of,
+        partition_method="uniform",
+        checkpointable_layers=["Block"],
+    )
     initialize = ds_fsmoe.initialize if "fsmoe" in config else deepspeed.initialize
     return initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
@@ -200,21 +212,30 @@ def train(
     zero_stage: int,
     block: dict[str, Any] | None,
     clipping: float = 0.0,
+    steps: int = STEPS,
+    **more: Any,
 ) -> dict[str, torch.Tensor]:
     """What this rank has of weights, losses and norms after some steps in stages; on the first rank the weights of
     all."""
     import ds_fsmoe
 
-    engine = engine_of(
-        layers_of(kinds, dist.get_world_size() // num_stages),
-        num_stages,
-        config_for(accumulation, zero_stage, clipping, block),
-    )
+    config = config_for(accumulation, zero_stage, clipping, block) | more
+    engine = engine_of(layers_of(kinds, dist.get_world_size() // num_stages), num_stages, config)
     data = batches(engine.grid.data_parallel_id)
     losses, norms = [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
         losses.append(engine.train_batch(data).detach())
         norms.append(torch.tensor(float(engine.get_global_grad_norm() or 0.0)))
+    if block is not None and "alltoall" in block:
+        planned = [each.pipeline.forward.alltoall for each in engine.fsmoe.inner_layers.values()]
+        assert set(planned) <= {block["alltoall"]}, planned
+    if block is not None and block.get("autotune"):
+        tuner = engine.fsmoe.autotune
+        assert tuner.is_settled
+        assert bool(tuner.rows) == bool(engine.fsmoe.num_layers)
+    if block is EARLY and engine.fsmoe.num_layers and engine.grid.data_parallel_size > 1:
+        everything, early = engine.fsmoe.reduction.bytes_of_plan()
+        assert 0 < early <= everything
     own = {f"own {name}": each.detach().clone() for name, each in engine.module.named_parameters()}
     weights = own | ({} if block is None else ds_fsmoe.whole_state_dict(engine) or {})
     engine.destroy()
@@ -251,14 +272,26 @@ def compare_with_eager(rank: int, world_size: int, cases: list[Case]) -> list[st
     "cases",
     [
         [
-            (("olmoe", "mixtral"), 2, 4, 1, CHUNKED, 0.5),
-            (("olmoe", "dense"), 2, 1, 0, {"enabled": True}, 0.5),
+            (("olmoe", "mixtral of 8"), 2, 4, 1, EARLY, 0.5),
+            (("dense", "qwen3_moe"), 2, 1, 0, {"enabled": True}, 0.5),
         ],
+        [((family, family), 2, 4, 0, EARLY, 0.0) for family in FAMILIES],
+        [((family, "dense"), 2, 1, 1, EARLY, 0.5) for family in FAMILIES],
+        [((family, family), 2, 4, 1, {"enabled": True}, 0.5) for family in FAMILIES],
+        [(("olmoe", "dense", "mixtral", "mixtral", "qwen3_moe", "dense"), 4, 4, stage, EARLY, 0.5) for stage in (0, 1)],
+        [(("olmoe", "dense"), 2, 2, 1, CHUNKED | {"esp_size": 2}, 0.5)],
     ],
     kept=[0],
+    ids=str,
 )
 def test_stages_train_as_eager_experts_on_one_process(cases: list[Case], tmp_path: Path) -> None:
     assert [each for of_rank in run_on_ranks(compare_with_eager, 4, tmp_path, cases) for each in of_rank] == []
+
+
+@pytest.mark.slow
+def test_tokens_of_a_stage_on_two_nodes_cross_once_and_train_as_eager_experts(tmp_path: Path) -> None:
+    cases = [((kind, "mixtral"), 2, 2, 0, ONCE_PER_NODE | {"ep_size": 4}, 0.5) for kind in ("olmoe", "dense")]
+    assert [each for of_rank in run_on_ranks(compare_with_eager, 8, tmp_path, cases) for each in of_rank] == []
 
 
 def in_stages(rank: int, world_size: int, cases: list[Case], is_ours: bool) -> list[dict[str, torch.Tensor]]:
@@ -302,6 +335,159 @@ def compare_with_stock(cases: list[Case], world_size: int, folder: Path, toleran
 )
 def test_stages_with_experts_of_both_kinds_train_as_stock_does(cases: list[Case], tmp_path: Path) -> None:
     compare_with_stock(cases, 4, tmp_path)
+
+
+@sampled(
+    ("world_size", "cases"),
+    [
+        (4, [(("dropless", "dropless"), 2, 2, stage, CHUNKED | {"dispatch": "rows"}, 0.0) for stage in (0, 1)]),
+        (8, [(("dropless", "dropless"), 2, 2, stage, ONCE_PER_NODE, 0.0) for stage in (0, 1)]),
+        (8, [(("dropless", "dense"), 2, 2, 0, ONCE_PER_NODE, 0.0)]),
+    ],
+    kept=[],
+    ids=str,
+)
+def test_rows_of_deepspeeds_layers_in_stages_train_as_stock_does(
+    world_size: int, cases: list[Case], tmp_path: Path
+) -> None:
+    compare_with_stock(cases, world_size, tmp_path, tolerance=1e-6)
+
+
+def compute_again(rank: int, world_size: int) -> list[str]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    kinds, said = ("olmoe", "mixtral"), []
+    wanted = eager(kinds, 2, 2, 0.0)
+    for is_reentrant in (True, False):
+        again = {"activation_checkpoint_interval": 1, "use_reentrant": is_reentrant}
+        said += differences(train(kinds, 2, 2, 0, CHUNKED, pipeline=again), wanted, with_norms=False)
+    return said
+
+
+@pytest.mark.slow
+def test_layers_that_deepspeed_computes_again_in_a_stages_backward_train_as_eager_experts(tmp_path: Path) -> None:
+    assert run_on_ranks(compute_again, 4, tmp_path) == [[]] * 4
+
+
+HALF = {"bf16": {"enabled": True}}
+
+
+def in_half_precision(rank: int, world_size: int, zero_stage: int, kinds: tuple[str, ...]) -> dict[str, float]:
+    """How far losses and norms in bf16 are from those of float32, against how large they are."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    wanted = eager(kinds, 2, 2, 0.5)
+    found = train(kinds, 2, 2, zero_stage, CHUNKED, 0.5, **HALF)
+    return {name: ((found[name] - wanted[name]).abs() / wanted[name]).max().item() for name in ("losses", "norms")}
+
+
+@sampled(
+    ("zero_stage", "kinds"),
+    [(stage, kinds) for stage in (0, 1) for kinds in (("olmoe", "mixtral"), ("dense", "olmoe"))],
+    kept=[],
+    ids=str,
+)
+def test_stages_in_half_precision_have_nearly_the_losses_and_norms_of_float32(
+    zero_stage: int, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Without ZeRO DeepSpeed's own optimizer for bf16 waits for ever beside a stage without experts."""
+    for found in run_on_ranks(in_half_precision, 4, tmp_path, zero_stage, kinds):
+        assert max(found.values()) < 0.03
+
+
+def record(rank: int, world_size: int, folder: str) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    block = CHUNKED | {"metrics_every": 2, "record": {"dir": folder}}
+    train(("dense", "olmoe"), 2, 2, 0, block)
+
+
+@pytest.mark.slow
+def test_what_routers_of_a_later_stage_choose_is_recorded(tmp_path: Path) -> None:
+    run_on_ranks(record, 4, tmp_path / "ranks", str(tmp_path / "run"))
+    run = read_run(tmp_path / "run")
+    (row,) = run.routers
+    assert list(row["layers"]) == ["stage1/L00"]
+    # Two ranks of the stage, two micro batches of two sequences, two choices.
+    assert sum(row["layers"]["stage1/L00"]["tokens_E"]) == 2 * 2 * 2 * LENGTH * 2
+
+
+def what_is_said(rank: int, world_size: int) -> list[str]:
+    """What each of these is refused with on this rank."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import ProcessTopology
+
+    import ds_fsmoe
+
+    deepspeed.init_distributed("gloo")
+    by_data = ProcessTopology(["data", "pipe"], [2, 2])
+    tied = [
+        TiedLayerSpec("experts", Block, "olmoe", 1, tied_weight_attr=["layer.input_layernorm.weight"]),
+        nn.Identity(),
+    ]
+    refused: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (layers_of(("olmoe", "dense")), {"num_stages": 2}, {"ep_size": 4}),
+        (layers_of(("dense", "dense")), {"num_stages": 2}, {"ep_size": 2}),
+        (layers_of(("dense", "olmoe")), {"num_stages": 2}, {"placement": {"policy": "lina"}}),
+        ([Words(), *tied, Answer()], {"num_stages": 2}, {}),
+        (layers_of(("olmoe", "olmoe")), {"topology": by_data}, {}),
+        (layers_of(("slots", "olmoe"), 2), {"num_stages": 2}, {"ep_size": 1}),
+    ]
+    said = []
+    for layers, how, block in refused:
+        model = PipelineModule(layers, loss_fn=loss_of, partition_method="uniform", **how)
+        config = config_for(1, 0, 0.0, {"enabled": True} | block)
+        with pytest.raises((LayerError, ConfigError)) as caught:
+            ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_stages_cannot_have_is_refused_on_every_rank(tmp_path: Path) -> None:
+    wanted = [
+        "must divide the 2 ranks",
+        "this model has none",
+        '"lina": ',
+        "experts in a TiedLayerSpec cannot be spread",
+        "let pipe be the first axis",
+        "in every stage that has any it has to be the same",
+    ]
+    of_ranks = run_on_ranks(what_is_said, 4, tmp_path)
+    for said in of_ranks:
+        assert [each for each, text in zip(wanted, said, strict=True) if each not in text] == []
+    # Only the ranks with the layer see what is wrong with it.
+    assert "in another stage of the PipelineModule, has been refused" in of_ranks[3][0]
+    assert "in another stage" not in of_ranks[0][0]
+
+
+TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "num_chunks": {"max": 2}}
+
+
+def tune(rank: int, world_size: int, kinds: tuple[str, ...], block: dict[str, Any]) -> float:
+    """How far a tuned run is from one that is not."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    plain, tuned = (
+        train(kinds, 2, 2, 0, each | block, steps=30) for each in ({"enabled": True, "autotune": False}, TUNED)
+    )
+    return max((tuned[name] - each).abs().max().item() for name, each in plain.items())
+
+
+@sampled(
+    ("world_size", "kinds", "block"),
+    [(4, ("olmoe", "dense"), {}), (8, ("dense", "mixtral"), {"ep_size": 4, "topology": {"ranks_per_node": 2}})],
+    kept=[],
+    ids=str,
+)
+def test_plans_for_experts_in_stages_are_measured_between_batches(
+    world_size: int, kinds: tuple[str, ...], block: dict[str, Any], tmp_path: Path
+) -> None:
+    assert max(run_on_ranks(tune, world_size, tmp_path, kinds, block)) < 2e-4
 
 
 def stop_and_go_on(rank: int, world_size: int, cases: list[Case], folder: str) -> list[str]:
