@@ -128,9 +128,10 @@ def loss_of(logits_BLV: torch.Tensor, wanted_BL: torch.Tensor) -> torch.Tensor:
 
 
 def layer_of(kind: str, index: int, ranks: int = 1) -> nn.Module:
-    """``"olmoe"``, ``"olmoe of 8"`` experts, ``"dense"``, ``"slots"``, ``"dropless"``, ``"words"`` or ``"answer"``."""
+    """A layer by its kind: ``"olmoe"`` and other families, ``"olmoe of 8"`` experts, ``"frozen olmoe"``, ``"dense"``,
+    with experts of DeepSpeed's kind ``"slots"`` and ``"dropless"``, and the ends, ``"words"`` and ``"answer"``."""
     torch.manual_seed(index)
-    family, _, num_experts = kind.partition(" of ")
+    family, _, num_experts = kind.removeprefix("frozen ").partition(" of ")
     if family in FAMILIES:
         made: nn.Module = Block(family, index, int(num_experts or NUM_EXPERTS))
     elif kind in ("slots", "dropless"):
@@ -144,6 +145,8 @@ def layer_of(kind: str, index: int, ranks: int = 1) -> nn.Module:
                 each.copy_(torch.randn(each.shape, generator=generator) * 0.15)
     if isinstance(made, WithMoE):
         made.fill()
+    if kind.startswith("frozen "):
+        made.layer.mlp.experts.requires_grad_(False)
     return made
 
 
@@ -280,6 +283,7 @@ def compare_with_eager(rank: int, world_size: int, cases: list[Case]) -> list[st
         [((family, family), 2, 4, 1, {"enabled": True}, 0.5) for family in FAMILIES],
         [(("olmoe", "dense", "mixtral", "mixtral", "qwen3_moe", "dense"), 4, 4, stage, EARLY, 0.5) for stage in (0, 1)],
         [(("olmoe", "dense"), 2, 2, 1, CHUNKED | {"esp_size": 2}, 0.5)],
+        [(("frozen olmoe", "mixtral"), 2, 2, stage, CHUNKED, 0.5) for stage in (0, 1)],
     ],
     kept=[0],
     ids=str,
@@ -423,17 +427,22 @@ def what_is_said(rank: int, world_size: int) -> list[str]:
 
     import ds_fsmoe
 
+    peft = pytest.importorskip("peft")
     deepspeed.init_distributed("gloo")
     by_data = ProcessTopology(["data", "pipe"], [2, 2])
     tied = [
         TiedLayerSpec("experts", Block, "olmoe", 1, tied_weight_attr=["layer.input_layernorm.weight"]),
         nn.Identity(),
     ]
+    adapted = peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"]), Block("olmoe", 1), adapter_name="default"
+    )
     refused: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (layers_of(("olmoe", "dense")), {"num_stages": 2}, {"ep_size": 4}),
         (layers_of(("dense", "dense")), {"num_stages": 2}, {"ep_size": 2}),
         (layers_of(("dense", "olmoe")), {"num_stages": 2}, {"placement": {"policy": "lina"}}),
         ([Words(), *tied, Answer()], {"num_stages": 2}, {}),
+        ([Words(), adapted, nn.Identity(), Answer()], {"num_stages": 2}, {}),
         (layers_of(("olmoe", "olmoe")), {"topology": by_data}, {}),
         (layers_of(("slots", "olmoe"), 2), {"num_stages": 2}, {"ep_size": 1}),
     ]
@@ -453,6 +462,7 @@ def test_what_stages_cannot_have_is_refused_on_every_rank(tmp_path: Path) -> Non
         "this model has none",
         '"lina": ',
         "experts in a TiedLayerSpec cannot be spread",
+        "adapters on experts are not supported",
         "let pipe be the first axis",
         "in every stage that has any it has to be the same",
     ]
@@ -501,7 +511,7 @@ def stop_and_go_on(rank: int, world_size: int, cases: list[Case], folder: str) -
     for number, (kinds, num_stages, accumulation, zero_stage, block, clipping) in enumerate(cases):
         config = config_for(accumulation, zero_stage, clipping, block)
         config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
-        layers = layers_of(kinds)
+        layers = layers_of(kinds, world_size // num_stages)
         engine = engine_of(layers, num_stages, config)
         data = batches(engine.grid.data_parallel_id)
         losses = [engine.train_batch(data).item() for _ in range(STEPS)]
@@ -509,7 +519,7 @@ def stop_and_go_on(rank: int, world_size: int, cases: list[Case], folder: str) -
         saved = ds_fsmoe.whole_state_dict(engine) or {}
         wanted = [engine.train_batch(data).item() for _ in range(2)]
         engine.destroy()
-        layers = layers_of(kinds)
+        layers = layers_of(kinds, world_size // num_stages)
         with torch.no_grad():
             for layer in layers:
                 for each in layer.parameters():
@@ -534,6 +544,8 @@ def stop_and_go_on(rank: int, world_size: int, cases: list[Case], folder: str) -
     [
         [(("olmoe", "mixtral of 8"), 2, 2, 0, {"enabled": True}, 0.5)],
         [(("dense", "olmoe"), 2, 1, 1, {"enabled": True}, 0.5), (("olmoe", "dense"), 2, 2, 0, CHUNKED, 0.5)],
+        [(("slots", "olmoe"), 2, 2, stage, CHUNKED, 0.0) for stage in (0, 1)],
+        [(("olmoe", "dense", "olmoe", "mixtral", "olmoe", "dense"), 4, 2, 1, CHUNKED, 0.5)],
     ],
     kept=[0],
     ids=str,

@@ -275,8 +275,8 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     experts = find_experts(model)
     layers = find_layers(model, bool(experts))
     check_experts_modules(model, experts, layers)
-    check_hugging_face(block, ds_config, experts, layers, isinstance(model, PipelineModule), mpu)
     adapted = [name for name in experts if wrappers_around(model, name)]
+    check_hugging_face(block, ds_config, experts, layers, isinstance(model, PipelineModule), mpu, adapted)
     check_shards_of_experts(block, ds_config, experts, adapted)
     check_layers(layers, block.gate)
     check_unused(layers)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -106,6 +106,7 @@ def check_hugging_face(
     stock: Mapping[str, nn.Module],
     has_stages: bool,
     mpu: Any,
+    adapted: Sequence[str] = (),
 ) -> None:
     """Refuse what does not go with the experts of a Hugging Face model, or with their absence.
 
@@ -116,6 +117,7 @@ def check_hugging_face(
         stock: the stock layers, by name.
         has_stages: whether the model is a ``PipelineModule``.
         mpu: the script's ``mpu``, if there is one.
+        adapted: the names of those experts that have adapters.
 
     Raises:
         ConfigError, LayerError: say what to change.
@@ -144,7 +146,7 @@ def check_hugging_face(
                 "within ds_fsmoe.own_experts(config), where no rank holds all experts"
             )
     if has_stages:
-        _check_in_stages(block, experts)
+        _check_in_stages(block, experts, adapted)
     if sizes_of_mpu(mpu)[0] > 1:
         raise LayerError(f"mpu: tensor-parallel ranks are not supported with experts of Hugging Face models ({first})")
     for name, value, wanted in (
@@ -159,8 +161,13 @@ def check_hugging_face(
             )
 
 
-def _check_in_stages(block: FSMoEBlock, experts: Mapping[str, nn.Module]) -> None:
+def _check_in_stages(block: FSMoEBlock, experts: Mapping[str, nn.Module], adapted: Sequence[str]) -> None:
     """Refuse what experts in a ``PipelineModule`` cannot have."""
+    if adapted:
+        raise LayerError(
+            f"{adapted[0]}: adapters on experts are not supported in a PipelineModule; leave target_parameters out, or "
+            "give initialize() the whole model"
+        )
     if block.placement.policy == "lina":
         raise ConfigError(
             f'{BLOCK}.placement.policy = "lina": measures the experts of a whole model, and a stage of a '
