@@ -553,3 +553,41 @@ def stop_and_go_on(rank: int, world_size: int, cases: list[Case], folder: str) -
 def test_stages_that_were_stopped_go_on_to_the_bit(cases: list[Case], tmp_path: Path) -> None:
     found = run_on_ranks(stop_and_go_on, 4, tmp_path / "ranks", cases, str(tmp_path / "saved"))
     assert [each for of_rank in found for each in of_rank] == []
+
+
+def load_otherwise(rank: int, world_size: int, folder: str, saves: bool, cases: list[tuple[Any, ...]]) -> list[str]:
+    """What is said where a checkpoint of two stages is loaded in other layouts."""
+    import deepspeed
+
+    from ds_fsmoe.checkpoint_files.tags import CheckpointError
+
+    deepspeed.init_distributed("gloo")
+    kinds, said = ("olmoe", "dense"), []
+    if saves:
+        engine = engine_of(layers_of(kinds), 2, config_for(1, 0, 0.0, {"enabled": True}))
+        engine.save_checkpoint(f"{folder}/ours")
+        engine.save_16bit_model(folder, "whole.bin")
+        engine.destroy()
+    for num_stages, zero_stage, block, options in cases:
+        engine = engine_of(layers_of(kinds), num_stages, config_for(1, zero_stage, 0.0, {"enabled": True} | block))
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(f"{folder}/ours", **options)
+        said.append(str(caught.value))
+        engine.destroy()
+    return said
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_stages_in_another_layout_is_refused_on_every_rank(tmp_path: Path) -> None:
+    cases = [(2, 1, {}, {"load_optimizer_states": False}), (2, 0, {"ep_size": 1}, {})]
+    for said in run_on_ranks(load_otherwise, 4, tmp_path / "saves", str(tmp_path), True, cases):
+        assert "zero_stage 0 -> 1" in said[0]
+        assert "ep_size 2 -> 1" in said[1]
+    for said in run_on_ranks(load_otherwise, 4, tmp_path / "loads", str(tmp_path), False, [(4, 0, {}, {})]):
+        assert "pp 2 -> 4" in said[0]
+    written = torch.load(tmp_path / "whole.bin")
+    assert {name: each.shape for name, each in written.items()} == {
+        name: each.shape for name, each in nn.Sequential(*layers_of(("olmoe", "dense"))).state_dict().items()
+    }
+    wanted = nn.Sequential(*layers_of(("olmoe", "dense"))).state_dict()
+    assert all(torch.equal(written[name], each) for name, each in wanted.items())

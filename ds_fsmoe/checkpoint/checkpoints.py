@@ -325,9 +325,12 @@ class Checkpoints:
 
     def _check_same_stages(self, place: Path, manifest: Manifest | None) -> None:
         """Refuse, for a pipeline with experts of Hugging Face models, what was not saved in the layout of this job."""
-        differences = (
-            ["not saved by ds_fsmoe"] if manifest is None else manifest.sizes.differences(sizes_of(self._engine))
-        )
+        sizes, parts = sizes_of(self._engine), parts_of(self._engine)
+        differences = ["not saved by ds_fsmoe"] if manifest is None else manifest.sizes.differences(sizes)
+        was = {each.ep for name, each in ({} if manifest is None else manifest.parts).items() if name in parts}
+        now = {each.ep for each in parts.values()}
+        if was and was != now:
+            differences.append(f"ep_size {max(was)} -> {max(now)}")
         if differences:
             raise CheckpointError(
                 f"{place}: {'; '.join(differences)}: pipeline stages with experts of Hugging Face models load what was "
