@@ -357,6 +357,60 @@ def test_rows_of_deepspeeds_layers_in_stages_train_as_stock_does(
     compare_with_stock(cases, world_size, tmp_path, tolerance=1e-6)
 
 
+def of_same_words(words: Words, x_BLM: torch.Tensor) -> torch.Tensor:
+    return x_BLM @ words.embedding.weight.t()
+
+
+def share_words(rank: int, world_size: int, zero_stage: int) -> list[str]:
+    import deepspeed
+    from deepspeed.pipe import TiedLayerSpec
+
+    import ds_fsmoe
+
+    deepspeed.init_distributed("gloo")
+    kinds = ("olmoe", "mixtral")
+    shared = {"tied_weight_attr": ["embedding.weight"]}
+    layers = [layer_of(kind, index) for index, kind in enumerate(kinds, 1)]
+    torch.manual_seed(0)
+    layers = [TiedLayerSpec("words", Words, **shared), *layers]
+    layers.append(TiedLayerSpec("words", Words, forward_fn=of_same_words, **shared))
+    engine = engine_of(layers, 2, config_for(2, zero_stage, 0.5, CHUNKED))
+    data = batches(engine.grid.data_parallel_id)
+    losses = torch.stack([engine.train_batch(data).detach() for _ in range(STEPS)])
+    weights = ds_fsmoe.whole_state_dict(engine) or {}
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    wanted, norms = words_on_one_process(kinds)
+    found = {name.replace("tied_modules.words.", "0."): each for name, each in weights.items()} | {"losses": losses}
+    missing = [name for name in wanted if name not in found] if rank == 0 else []
+    said = [*missing, *differences(found, wanted, with_norms=False)]
+    return said if abs(norm - norms[-1]) < 1e-4 else [*said, f"norm {norm} for {norms[-1]}"]
+
+
+def words_on_one_process(kinds: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The weights, losses and norms of a model whose answers are by the words' own vectors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Words(), *(layer_of(kind, index) for index, kind in enumerate(kinds, 1)))
+    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.5), [batches(0), batches(1)]
+    losses, norms = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        of_all = [
+            loss_of(of_same_words(model[0], model(x)), y) for each in data for x, y in (next(each) for _ in range(2))
+        ]
+        loss = torch.stack(of_all).mean()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        losses.append(loss.detach())
+    return dict(model.named_parameters()) | {"losses": torch.stack(losses)}, norms
+
+
+@sampled("zero_stage", [0, 1], kept=[])
+def test_stages_with_experts_that_share_the_words_train_as_one_process(zero_stage: int, tmp_path: Path) -> None:
+    assert run_on_ranks(share_words, 4, tmp_path, zero_stage) == [[]] * 4
+
+
 def compute_again(rank: int, world_size: int) -> list[str]:
     import deepspeed
 
