@@ -477,7 +477,7 @@ def what_is_said(rank: int, world_size: int) -> list[str]:
     """What each of these is refused with on this rank."""
     import deepspeed
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
-    from deepspeed.runtime.pipe.topology import ProcessTopology
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 
     import ds_fsmoe
 
@@ -498,6 +498,7 @@ def what_is_said(rank: int, world_size: int) -> list[str]:
         ([Words(), *tied, Answer()], {"num_stages": 2}, {}),
         ([Words(), adapted, nn.Identity(), Answer()], {"num_stages": 2}, {}),
         (layers_of(("olmoe", "olmoe")), {"topology": by_data}, {}),
+        (layers_of(("dense", "olmoe")), {"topology": PipeModelDataParallelTopology(2, 2, 1)}, {}),
         (layers_of(("slots", "olmoe"), 2), {"num_stages": 2}, {"ep_size": 1}),
     ]
     said = []
@@ -518,6 +519,7 @@ def test_what_stages_cannot_have_is_refused_on_every_rank(tmp_path: Path) -> Non
         "experts in a TiedLayerSpec cannot be spread",
         "adapters on experts are not supported",
         "let pipe be the first axis",
+        "tensor-parallel ranks are not supported with experts",
         "in every stage that has any it has to be the same",
     ]
     of_ranks = run_on_ranks(what_is_said, 4, tmp_path)
