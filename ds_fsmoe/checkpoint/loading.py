@@ -102,7 +102,7 @@ class Reading:
             if own is None:
                 yield
                 return
-            with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: [str(own.main_file)]):
+            with replaced(self._engine, "_get_all_ckpt_names", lambda folder, tag: list(map(str, own.main_files))):
                 yield
 
     def _layer_in(self, path: Path) -> str | None:

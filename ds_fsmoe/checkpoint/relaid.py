@@ -36,7 +36,8 @@ class Relaid:
         read: returns a parameter's weights by its name in the model.
 
     Attributes:
-        main_file: the file that DeepSpeed is to find, from which all else is made.
+        main_file: the file of this rank's stage that DeepSpeed is to read, from which all else is made.
+        main_files: those of all stages, of which DeepSpeed picks this rank's.
     """
 
     def __init__(self, engine: Any, whole: Whole, read: Callable[[str], torch.Tensor]) -> None:
@@ -46,7 +47,9 @@ class Relaid:
         stage = stage_of(engine)
         self._names = {each for each in whole.names_of(stage) if expert_name(each) is None}
         self._main = whole.main(stage)
-        self.main_file = whole.place / (main_file(stage) if stage else whole.main_file)
+        names = [whole.main_file, *map(main_file, range(1, whole.num_stages))]
+        self.main_files = [whole.place / each for each in names]
+        self.main_file = self.main_files[stage]
 
     def file(self, path: Path) -> Any:
         """Return what a file would hold, had this job saved it; ``None`` for a file that does not have to be made."""

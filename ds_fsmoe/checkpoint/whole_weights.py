@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups as stock_groups
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
+from ds_fsmoe.distributed.fail_together import device_of, on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.layer.inference import refuse_within
 
@@ -18,7 +19,8 @@ from ds_fsmoe.layer.inference import refuse_within
 def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
     """Return the state dict that the model would have in one process, on the CPU; collective over all ranks.
 
-    One parameter at a time is put together, and only the first rank keeps it.
+    One parameter at a time is put together, and only the first rank keeps it; of a pipeline, the first rank of each
+    stage until the first of all has it. Their names are those that a ``PipelineModule`` has of all its layers.
 
     Args:
         engine: the engine that ``initialize`` has returned.
@@ -34,11 +36,36 @@ def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> di
     if placement is not None:
         refuse_within(engine.fsmoe.running, "whole_state_dict")
     with nullcontext() if placement is None else placement.at_home():
-        return _gathered_state_dict(engine, exclude_frozen_parameters)
+        group = getattr(getattr(engine, "fsmoe", None), "stage_group", None)
+        if group is None:
+            return _gathered_state_dict(engine, exclude_frozen_parameters)
+        first = dist.get_process_group_ranks(group)[0]
+        return _of_all_stages(_gathered_state_dict(engine, exclude_frozen_parameters, first))
 
 
-def _gathered_state_dict(engine: Any, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor] | None:
-    is_first = dist.get_rank() == 0
+def _of_all_stages(own: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    """Return the weights of all stages on the first rank, from the first rank of each. Collective over all ranks."""
+    of_ranks = on_every_rank([(name, each.shape, each.dtype) for name, each in (own or {}).items()])
+    rank, device = dist.get_rank(), device_of(None)
+    found = dict(own or {})
+    for sender, described in enumerate(of_ranks[1:], 1):
+        for name, shape, dtype in described:
+            if sender == rank:
+                assert own is not None
+                dist.send(own[name].to(device).contiguous(), 0)
+            elif rank == 0:
+                arrived = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(arrived, sender)
+                # What stages share is alike in them.
+                found.setdefault(name, arrived.cpu())
+    return found if rank == 0 else None
+
+
+def _gathered_state_dict(
+    engine: Any, exclude_frozen_parameters: bool, first: int = 0
+) -> dict[str, torch.Tensor] | None:
+    """Return the whole weights of this rank's module, on one of the ranks that have it."""
+    is_first = dist.get_rank() == first
     result: dict[str, torch.Tensor] = {}
     known: dict[int, torch.Tensor] = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
@@ -47,7 +74,7 @@ def _gathered_state_dict(engine: Any, exclude_frozen_parameters: bool) -> dict[s
             continue
         if id(value) not in known:
             with gathered([value]):
-                whole = _whole(value, part_of(value))
+                whole = _whole(value, part_of(value), first)
                 # In memory of its own: what ZeRO 3 has gathered is given back, and training goes on with the rest.
                 known[id(value)] = whole.detach().to("cpu", copy=True) if is_first and whole is not None else value
         if is_first:
@@ -55,14 +82,14 @@ def _gathered_state_dict(engine: Any, exclude_frozen_parameters: bool) -> dict[s
     return result if is_first else None
 
 
-def _whole(value: torch.Tensor, part: ExpertPart | None) -> torch.Tensor | None:
-    """Return a whole parameter of which ranks have parts, on the first rank; ``None`` on others that have parts."""
+def _whole(value: torch.Tensor, part: ExpertPart | None, first: int) -> torch.Tensor | None:
+    """Return a whole parameter of which ranks have parts, on one rank; ``None`` on others that have parts."""
     if part is None or part.num_parts == 1:
         return value
     group = stock_groups._get_expert_parallel_group(value.group_name)
-    if 0 not in dist.get_process_group_ranks(group):
+    if first not in dist.get_process_group_ranks(group):
         return None
     own = value.detach().contiguous()
-    parts = [torch.empty_like(own) for _ in range(part.num_parts)] if dist.get_rank() == 0 else None
-    dist.gather(own, parts, dst=0, group=group)
+    parts = [torch.empty_like(own) for _ in range(part.num_parts)] if dist.get_rank() == first else None
+    dist.gather(own, parts, dst=first, group=group)
     return None if parts is None else part.join(parts)

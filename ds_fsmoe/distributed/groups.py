@@ -292,8 +292,8 @@ def _made_by_deepspeed(
         raise RuntimeError(
             f"DeepSpeed's group {name} of rank {rank} has the ranks {list(held[0])}, and {list(held[1])} for data; "
             f"ds_fsmoe needs {list(needed[0])} and {list(needed[1])}: an earlier layer with "
-            "enable_expert_tensor_parallelism, or with another use_data_before_expert_parallelism, has made it; do "
-            "without"
+            "enable_expert_tensor_parallelism, with another use_data_before_expert_parallelism or in other pipeline "
+            "stages has made it; do without"
         )
     dp_group = stock._get_sequence_data_parallel_group()
     sized = ((block_group, block_size), (edp_group, len(found.edp[0])), (dp_group, len(found.dp[0])))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard
@@ -50,7 +51,7 @@ def chosen_ep_size(block: FSMoEBlock, num_experts: list[int], world_size: int, r
     Args:
         block: the block, whose ``ep_size`` is read.
         num_experts: the numbers of experts of the layers.
-        world_size: the number of ranks of the job.
+        world_size: the number of ranks of the job, or of one of its stages.
         ranks_per_node: the number of ranks of a node.
 
     Raises:
@@ -97,9 +98,10 @@ def ep_size_of(
     device: torch.device,
     expert_before_data: bool,
     dtype: torch.dtype | None = None,
+    num_stages: int | None = None,
 ) -> int:
-    """Return over how many ranks the experts of a model are spread. Collective where the nodes have to be found, or
-    experts are packed by what is measured.
+    """Return over how many ranks the experts of a model are spread: 1 for a model without any. Collective where the
+    nodes have to be found, experts are packed by what is measured, or the model has stages.
 
     Args:
         block: the options.
@@ -107,20 +109,38 @@ def ep_size_of(
         device: the device of this rank.
         expert_before_data: see :func:`~ds_fsmoe.distributed.topology.layout`.
         dtype: the type in which experts will compute; ``None``: that of their weights.
+        num_stages: the stages of a ``PipelineModule``, of which ``experts`` are those of this rank's stage: what is
+            chosen fits the experts of all stages and is the same in each. ``None``: all ranks have the same experts.
 
     Raises:
         ConfigError: see :func:`chosen_ep_size` and :func:`~ds_fsmoe.engine.packed_experts.packed_ep_size`; on every
             rank.
     """
+    num_experts = [num_experts_of(each) for each in experts.values()]
+    if num_stages is not None:
+        num_experts = sorted(set().union(*on_every_rank(set(num_experts))))
+    if not num_experts:
+        refuse_ep_size(block)
+        return 1
     if block.placement.policy == "lina":
-        num_experts = [num_experts_of(each) for each in experts.values()]
         fitting = fitting_ep_sizes(block, num_experts, world_size_now())
         return packed_ep_size(block, experts.values(), fitting, device, expert_before_data, dtype)
     asked = block.topology.ranks_per_node
     topology = find_topology(None if asked == "auto" else asked)
-    return chosen_ep_size(
-        block, [num_experts_of(each) for each in experts.values()], topology.world_size, topology.ranks_per_node
-    )
+    return chosen_ep_size(block, num_experts, topology.world_size // (num_stages or 1), topology.ranks_per_node)
+
+
+def refuse_ep_size(block: FSMoEBlock) -> None:
+    """Refuse an ``ep_size`` for a model without experts of Hugging Face's kind.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if block.ep_size != "auto":
+        raise ConfigError(
+            f"{BLOCK}.ep_size = {shown(block.ep_size)}: is for the experts of Hugging Face models, and this model "
+            "has none: deepspeed.moe.layer.MoE(..., ep_size=...) has it"
+        )
 
 
 def num_experts_of(module: nn.Module) -> int:
@@ -266,12 +286,17 @@ def _own_forward_if_other(module: nn.Module, contract: Contract) -> OwnForward |
     return None if is_same else own
 
 
-def agree_on_forms(layers: Sequence[HuggingFaceLayer]) -> None:
+def agree_on_forms(layers: Sequence[HuggingFaceLayer], group: dist.ProcessGroup | None = None) -> None:
     """Let all ranks compute the experts of a layer alike: where any rank has to call the module itself, all do, since
-    its schedule has other tasks. Collective over all ranks of the job."""
+    its schedule has other tasks. Collective.
+
+    Args:
+        layers: the layers of these ranks.
+        group: the ranks that run the layers; ``None``: all of the job.
+    """
     if not layers or world_size_now() == 1:
         return
-    of_ranks = on_every_rank([each.deepspeed_moe.fsmoe.own_forward is not None for each in layers])
+    of_ranks = on_every_rank([each.deepspeed_moe.fsmoe.own_forward is not None for each in layers], group)
     for layer, *is_called in zip(layers, *of_ranks, strict=True):
         if any(is_called):
             module = layer.deepspeed_moe
@@ -325,7 +350,19 @@ def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
-def log_table(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -> None:
-    """Log what was taken over, if anything was, on the first rank."""
-    if layers:
-        log_on_rank_0(table_of(layers, model, stock))
+def log_table(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int, has_stages: bool = False) -> None:
+    """Log what was taken over, if anything was, on the first rank: of each stage, where the model has stages, which
+    takes all ranks.
+
+    Args:
+        layers: the layers of this rank.
+        model: the model.
+        stock: the number of layers of ``deepspeed.moe.layer.MoE`` besides.
+        has_stages: whether it is a ``PipelineModule``.
+    """
+    own = table_of(layers, model, stock) if layers else None
+    stage = getattr(model, "stage_id", 0) if has_stages else 0
+    told = dict(on_every_rank((stage, own))) if has_stages else {0: own}
+    for number, table in sorted(told.items()):
+        if table is not None:
+            log_on_rank_0(f"stage {number}: {table}" if has_stages else table)

@@ -19,7 +19,6 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gate_settings import OptionError
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.config.reading import ConfigError, shown
-from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import has_neighbours, sizes_of_mpu, stock_names
 from ds_fsmoe.execution.tensor_parallel import TensorParallelUse, sum_gradients
 from ds_fsmoe.layer.parts import LayerError, Parts, choose_parts
@@ -49,33 +48,6 @@ def find_layers(model: nn.Module, has_others: bool = False) -> dict[str, StockMo
             "replaces; build the model with one of them or with ds_fsmoe.MoE, or set fsmoe.enabled to false"
         )
     return layers
-
-
-def make_groups_on_every_stage(model: nn.Module, layers: dict[str, StockMoE], running: LayerRuntime) -> None:
-    """Let a stage without MoE layers take part in making the others' groups, which is collective. Collective.
-
-    DeepSpeed makes groups with the layers, in the order of the layers, so stages with layers have to agree on them.
-
-    Args:
-        model: a ``PipelineModule``.
-        layers: the layers of this rank's stage.
-        running: the runtime of the engine.
-
-    Raises:
-        LayerError: no stage has a layer, or stages have layers that are spread differently; on every rank.
-    """
-    of_ranks = on_every_rank(list(dict.fromkeys(each.deepspeed_moe.ep_size for each in layers.values())))
-    kinds = sorted({tuple(sizes) for sizes in of_ranks if sizes})
-    if not kinds:
-        raise LayerError("fsmoe.enabled = true, but no stage of the PipelineModule has a deepspeed.moe.layer.MoE")
-    if len(kinds) > 1:
-        raise LayerError(
-            f"the stages of the PipelineModule have MoE layers with ep_size {' and '.join(map(str, kinds))}: in every "
-            "stage that has any it has to be the same"
-        )
-    if not layers:
-        # Where DeepSpeed has the layers of other stages make theirs.
-        model.set_deepspeed_parallelism = lambda *_: [running.groups(ep_size) for ep_size in kinds[0]]
 
 
 def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:

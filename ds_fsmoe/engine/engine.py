@@ -38,7 +38,6 @@ from ds_fsmoe.engine.convert_layers import (
     convert,
     facts_of_tensor_parallel,
     find_layers,
-    make_groups_on_every_stage,
 )
 from ds_fsmoe.engine.expert_groups import groups_of_trained
 from ds_fsmoe.engine.expert_placing import begin_placement
@@ -49,6 +48,7 @@ from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.split_batch import begin_splitting
+from ds_fsmoe.engine.stages import make_groups_on_every_stage
 from ds_fsmoe.engine.state import FSMoEState, alike, summary
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.whole_models import save_whole_models
@@ -308,9 +308,10 @@ class FSMoEEngine(SavingEngine):
         block, untuned = settled(asked, self.config, dist.get_world_size())
         experts = find_experts(model)
         stock = find_layers(model, bool(experts))
-        stage_size, stage_group = dist.get_world_size(), None
+        stage_size, stage_group, num_stages = dist.get_world_size(), None, None
         if isinstance(model, PipelineModule):
-            stage_size, stage_group = stage_size // model.num_stages, self.mpu.get_data_parallel_group()
+            num_stages, stage_group = model.num_stages, self.mpu.get_data_parallel_group()
+            stage_size //= num_stages
         check_experts(stock, stage_size, block.gate, block.esp_size)
         # Before any group is made: DeepSpeed would hang over models that differ.
         facts = facts_of_layers({**stock, **with_wrappers(model, experts)}) | facts_of_config(alike(block))
@@ -333,7 +334,7 @@ class FSMoEEngine(SavingEngine):
             log_on_rank_0(words.as_written(sentence), logging.WARNING)
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
         as_run = type_of_run(self.config, device.type)
-        ep_size = ep_size_of(block, experts, device, expert_before_data, as_run) if experts else 1
+        ep_size = ep_size_of(block, experts, device, expert_before_data, as_run, num_stages)
         layers: dict[str, StockMoE | HuggingFaceLayer] = {}
         present = {name or type(model).__name__: module for name, module in model.named_modules()}
         names = [name for name in present if name in stock or name in experts]
@@ -350,13 +351,14 @@ class FSMoEEngine(SavingEngine):
             sources.sources.update({id(new): [old] for new, old in replaced.items()})
             sources.discarded.update(id(old) for old in replaced.values())
         self._hf_layers = [each for each in layers.values() if isinstance(each, HuggingFaceLayer)]
-        agree_on_forms(self._hf_layers)
-        log_table(self._hf_layers, model, len(stock))
+        self.spreads_experts = bool(self._hf_layers) if num_stages is None else any(on_every_rank(bool(experts)))
+        agree_on_forms(self._hf_layers, stage_group)
+        log_table(self._hf_layers, model, len(stock), num_stages is not None)
         if ep_size * block.esp_size > 1:
             save_whole_models(model)
             generate_together(model)
-        if isinstance(model, PipelineModule):
-            make_groups_on_every_stage(model, stock, running)
+        if num_stages is not None:
+            make_groups_on_every_stage(model, layers, running)
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)
         self.fsmoe.why_untuned = untuned
         if untuned is not None and needs_numbers(asked):

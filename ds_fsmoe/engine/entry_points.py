@@ -49,6 +49,7 @@ from ds_fsmoe.engine.experts_checks import check_experts_modules, check_hugging_
 from ds_fsmoe.engine.experts_shards import check_shards_of_experts
 from ds_fsmoe.engine.pipeline_engine import FSMoEPipelineEngine
 from ds_fsmoe.engine.run_record import watch_ours, watch_stock
+from ds_fsmoe.engine.stages import check_stages, refused_on_all_stages
 from ds_fsmoe.layer.expert_container import check_containers
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.stock_layer import StockMoE
@@ -149,7 +150,14 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
         if block is not None:
             watch_stock(made[0], block)
         return made
-    _check_before_any_group(block, ds_config, model, mpu)
+    if isinstance(model, PipelineModule):
+        # The stages have found each other when they were built, on the devices that they were put on.
+        get_accelerator().set_device(model.local_rank)
+        with refused_on_all_stages():
+            check_stages(model)
+            _check_before_any_group(block, ds_config, model, model.mpu())
+    else:
+        _check_before_any_group(block, ds_config, model, mpu)
     launch_order.ask()
     compat.check_initialize(_function_beneath(), _said(arguments))
     if block.esp_size > 1:
@@ -267,8 +275,8 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     experts = find_experts(model)
     layers = find_layers(model, bool(experts))
     check_experts_modules(model, experts, layers)
-    check_hugging_face(block, ds_config, experts, layers, isinstance(model, PipelineModule), mpu)
     adapted = [name for name in experts if wrappers_around(model, name)]
+    check_hugging_face(block, ds_config, experts, layers, isinstance(model, PipelineModule), mpu, adapted)
     check_shards_of_experts(block, ds_config, experts, adapted)
     check_layers(layers, block.gate)
     check_unused(layers)
@@ -276,7 +284,6 @@ def _check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mod
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 0))
     if isinstance(model, PipelineModule):
         world_size //= model.num_stages
-        mpu = model.mpu()
     if experts and world_size and (block.ep_size != "auto" or block.esp_size > 1):
         chosen_ep_size(block, [num_experts_of(each) for each in experts.values()], world_size, world_size)
     check_experts(layers, world_size or None, block.gate, block.esp_size)

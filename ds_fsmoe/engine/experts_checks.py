@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,8 +14,9 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine.convert_adapters import check_wrappers, wrappers_around
-from ds_fsmoe.engine.convert_experts import num_experts_of
+from ds_fsmoe.engine.convert_experts import num_experts_of, refuse_ep_size
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
+from ds_fsmoe.layer.own_experts_marks import loaded_part
 from ds_fsmoe.layer.parts import LayerError
 
 
@@ -105,6 +106,7 @@ def check_hugging_face(
     stock: Mapping[str, nn.Module],
     has_stages: bool,
     mpu: Any,
+    adapted: Sequence[str] = (),
 ) -> None:
     """Refuse what does not go with the experts of a Hugging Face model, or with their absence.
 
@@ -115,6 +117,7 @@ def check_hugging_face(
         stock: the stock layers, by name.
         has_stages: whether the model is a ``PipelineModule``.
         mpu: the script's ``mpu``, if there is one.
+        adapted: the names of those experts that have adapters.
 
     Raises:
         ConfigError, LayerError: say what to change.
@@ -127,11 +130,8 @@ def check_hugging_face(
             "many experts on each rank as you want, and leave the policy out"
         )
     if not experts:
-        if block.ep_size != "auto":
-            raise ConfigError(
-                f"{BLOCK}.ep_size = {shown(block.ep_size)}: is for the experts of Hugging Face models, and this model "
-                "has none: deepspeed.moe.layer.MoE(..., ep_size=...) has it"
-            )
+        if not has_stages:  # another stage may have some
+            refuse_ep_size(block)
         if block.placement.policy == "lina":
             raise ConfigError(
                 f'{BLOCK}.placement.policy = "lina": chooses the ep_size of Hugging Face models, and this model, or '
@@ -146,7 +146,7 @@ def check_hugging_face(
                 "within ds_fsmoe.own_experts(config), where no rank holds all experts"
             )
     if has_stages:
-        raise LayerError(f"{first}: experts of Hugging Face models are not supported in a PipelineModule")
+        _check_in_stages(block, experts, adapted)
     if sizes_of_mpu(mpu)[0] > 1:
         raise LayerError(f"mpu: tensor-parallel ranks are not supported with experts of Hugging Face models ({first})")
     for name, value, wanted in (
@@ -158,6 +158,32 @@ def check_hugging_face(
             raise ConfigError(
                 f"{BLOCK}.{name} = {shown_value}: not with experts of a Hugging Face model ({first}), {_WHY[name]}; "
                 "leave it out"
+            )
+
+
+def _check_in_stages(block: FSMoEBlock, experts: Mapping[str, nn.Module], adapted: Sequence[str]) -> None:
+    """Refuse what experts in a ``PipelineModule`` cannot have."""
+    if adapted:
+        raise LayerError(
+            f"{adapted[0]}: adapters on experts are not supported in a PipelineModule; leave target_parameters out, or "
+            "give initialize() the whole model"
+        )
+    if block.placement.policy == "lina":
+        raise ConfigError(
+            f'{BLOCK}.placement.policy = "lina": measures the experts of a whole model, and a stage of a '
+            f"PipelineModule has a part of them ({next(iter(experts))}): write {BLOCK}.ep_size, or leave it out for "
+            "the largest inside a node, and leave the policy out"
+        )
+    for name, module in experts.items():
+        if name.split(".")[0] == "tied_modules":
+            raise LayerError(
+                f"{name}: experts in a TiedLayerSpec cannot be spread over ranks, as stages would share them; use a "
+                "LayerSpec for layers with experts"
+            )
+        if loaded_part(module) is not None:
+            raise LayerError(
+                f"{name} was made within ds_fsmoe.own_experts, which knows nothing of the stages of a PipelineModule: "
+                "make its layers without it"
             )
 
 

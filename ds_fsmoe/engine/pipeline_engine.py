@@ -5,12 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from ds_fsmoe.config.reading import ConfigError
-from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.engine.engine import FSMoEEngine
 from ds_fsmoe.gradients.norm import complete_norms
 
@@ -25,25 +22,9 @@ class FSMoEPipelineEngine(FSMoEEngine, PipelineEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refuse_norms_that_wait()
         complete_norms(self.optimizer)
         self._num_backwards = 0
         """The micro batches of this batch whose backwards have begun."""
-
-    def _refuse_norms_that_wait(self) -> None:
-        """Refuse a job whose first step would wait for ever. Collective.
-
-        Raises:
-            ConfigError: on every rank, if DeepSpeed's optimizer for bf16 has experts in the norms of some stages only.
-        """
-        has_experts = self.optimizer.has_moe_layers if isinstance(self.optimizer, BF16_Optimizer) else None
-        if {True, False} <= set(on_every_rank(has_experts)):
-            raise ConfigError(
-                'bf16.enabled = true with zero_optimization.stage = 0, or with data_types.grad_accum_dtype = "fp32": '
-                "DeepSpeed's BF16_Optimizer waits for ever in a pipeline of which some stages have MoE layers and "
-                "others have none; take zero_optimization.stage = 1 and leave data_types.grad_accum_dtype out, or give "
-                "every stage an MoE layer"
-            )
 
     def train_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's ``train_batch``, with what is due at the start and at the end of a step."""

@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_fsmoe.checkpoint.checkpoints import Checkpoints
-from ds_fsmoe.checkpoint.expert_files import parts_of, write_parts
+from ds_fsmoe.checkpoint.expert_files import write_parts
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.numbering import expert_name
@@ -33,10 +33,8 @@ class SavingEngine(DeepSpeedEngine):
     has_partial_gradients = False
     """Whether gradients have been summed that no step has used yet."""
 
-    @property
-    def spreads_experts(self) -> bool:
-        """Whether experts of a Hugging Face model are spread over ranks."""
-        return bool(parts_of(self))
+    spreads_experts = False
+    """Whether experts of a Hugging Face model are spread over ranks: over those of any stage, in a pipeline."""
 
     def save_checkpoint(
         self,

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.moe.utils import is_moe_param
+from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import PIPE_REPLICATED, combine_grad_norm_groups, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -102,15 +103,21 @@ def complete_norms(optimizer: Any) -> None:
     """Let the optimizer of a pipeline's stage take part in the norms of groups that it has not. Collective over all
     ranks.
 
-    At ZeRO 1 DeepSpeed adds up the norm of each group of parameters over the stages, group by group. Experts are groups
-    of their own, so a stage without any has fewer groups, and DeepSpeed 0.19.8 waits there for ever.
+    DeepSpeed adds up norms over the stages: at ZeRO 1 of each group of parameters, in bf16 without ZeRO of all dense
+    ones and of those of experts. Experts are groups of their own, so a stage without any has fewer norms, and DeepSpeed
+    0.19.8 waits there for ever.
 
     Args:
-        optimizer: of an engine; nothing is changed where all have as many groups, or where it is not ZeRO's.
+        optimizer: of an engine; nothing is changed where all have as many groups, or where DeepSpeed adds up nothing.
     """
+    is_bf16 = isinstance(optimizer, BF16_Optimizer)
+    groups = optimizer.optimizer.param_groups if is_bf16 else []
+    names = list(dict.fromkeys(each["name"] for each in groups if is_moe_param_group(each)))
     is_zeros = isinstance(optimizer, DeepSpeedZeroOptimizer)
-    counts = on_every_rank(len(optimizer.bit16_groups) if is_zeros else 0)
-    num_missing = max(counts) - len(optimizer.bit16_groups) if is_zeros else 0
+    of_ranks = on_every_rank((len(optimizer.bit16_groups) if is_zeros else 0, names))
+    if is_bf16:
+        _complete_experts(optimizer, sorted({name for _, of_rank in of_ranks for name in of_rank}), names)
+    num_missing = max(count for count, _ in of_ranks) - len(optimizer.bit16_groups) if is_zeros else 0
     if not num_missing:
         return
     norm_of_own = optimizer.scaled_global_norm
@@ -125,3 +132,27 @@ def complete_norms(optimizer: Any) -> None:
         return combine_grad_norm_groups(norms)
 
     optimizer.scaled_global_norm = scaled_global_norm
+
+
+def _complete_experts(optimizer: BF16_Optimizer, names: list[str], own: list[str]) -> None:
+    """Let DeepSpeed's optimizer for bf16 add up the norms of the experts of all stages.
+
+    Args:
+        optimizer: the optimizer.
+        names: DeepSpeed's names of the groups of experts of all stages.
+        own: those of this stage.
+    """
+    if names == own:  # as many, in the order of all
+        return
+    if not optimizer.has_moe_layers:
+        optimizer.has_moe_layers, optimizer.expert_gradients = True, {}
+    grads_of_own = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return grads_of_own(for_clipping)
+        dense, experts = grads_of_own()
+        nothing = [torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)]
+        return dense, {name: experts.get(name, nothing) for name in names}
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
