@@ -66,16 +66,16 @@ def batches(replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tuple(torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
 
 
-def train(
+def make_engine(
     rank: int,
     zero_stage: int,
     stages: tuple[str, ...],
     block: dict[str, Any] | None,
-    steps: int = STEPS,
     clipping: float | None = None,
     accumulation: int = 2,
     num_stages: int = 2,
-) -> dict[str, torch.Tensor]:
+) -> Any:
+    """Of four ranks; stock's without a block."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
@@ -100,6 +100,19 @@ def train(
     engine, *_ = initialize(
         model=model, model_parameters=list(model.parameters()), config=config | ({"fsmoe": block} if block else {})
     )
+    return engine
+
+
+def train(
+    rank: int,
+    zero_stage: int,
+    stages: tuple[str, ...],
+    block: dict[str, Any] | None,
+    steps: int = STEPS,
+    num_stages: int = 2,
+    **how: Any,
+) -> dict[str, torch.Tensor]:
+    engine = make_engine(rank, zero_stage, stages, block, num_stages=num_stages, **how)
     batch = batches(engine.grid.data_parallel_id)
     losses = [engine.train_batch(batch).detach() for _ in range(steps)]
     if block is not None:
@@ -115,7 +128,8 @@ def train(
             assert tuner.is_settled
             assert tuner.outcome.num_steps > 0
             assert bool(tuner.rows) == bool(engine.fsmoe.num_layers)
-    seen = {name: each.detach().clone() for name, each in model.named_parameters()} | {"losses": torch.stack(losses)}
+    named = engine.module.named_parameters()
+    seen = {name: each.detach().clone() for name, each in named} | {"losses": torch.stack(losses)}
     engine.destroy()
     return seen
 
