@@ -58,6 +58,17 @@ EXPERT_GRAD = "EXPERT_GRAD"
 GRAD_SCATTER = "GRAD_SCATTER"
 GRAD_GATHER = "GRAD_GATHER"
 GRADIENT_TASKS = (GRAD_SCATTER, GRAD, EXPERT_GRAD, GRAD_GATHER)
+# What one stage of a pipeline does in a batch, a micro-batch being its chunk. A send and its receive are one transfer.
+LOAD = "LOAD"
+FORWARD = "FORWARD"
+BACKWARD = "BACKWARD"
+SEND_ACTIVATION = "SEND_ACTIVATION"
+RECV_ACTIVATION = "RECV_ACTIVATION"
+SEND_GRADIENT = "SEND_GRADIENT"
+RECV_GRADIENT = "RECV_GRADIENT"
+REDUCE_TIED = "REDUCE_TIED"
+REDUCE_GRADIENTS = "REDUCE_GRADIENTS"
+OPTIMIZER_STEP = "OPTIMIZER_STEP"
 HOLD = "HOLD"
 """A task that does nothing but keep a lane waiting while a task elsewhere needs it, too (see ``Draft.add``)."""
 
