@@ -74,14 +74,15 @@ def make_engine(
     clipping: float | None = None,
     accumulation: int = 2,
     num_stages: int = 2,
+    ep_size: int | None = None,
 ) -> Any:
-    """Of four ranks; stock's without a block."""
+    """Stock's without a block."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
     import ds_fsmoe
 
-    ep_size = 4 // num_stages
+    ep_size = 4 // num_stages if ep_size is None else ep_size
     made = [WithExperts(i, rank % ep_size, ep_size) if kind == "moe" else Dense(i) for i, kind in enumerate(stages)]
     layers = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
     torch.manual_seed(0)
