@@ -47,6 +47,7 @@ class Job:
     num_stages: int = 2
     how: str = "early"
     steps: int = 3
+    shares_weights: bool = False
 
     @property
     def block(self) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def _record(rank: int, job: Job) -> list[Program]:
         for name in ("reduction.make_beside", "updated_parameters.make_beside"):
             patch.setattr(f"ds_fsmoe.gradients.{name}", lambda _: BesideStreams(torch.device("cuda", 0)))
         how = {"accumulation": job.accumulation, "num_stages": job.num_stages}
+        how["shares_weights"] = job.shares_weights
         engine = make_engine(rank, job.zero_stage, job.stages, job.block, **how)
         batch = batches(engine.grid.data_parallel_id)
         programs = [tape.take()]
@@ -149,6 +151,7 @@ def test_batches_through_stages_get_stuck_in_no_order_that_a_backend_may_choose(
         *(Job(("moe",) * 4, 4, zero_stage, how=how) for zero_stage in (0, 1) for how in ("uncut", "stock's reduction")),
         *(Job(("moe",) * 4, accumulation, num_stages=4) for accumulation in (1, 4)),
         Job(("dense", "moe"), 4),
+        *(Job(("moe",) * 4, 4, zero_stage, shares_weights=True) for zero_stage in (0, 1)),
         # Measured ahead of the third batch, and tried in those after it.
         *(Job(stages, 2, how="tuned", steps=16) for stages in (("moe", "moe"), ("dense", "moe"))),
     ],
