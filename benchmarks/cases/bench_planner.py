@@ -31,10 +31,11 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase, choose_exact, choose_slsqp, makespan_ms, smallest_of_best
 from ds_fsmoe.planning.paper import evaluation
 from ds_fsmoe.planning.paper.grid import MODELS
+from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES, PRESETS
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, REDUCE, Lane
-from ds_fsmoe.planning.search import PhaseTimes, SearchSpace, choose
+from ds_fsmoe.planning.search import SearchSpace, choose
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Work, layer_work
 

@@ -24,9 +24,11 @@ from ds_fsmoe.commands.plan_model import (
     take_expert_groups,
 )
 from ds_fsmoe.commands.plan_placement import add_loads, print_placement, read_loads
+from ds_fsmoe.commands.plan_stages import add_micro_batches, batch_settings, is_batch, print_batch
 from ds_fsmoe.commands.tables import check_folders, print_table
 
 if TYPE_CHECKING:
+    from ds_fsmoe.planning.architecture import Architecture
     from ds_fsmoe.planning.cluster import Cluster
     from ds_fsmoe.planning.plan import Settings
     from ds_fsmoe.planning.report import Report
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_groups(parser)
     how = parser.add_argument_group("how")
     how.add_argument("--preset", default="best", help="whose plan is shown (best)")
+    add_micro_batches(how)
     add_alltoall(how)
     add_loads(how)
     how.add_argument("--recompute", action="store_true", help="layers run their forward again in the backward")
@@ -84,8 +87,10 @@ def run(args: argparse.Namespace) -> int:
     result = report(**job, preset_name=args.preset)
     _print_head(result, args, model)
     print_exchanges(job, args)
-    _print_presets(result, "no whole micro-batch can beat" if args.halves else "no plan can beat")
-    halves = print_halves(args, result, job)
+    alone = result
+    result, batch = print_batch(args, alone, job)
+    _print_presets(args, result, "no whole micro-batch can beat" if args.halves else "no plan can beat")
+    halves = print_halves(args, alone, job)
     memory = print_memory(args, model.architecture, job["groups"], job["shape"])
     _print_plan(result)
     placed = print_placement(loads, result, job)
@@ -102,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         save_png(drawn.step_timelines(in_halves=halves_to_draw(args, drawn, job)), args.png)
         print(f"\npicture of a step of {len(drawn.layers)} layer(s) by every preset: {args.png}")
     if args.json is not None:
-        args.json.write_text(json.dumps(result.as_dict() | placed | memory | halves, indent=1) + "\n")
+        args.json.write_text(json.dumps(result.as_dict() | placed | memory | halves | batch, indent=1) + "\n")
         print(f"\neverything: {args.json}")
     return 0
 
@@ -125,13 +130,13 @@ def _job(args: argparse.Namespace) -> tuple[PlannedModel, dict[str, Any]]:
         "groups": groups,
         "shape": model.shape,
         "num_layers": layers,
-        "settings": _settings(args, cluster),
+        "settings": _settings(args, cluster, model.architecture),
         "recompute": args.recompute,
         "architecture": model.architecture,
     }
 
 
-def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
+def _settings(args: argparse.Namespace, cluster: Cluster, architecture: Architecture | None) -> Settings:
     from ds_fsmoe.planning.gradients import SOLVERS
     from ds_fsmoe.planning.plan import Settings
     from ds_fsmoe.planning.timeline import IDEAL, Contention
@@ -155,6 +160,7 @@ def _settings(args: argparse.Namespace, cluster: Cluster) -> Settings:
         args.solver,
         args.gradient_solver,
         args.chunk_bytes,
+        **batch_settings(args, architecture),
     )
 
 
@@ -176,8 +182,14 @@ def _print_head(result: Report, args: argparse.Namespace, model: PlannedModel) -
     print_taken(args, model, result.groups)
 
 
-def _print_presets(result: Report, of_bound: str) -> None:
-    print("\none step (forward and backward of all layers, without the optimizer)")
+def _print_presets(args: argparse.Namespace, result: Report, of_bound: str) -> None:
+    what = "forward and backward of all layers, without the optimizer"
+    if is_batch(args):
+        number = 1 if result.stage is None else result.stage.index + 1
+        where = "" if result.groups.pp == 1 else f" on stage {number}"
+        print(f"\nthe last micro-batch{where} ({what})")
+    else:
+        print(f"\none step ({what})")
     rows = []
     for name, (forward_ms, backward_ms) in result.times_ms.items():
         step_ms = forward_ms + backward_ms

@@ -24,6 +24,7 @@ from ds_fsmoe.planning.workload import (
     GEMMS,
     AllToAll,
     BlockWork,
+    Gradient,
     Layer,
     Shape,
     Work,
@@ -46,6 +47,16 @@ class Stage:
     """The places of its blocks in the model."""
     has_embedding: bool
     has_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DenseStage:
+    """The work of a pipeline stage without experts: one operation after another, in which no gradients travel."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    """Where blocks run their forward again, with that ahead."""
+    gradients: tuple[Gradient, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +235,7 @@ def model_layers(
     if not moe:
         raise ValueError(f"stage {stage.index + 1} of {groups.pp}: none of its blocks has experts")
     sizes = _Sizes(groups, samples, length, architecture.M, dtype_bytes)
+    is_tied_here = _is_tied_here(architecture, stage)
     made: dict[tuple, Layer] = {}
     layers = []
     for place in moe:
@@ -232,8 +244,6 @@ def model_layers(
         before = architecture.blocks[start:place]
         behind = architecture.blocks[place + 1 : stage.places[-1] + 1] if is_last else ()
         has_head = stage.has_head and is_last
-        # What is tied exists once on a stage, and its gradient when the backward is through.
-        is_tied_here = architecture.is_tied and stage.has_head and not stage.has_embedding
         ends = (is_first and stage.has_embedding) or (is_last and is_tied_here), has_head
         block = architecture.blocks[place]
         key = block, before, behind, ends
@@ -242,10 +252,49 @@ def model_layers(
             check_divides(shape, groups)
             parts = moe_work(shape, groups, alltoall, sizes.tokens_S, True, crossings)
             head = _head(architecture, sizes, recompute) if has_head else _Part()
-            embedding = _Part(tensors=(round(sizes.M * architecture.vocab / groups.mp),) if ends[0] else ())
+            embedding = _embedding(architecture, sizes) if ends[0] else _Part()
             made[key] = _layer(block, shape, sizes, parts, (before, behind), (embedding, head), recompute)
         layers.append(made[key])
     return tuple(layers)
+
+
+def dense_stage(
+    architecture: Architecture,
+    groups: Groups,
+    samples: int,
+    length: int,
+    dtype_bytes: int,
+    stage: Stage,
+    recompute: bool = False,
+) -> DenseStage:
+    """Return the work of a pipeline stage none of whose blocks has experts.
+
+    Args:
+        architecture, groups, samples, length, dtype_bytes, recompute: see :func:`model_layers`.
+        stage: which.
+    """
+    sizes = _Sizes(groups, samples, length, architecture.M, dtype_bytes)
+    blocks = [part for place in stage.places for part in _dense_block(architecture.blocks[place], sizes)]
+    head = _head(architecture, sizes, recompute) if stage.has_head else _Part()
+    parts = [*blocks, head]
+    forward = tuple(work for part in parts for work in part.forward)
+    backward = tuple(work for part in parts[::-1] for work in part.backward)
+    has_embedding = stage.has_embedding or _is_tied_here(architecture, stage)
+    ends = _embedding(architecture, sizes).tensors if has_embedding else ()
+    dense = [*(size for part in parts[::-1] for size in part.tensors), *ends]
+    gradients = tuple(each for each in summed(groups, dtype_bytes, dense, []) if each.size_bytes)
+    return DenseStage(forward, (*forward, *backward) if recompute else backward, gradients)
+
+
+def _is_tied_here(architecture: Architecture, stage: Stage) -> bool:
+    """Whether a stage has the embedding for its head alone. What is tied exists once on a stage, and its gradient when
+    the backward is through."""
+    return architecture.is_tied and stage.has_head and not stage.has_embedding
+
+
+def _embedding(architecture: Architecture, sizes: _Sizes) -> _Part:
+    """Return the part of the embedding: looking words up takes no time."""
+    return _Part(tensors=(round(sizes.M * architecture.vocab / sizes.groups.mp),))
 
 
 def _layer(

@@ -8,22 +8,25 @@ plan`` prints what comes out, and training runs it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.block_times import BlockTimes, Order
+from ds_fsmoe.planning.block_times import BlockTimes
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.cost import Cost
+from ds_fsmoe.planning.gradient_prices import Price, window_prices
 from ds_fsmoe.planning.gradient_queue import Partition, QueuedGradient, Window
 from ds_fsmoe.planning.gradients import Mode, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.presets import BEST, Switches, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
-from ds_fsmoe.planning.search import MIN_GAIN, Choice, PhaseTimes, SearchSpace, choose
+from ds_fsmoe.planning.search import MIN_GAIN, Choice, SearchSpace, choose
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 
@@ -31,9 +34,6 @@ SOLVERS = ("exact", "slsqp")
 MAX_DEGREE = 256
 SHARED_LINK = 0.8
 """The slowdown from which two links count as one: both at once gain less than a tenth."""
-_CURVE_POINTS = 17
-_Price = Callable[[np.ndarray], np.ndarray]
-"""Time of gradients in a window -> how much longer the layer gets."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,13 @@ class Settings:
     """Whether both links are one wire, even if they were not seen to slow each other down."""
     min_gain: float = MIN_GAIN
     """The share that ``best`` has to gain for cutting a layer."""
+    num_micro_batches: int = 1
+    """The micro-batches of a batch: all are cut alike, and the backward of the last one sends the gradients."""
+    gradients_at_end: bool = False
+    """Whether none are sent before the last backward is over, whatever a system would do: where pipeline stages share
+    weights, DeepSpeed sums them then."""
+    tail_share: float = 1.0
+    """What a millisecond of gradients after the backward counts, as a share of one by which they make it longer."""
 
     def __post_init__(self) -> None:
         is_whole = isinstance(self.max_degree, int) and not isinstance(self.max_degree, bool)
@@ -68,6 +75,10 @@ class Settings:
         check_solver(self.gradient_solver, self.chunk_bytes)
         if not (math.isfinite(self.host_ms) and self.host_ms >= 0):
             raise ValueError(f"host_ms = {self.host_ms}: must be a finite number of at least 0")
+        if self.num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches = {self.num_micro_batches}: must be at least 1")
+        if not 0 <= self.tail_share <= 1:
+            raise ValueError(f"tail_share = {self.tail_share}: must be from 0 to 1")
         if self.solver not in SOLVERS:
             raise ValueError(f"solver = {self.solver!r}: the choices are {', '.join(SOLVERS)}")
 
@@ -103,7 +114,7 @@ class Planner:
     settings: Settings = field(default_factory=Settings)
     _times: dict[tuple, BlockTimes] = field(default_factory=dict)
     _choices: dict[tuple, tuple[Choice, Choice]] = field(default_factory=dict)
-    _curves: dict[tuple, tuple[_Price, _Price]] = field(default_factory=dict)
+    _curves: dict[tuple, tuple[Price, Price]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._written = LayerCosts.written(self.costs, self.settings.host_ms)
@@ -123,6 +134,7 @@ class Planner:
             mode: when gradients are sent.
             carried: gradients that wait when the backward begins, as in the middle of a larger model.
         """
+        mode = "off" if self.settings.gradients_at_end else mode
         of_layers = [spaces] * len(layers) if isinstance(spaces, SearchSpace) else list(spaces)
         # Layers that are equal are planned once, and told apart by a number from here on.
         numbers: dict[tuple[Layer, SearchSpace], int] = {}
@@ -180,6 +192,21 @@ class Planner:
         """Predict the time of a step with a plan, forward and backward."""
         return sum(self.phases_ms(plan))
 
+    def batch_ms(self, plan: ModelPlan) -> float:
+        """Predict the time of all micro-batches of a batch with a plan, one after the other. Gradients after the last
+        one count with their share."""
+        earlier, share = self.settings.num_micro_batches - 1, self.settings.tail_share
+        last_ms = self.step_ms(plan)
+        if plan.tail and share < 1:
+            last_ms = share * last_ms + (1 - share) * self.step_ms(replace(plan, tail=()))
+        return last_ms + (earlier * self.step_ms(plan.without_gradients()) if earlier else 0.0)
+
+    def counting_tails(self, share: float) -> Planner:
+        """Return the same planner for which gradients after the backward count with this share."""
+        found = copy(self)
+        found.settings = replace(self.settings, tail_share=share)
+        return found
+
     def phases_ms(self, plan: ModelPlan) -> tuple[float, float]:
         """Predict the times of forward and backward with a plan."""
         how = self.settings.contention, self.settings.host_ms, self.settings.is_serial
@@ -218,6 +245,7 @@ class Planner:
             self.times(moe, costs, backward, lanes, same_chunks=False) if backward and costs.rechunked else None,
             None if self.settings.contention == IDEAL else self.times(moe, costs, backward, lanes, contention=IDEAL),
             grad_ms,
+            self.settings.num_micro_batches,
         )
 
     def times(
@@ -264,7 +292,7 @@ class Planner:
 
         grads = [*carried, *(each for layer in layers for each in layer.gradients)]
         # What is sent at the end has no use for windows, and finding out what they cost takes time.
-        prices: list[tuple[_Price, _Price]] = [(np.zeros_like, np.zeros_like)] * len(layers)
+        prices: list[tuple[Price, Price]] = [(np.zeros_like, np.zeros_like)] * len(layers)
         if grads and mode != "off":
             prices = [
                 self._windows(layer, pair[1], space, _lanes(grads))
@@ -290,6 +318,7 @@ class Planner:
             solver=settings.gradient_solver,
             chunk_bytes=settings.chunk_bytes,
             seed=settings.seed,
+            tail_share=settings.tail_share,
         )
 
     def _rooms_ms(self, layer: Layer, alone: tuple[Choice, Choice], lanes: tuple[Lane, ...]) -> tuple[float, float]:
@@ -303,9 +332,7 @@ class Planner:
         after_ms = self.times(layer.backward, costs, True, lanes).after_ms
         return 0.0 if (*moe.enter, *moe.leave) else alone[1].time_ms / slower, after_ms / slower
 
-    def _windows(
-        self, layer: Layer, alone: Choice, space: SearchSpace, lanes: tuple[Lane, ...]
-    ) -> tuple[_Price, _Price]:
+    def _windows(self, layer: Layer, alone: Choice, space: SearchSpace, lanes: tuple[Lane, ...]) -> tuple[Price, Price]:
         """Price both windows of a layer, the degree re-chosen for every time of gradients."""
         costs, moe = layer.costs or self._written, layer.backward.moe
         key = layer.backward, costs, space, lanes, alone.order
@@ -316,25 +343,13 @@ class Planner:
             most = moe.capacity or MAX_DEGREE
             orders += [each for each in space.orders(True, moe.expert_dw is not None) if each.degree <= most]
         orders = list(dict.fromkeys(orders))
-        times = self.times(BlockWork((), moe, ()), costs, True, lanes)
-        whole = self.times(layer.backward, costs, True, lanes)
-        alone_ms = times.times_ms(orders)[:, 0]
-        base_ms = float(alone_ms.min())
-        if all(times.has_closed_form(order) for order in orders):
-
-            def priced(grad_ms: np.ndarray) -> np.ndarray:
-                return times.times_ms(orders, grad_ms).min(axis=0) - base_ms
-
-            def dense(grad_ms: np.ndarray) -> np.ndarray:
-                return np.maximum(0.0, grad_ms - whole.after_ms)
-
-            prices: tuple[_Price, _Price] = priced, dense
-        else:
-            grid_ms = np.linspace(0.0, 1.5 * max(base_ms, whole.after_ms), _CURVE_POINTS)
-            few = _promising(orders, alone_ms, times.times_ms(orders, grid_ms[[_CURVE_POINTS // 3, -1]]))
-            moe_ms = times.times_ms(few, grid_ms).min(axis=0)
-            dense_ms = whole.times_ms([alone.order], 0.0, grid_ms)[0]
-            prices = _Curve(grid_ms, moe_ms - moe_ms[0]), _Curve(grid_ms, dense_ms - dense_ms[0])
+        prices = window_prices(
+            orders,
+            alone.order,
+            self.times(BlockWork((), moe, ()), costs, True, lanes),
+            self.times(layer.backward, costs, True, lanes),
+            self.settings.num_micro_batches,
+        )
         self._curves[key] = prices
         return prices
 
@@ -356,7 +371,7 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
     # Gradients inside of the experts' part make that longer when links contend, which their placement foresees layer by
     # layer only; beside the dense parts alone they are sometimes a little faster.
     beside = planner.plan(layers, space, "dense_only", carried)
-    return min((found, beside), key=planner.step_ms)
+    return min((found, beside), key=planner.batch_ms)
 
 
 def mode_of(schedule: str) -> Mode:
@@ -372,29 +387,3 @@ def plan_by_switches(
     space = SearchSpace.of_switches(switches, settings.max_degree, settings.micro_op_bytes)
     space = replace(space, solver=settings.solver)
     return planner.plan(layers, space, switches.gradients, carried)
-
-
-def _promising(orders: Sequence[Order], *times_ms: np.ndarray) -> list[Order]:
-    """Return those of many orders that matter for a curve: with few gradients, more, and many, the best of each degree,
-    and of these the best eight."""
-    if len(orders) <= 24:
-        return list(orders)
-    kept: set[int] = set()
-    for column_ms in np.column_stack([each.reshape(len(orders), -1) for each in times_ms]).T:
-        of_degree: dict[int, int] = {}
-        for index in np.argsort(column_ms, kind="stable"):
-            of_degree.setdefault(orders[index].degree, int(index))
-        kept.update(list(of_degree.values())[:8])
-    return [orders[index] for index in sorted(kept)]
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """A function by its points: straight between them, and one to one behind the last."""
-
-    at_ms: np.ndarray
-    extra_ms: np.ndarray
-
-    def __call__(self, grad_ms: np.ndarray) -> np.ndarray:
-        beyond_ms = np.maximum(0.0, grad_ms - self.at_ms[-1])
-        return np.interp(grad_ms, self.at_ms, np.maximum.accumulate(np.maximum(self.extra_ms, 0.0))) + beyond_ms

@@ -103,7 +103,7 @@ class Report:
     def _stages(self) -> str:
         pp = self.groups.pp
         if self.stage is None:
-            return f"{pp}; times are those of one stage and one micro-batch"
+            return f"{pp} alike; the layers below are those of the first"
         assert self.architecture is not None
         least, more = divmod(len(self.architecture.blocks), pp)
         sizes = f"{least} or {least + 1}" if more else f"{least}"
@@ -111,8 +111,8 @@ class Report:
             ", and the head" if self.stage.has_head else ""
         )
         return (
-            f"{pp} of {sizes} blocks; times are those of one micro-batch on stage {self.stage.index + 1} (blocks "
-            f"{places}), which computes the most"
+            f"{pp} of {sizes} blocks; the layers below are those of stage {self.stage.index + 1} (blocks {places}), "
+            "which computes the most"
         )
 
     def block_timelines(self, preset_name: str) -> list[tuple[str, Timeline]]:

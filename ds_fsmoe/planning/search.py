@@ -16,6 +16,7 @@ from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import BOTTLENECKS, STREAM, bounds_ms, choose_slsqp, paper_case, smallest_of_best
+from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.presets import BEST, Switches, late_choices, preset
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import simulate
@@ -161,7 +162,7 @@ class Choice:
 
     order: Order
     time_ms: float
-    """The predicted time, with the gradients that are sent in it."""
+    """The predicted time, with the gradients that are sent in it; of several micro-batches the mean."""
     isolated_ms: float
     """The predicted time if lanes did not slow each other down."""
     uncut_ms: float
@@ -201,24 +202,6 @@ class Choice:
         )
 
 
-@dataclass(frozen=True)
-class PhaseTimes:
-    """The times of one layer's MoE part in one phase."""
-
-    same: BlockTimes
-    """The times if the backward has the chunks of the forward."""
-    other: BlockTimes | None = None
-    """The times if it has other chunks; ``None``: that makes no difference."""
-    isolated: BlockTimes | None = None
-    """``same`` on lanes that do not slow each other down; ``None``: they do not."""
-    grad_ms: float = 0.0
-    """The time of the gradients that are sent in it."""
-
-    def of(self, same_chunks: bool) -> BlockTimes:
-        """Return the times that hold for such chunks."""
-        return self.same if same_chunks or self.other is None else self.other
-
-
 class _Phase:
     """The best way of every degree in one phase."""
 
@@ -227,10 +210,10 @@ class _Phase:
         self._best: dict[tuple[int, bool], tuple[float, Order]] = {}
         self.degrees = list(dict.fromkeys(order.degree for order in orders))
         base = orders[0] if orders[0].degree == 1 else Order(1, orders[0].links)
-        self.uncut_ms = float(times.same.times_ms([base], times.grad_ms)[0, 0])
+        self.uncut_ms = float(times.mean_ms([base])[0])
         """The time of the first way with one chunk, over which others have to gain."""
         for same_chunks in (True, False) if self._differs else (True,):
-            times_ms = times.of(same_chunks).times_ms(orders, times.grad_ms)[:, 0]
+            times_ms = times.mean_ms(orders, same_chunks)
             for degree in self.degrees:
                 at = [place for place, order in enumerate(orders) if order.degree == degree]
                 best = at[smallest_of_best([float(times_ms[place]) for place in at])]
@@ -284,7 +267,7 @@ def choose(
         found_ms = phase.ms(degree, same)
         alone_ms = found_ms
         if of_phase.isolated is not None:
-            alone_ms = float(of_phase.isolated.times_ms([order], of_phase.grad_ms)[0, 0])
+            alone_ms = float(of_phase.mean_of(of_phase.isolated, [order])[0])
         choices.append(
             Choice(
                 order,

@@ -12,6 +12,7 @@ from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.phase_times import PhaseTimes
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -35,7 +36,7 @@ from ds_fsmoe.planning.schedule import (
     Lane,
     Schedule,
 )
-from ds_fsmoe.planning.search import Choice, PhaseTimes, SearchSpace, choose
+from ds_fsmoe.planning.search import Choice, SearchSpace, choose
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Work, layer_work
 

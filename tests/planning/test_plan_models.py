@@ -112,7 +112,7 @@ def test_groups_of_a_real_model_are_what_training_takes_by_itself(
 def test_a_stage_of_a_pipeline_is_planned_and_said_to_be_the_one_that_computes_the_most(own: Path, capsys) -> None:
     assert cli.main([*PLAN, "--hf-config", str(own), "--pp", "4", "--preset", "fsmoe"]) == 0
     said = capsys.readouterr().out
-    assert "\nstages   4 of 1 or 2 blocks; times are those of one micro-batch on stage " in said
+    assert "\nstages   4 of 1 or 2 blocks; the layers below are those of stage " in said
     assert "), which computes the most\n" in said
     assert cli.main([*PLAN, "--hf-config", str(own), "--pp", "8"]) == 2
     assert "pp = 8: must be at most the number of blocks, 6" in capsys.readouterr().err

@@ -22,8 +22,9 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase, choose_exact, makespan_ms
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.paper.grid import MODELS, table_4
-from ds_fsmoe.planning.plan import Planner, plan_by_name
+from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import PRESETS
+from ds_fsmoe.planning.stage_plan import pipeline_of_layers, stage_times
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import Layer, Shape, kind_costs, layer_work
 
@@ -161,11 +162,42 @@ def simulate_model(
     return ModelRow(name, setting, times_ms)
 
 
+FIGURE_8_MICRO_BATCHES = (1, 2, 4, 8)
+"""The paper does not say how many micro-batches a batch of its figure 8 has; these are simulated."""
+
+
+def simulate_stages(
+    bed: Bed,
+    name: str,
+    length: int,
+    num_layers: int,
+    num_micro_batches: int,
+    contention: Contention,
+    names: Sequence[str],
+) -> ModelRow:
+    """Simulate a batch of a model in pipeline stages, in GPipe's order, as the paper has it.
+
+    Each stage is planned as if links were ideal, by its systems' own rules: no stage minds another. It is played with
+    contention, all forwards first, then all backwards, the last of which sends gradients; sends between stages block.
+    """
+    shape = replace(MODELS[name].shape, L=length, E=bed.num_experts)
+    layers = (layer_work(shape, bed.groups),) * (num_layers // bed.groups.pp)
+    pipeline = pipeline_of_layers(bed.cluster, bed.groups, layers, shape)
+    ideal = Planner(bed.costs, Settings(num_micro_batches=num_micro_batches))
+    player = Planner(bed.costs, Settings(contention, num_micro_batches=num_micro_batches))
+    times_ms = {}
+    for each in names:
+        stage = stage_times(player, plan_by_name(ideal, each, layers))
+        batch = pipeline.batch([stage] * bed.groups.pp, num_micro_batches, "gpipe")
+        times_ms[each] = batch.timeline.makespan_ms
+    return ModelRow(name, f"{bed.groups.pp} stages, {num_micro_batches} micro-batches", times_ms)
+
+
 def figures(names: Sequence[str] = tuple(PRESETS), contended: bool = True) -> Iterator[tuple[str, list[ModelRow]]]:
     """Yield the settings of figures 6, 7 and 8, one figure (or part of one) at a time.
 
-    Figure 8's stages are half of the nodes each; the 6 experts are spread over the 3 nodes of a stage. One micro-batch
-    of one stage is simulated: filling and draining the pipeline stretches every system alike.
+    Figure 8's stages are half of the nodes each; the 6 experts are spread over the 3 nodes of a stage. A whole batch of
+    both stages is simulated, for several numbers of micro-batches; on ideal links, too, where systems differ more.
     """
 
     def row(letter: str, model: str, length: int, layers: int, setting: str, nodes: int | None = None, pp: int = 1):
@@ -185,7 +217,17 @@ def figures(names: Sequence[str] = tuple(PRESETS), contended: bool = True) -> It
         "figure 7, by size",
         [row("a", m, 1024, n, f"P = {8 * nodes}", nodes) for nodes in (2, 4, 6) for m, n in on_a.items()],
     )
-    yield "figure 8", [row("a", m, 1024, n - n % 2, "two stages", None, 2) for m, n in on_a.items()]
+    bed = load_bed("a", pp=2)
+    for title, contention in (("", bed.cluster.contention), (", on ideal links", IDEAL)):
+        if contended or contention == IDEAL:
+            yield (
+                f"figure 8, by micro-batches{title}",
+                [
+                    simulate_stages(bed, model, 1024, layers - layers % 2, count, contention, names)
+                    for count in FIGURE_8_MICRO_BATCHES
+                    for model, layers in on_a.items()
+                ],
+            )
 
 
 @dataclass(frozen=True)

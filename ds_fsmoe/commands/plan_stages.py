@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of ``ds_fsmoe plan`` about pipeline stages: a whole batch through all of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ds_fsmoe.commands.tables import print_table
+
+if TYPE_CHECKING:
+    from ds_fsmoe.planning.architecture import Architecture
+    from ds_fsmoe.planning.report import Report
+    from ds_fsmoe.planning.stage_report import BatchReport
+
+MICRO_BATCHES_PER_STAGE = 4
+"""The micro-batches of a batch for each stage, where no number is given."""
+_WIDTH, _MICRO_BATCH_WIDTH = 110, 9
+
+
+def add_micro_batches(group: argparse._ArgumentGroup) -> None:
+    """Add the argument about batches."""
+    group.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="M",
+        help=f"micro-batches of a batch ({MICRO_BATCHES_PER_STAGE} for each stage; without stages, one)",
+    )
+
+
+def is_batch(args: argparse.Namespace) -> bool:
+    """Whether a whole batch is planned, and not one micro-batch alone."""
+    return (args.pp or 1) > 1 or args.micro_batches is not None
+
+
+def batch_settings(args: argparse.Namespace, architecture: Architecture | None) -> dict[str, Any]:
+    """Return the settings of the planner that follow from batches and stages.
+
+    Raises:
+        ValueError: a batch of nothing.
+    """
+    asked, pp = args.micro_batches, args.pp or 1
+    if asked is not None and asked < 1:
+        raise ValueError(f"--micro-batches = {asked}: must be at least 1")
+    default = MICRO_BATCHES_PER_STAGE * pp if pp > 1 else 1
+    # Of weights that stages share DeepSpeed sums gradients over stages first, and all others after that.
+    is_tied = pp > 1 and architecture is not None and architecture.is_tied
+    return {"num_micro_batches": default if asked is None else asked, "gradients_at_end": is_tied}
+
+
+def print_batch(args: argparse.Namespace, report: Report, job: dict[str, Any]) -> tuple[Report, dict[str, Any]]:
+    """Print what a batch takes by every preset, and what the stages do by the shown one.
+
+    Args:
+        args: of the command.
+        report: of one stage.
+        job: the planner's.
+
+    Returns:
+        The report with the plans that the stage has in the batch, and what is written about the batch.
+    """
+    from ds_fsmoe.planning.stage_report import batch_report
+
+    if not is_batch(args):
+        return report, {}
+    how = {name: job[name] for name in ("alltoall", "recompute", "crossings") if name in job}
+    found = batch_report(report, **how)
+    _print_presets(found, is_default=args.micro_batches is None)
+    _print_stages(found)
+    if args.gantt:
+        slots = found.num_micro_batches + len(found.places) - 1
+        print(f"\na batch by {found.preset_name}, F and B with their micro-batches:")
+        print(found.shown.timeline.gantt(max(_WIDTH, _MICRO_BATCH_WIDTH * slots)))
+    return found.on_stage(report), {"batch": found.as_dict()}
+
+
+def _print_presets(found: BatchReport, is_default: bool) -> None:
+    count, stages = found.num_micro_batches, len(found.places)
+    default = ", the default" if is_default else ""
+    through = f" through {stages} stages, in DeepSpeed's order" if stages > 1 else ""
+    print(f"\none batch of {count} micro-batches (--micro-batches {count}{default}){through}, without the optimizer")
+    base_ms = [found.batch_ms(name) for name in ("deepspeed", "tutel")]
+    rows = []
+    for name in found.plans:
+        batch_ms = found.batch_ms(name)
+        speedups = (f"{each / batch_ms:.2f}x" for each in base_ms)
+        rows.append((name, f"{batch_ms:.2f}", f"{found.bubble_share(name):.1%}", *speedups))
+    rows.append(
+        ("(no plan can beat)", f"{found.bound_ms:.2f}", "", *(f"{each / found.bound_ms:.2f}x" for each in base_ms))
+    )
+    print_table(("preset", "batch ms", "bubbles", "over deepspeed", "over tutel"), rows)
+
+
+def _print_stages(found: BatchReport) -> None:
+    print(f"\nthe stages by {found.preset_name}: times of a micro-batch, sends and bubbles of a batch")
+    heads = (
+        *("stage", "blocks", "forward ms", "backward ms", "last ms", "gradients MB", "after ms", "sends MB", "ms"),
+        *("bubbles ms", "warm-up", "steady", "cool-down", "share", "busy"),
+    )
+    rows = []
+    for row in found.rows(found.preset_name):
+        times = (row[name] for name in ("forward_ms", "backward_ms", "last_backward_ms"))
+        bubbles = row["bubbles_ms"]
+        rows.append(
+            (
+                str(row["stage"] + 1),
+                "{}-{}".format(*row["blocks"]),
+                *(f"{each:.2f}" for each in times),
+                f"{row['hidden_gradient_bytes'] / 1e6:.1f} + {row['later_gradient_bytes'] / 1e6:.1f}",
+                f"{row['gradients_ms']:.2f}",
+                f"{row['send_bytes'] / 1e6:.1f}",
+                f"{row['sends_ms']:.2f}",
+                f"{sum(bubbles.values()):.2f}",
+                *(f"{each:.2f}" for each in bubbles.values()),
+                f"{row['bubble_share']:.1%}",
+                f"{row['busy_share']:.1%}",
+            )
+        )
+    print_table(heads, rows)
+    print("  gradients: beside the last micro-batch's backward + after it, which takes after ms")
+    if found.pipeline.links:
+        lanes = sorted({each.lane.value for each in found.pipeline.links})
+        one = found.pipeline.links[0]
+        print(
+            f"  sends: {found.pipeline.send_bytes / 1e6:.2f} MB a micro-batch and direction over the "
+            f"{' and the '.join(f'{each}-node' for each in lanes)} link, {one.activation_ms:.3f} ms from the first "
+            "stage to the second; both stages wait meanwhile"
+        )
+    if found.pipeline.tied_ms:
+        print(
+            "  the first and the last stage share the embedding: DeepSpeed sums gradients when all backwards are over, "
+            f"those of the embedding first ({found.pipeline.tied_ms:.2f} ms)"
+        )

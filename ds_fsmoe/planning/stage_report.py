@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of a model in pipeline stages under every system: what ``ds_fsmoe plan --pp`` prints and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ds_fsmoe.planning.bounds import step_bounds_ms
+from ds_fsmoe.planning.model_layers import stages
+from ds_fsmoe.planning.plan import Planner
+from ds_fsmoe.planning.report import Report
+from ds_fsmoe.planning.stage_batch import StageTimes, simulate_batch
+from ds_fsmoe.planning.stage_plan import (
+    BatchPlan,
+    Pipeline,
+    StagePlan,
+    StageWork,
+    pipeline_of_layers,
+    pipeline_of_model,
+    stage_times,
+)
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """The plans of all stages by every system, and the batches that they make."""
+
+    pipeline: Pipeline
+    places: tuple[range, ...]
+    """The blocks of each stage."""
+    plans: Mapping[str, BatchPlan]
+    num_micro_batches: int
+    bound_ms: float
+    """The lower bound: with these stages, sends and micro-batches no plan of layers makes a shorter batch."""
+    preset_name: str
+
+    @property
+    def shown(self) -> BatchPlan:
+        """The batch of the system that is shown."""
+        return self.plans[self.preset_name]
+
+    def batch_ms(self, name: str) -> float:
+        """Return the time of a batch by a system."""
+        return self.plans[name].timeline.makespan_ms
+
+    def bubble_share(self, name: str) -> float:
+        """Return the share of all stages' time in which they have nothing to do."""
+        line = self.plans[name].timeline
+        idle_ms = sum(line.bubbles(each).all_ms for each in range(len(line.stages)))
+        return idle_ms / (len(line.stages) * line.makespan_ms)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Return what each stage does by a system. Bytes and times of sends are those of a batch, there and back."""
+        batch, found = self.plans[name], []
+        whole_ms, num_stages = batch.timeline.makespan_ms, len(batch.stages)
+        for stage, plan in enumerate(batch.stages):
+            bubbles, sends_ms = batch.timeline.bubbles(stage), batch.timeline.sends_ms(stage)
+            neighbours = (stage > 0) + (stage < num_stages - 1)
+            found.append(
+                {
+                    "stage": stage,
+                    "blocks": [self.places[stage][0], self.places[stage][-1]],
+                    **asdict(plan.times),
+                    "hidden_gradient_bytes": plan.hidden_bytes,
+                    "later_gradient_bytes": plan.after_bytes,
+                    "send_bytes": 2 * neighbours * self.num_micro_batches * self.pipeline.send_bytes,
+                    "sends_ms": sends_ms,
+                    "bubbles_ms": asdict(bubbles),
+                    "bubble_share": bubbles.all_ms / whole_ms,
+                    "busy_share": 1.0 - (bubbles.all_ms + sends_ms) / whole_ms,
+                }
+            )
+        return found
+
+    def on_stage(self, report: Report) -> Report:
+        """Return a report of one stage with the plans that it has in the batch."""
+        index = 0 if report.stage is None else report.stage.index
+        plans = {name: batch.stages[index].plan or report.plans[name] for name, batch in self.plans.items()}
+        times_ms = {name: report.phases_ms(plan) for name, plan in plans.items()}
+        return replace(report, plans=plans, times_ms=times_ms)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the whole report in plain types."""
+        base_ms = {name: self.batch_ms(name) for name in ("deepspeed", "tutel")}
+        return {
+            "num_micro_batches": self.num_micro_batches,
+            "order": "1f1b",
+            "links": [asdict(each) for each in self.pipeline.links],
+            "send_bytes": self.pipeline.send_bytes,
+            "tied_ms": self.pipeline.tied_ms,
+            "lower_bound_ms": self.bound_ms,
+            "presets": {
+                name: {
+                    "batch_ms": self.batch_ms(name),
+                    "bubble_share": self.bubble_share(name),
+                    "over_deepspeed": base_ms["deepspeed"] / self.batch_ms(name),
+                    "over_tutel": base_ms["tutel"] / self.batch_ms(name),
+                    "stages": self.rows(name),
+                }
+                for name in self.plans
+            },
+            "timeline": [
+                [
+                    {"kind": each.task.kind, "micro_batch": each.task.chunk, "start_ms": each.start_ms}
+                    | {"end_ms": each.end_ms, "lane": each.task.lane.value}
+                    for each in stage.spans
+                ]
+                for stage in self.shown.timeline.stages
+            ],
+        }
+
+
+def batch_report(report: Report, **how: Any) -> BatchReport:
+    """Plan all stages of a model the way every system would, of which one stage has been planned.
+
+    Args:
+        report: of that stage; its settings have the number of micro-batches.
+        how: ``alltoall``, ``recompute`` and ``crossings`` as the stage was planned with.
+
+    Raises:
+        ValueError: the cluster has no number for sends.
+    """
+    groups, settings, model = report.groups, report.settings, report.architecture
+    if model is None:
+        pipeline = pipeline_of_layers(report.cluster, groups, report.layers, report.shape)
+        size = len(report.layers)
+        places = tuple(range(size * each, size * (each + 1)) for each in range(groups.pp))
+    else:
+        parts = stages(model, groups.pp)
+        pipeline = pipeline_of_model(report.cluster, model, groups, parts, report.shape, **how)
+        places = tuple(each.places for each in parts)
+    planner = Planner(report.costs, settings)
+    plans = {}
+    for name, plan in report.plans.items():
+        known = {StageWork(report.layers): stage_times(planner, plan)}
+        plans[name] = pipeline.plan(planner, name, known=known)
+    bound_ms = _bound_ms(pipeline, planner, plans[report.preset_name].stages)
+    return BatchReport(pipeline, places, plans, settings.num_micro_batches, bound_ms, report.preset_name)
+
+
+def _bound_ms(pipeline: Pipeline, planner: Planner, found: Sequence[StagePlan]) -> float:
+    """Return the time of a batch whose stages all take what no plan can beat: a batch gets no longer when a part of it
+    gets shorter."""
+    settings = planner.settings
+    least = []
+    for work, plan in zip(pipeline.works, found, strict=True):
+        if work.dense is not None:
+            least.append(plan.times)
+            continue
+        bare = [replace(each, gradients=()) for each in work.layers]
+        forward_ms, last_ms = step_bounds_ms(work.layers, planner.costs, settings.max_degree)
+        earlier_ms = step_bounds_ms(bare, planner.costs, settings.max_degree)[1]
+        # Gradients lengthen a backward, or follow it; nobody waits for these.
+        least.append(StageTimes(forward_ms, earlier_ms, earlier_ms, max(0.0, last_ms - earlier_ms)))
+    return simulate_batch(least, settings.num_micro_batches, pipeline.links, tied_ms=pipeline.tied_ms).makespan_ms
