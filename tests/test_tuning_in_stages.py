@@ -97,6 +97,11 @@ def test_all_stages_foresee_try_refine_and_watch_the_same_batches(
     *sorted_ms, _ = (each.step.chosen_ms for each in candidates)
     assert sorted_ms == sorted(sorted_ms)
     assert all(len(each.stages) == num_stages for each in candidates)
+    for times in (each for candidate in candidates for each in candidate.stages):
+        assert min(times.forward_ms, times.backward_ms) > 0
+        # Gradients travel in the last one alone, and what comes after all of them is the same for all stages.
+        assert times.last_backward_ms >= times.backward_ms * (1 - 1e-9)
+    assert len({times.optimizer_ms for candidate in candidates for times in candidate.stages}) == 1
     # What is told beside the measured batch is that of the plan that stays.
     assert first["step"] == first["foreseen"].step == last[0].step
     assert len(first["sends"]) == num_stages - 1

@@ -244,7 +244,7 @@ class Autotune:
         reads_cache, stages = self._why_again is None, self.stages
         measured = measure(self._running, layers, reduction, self._group, reads_cache=reads_cache, stages=stages)
         of_gradients = gradients_of(reduction), tensors_of(reduction)
-        how = dense_ms, can_split, stages is not None
+        how = dense_ms, can_split, None if stages is None else stages.num_micro_batches
         model = TunedModel(self._block, self._running, layers, measured, *of_gradients, *how)
         self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
         if stages is not None:

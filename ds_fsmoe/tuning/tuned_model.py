@@ -48,7 +48,8 @@ class TunedModel:
         dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
             when it was measured; ``None``: not seen.
         can_split: whether batches may be cut into halves.
-        is_stage: whether these are the layers of a pipeline's stage: gradients are then no part of its backwards.
+        num_micro_batches: of a batch, where these are the layers of a pipeline's stage: gradients are then a part of
+            its last backward alone, where they travel in it; ``None``: there are no stages.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class TunedModel:
         tensors_bytes: Mapping[str, Sequence[int]],
         dense_ms: tuple[float, float] | None,
         can_split: bool = False,
-        is_stage: bool = False,
+        num_micro_batches: int | None = None,
     ) -> None:
         self.measured = measured
         self._layers = layers
@@ -74,11 +75,12 @@ class TunedModel:
             chunk_bytes=block.gradient_partition.asked_bytes,
             is_serial=measured.is_serial,
             shared_link=running.one_link is not None,
+            num_micro_batches=num_micro_batches or 1,
         )
         costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
         of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
         self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
-        in_backward_ms = 0.0 if is_stage else self._gradients_ms
+        in_backward_ms = self._gradients_ms if num_micro_batches is None else 0.0
         self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
         rest_ms = self._rest_ms
         self._dense_ms = None if dense_ms is None else sum(rest_ms)
