@@ -30,8 +30,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -131,6 +131,57 @@ def waits_fit_the_order(program: Program) -> bool:
             return False
         issued[each.stream] += 1
     return True
+
+
+def on_other_streams(program: Program, stream_of: Callable[[Collective], str]) -> Program:
+    """The same collectives with the same waits, on other streams: one that several share has them in the host's order.
+
+    Args:
+        program: of a rank.
+        stream_of: the stream of each from now on.
+    """
+    places: dict[str, list[int]] = defaultdict(list)
+    for at, each in enumerate(program):
+        places[each.stream].append(at)
+    counts: dict[str, int] = defaultdict(int)
+    numbers: list[tuple[str, int]] = []
+    """Of each collective: its new stream, and how many are over there when it is."""
+    found = []
+    for each in program:
+        stream = stream_of(each)
+        counts[stream] += 1
+        numbers.append((stream, counts[stream]))
+        over: dict[str, int] = {}
+        for name, count in each.after:
+            for at in places[name][:count]:
+                other, number = numbers[at]
+                over[other] = max(number, over.get(other, 0))
+        over.pop(stream, None)
+        found.append(replace(each, stream=stream, after=tuple(sorted(over.items()))))
+    return tuple(found)
+
+
+def with_a_host_that_waits(program: Program, waits_for: Callable[[Collective], bool]) -> Program:
+    """The same, where nothing is begun while a collective of some kind is not over, as with one that blocks its caller.
+
+    Args:
+        program: of a rank.
+        waits_for: whether the host does not return from one before it is over.
+    """
+    counts: dict[str, int] = defaultdict(int)
+    over: dict[str, int] = {}
+    found = []
+    for each in program:
+        after = {
+            **dict(each.after),
+            **{name: max(count, dict(each.after).get(name, 0)) for name, count in over.items()},
+        }
+        after.pop(each.stream, None)
+        found.append(replace(each, after=tuple(sorted(after.items()))))
+        counts[each.stream] += 1
+        if waits_for(each):
+            over[each.stream] = counts[each.stream]
+    return tuple(found)
 
 
 @dataclass(frozen=True)

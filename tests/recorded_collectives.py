@@ -4,6 +4,9 @@
 A collective with ``async_op=False`` is on the current stream, as torch has it since 2.8; with ``async_op=True`` it is
 on a stream of its communicator, which waits for the current one, and ``wait()`` makes the current one wait for it. Host
 waits are not written down, and neither are DeepSpeed's own streams: on a CPU it has none (``overlap_comm``).
+
+A send and its receive are one collective of two ranks, in a communicator and a stream of that pair, which the current
+stream waits for: neither is over before the other has begun.
 """
 
 from __future__ import annotations
@@ -119,10 +122,32 @@ class Tape:
             stream = self._of_groups.setdefault(name, Stream(f"of {name}"))
             stream.wait_stream(self.current)
         if len(ranks) > 1:
-            after = tuple(sorted((other, count) for other, count in stream.over.items() if other != stream.name))
-            self._issued.append(Collective(stream.name, name, ranks, kind, num_bytes, dtype, after))
-            stream.over[stream.name] = stream.over.get(stream.name, 0) + 1
+            self._note(stream, name, ranks, kind, num_bytes, dtype)
         return stream
+
+    def _note(self, stream: Stream, group: str, ranks: tuple[int, ...], kind: str, num_bytes: Any, dtype: str) -> None:
+        after = tuple(sorted((other, count) for other, count in stream.over.items() if other != stream.name))
+        self._issued.append(Collective(stream.name, group, ranks, kind, num_bytes, dtype, after))
+        stream.over[stream.name] = stream.over.get(stream.name, 0) + 1
+
+    def wrapped_between_two(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``send`` or ``recv``, written down alike on both ranks."""
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def between_two(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            tensor, own = given["tensor"], dist.get_rank()
+            sender, receiver = (own, given["dst"]) if kind == "send" else (given["src"], own)
+            pair = tuple(sorted((sender, receiver)))
+            named = f"send from {sender} to {receiver}"
+            stream = self._of_groups.setdefault(f"{pair}", Stream(f"of {pair}"))
+            stream.wait_stream(self.current)
+            self._note(stream, f"pair {pair}", pair, named, tensor.nbytes, str(tensor.dtype).removeprefix("torch."))
+            self.current.wait_stream(stream)
+            return function(*args, **kwargs)
+
+        return between_two
 
     def wrapped(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of torch.distributed that is written down."""
@@ -206,6 +231,10 @@ def record(patch: pytest.MonkeyPatch) -> Tape:
         wrapped.setdefault(function, tape.wrapped(kind, function))
         for module in (dist, distributed_c10d):
             patch.setattr(module, kind, wrapped[function])
+    for kind in ("send", "recv"):
+        function = getattr(dist, kind)
+        for module in (dist, distributed_c10d):
+            patch.setattr(module, kind, tape.wrapped_between_two(kind, function))
     # Taken when they were imported.
     for name in ("all_gather", "_reduce_scatter"):
         patch.setattr(collectives, name, wrapped[getattr(collectives, name)])

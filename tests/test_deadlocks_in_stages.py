@@ -1,126 +1,261 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No order of device work lets pipeline stages wait for each other for ever: the planner's list of each stage, with the
-collectives of its layers and gradients between its sends and receives."""
+"""Whole batches through pipeline stages: what ranks of a stage issue together, and what stages send each other, get
+stuck in no order that a backend may choose.
+
+A send is over when its receive has begun, and no earlier. It is looked at in three ways: in a stream of each pair of
+ranks beside the lanes, as NCCL has it; with all sends of a rank in one stream, as where one communicator has them all;
+and with a host that does nothing else until it is over, as with gloo.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from ds_fsmoe.planning.schedule import BACKWARD, FORWARD, LOAD, OPTIMIZER_STEP, REDUCE_GRADIENTS, REDUCE_TIED
-from ds_fsmoe.planning.stage_schedule import SENDS, peer, stage_schedule
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.gradients.beside import BesideStreams
 from tests.deadlocks import (
     Collective,
     Devices,
     Program,
     common_order,
     difference,
+    on_other_streams,
     search,
-    search_at_random,
     slots_needed,
-    waits_fit_the_order,
+    with_a_host_that_waits,
 )
-
-COMPUTE, LINKS, RANKS_OF_A_STAGE = "compute", ("link 0", "link 1"), 2
-TRANSFERS = (*SENDS, *SENDS.values())
-
-
-class Rank:
-    """Writes down what one rank issues: sends in the stream of computation, as DeepSpeed's blocking ones are, and the
-    layers' collectives on the streams of their links, which computation waits for."""
-
-    def __init__(self, stage: int, place: int, num_stages: int, *, both_ways: bool) -> None:
-        self.stage, self.place, self.num_stages, self.both_ways = stage, place, num_stages, both_ways
-        self.program: list[Collective] = []
-
-    def _rank_at(self, stage: int) -> int:
-        return stage * RANKS_OF_A_STAGE + self.place
-
-    def _issue(self, stream: str, group: str, ranks: tuple[int, ...], kind: str, after: tuple[str, ...] = ()) -> None:
-        issued = Counter(each.stream for each in self.program)
-        waits = tuple((each, issued[each]) for each in after if each != stream and issued[each])
-        self.program.append(Collective(stream, group, ranks, kind, 8, "float32", waits))
-
-    def of_stage(self, stream: str, kind: str, *after: str) -> None:
-        """Issue a collective among the ranks of the stage."""
-        ranks = tuple(self.stage * RANKS_OF_A_STAGE + each for each in range(RANKS_OF_A_STAGE))
-        self._issue(stream, f"{stream} of stage {self.stage}", ranks, kind, after)
-
-    def layer(self, with_slice: bool = False) -> None:
-        """Issue a layer in two chunks, and a slice of gradients that nothing of the backward waits for."""
-        for _ in range(2):
-            self.of_stage(LINKS[0], "all_to_all", COMPUTE)
-            self.of_stage(LINKS[1], "all_gather", LINKS[0])
-        if with_slice:
-            self.of_stage(LINKS[0], "all_reduce", COMPUTE)
-        for _ in range(2):
-            self.of_stage(LINKS[1], "reduce_scatter", COMPUTE)
-            self.of_stage(LINKS[0], "all_to_all", LINKS[1])
-
-    def run(self, kind: str, with_slice: bool, has_experts: bool) -> None:
-        """Issue what a task of the stage's list does."""
-        if kind in TRANSFERS:
-            pair = tuple(sorted((self._rank_at(self.stage), self._rank_at(peer(self.stage, kind)))))
-            sent = kind if kind in SENDS else next(each for each, received in SENDS.items() if received == kind)
-            # NCCL has one communicator for both ways, Gloo matches those of one direction. What the last layer leaves
-            # on its links is waited for before it is sent on.
-            self._issue(COMPUTE, f"pair{'' if self.both_ways else f', {sent}'}", pair, sent, LINKS)
-        elif kind in (FORWARD, BACKWARD) and has_experts:
-            self.layer(with_slice)
-        elif kind == REDUCE_TIED and self.stage in (0, self.num_stages - 1) and self.num_stages > 1:
-            ends = self._rank_at(0), self._rank_at(self.num_stages - 1)
-            self._issue(COMPUTE, f"tied {ends}", ends, "all_reduce", LINKS)
-        elif kind == REDUCE_GRADIENTS:
-            self.of_stage(COMPUTE, "all_reduce", *LINKS)
-        else:
-            assert kind in (LOAD, FORWARD, BACKWARD, REDUCE_TIED, OPTIMIZER_STEP)
+from tests.ranks import run_on_ranks
+from tests.recorded_collectives import COMPUTE, record, record_deepspeed
+from tests.test_deadlocks_in_steps import check
+from tests.test_pipeline_stages import CHUNKED, EARLY, TUNED, batches, make_engine
 
 
-def programs(
-    num_stages: int,
-    num_micro_batches: int,
-    orders: tuple[str, ...],
-    dense: tuple[int, ...] = (),
-    both_ways: bool = True,
-) -> tuple[Program, ...]:
-    """What each rank issues in a batch, with the order of each stage."""
-    found = []
-    for stage in range(num_stages):
-        tasks = stage_schedule(stage, num_stages, num_micro_batches, order=orders[stage]).tasks
-        last = max(index for index, task in enumerate(tasks) if task.kind == BACKWARD)
-        for place in range(RANKS_OF_A_STAGE):
-            rank = Rank(stage, place, num_stages, both_ways=both_ways)
-            for index, task in enumerate(tasks):
-                rank.run(task.kind, index == last, stage not in dense)
-            found.append(tuple(rank.program))
-    return tuple(found)
+@dataclass(frozen=True)
+class Job:
+    """Batches of four ranks."""
+
+    stages: tuple[str, ...]
+    """What its pairs of layers have, equally many a stage."""
+    accumulation: int
+    zero_stage: int = 0
+    num_stages: int = 2
+    how: str = "early"
+    steps: int = 3
+    shares_weights: bool = False
+
+    @property
+    def block(self) -> dict[str, Any]:
+        return {
+            "early": EARLY,
+            "uncut": {"enabled": True, "autotune": False, "deterministic": True},
+            "stock's reduction": CHUNKED | {"autotune": False, "gradient_partition": {"mode": "off"}},
+            "tuned": TUNED,
+            "sharded": EARLY | {"esp_size": 2, "topology": {"ranks_per_node": 2}},
+        }[self.how]
 
 
-@pytest.mark.parametrize("both_ways", [True, False])
-@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(
-    ("num_stages", "num_micro_batches", "dense"), [(2, 1, ()), (2, 4, ()), (3, 3, (1,)), (4, 2, ()), (4, 5, (0, 3))]
-)
-def test_stages_get_stuck_in_no_order_that_keeps_that_of_issue(
-    order: str, num_stages: int, num_micro_batches: int, dense: tuple[int, ...], both_ways: bool
+def record_jobs(rank: int, world_size: int, jobs: list[Job]) -> list[list[Program]]:
+    """What this rank issues in each job: as the engine is made, and batch by batch."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    return [_record(rank, each) for each in jobs]
+
+
+def _record(rank: int, job: Job) -> list[Program]:
+    with pytest.MonkeyPatch.context() as patch:
+        tape = record(patch)
+        record_deepspeed(patch, tape)
+        # On a CPU lanes would be threads.
+        patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(device=torch.device("cuda", 0)))
+        for name in ("reduction.make_beside", "updated_parameters.make_beside"):
+            patch.setattr(f"ds_fsmoe.gradients.{name}", lambda _: BesideStreams(torch.device("cuda", 0)))
+        how = {"accumulation": job.accumulation, "num_stages": job.num_stages}
+        how["shares_weights"] = job.shares_weights
+        engine = make_engine(rank, job.zero_stage, job.stages, job.block, **how)
+        batch = batches(engine.grid.data_parallel_id)
+        programs = [tape.take()]
+        for _ in range(job.steps):
+            engine.train_batch(batch)
+            programs.append(tape.take())
+        engine.destroy()
+    return programs
+
+
+def is_send(each: Collective) -> bool:
+    return each.kind.startswith("send")
+
+
+def sends_in_one_stream(program: Program) -> Program:
+    return on_other_streams(program, lambda each: "sends" if is_send(each) else each.stream)
+
+
+def sends_that_block(program: Program) -> Program:
+    """The host waits for what it has not given to a lane."""
+    return with_a_host_that_waits(program, lambda each: is_send(each) or each.stream == COMPUTE)
+
+
+WAYS = (tuple, sends_in_one_stream, sends_that_block)
+
+
+def check_batch(programs: Sequence[Program]) -> None:
+    """In each of the three ways."""
+    for way in WAYS:
+        check(tuple(map(way, programs)))
+
+
+QUICK = [
+    Job(("moe",) * 4, 4),
+    Job(("moe", "dense"), 1, zero_stage=1, steps=2),
+    Job(("moe", "moe", "dense", "moe"), 7, num_stages=4, steps=2),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[Program, ...]]]:
+    """Job -> batch -> program of each rank; the first "batch" is the making of the engine."""
+    of_ranks = run_on_ranks(record_jobs, 4, tmp_path_factory.mktemp("ranks"), QUICK)
+    return [list(zip(*of_job, strict=True)) for of_job in zip(*of_ranks, strict=True)]
+
+
+def test_batches_through_stages_get_stuck_in_no_order_that_a_backend_may_choose(
+    recorded: list[list[tuple[Program, ...]]],
 ) -> None:
-    made = programs(num_stages, num_micro_batches, (order,) * num_stages, dense, both_ways)
-    assert difference(made) is None
-    assert common_order(made) is not None
-    assert all(map(waits_fit_the_order, made))
-    assert search(Devices(made, 1, implicit=True)).is_free
-    assert search_at_random(Devices(made, 1, implicit=True), range(2)).stuck is None
-    # With a slot for each stream nothing is contested.
-    assert search(Devices(made, 3)).is_free
-    assert slots_needed(made) <= 2
+    for job, of_batches in zip(QUICK, recorded, strict=True):
+        assert len(of_batches) == 1 + job.steps
+        for programs in of_batches:
+            check_batch(programs)
+        # Each micro batch goes from stage to stage and comes back.
+        sent = [sum(map(is_send, program)) for program in of_batches[-1]]
+        assert sum(sent) == 2 * 2 * job.accumulation * (job.num_stages - 1) * 4 // job.num_stages
+    *_, last = recorded[0]
+    assert {"link 0", COMPUTE} < {each.stream for each in last[2]}
+    of_gradients = [at for at, each in enumerate(last[2]) if "gradients" in each.group]
+    last_send = max(at for at, each in enumerate(last[2]) if is_send(each))
+    assert sum(at < last_send for at in of_gradients) > 1, "gradients are under way before the last micro batch is back"
+    # A stage of two ranks has one link; sends wait for what is on it, and it waits for them.
+    assert slots_needed(last) == 1
 
 
-def test_stages_of_different_orders_are_found_out() -> None:
-    """The check can fail: a stage that runs all forwards first does not fit one that waits for a gradient."""
-    orders = "1f1b", "gpipe"
-    assert "SEND_GRADIENT of float32 and SEND_ACTIVATION" in (difference(programs(2, 3, orders)) or "")
-    made = programs(2, 3, orders, both_ways=False)
-    assert common_order(made) is None
-    stuck = search(Devices(made, 3)).stuck
-    assert stuck == [["SEND_GRADIENT of pair, SEND_GRADIENT"]] * 2 + [["SEND_ACTIVATION of pair, SEND_ACTIVATION"]] * 2
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "job",
+    [
+        *(Job(("moe", "moe"), accumulation, zero_stage) for accumulation in (1, 7) for zero_stage in (0, 1)),
+        *(Job(("moe",) * 4, 4, zero_stage, how=how) for zero_stage in (0, 1) for how in ("uncut", "stock's reduction")),
+        *(Job(("moe",) * 4, accumulation, num_stages=4) for accumulation in (1, 4)),
+        Job(("dense", "moe"), 4),
+        *(Job(("moe",) * 4, 4, zero_stage, shares_weights=True) for zero_stage in (0, 1)),
+        # Measured ahead of the third batch, and tried in those after it.
+        *(Job(stages, 2, how="tuned", steps=16) for stages in (("moe", "moe"), ("dense", "moe"))),
+    ],
+    ids=str,
+)
+def test_every_kind_of_job_in_stages(job: Job, tmp_path: Path) -> None:
+    of_batches = list(zip(*(found for (found,) in run_on_ranks(record_jobs, 4, tmp_path, [job])), strict=True))
+    assert len(of_batches) == 1 + job.steps
+    for programs in of_batches:
+        check_batch(programs)
+    lengths = [len(programs[-1]) for programs in of_batches]
+    assert (max(lengths) > 10 * lengths[-1]) == (job.how == "tuned")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_stages_of_four_ranks_with_two_links_need_no_more_room_for_their_sends(zero_stage: int, tmp_path: Path) -> None:
+    job = Job(("moe",) * 4, 4, zero_stage, how="sharded")
+    *_, last = zip(*(found for (found,) in run_on_ranks(record_jobs, 8, tmp_path, [job])), strict=True)
+    assert {"link 0", "link 1"} < {each.stream for each in last[0]}
+    check_batch(last)
+    assert slots_needed([tuple(each for each in program if not is_send(each)) for program in last]) == 2
+    assert slots_needed(last) == 2
+
+
+# ---- what is found where somebody errs
+
+
+def places(program: Program, kind: str) -> list[int]:
+    return [at for at, each in enumerate(program) if each.kind == kind]
+
+
+def with_all_at(program: Program, at: int) -> Program:
+    """With one that all ranks of the job take part in, ahead of what is in this place; the host waits for it."""
+    ahead = program[:at]
+    counts = {name: sum(each.stream == name for each in ahead) for name in {each.stream for each in ahead}}
+    of_all = Collective(COMPUTE, "all", (0, 1, 2, 3), "all_reduce", 8, "float64", tuple(sorted(counts.items())))
+    return (*ahead, of_all, *program[at:])
+
+
+def is_stuck(programs: Sequence[Program]) -> bool:
+    blocked = [with_a_host_that_waits(each, lambda one: is_send(one) or one.stream == COMPUTE) for each in programs]
+    found = search(Devices(blocked, 1, implicit=True)).stuck is not None
+    assert found == (common_order(programs) is None)
+    return found
+
+
+def test_what_all_ranks_do_in_the_third_forward_of_each_stage_gets_stuck_and_between_batches_it_does_not(
+    recorded: list[list[tuple[Program, ...]]],
+) -> None:
+    """A stage begins its third forward when the next one has its second input, and hands the third on after it."""
+    *_, last = recorded[0]
+    third = [places(program, f"send from {rank % 2} to {rank % 2 + 2}")[2] for rank, program in enumerate(last)]
+    # The first stage before it sends, the second when it has received.
+    inside = [with_all_at(program, third[rank] + (rank >= 2)) for rank, program in enumerate(last)]
+    assert difference(inside) is None, "each communicator sees what it should"
+    assert is_stuck(inside)
+    for at in (0, -1):
+        assert not is_stuck([with_all_at(program, range(len(program) + 1)[at]) for program in last])
+
+
+def test_a_send_and_a_receive_that_are_swapped_are_named(recorded: list[list[tuple[Program, ...]]]) -> None:
+    *_, last = recorded[0]
+    there, back = places(last[0], "send from 0 to 2")[2], places(last[0], "send from 2 to 0")[1]
+    swapped = list(last[0])
+    swapped[there], swapped[back] = swapped[back], swapped[there]
+    said = difference([tuple(swapped), *last[1:]])
+    assert said is not None
+    assert "send from 0 to 2" in said
+    assert "send from 2 to 0" in said
+
+
+def moved(program: Program, kind: str, before: int) -> Program:
+    """With the first one of a kind moved to a place that was another's."""
+    at = places(program, kind)[0]
+    one = replace(program[at], after=())
+    rest = [replace(each, after=()) for each in program]
+    rest.insert(before, one)
+    del rest[at + (before <= at)]
+    return tuple(rest)
+
+
+def test_a_micro_batch_that_leaves_before_a_layers_collectives_and_is_taken_in_behind_them_gets_stuck(
+    recorded: list[list[tuple[Program, ...]]],
+) -> None:
+    """Each pair and each stage sees what it should; a square of four ranks is what they cannot get round."""
+    *_, last = recorded[0]
+    early = moved(last[1], "send from 1 to 3", 0)
+    late = moved(last[3], "send from 1 to 3", places(last[3], "send from 3 to 1")[0])
+    both = [last[0], early, last[2], late]
+    assert difference(both) is None
+    assert is_stuck(both)
+    assert not is_stuck([last[0], early, last[2], last[3]])
+    assert not is_stuck([last[0], last[1], last[2], late])
+
+
+def test_a_line_of_single_ranks_cannot_get_stuck_while_each_pair_agrees(
+    recorded: list[list[tuple[Program, ...]]],
+) -> None:
+    """Without a stage of several ranks nothing closes a circle, whatever a stage does first."""
+    *_, last = recorded[2]
+    in_a_line = [tuple(each for each in program if is_send(each)) for program in last]
+    for rank in (1, 2):
+        by_pair = tuple(sorted((replace(each, after=()) for each in in_a_line[rank]), key=lambda each: each.group))
+        programs = [*in_a_line[:rank], by_pair, *in_a_line[rank + 1 :]]
+        assert difference(programs) is None
+        assert not is_stuck(programs)

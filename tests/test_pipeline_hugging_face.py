@@ -651,9 +651,7 @@ def move(rank: int, world_size: int, folder: str, blocks: list[tuple[int, dict[s
             said.append(f"{block}: losses {found} for {wanted}")
     if rank == 0:
         written = torch.load(f"{folder}/whole.bin")
-        said += [
-            f"{name} differs in whole.bin" for name in saved if not torch.equal(written[name], saved[name])
-        ]
+        said += [f"{name} differs in whole.bin" for name in saved if not torch.equal(written[name], saved[name])]
         assert written.keys() == nn.Sequential(*layers_of(kinds)).state_dict().keys()
     return said
 

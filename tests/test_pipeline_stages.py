@@ -60,30 +60,51 @@ class WithExperts(Dense):
         return x_BLM + self.moe(super().forward(x_BLM))[0]
 
 
+class Shared(nn.Module):
+    """A first layer whose weight is the last layer's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(77)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x_BLM: torch.Tensor) -> torch.Tensor:
+        return x_BLM @ self.weight
+
+
+def as_last(shared: Shared, x_BLM: torch.Tensor) -> torch.Tensor:
+    return x_BLM @ shared.weight.t()
+
+
 def batches(replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for step in range(100):
         generator = torch.Generator().manual_seed(100 * step + replica)
         yield tuple(torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
 
 
-def train(
+def make_engine(
     rank: int,
     zero_stage: int,
     stages: tuple[str, ...],
     block: dict[str, Any] | None,
-    steps: int = STEPS,
     clipping: float | None = None,
     accumulation: int = 2,
     num_stages: int = 2,
-) -> dict[str, torch.Tensor]:
+    ep_size: int | None = None,
+    shares_weights: bool = False,
+) -> Any:
+    """Stock's without a block."""
     import deepspeed
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
     import ds_fsmoe
 
-    ep_size = 4 // num_stages
+    ep_size = 4 // num_stages if ep_size is None else ep_size
     made = [WithExperts(i, rank % ep_size, ep_size) if kind == "moe" else Dense(i) for i, kind in enumerate(stages)]
     layers = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
+    if shares_weights:
+        first, last = (TiedLayerSpec("shared", Shared, forward_fn=each) for each in (None, as_last))
+        layers = [first, *layers, last]
     torch.manual_seed(0)
     model = PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     config = {
@@ -100,6 +121,19 @@ def train(
     engine, *_ = initialize(
         model=model, model_parameters=list(model.parameters()), config=config | ({"fsmoe": block} if block else {})
     )
+    return engine
+
+
+def train(
+    rank: int,
+    zero_stage: int,
+    stages: tuple[str, ...],
+    block: dict[str, Any] | None,
+    steps: int = STEPS,
+    num_stages: int = 2,
+    **how: Any,
+) -> dict[str, torch.Tensor]:
+    engine = make_engine(rank, zero_stage, stages, block, num_stages=num_stages, **how)
     batch = batches(engine.grid.data_parallel_id)
     losses = [engine.train_batch(batch).detach() for _ in range(steps)]
     if block is not None:
@@ -115,7 +149,8 @@ def train(
             assert tuner.is_settled
             assert tuner.outcome.num_steps > 0
             assert bool(tuner.rows) == bool(engine.fsmoe.num_layers)
-    seen = {name: each.detach().clone() for name, each in model.named_parameters()} | {"losses": torch.stack(losses)}
+    named = engine.module.named_parameters()
+    seen = {name: each.detach().clone() for name, each in named} | {"losses": torch.stack(losses)}
     engine.destroy()
     return seen
 
@@ -219,6 +254,27 @@ def test_gradients_travel_in_the_last_micro_batchs_backward_and_sum_to_stocks(
     cases: list[tuple[int, tuple[str, ...], int, int]], tmp_path: Path
 ) -> None:
     for rank, found in enumerate(run_on_ranks(send_early, 4, tmp_path, cases)):
+        assert not found, f"rank {rank}: {found}"
+
+
+def share(rank: int, world_size: int, cases: list[tuple[int, tuple[str, ...]]]) -> list[str]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    found = []
+    for zero_stage, stages in cases:
+        stocks, ours = (train(rank, zero_stage, stages, each, shares_weights=True) for each in (None, EARLY))
+        assert "tied_modules.shared.weight" in stocks
+        for name, theirs in stocks.items():
+            off = (ours[name] - theirs).abs().max().item()
+            if not off <= TOLERANCE:
+                found.append(f"ZeRO {zero_stage}, {stages}: {name} differs by {off:.2g}")
+    return found
+
+
+def test_weights_that_stages_share_are_summed_over_stages_while_all_others_travel_early(tmp_path: Path) -> None:
+    cases = [(0, ("moe", "moe")), (1, ("moe", "moe")), (0, ("moe", "dense"))]
+    for rank, found in enumerate(run_on_ranks(share, 4, tmp_path, cases)):
         assert not found, f"rank {rank}: {found}"
 
 

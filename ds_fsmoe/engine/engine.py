@@ -39,6 +39,7 @@ from ds_fsmoe.engine.convert_layers import (
     facts_of_tensor_parallel,
     find_layers,
 )
+from ds_fsmoe.engine.described import summary
 from ds_fsmoe.engine.expert_groups import groups_of_trained
 from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
@@ -49,7 +50,7 @@ from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.engine.split_batch import begin_splitting
 from ds_fsmoe.engine.stages import make_groups_on_every_stage
-from ds_fsmoe.engine.state import FSMoEState, alike, summary
+from ds_fsmoe.engine.state import FSMoEState, alike
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.whole_models import save_whole_models
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm

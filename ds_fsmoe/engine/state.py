@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -13,28 +14,30 @@ from ds_fsmoe.checks.router_checks import RouterCheck
 from ds_fsmoe.components.gate import GateBase, update_gates
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_plan
+from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
+from ds_fsmoe.distributed.stages import Stages
+from ds_fsmoe.engine.described import describe_alltoall, describe_degrees, describe_dispatch, describe_gate
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.reduction import Reduction
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
 from ds_fsmoe.halves.splitter import Splitter
-from ds_fsmoe.layer.experts_layer import GivenRouter, HuggingFaceLayer
+from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.runtime import LayerRuntime
-from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
+from ds_fsmoe.layer.stock_layer import FSMoELayer, StockMoE
 from ds_fsmoe.layer.unchunked import Uncut
 from ds_fsmoe.observing.predicted import Predicts
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.presets import BEST
-from ds_fsmoe.planning.workload import ONCE_PER_NODE
 from ds_fsmoe.telemetry.paths import PathProfiler
 from ds_fsmoe.tuning.autotune import Autotune
+from ds_fsmoe.tuning.batch_drift import BatchWatch
 from ds_fsmoe.tuning.drift import PredictionWatch
 from ds_fsmoe.tuning.micro_ops import MicroOps, cuts_by_bytes
 from ds_fsmoe.tuning.step_comparison import StepComparison
-from ds_fsmoe.versions import VERSION
 
 
 class FSMoEState:
@@ -199,16 +202,31 @@ class FSMoEState:
         is_measuring = self.autotune is not None and self.autotune.is_measuring
         return is_measuring or self.running.records_routing or self.running.replay.is_armed
 
+    def begin_stages(self, stages: Stages) -> None:
+        """Take note that this rank runs one of several stages, between two batches of which plans are made.
+
+        Args:
+            stages: where this rank is.
+        """
+        if self.autotune is None:
+            return
+        self.autotune.stages = stages
+        block, clock = self.block.autotune, self.running.step_clock
+        if clock is not None and block.watch_every:
+            self.watch = BatchWatch(block, clock, stages, lambda: self.autotune.foreseen, self._plan_again)
+
     def plans_changed(self) -> None:
         """Take note that layers are run by other plans from now on. Collective.
 
         Raises:
-            DisagreementError: raised on every rank, if plans differ between ranks.
+            DisagreementError: raised on every rank, if plans differ between ranks; in pipeline stages, where those of
+                one stage alone have plans in common, MeasuringError.
         """
         if self.watch is not None:
             self.watch.plans_changed()
         self._facts = {}
-        check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
+        with nullcontext() if self.stage_group is None else raise_on_all_ranks(None, "comparing plans"):
+            check_agreement(self.facts(), self.stage_group, "the plans that were chosen")
         if self.telemetry is not None:
             self.telemetry.plans_changed()
 
@@ -313,17 +331,17 @@ class FSMoEState:
 
     def chosen(self) -> dict[str, str]:
         """Return what runs, a word or two per choice, in the order a token meets them."""
-        gates = sorted({_describe_gate(layer.gate) for layer in self.inner_layers.values()})
+        gates = sorted({describe_gate(layer.gate) for layer in self.inner_layers.values()})
         return {
             "schedule": self.block.schedule,
-            "pipeline_degree": _describe_degrees(self),
+            "pipeline_degree": describe_degrees(self),
             "autotune": self._describe_autotune(),
             "links": self.running.describe_links(),
             "esp_size": str(self.block.esp_size),
             "gate": "; ".join(gates),
             "order": self.parts.order_name,
-            "alltoall": _describe_alltoall(self),
-            "dispatch": _describe_dispatch(self),
+            "alltoall": describe_alltoall(self),
+            "dispatch": describe_dispatch(self),
             "ops": self.parts.ops.name,
             "gradients": self.gradients,
             "placement": self.describe_placement(),
@@ -356,14 +374,6 @@ class FSMoEState:
         return f"{block.policy}, decided every {block.every} steps{spare}"
 
 
-def summary(state: FSMoEState) -> str:
-    """Return what is on, as a table for the log."""
-    chosen = state.chosen()
-    width = max(map(len, chosen))
-    rows = [f"  {name:{width}}  {value}" for name, value in chosen.items()]
-    return "\n".join([f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)", *rows])
-
-
 def alike(block: FSMoEBlock) -> dict[str, Any]:
     """Return the part of a block that has to be the same on every rank."""
     own = {"trace": {"path"}, "autotune": {"cache_dir"}, "routing": {"record"}}
@@ -371,29 +381,3 @@ def alike(block: FSMoEBlock) -> dict[str, Any]:
     # A size that is written is each mode's; left out, it is another for each.
     found["gradient_partition"]["chunk_bytes"] = block.gradient_partition.asked_bytes
     return found
-
-
-def _describe_dispatch(state: FSMoEState) -> str:
-    sends = {layer.fsmoe.sends_rows(layer.gate) for layer in state.inner_layers.values()}
-    return "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
-
-
-def _describe_alltoall(state: FSMoEState) -> str:
-    asked = state.running.plan.alltoall
-    run = {layer.pipeline.forward.alltoall for layer in state.inner_layers.values()}
-    return f"{asked}, run as {'; '.join(sorted(run))}" if asked == ONCE_PER_NODE and run - {asked} else asked
-
-
-def _describe_degrees(state: FSMoEState) -> str:
-    pipelines = [layer.pipeline for layer in state.inner_layers.values()]
-    blocks = [(each.forward.block, each.backward.block) for each in pipelines]
-    # A stage of a pipeline may have no layer.
-    blocks = blocks or [(state.running.plan.forward, state.running.plan.backward)]
-    degrees = [(forward.degree, backward.degree) for forward, backward in blocks]
-    return "; ".join("forward {}, backward {}".format(*each) for each in dict.fromkeys(degrees))
-
-
-def _describe_gate(gate: Any) -> str:
-    if not isinstance(gate, FSMoEGate):
-        return gate.describe() if isinstance(gate, (GateBase, GivenRouter)) else type(gate).__name__
-    return f"topk, k = {gate.k}, {f'capacity factor {gate.capacity_factor}' if gate.drop_tokens else 'nothing dropped'}"

@@ -22,7 +22,7 @@ from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
-from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
+from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import FSMoEGroups, communicator_like
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.gradients.beside import Beside, make_beside
@@ -66,8 +66,6 @@ def obstacle_to(engine: Any, groups: Mapping[str, FSMoEGroups]) -> str | None:
     optimizer = engine.optimizer
     if optimizer is None:
         return "there is no optimizer"
-    if engine.pipeline_parallelism and any(on_every_rank(bool(engine.module.tied_comms))):
-        return "stages share weights, whose gradients are summed over stages first"
     if not groups:
         return "this stage has no MoE layer"
     if engine.sequence_parallel_size > 1:

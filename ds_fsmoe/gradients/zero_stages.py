@@ -56,16 +56,18 @@ class Stage0:
         self._handles: list[Any] = []
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients we reduce, in module order. Sparse ones are left to DeepSpeed."""
+        """Return the parameters whose gradients we reduce, in module order. Sparse ones, and those that stages share,
+        are left to DeepSpeed."""
         sparse = {
             id(module.weight)
             for module in self._engine.module.modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         }
+        left = sparse | shared_by_stages(self._engine)
         return [
             each
             for each in self._engine.module.parameters()
-            if each.requires_grad and each.numel() and id(each) not in sparse
+            if each.requires_grad and each.numel() and id(each) not in left
         ]
 
     def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
@@ -164,11 +166,13 @@ class Stages1And2:
         """Whether the gradients that go through ZeRO's buckets now are already reduced."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients are to be reduced, in the order of the module."""
+        """Return the parameters whose gradients are to be reduced, in the order of the module. Those that stages share
+        are left to DeepSpeed."""
+        shared = shared_by_stages(self._engine)
         return [
             each
             for each in self._engine.module.parameters()
-            if each.requires_grad and each.numel() and id(each) in self._group_of
+            if each.requires_grad and each.numel() and id(each) in self._group_of and id(each) not in shared
         ]
 
     def wire_type(self, parameter: nn.Parameter) -> torch.dtype:
@@ -292,6 +296,14 @@ class Stages1And2:
             vars(self.optimizer).pop(name, None)
         vars(self._engine).pop("_flush_coalesced_reduction_zero12", None)
         self.optimizer.overlap_comm = self._overlap_comm
+
+
+def shared_by_stages(engine: Any) -> set[int]:
+    """Return the ids of the parameters that several stages of a pipeline share. DeepSpeed sums their gradients over
+    these stages when all micro batches are through, and over the ranks of a stage after that."""
+    if not engine.pipeline_parallelism:
+        return set()
+    return {id(weight) for weight, _ in engine.module.get_tied_weights_and_groups()}
 
 
 def cut_by_owner(offset: int, numel: int, partition_size: int) -> list[Stretch]:

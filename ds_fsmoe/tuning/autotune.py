@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import DisagreementError
 from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
@@ -33,6 +34,7 @@ from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
+from ds_fsmoe.tuning.stage_predictions import BatchPredictor, Candidate, Foreseen, rows_of_all_stages
 from ds_fsmoe.tuning.summary import Outcome, headline, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, Told, describe, rows_of
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
@@ -105,6 +107,11 @@ class Autotune:
         """The choices from which plans are made, since the stage has run."""
         self.dense_ms: tuple[float, float] | None = None
         """What the rest of the model takes, forward and backward, as it was told."""
+        self.stages: Stages | None = None
+        """Where this rank is in a pipeline of stages; ``None``: there are none."""
+        self.foreseen: Foreseen | None = None
+        """The batches through stages as they are predicted with the plans that run now."""
+        self._batches: BatchPredictor | None = None
 
     def counts_forward(self) -> bool:
         """Count a forward in training that is about to begin, and tell whether the stage is due ahead of it: the same
@@ -234,12 +241,18 @@ class Autotune:
         can_split: bool,
     ) -> None:
         start_s = time.perf_counter()
-        measured = measure(self._running, layers, reduction, self._group, reads_cache=self._why_again is None)
+        reads_cache, stages = self._why_again is None, self.stages
+        measured = measure(self._running, layers, reduction, self._group, reads_cache=reads_cache, stages=stages)
         of_gradients = gradients_of(reduction), tensors_of(reduction)
-        model = TunedModel(self._block, self._running, layers, measured, *of_gradients, dense_ms, can_split)
+        how = dense_ms, can_split, None if stages is None else stages.num_micro_batches
+        model = TunedModel(self._block, self._running, layers, measured, *of_gradients, *how)
         self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
-        plans = self._as_many(self._on_first(lambda: _to_try(model.search)))
-        sharded = self._on_first(model.other_esp_sizes)
+        if stages is not None:
+            clock = self._running.step_clock
+            ends_ms = (0.0, 0.0) if clock is None else clock.ends_ms(self._group)
+            self._batches = BatchPredictor(stages, model, ends_ms, reduction is not None)
+        plans = self._foresee(self._on_first(lambda: _to_try(model.search)), is_sorted=True)
+        sharded = self._on_first(model.other_esp_sizes) if stages is None else {}
         self.num_measured = measured.num_measured
         self._reduction = reduction
         self.outcome = Outcome()
@@ -260,15 +273,16 @@ class Autotune:
             self._summarize()
         return is_settled
 
-    def _apply(self, model: TunedModel, plan: ModelPlan) -> None:
+    def _apply(self, model: TunedModel, candidate: Candidate) -> None:
         """Run layers by a plan from now on."""
+        plan, self.foreseen = candidate.plan, candidate.foreseen
         model.apply(plan, self.predictors)
         self.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
-        self.step = model.predict(plan)
+        self.step = model.predict(plan) if self.foreseen is None else self.foreseen.step
         asked = tuple(None if each is None else each.degree for each in model.search.space.asked)
         self.rows = rows_of(model.measured, model.labels, plan, asked)
 
-    def _start(self, model: TunedModel, plans: Sequence[ModelPlan]) -> TrialRounds | None:
+    def _start(self, model: TunedModel, plans: Sequence[Candidate]) -> TrialRounds | None:
         """Apply the first plan; try it and the others, if trials are asked for. The last is DeepSpeed's schedule."""
         self._apply(model, plans[0])
         block, clock = self._block, self._running.step_clock
@@ -282,24 +296,36 @@ class Autotune:
             plans,
             block.autotune.trials,
             clock,
-            lambda plan: self._apply(model, plan),
+            lambda candidate: self._apply(model, candidate),
             self._on_first,
+            self._foresee,
             self._reduction,
             self.outcome,
             may_keep_stock=block.schedule == BEST and is_open,
-            # What a stage's forwards take says nothing of the batch, and neighbours are not as many in each.
-            can_refine=is_open and not in_stages,
-            # Whichever stage is the last one to be ready.
-            group=None,
+            can_refine=is_open,
+            # The batch ends when the last stage is ready; what a stage's forwards take, its own ranks say.
+            phase_group=self._group,
             has_details=block.autotune.details,
         )
 
-    def _as_many(self, plans: Sequence[ModelPlan]) -> list[ModelPlan]:
-        """Return plans to try of which every stage of a pipeline has as many: stages try each in the same batches, and
-        the batch is what takes its time. Collective over all ranks where there are stages."""
-        most = len(plans) if self._group is None else max(on_every_rank(len(plans)))
+    def _foresee(self, plans: Sequence[ModelPlan], is_sorted: bool = False) -> list[Candidate]:
+        """Return plans to try. Of these every stage of a pipeline has as many: stages try each in the same batches, and
+        the batch is what takes its time. Collective over all ranks where there are stages.
+
+        Args:
+            plans: the plans, DeepSpeed's schedule last.
+            is_sorted: whether those of stages come in the order of the batches that are predicted with them.
+        """
+        if self._batches is None:
+            return [Candidate(each) for each in plans]
+        most = max(on_every_rank(len(plans)))
         *others, stock = plans
-        return [*others, *others[:1] * (most - len(plans)), stock]
+        together = [*others, *others[:1] * (most - len(plans)), stock]
+        pairs = zip(together, self._batches.predict(together), strict=True)
+        *tried, last = (Candidate(plan, foreseen) for plan, foreseen in pairs)
+        if is_sorted:
+            tried.sort(key=lambda each: each.foreseen.step.chosen_ms)
+        return [*tried, last]
 
     def _on_first(self, decide: Callable[[], _T]) -> _T:
         """Return what the first rank that runs these layers decides. Collective over all ranks, and raises on all."""
@@ -335,13 +361,14 @@ class Autotune:
 
     def _summarize(self) -> None:
         self._steps_since = 0
-        if not self.rows:  # a stage of a pipeline without layers
+        rows = self.rows if self.stages is None else rows_of_all_stages(self.rows, self.stages)
+        if not rows:
             return
         assert self._told is not None
         assert self.step is not None
         self._told = replace(self._told, step=self.step)
-        self.hints = hints(self.rows, self._told, self.outcome)
-        log_on_rank_0(summarize(self.rows, self._told, self.outcome))
+        self.hints = hints(rows, self._told, self.outcome)
+        log_on_rank_0(summarize(rows, self._told, self.outcome))
 
     def describe(self) -> str:
         """Describe in one line what was chosen and what it gains, or when that will be known."""

@@ -45,7 +45,7 @@ IN_A_ROW = 3
 """The number of compared steps in a row that have to differ before anything is said."""
 BEFORE_NEXT = 10
 """The number of compared steps after a new plan before drift may ask for another one."""
-_REFERENCES = 3
+REFERENCES = 3
 """The number of compared steps whose lower median is the rest of a step, as one may have been disturbed."""
 _KINDS = (
     *(A2A_IN_NODE, A2A_IN, GATHER, SPREAD, EXPERT, EXPERT_DX, EXPERT_DW, REDUCE, COLLECT, A2A_OUT, A2A_OUT_NODE),
@@ -117,14 +117,17 @@ class PredictionWatch:
             found = self._compare(next_step - 1)
             self._clock.stop()
         every = self._block.watch_every
-        # Predictors come on all ranks together, as plans do.
-        self._is_sampling = every > 0 and next_step % every == 0 and bool(self._predictors())
+        self._is_sampling = every > 0 and next_step % every == 0 and self._is_predicted()
         if self._is_sampling:
             self._clock.start()
         if found is not None:
             self.last = found
             self._judge(found)
         return found
+
+    def _is_predicted(self) -> bool:
+        """Return whether there are predictions. They come on all ranks together, as plans do."""
+        return bool(self._predictors())
 
     def _compare(self, step: int) -> StepComparison | None:
         own = self._clock.read()
@@ -148,7 +151,7 @@ class PredictionWatch:
         phases = {name: compared[name] for name in self._names if name in compared}
         rest_ms = whole_ms - sum(each.measured_ms for each in phases.values())
         rests = self._rests.setdefault((int(num_forwards), int(num_backwards)), [])
-        if len(rests) < _REFERENCES:
+        if len(rests) < REFERENCES:
             rests.append(rest_ms)
         rest = Compared(statistics.median_low(rests), rest_ms)
         whole = Compared(rest.predicted_ms + sum(each.predicted_ms for each in phases.values()), whole_ms)

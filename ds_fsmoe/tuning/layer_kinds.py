@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ds_fsmoe import registry
 from ds_fsmoe.checks.first_forwards import FirstCall
 from ds_fsmoe.distributed.agreement import check_agreement
+from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.pipeline import Pipeline
@@ -116,6 +117,23 @@ class LayerKind:
             collectives = replace(self.subject.collectives, exchange=exchange.whole, legs=exchange.legs, nodes=nodes)
             subject = replace(self.subject, collectives=collectives, alltoall=name)
             self.ways[name] = self._way(subject, exchange.planned, group)
+
+
+def make_ways_on_every_stage(kinds: Sequence[LayerKind], running: LayerRuntime) -> None:
+    """Make the communicators that :meth:`LayerKind.find_ways` needs in any stage of a pipeline: all ranks of a job make
+    each of them, or those that are made later have other names on some. Collective over all ranks.
+
+    Args:
+        kinds: the layers of this rank's stage.
+        running: the runtime of the engine.
+    """
+    if running.block.alltoall != "auto":
+        return
+    own = {(each.layer.ep_size, each.layer.fsmoe.tensor_parallel) for each in kinds}
+    for sizes in sorted(set().union(*on_every_rank(own)), key=repr):
+        groups = running.groups(*sizes)
+        for name in registry.known("alltoall") if len(groups.planned.placements["ep"].lanes) > 1 else ():
+            exchange_in(groups, registry.lookup("alltoall", name)())
 
 
 def find_kinds(

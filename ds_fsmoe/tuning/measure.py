@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.partitioned import gathered
+from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
 from ds_fsmoe.measuring.cache import MeasurementCache
 from ds_fsmoe.measuring.cluster_profile import profile_cluster
@@ -22,6 +24,7 @@ from ds_fsmoe.measuring.fingerprint import cluster_fingerprint
 from ds_fsmoe.measuring.link_times import LinkTimes, Reduces, time_links
 from ds_fsmoe.measuring.measurements import Measurements, Measuring
 from ds_fsmoe.measuring.profiler import is_serial, issues_ahead, profile, slowdowns_of
+from ds_fsmoe.measuring.stage_links import time_sends
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import layer_of_call
@@ -29,9 +32,10 @@ from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.measured import REDUCE_SCATTER, LayerProfile, Slowdowns
 from ds_fsmoe.planning.phase_plan import PhasePlan, gradient_lanes
+from ds_fsmoe.planning.stage_batch import StageLink
 from ds_fsmoe.planning.workload import Gradient, Layer
 from ds_fsmoe.telemetry.progress import Progress
-from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each
+from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each, make_ways_on_every_stage
 from ds_fsmoe.tuning.layer_parts import time_gate_and_order, time_gradients
 
 if TYPE_CHECKING:
@@ -63,6 +67,8 @@ class Measured:
     """The number of operations that were timed; 0 where all was known."""
     source: str = ""
     """The origin of what was not measured again."""
+    sends: Sequence[StageLink] = ()
+    """What stages of a pipeline send each other for a micro batch; empty: there are none."""
     _costs: dict[tuple[str, str], LayerCosts] = field(default_factory=dict)
 
     @cached_property
@@ -150,6 +156,7 @@ def measure(
     group: dist.ProcessGroup | None,
     *,
     reads_cache: bool,
+    stages: Stages | None = None,
 ) -> Measured:
     """Measure what plans depend on. Collective over all ranks, between forwards.
 
@@ -159,6 +166,7 @@ def measure(
         reduction: the reduction of its gradients, if we do it.
         group: the ranks that run the same layers; ``None``: all of the job.
         reads_cache: whether earlier measurements are used instead of measuring again.
+        stages: where this rank is in a pipeline of stages; ``None``: there are none.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
@@ -168,7 +176,10 @@ def measure(
     everyone, stage = Stopwatch(device), Stopwatch(device, group)
     asked_nodes = block.topology.ranks_per_node
     topology = find_topology(None if asked_nodes == "auto" else asked_nodes)
-    kinds = find_kinds({label: layer for label, layer in layers.items() if label in calls}, calls, group)
+    called = {label: layer for label, layer in layers.items() if label in calls}
+    # A stage that fails must not leave the others waiting in what all stages do together.
+    with nullcontext() if group is None else raise_on_all_ranks(None, "finding the layers of a stage"):
+        kinds = find_kinds(called, calls, group)
     max_ctas = running.max_ctas
     fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=running.one_link is not None)
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
@@ -185,9 +196,10 @@ def measure(
         if group is None:
             profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
         else:
-            # A stage that fails must not leave the others waiting in what all stages do together.
+            make_ways_on_every_stage(kinds, running)
             with raise_on_all_ranks(None, "measuring the layers of a stage"):
                 profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
+        sends = () if stages is None else time_sends(for_all, stages)
     num_measured = everyone.num_timed + stage.num_timed
     if is_kept and cluster is not None and everyone.any_rank(num_measured > 0):
         _keep(everyone, cache, fingerprint, known, cluster, group)
@@ -197,7 +209,8 @@ def measure(
         kind.choices.clear()
     lanes = running.lanes
     ahead = issues_ahead(lanes, device)
-    return Measured(kinds, profiles, links, slowed, cluster, topology, is_serial(lanes), ahead, num_measured, source)
+    of_machine = cluster, topology, is_serial(lanes), ahead
+    return Measured(kinds, profiles, links, slowed, *of_machine, num_measured, source, sends)
 
 
 def _layers(

@@ -25,7 +25,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Compares one step, the same on every rank: forwards and backwards of all micro batches, without the optimizer."""
+    """Compares one step, the same on every rank: forwards and backwards of all micro batches, without the optimizer; in
+    pipeline stages the whole batch with it."""
 
     step: int
     whole: Compared
@@ -33,7 +34,8 @@ class StepComparison:
     """The time outside of phases; its "predicted" is what it was before."""
     phases: Mapping[str, Compared]
     """"L03/backward" -> all its runs together. Of ranks that exchange tokens it is measured on the one that waits
-    least, because that one comes last."""
+    least, because that one comes last. In pipeline stages "stage1/backward" -> all of that stage, on its slowest
+    rank."""
     kinds: Mapping[str, Compared]
     """Kind of task -> all of them together: computed on the slowest rank, sent by the rank that waits least."""
     lanes: Mapping[str, Compared]

@@ -287,8 +287,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def span(labels: Sequence[str]) -> str:
-    """Return ``L00..L03``, or a list where labels do not follow one another: ``L01, L03``."""
-    numbers = [int(each.removeprefix("L")) for each in labels]
+    """Return ``L00..L03``, or a list where labels do not follow one another: ``L01, L03``; of the layers of one stage
+    ``stage1/L00..L03``."""
+    names = [each.rpartition("/")[2] for each in labels]
+    numbers = [int(each.removeprefix("L")) for each in names]
     if len(labels) > 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
-        return f"{labels[0]}..{labels[-1]}"
+        return f"{labels[0]}..{names[-1]}"
     return ", ".join(labels)

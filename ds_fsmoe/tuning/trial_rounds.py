@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.tuning.stage_predictions import Candidate
 from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.table import describe_plan
 from ds_fsmoe.tuning.trials import Trials, Tried
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 STOCK = "DeepSpeed's schedule"
 """The name of the plan that the others are compared with."""
 Decide = Callable[[Callable[[], Sequence[ModelPlan]]], Sequence[ModelPlan]]
+Foresee = Callable[[Sequence[ModelPlan]], Sequence[Candidate]]
 
 
 class TrialRounds:
@@ -37,27 +39,30 @@ class TrialRounds:
         clock: the clock of the steps.
         apply: a function that runs the layers by a plan from now on.
         decide: a function that returns, on every rank, what the first one decides.
+        foresee: a function that makes candidates of plans, the last of which is DeepSpeed's schedule; stages have
+            equally many.
         reduction: the reduction of gradients, if we do it.
         outcome: what is found is noted in it.
         may_keep_stock: whether DeepSpeed's schedule may stay.
         can_refine: whether neighbours may be tried, as no degree is given by hand.
-        group: the ranks; ``None``: all.
+        phase_group: the ranks of the stage that says which plan's forward is the fastest; ``None``: all.
         has_details: whether each round is logged.
     """
 
     def __init__(
         self,
         model: TunedModel,
-        plans: Sequence[ModelPlan],
+        plans: Sequence[Candidate],
         turns: int,
         clock: StepClock,
-        apply: Callable[[ModelPlan], None],
+        apply: Callable[[Candidate], None],
         decide: Decide,
+        foresee: Foresee,
         reduction: Reduction | None,
         outcome: Outcome,
         may_keep_stock: bool,
         can_refine: bool,
-        group: dist.ProcessGroup | None,
+        phase_group: dist.ProcessGroup | None,
         has_details: bool,
     ) -> None:
         self.model = model
@@ -69,7 +74,8 @@ class TrialRounds:
         self._outcome = outcome
         self._may_keep_stock = may_keep_stock
         self._can_refine = can_refine
-        self._group = group
+        self._foresee = foresee
+        self._phase_group = phase_group
         self._has_details = has_details
         self._names: set[str] = set()
         self._is_last = False
@@ -107,27 +113,38 @@ class TrialRounds:
         plans, stock = self.plans, self.plans[-1]
         if self._can_refine:
             self._can_refine = False
-            forward, backward = (plans[number] for number in trials.fastest_phases(kept))
-            near = self._decide(lambda: self.model.search.refinements(plans[kept], forward, backward))
-            if len(near) > 1:
-                self.trials = self._begin([*near, stock], self._turns)
+            best, forward, backward = (plans[number].plan for number in (kept, *trials.fastest_phases(kept)))
+            near = self._foresee([*self._decide(lambda: self._near(best, forward, backward)), stock.plan])
+            if len(near) > 2:
+                self.trials = self._begin(near, self._turns)
                 return
         self._is_last = True
         # Twice as many, as these alone say what is gained.
         self.trials = self._begin([plans[kept], stock], max(2, 2 * self._turns - 1))
 
-    def _begin(self, plans: Sequence[ModelPlan], turns: int) -> Trials:
+    def _near(self, best: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
+        """Return neighbours of the best plan, which comes first; of a stage without layers there are none."""
+        search = self.model.search
+        return search.refinements(best, forward, backward) if search.options else [best]
+
+    def _begin(self, plans: Sequence[Candidate], turns: int) -> Trials:
         self.plans = tuple(plans)
-        names = [*(describe_plan(self.model.labels, plan) for plan in plans[:-1]), STOCK]
+        names = [*(self._name_of(each) for each in plans[:-1]), STOCK]
         self._names.update(names)
         if self._reduction is not None:
-            self._reduction.try_windows(windows_of(plans[0]))
-        return Trials(names, turns, self._use, self._clock, self._group, len(plans) - 1, self._may_keep_stock)
+            self._reduction.try_windows(windows_of(plans[0].plan))
+        of_trials = len(plans) - 1, self._may_keep_stock, self._phase_group
+        return Trials(names, turns, self._use, self._clock, None, *of_trials)
+
+    def _name_of(self, candidate: Candidate) -> str:
+        if candidate.foreseen is not None:
+            return candidate.foreseen.name
+        return describe_plan(self.model.labels, candidate.plan)
 
     def _use(self, number: int) -> None:
         self._apply(self.plans[number])
         if self._reduction is not None:
-            self._reduction.try_windows(windows_of(self.plans[number]))
+            self._reduction.try_windows(windows_of(self.plans[number].plan))
 
 
 def _median_ms(times_ms: Sequence[float]) -> float | None:

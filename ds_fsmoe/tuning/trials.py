@@ -67,6 +67,7 @@ class Trials:
         group: the ranks; ``None``: all.
         baseline: the plan to compare with, which is tried in every round, however slow; ``None``: there is none.
         may_keep_baseline: whether it may be kept, too.
+        phase_group: the ranks that say how long forwards and backwards take, such as those of a stage; ``None``: all.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Trials:
         group: dist.ProcessGroup | None = None,
         baseline: int | None = None,
         may_keep_baseline: bool = True,
+        phase_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.names = tuple(names)
         self.baseline = baseline
@@ -98,6 +100,7 @@ class Trials:
         self._use = use
         self._clock = clock
         self._group = group
+        self._phase_group = phase_group
         self._trying: int | None = None
 
     def step_is_over(self) -> int | None:
@@ -113,6 +116,8 @@ class Trials:
                 dense_ms = math.inf if own.takes_turns else own.dense_forward_ms + own.dense_backward_ms
                 seen = [0.0, own.step_ms, own.forward_ms, own.backward_ms, dense_ms]
             lacks, step_ms, *phases_ms, dense_ms = most_of(seen, self._clock.device, self._group)
+            if self._phase_group is not None:
+                phases_ms = most_of(seen[2:4], self._clock.device, self._phase_group)
             # A step that was not seen whole, such as one without a backward, says nothing.
             if not lacks:
                 self.times_ms[self._trying].append(step_ms)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds_fsmoe.config.blocks import FSMoEBlock
@@ -15,7 +16,9 @@ from ds_fsmoe.planning.gradient_plan import WindowBytes
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, Settings, mode_of
+from ds_fsmoe.planning.stage_batch import StageTimes
 from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
+from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.tuning.measure import Measured
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ class TunedModel:
         dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
             when it was measured; ``None``: not seen.
         can_split: whether batches may be cut into halves.
+        num_micro_batches: of a batch, where these are the layers of a pipeline's stage: gradients are then a part of
+            its last backward alone, where they travel in it; ``None``: there are no stages.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class TunedModel:
         tensors_bytes: Mapping[str, Sequence[int]],
         dense_ms: tuple[float, float] | None,
         can_split: bool = False,
+        num_micro_batches: int | None = None,
     ) -> None:
         self.measured = measured
         self._layers = layers
@@ -69,11 +75,14 @@ class TunedModel:
             chunk_bytes=block.gradient_partition.asked_bytes,
             is_serial=measured.is_serial,
             shared_link=running.one_link is not None,
+            num_micro_batches=num_micro_batches or 1,
         )
         costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
         of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
         self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
-        rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - self._gradients_ms))
+        in_backward_ms = self._gradients_ms if num_micro_batches is None else 0.0
+        self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
+        rest_ms = self._rest_ms
         self._dense_ms = None if dense_ms is None else sum(rest_ms)
         totals: dict[str, int] = {}
         for kind, size in gradients:
@@ -119,6 +128,34 @@ class TunedModel:
         """Predict what a step with a plan takes."""
         search = self.search
         return predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms)
+
+    def micro_batch(self, plan: ModelPlan, is_isolated: bool = False) -> StageTimes:
+        """Predict what a micro batch takes in a pipeline's stage with a plan: the first ones and the last one, and the
+        gradients that are left after it.
+
+        Args:
+            plan: the plan of the stage's layers.
+            is_isolated: whether lanes are taken not to slow each other down.
+        """
+        if not plan.layers:
+            return StageTimes(*self._rest_ms, self._rest_ms[1])
+        settings = self.search.planner.settings
+        contention = IDEAL if is_isolated else settings.contention
+
+        def phases_ms(of: ModelPlan) -> list[float]:
+            return [each.makespan_ms for each in of.timelines({}, contention, is_serial=settings.is_serial)]
+
+        forward_ms, with_tail_ms = phases_ms(plan)
+        _, last_ms = phases_ms(replace(plan, tail=()))
+        _, before_ms = phases_ms(plan.without_gradients())
+        has_gradients = bool(plan.tail) or any(each.moe_slices or each.dense_slices for each in plan.backward)
+        # Without a plan for them all gradients follow.
+        left_ms = max(0.0, with_tail_ms - last_ms) if has_gradients else self._gradients_ms
+        return StageTimes(forward_ms, before_ms, last_ms, left_ms)
+
+    def bound_ms(self, plan: ModelPlan) -> float:
+        """Return what the busiest lane needs for a micro batch, whatever the plan."""
+        return self.predict(plan).bound_ms
 
     def other_esp_sizes(self) -> dict[int, float]:
         """Predict the time of the experts' parts of a step with other numbers of shards."""

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autotuner in pipeline stages: all stages plan, try, refine and watch together, by whole batches; and where one of
+them fails, all hear of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_fsmoe.config.blocks import AutotuneBlock
+from ds_fsmoe.distributed.fail_together import MeasuringError
+from ds_fsmoe.distributed.stages import Stages
+from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock
+from ds_fsmoe.planning.stage_batch import StageTimes, batch_ms
+from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.tuning.batch_drift import BatchWatch
+from ds_fsmoe.tuning.drift import BEFORE_NEXT, IN_A_ROW
+from ds_fsmoe.tuning.stage_predictions import Foreseen
+from ds_fsmoe.tuning.table import span
+from ds_fsmoe.tuning.trial_rounds import TrialRounds
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.test_pipeline_stages import batches, make_engine
+
+STEPS = 48
+"""More than it takes to begin to measure, and all rounds of trials."""
+
+
+def block_of(**autotune: Any) -> dict[str, Any]:
+    """A schedule by name, so that DeepSpeed's may not stay and end the rounds early."""
+    asked = {"enabled": "auto", "trials": 1, "watch_every": 1} | autotune
+    return {"enabled": True, "schedule": "fsmoe", "autotune": asked, "num_chunks": {"max": 2}}
+
+
+class Kept(TrialRounds):
+    """Keeps what it was given to try."""
+
+    rounds_of_plans: list[list[Any]]
+
+    def _begin(self, plans: Any, turns: int) -> Any:
+        self.rounds_of_plans = [*getattr(self, "rounds_of_plans", []), list(plans)]
+        return super()._begin(plans, turns)
+
+
+def endless(engine: Any) -> Iterator[Any]:
+    return itertools.cycle(list(batches(engine.grid.data_parallel_id)))
+
+
+def tune(rank: int, world_size: int, stages: tuple[str, ...], num_stages: int) -> dict[str, Any]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    tried: list[Kept] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ds_fsmoe.tuning.autotune.TrialRounds", lambda *a, **k: tried.append(Kept(*a, **k)) or tried[-1])
+        engine = make_engine(rank, 1, stages, block_of(), num_stages=num_stages)
+        batch = endless(engine)
+        for _ in range(STEPS):
+            engine.train_batch(batch)
+    tuner, watch = engine.fsmoe.autotune, engine.fsmoe.watch
+    assert tuner.is_settled
+    # What a rank of a pipeline has to have as all others have it.
+    found = {
+        "foreseen": tuner.foreseen,
+        "predicted": [[each.foreseen for each in plans] for plans in tried[0].rounds_of_plans],
+        "tried": tuner.tried,
+        "step": tuner.step,
+        "sends": tuner.measured.sends,
+        "watched": watch.last,
+        "outcome": replace(tuner.outcome, took_s=0.0, least_dense_ms=None),
+    }
+    engine.destroy()
+    return found
+
+
+@sampled(
+    ("stages", "num_stages"), [(("dense", "moe"), 2), (("moe",) * 4, 2), (("moe", "dense", "moe", "moe"), 4)], kept=[0]
+)
+def test_all_stages_foresee_try_refine_and_watch_the_same_batches(
+    stages: tuple[str, ...], num_stages: int, tmp_path: Path
+) -> None:
+    first, *others = run_on_ranks(tune, 4, tmp_path, stages, num_stages)
+    for other in others:
+        for name, found in first.items():
+            assert other[name] == found, name
+    candidates, near, last = first["predicted"]
+    assert len(first["tried"]) == 3
+    assert len(near) > 2, "neighbours of the fastest"
+    assert len(last) == 2
+    *sorted_ms, _ = (each.step.chosen_ms for each in candidates)
+    assert sorted_ms == sorted(sorted_ms)
+    assert all(len(each.stages) == num_stages for each in candidates)
+    for times in (each for candidate in candidates for each in candidate.stages):
+        assert min(times.forward_ms, times.backward_ms) > 0
+        # Gradients travel in the last one alone, and what comes after all of them is the same for all stages.
+        assert times.last_backward_ms >= times.backward_ms * (1 - 1e-9)
+    assert len({times.optimizer_ms for candidate in candidates for times in candidate.stages}) == 1
+    # What is told beside the measured batch is that of the plan that stays.
+    assert first["step"] == first["foreseen"].step == last[0].step
+    assert len(first["sends"]) == num_stages - 1
+    assert all(min(each.activation_ms, each.gradient_ms) > 0 for each in first["sends"])
+    there_ms, back_ms = ([getattr(e, name) for e in first["sends"]] for name in ("activation_ms", "gradient_ms"))
+    stock = candidates[-1]
+    assert stock.step.deepspeed_ms == stock.step.chosen_ms == batch_ms(stock.stages, 2, there_ms, back_ms)
+    watched = first["watched"]
+    assert set(watched.phases) == {f"stage{i}/{phase}" for i in range(num_stages) for phase in ("forward", "backward")}
+    assert all(each.measured_ms > 0 for each in watched.phases.values())
+    assert watched.whole.predicted_ms == pytest.approx(first["step"].chosen_ms + watched.rest.predicted_ms)
+
+
+def test_layers_of_a_stage_are_named_with_it() -> None:
+    assert span(["stage1/L00", "stage1/L01", "stage1/L02"]) == "stage1/L00..L02"
+    assert span(["stage1/L00", "stage1/L02"]) == "stage1/L00, stage1/L02"
+
+
+# ---- the watch
+
+
+class Played:
+    device = torch.device("cpu")
+    step: MeasuredStep | None = None
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def read(self) -> MeasuredStep | None:
+        return self.step
+
+
+TIMES = StageTimes(3.0, 4.0, 6.0)
+FORESEEN = Foreseen(StepTimes(30.0, 30.0, 40.0, None, 2.0, 1.0, 20.0), (TIMES,), "2 and 2 chunks")
+
+
+def watched_batches(**autotune: Any) -> tuple[BatchWatch, Played, list[str]]:
+    clock, asked = Played(), []
+    block = AutotuneBlock(**{"enabled": True, "watch_every": 1} | autotune)
+    watch = BatchWatch(block, clock, Stages(0, (0,), 2, lambda: (0, 0)), lambda: FORESEEN, asked.append)
+    watch.step_is_over(0)
+    return watch, clock, asked
+
+
+def batch_of(ms: float) -> MeasuredStep:
+    return MeasuredStep(2, 2, 7.0, 11.0, (), batch_ms=ms)
+
+
+def test_a_batch_is_compared_with_what_is_predicted_of_it_and_what_was_left_over_at_first() -> None:
+    watch, clock, _ = watched_batches()
+    clock.step = batch_of(33.0)
+    for number in (1, 2, 3):
+        watch.step_is_over(number)
+    clock.step = batch_of(44.0)
+    found = watch.step_is_over(4)
+    assert found is watch.last
+    assert (found.whole.predicted_ms, found.whole.measured_ms) == (33.0, 44.0)
+    assert found.drift == pytest.approx(1 / 3)
+    # Two forwards; a backward and the one that gradients travel in.
+    assert [(e.predicted_ms, e.measured_ms) for e in found.phases.values()] == [(6.0, 7.0), (10.0, 11.0)]
+    assert list(found.phases) == ["stage0/forward", "stage0/backward"]
+
+
+def test_batches_that_drift_are_planned_anew_where_that_is_asked_for() -> None:
+    watch, clock, asked = watched_batches(retune_on_drift=True, drift_threshold=0.2)
+    numbers = itertools.count(1)
+    clock.step = batch_of(33.0)
+    for _ in range(BEFORE_NEXT):
+        watch.step_is_over(next(numbers))
+    assert not asked
+    clock.step = batch_of(66.0)
+    for at in range(IN_A_ROW):
+        assert not asked, at
+        watch.step_is_over(next(numbers))
+    assert len(asked) == 1
+    assert "66 ms where 33 ms were predicted" in asked[0]
+
+
+def test_a_batch_that_was_not_seen_whole_is_not_compared() -> None:
+    watch, clock, _ = watched_batches()
+    for step in (None, replace(batch_of(33.0), batch_ms=None), replace(batch_of(33.0), num_backwards=0)):
+        clock.step = step
+        assert watch.step_is_over(1) is None
+
+
+def test_a_clock_tells_the_batch_from_the_sum_of_gradients_and_from_what_comes_after_it() -> None:
+    at_ms = iter([0, 10, 13, 13, 17, 20, 25, 31])
+
+    class Host:
+        def perf_counter_ns(self) -> int:
+            return next(at_ms) * 1_000_000
+
+    clock = StepClock(torch.device("cpu"), Host())
+    clock.begin_reduction()  # nothing is timed yet
+    clock.end_reduction()
+    clock.start()
+    clock.begin_step()
+    clock.begin_forward()
+    clock.end_forward()
+    clock.begin_backward()
+    clock.end_backward()
+    clock.begin_reduction()
+    clock.end_reduction()
+    clock.end_step()
+    step = clock.read()
+    assert (step.batch_ms, step.reduction_ms, step.end_ms) == pytest.approx((31, 5, 6))
+    assert clock.ends_ms(None) == pytest.approx((5, 6))
+
+
+# ---- a stage that fails
+
+
+def fail_in_measuring(rank: int, world_size: int, enabled: bool | str) -> tuple[str, bool]:
+    """What is said, and whether training went on."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    engine = make_engine(rank, 0, ("moe", "moe"), block_of(enabled=enabled) | {"schedule": "best"})
+    batch, said = endless(engine), ""
+
+    def fails(*_: Any) -> Any:
+        raise ArithmeticError("experts of this stage do not like to be timed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        # It takes long, and all ranks do it together.
+        patch.setattr("ds_fsmoe.tuning.measure.profile_cluster", lambda *_, **__: None)
+        if engine.stage_id == 1:
+            patch.setattr("ds_fsmoe.tuning.measure.profile", fails)
+        try:
+            for _ in range(16):
+                engine.train_batch(batch)
+        except MeasuringError as error:
+            said = str(error)
+    return said or engine.fsmoe.autotune.describe(), not said
+
+
+@sampled("enabled", [True, "auto"], kept=[0, 1])
+def test_a_stage_that_fails_to_be_measured_fails_on_every_rank_or_goes_on_on_every_rank(
+    enabled: bool | str, tmp_path: Path
+) -> None:
+    for said, goes_on in run_on_ranks(fail_in_measuring, 4, tmp_path, enabled):
+        assert goes_on == (enabled == "auto")
+        assert said == "not measured: measuring failed" if goes_on else "ArithmeticError: experts of this" in said
+
+
+class Broken(RuntimeError):
+    """Of a user's layer."""
+
+
+def fail_in_a_trial(rank: int, world_size: int) -> str:
+    """The type of what is raised. A process that is through takes its connections with it, as a failed one does."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    engine = make_engine(rank, 0, ("moe", "moe"), block_of())
+    batch = endless(engine)
+
+    def breaks(*_: Any) -> None:
+        if engine.stage_id == 1 and engine.fsmoe.autotune.trials is not None:
+            raise Broken
+
+    engine.module.register_forward_pre_hook(breaks)
+    try:
+        for _ in range(STEPS):
+            engine.train_batch(batch)
+    except RuntimeError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_layer_that_fails_in_a_trial_of_one_stage_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    first, second, *failed = run_on_ranks(fail_in_a_trial, 4, tmp_path)
+    assert failed == ["Broken"] * 2
+    # They have lost those who had to send to them.
+    assert first == second == "RuntimeError"
+
+
+# ---- communicators
+
+
+def tune_on_two_nodes(rank: int, world_size: int) -> float:
+    """The sum over a communicator that is made after one stage has looked for ways that need some of their own."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    block = block_of(trials=0) | {"alltoall": "auto", "topology": {"ranks_per_node": 2}}
+    engine = make_engine(rank, 0, ("moe", "dense"), block, ep_size=4)
+    batch = endless(engine)
+    for _ in range(13):
+        engine.train_batch(batch)
+    assert len(engine.fsmoe.autotune.search.options) == (engine.stage_id == 0)
+    total = torch.ones(())
+    dist.all_reduce(total, group=dist.new_group([0, 7, 3, 4]))
+    return total.item()
+
+
+@pytest.mark.slow
+def test_communicators_of_one_stages_ways_are_made_by_all_ranks(tmp_path: Path) -> None:
+    assert run_on_ranks(tune_on_two_nodes, 8, tmp_path) == [4.0, 1.0, 1.0, 4.0, 4.0, 1.0, 1.0, 4.0]
