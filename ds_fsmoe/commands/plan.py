@@ -160,7 +160,7 @@ def _settings(args: argparse.Namespace, cluster: Cluster, architecture: Architec
         args.solver,
         args.gradient_solver,
         args.chunk_bytes,
-        **batch_settings(args, architecture),
+        **batch_settings(args),
     )
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from ds_fsmoe.commands.tables import print_table
 
 if TYPE_CHECKING:
-    from ds_fsmoe.planning.architecture import Architecture
     from ds_fsmoe.planning.report import Report
     from ds_fsmoe.planning.stage_report import BatchReport
 
@@ -33,7 +32,7 @@ def is_batch(args: argparse.Namespace) -> bool:
     return (args.pp or 1) > 1 or args.micro_batches is not None
 
 
-def batch_settings(args: argparse.Namespace, architecture: Architecture | None) -> dict[str, Any]:
+def batch_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the planner that follow from batches and stages.
 
     Raises:
@@ -43,9 +42,7 @@ def batch_settings(args: argparse.Namespace, architecture: Architecture | None) 
     if asked is not None and asked < 1:
         raise ValueError(f"--micro-batches = {asked}: must be at least 1")
     default = MICRO_BATCHES_PER_STAGE * pp if pp > 1 else 1
-    # Of weights that stages share DeepSpeed sums gradients over stages first, and all others after that.
-    is_tied = pp > 1 and architecture is not None and architecture.is_tied
-    return {"num_micro_batches": default if asked is None else asked, "gradients_at_end": is_tied}
+    return {"num_micro_batches": default if asked is None else asked}
 
 
 def print_batch(args: argparse.Namespace, report: Report, job: dict[str, Any]) -> tuple[Report, dict[str, Any]]:
@@ -128,6 +125,6 @@ def _print_stages(found: BatchReport) -> None:
         )
     if found.pipeline.tied_ms:
         print(
-            "  the first and the last stage share the embedding: DeepSpeed sums gradients when all backwards are over, "
-            f"those of the embedding first ({found.pipeline.tied_ms:.2f} ms)"
+            "  the first and the last stage share the embedding: DeepSpeed sums its gradients when all backwards are "
+            f"over, in {found.pipeline.tied_ms:.2f} ms"
         )

@@ -14,7 +14,7 @@ from ds_fsmoe.checks.router_checks import RouterCheck
 from ds_fsmoe.components.gate import GateBase, update_gates
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, facts_of_layers, facts_of_plan
-from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
+from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.engine.described import describe_alltoall, describe_degrees, describe_dispatch, describe_gate
@@ -156,7 +156,11 @@ class FSMoEState:
         if self.micro_ops is None or not self.micro_ops.is_wanted:
             return
         self.uncut.settle(self.inner_layers)
-        if self.micro_ops.cut(self.inner_layers):
+        is_cut = self.micro_ops.cut(self.inner_layers)
+        if self.stage_group is not None:
+            # Plans are compared on all stages at once, also on those where nothing is cut.
+            is_cut = any(on_every_rank(is_cut))
+        if is_cut:
             if self.reduction is not None:
                 self.reduction.look_at_plans()
             self.plans_changed()

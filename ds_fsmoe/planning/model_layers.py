@@ -244,7 +244,8 @@ def model_layers(
         before = architecture.blocks[start:place]
         behind = architecture.blocks[place + 1 : stage.places[-1] + 1] if is_last else ()
         has_head = stage.has_head and is_last
-        ends = (is_first and stage.has_embedding) or (is_last and is_tied_here), has_head
+        # What stages share is summed over them first, when all backwards are over.
+        ends = is_first and (stage.has_embedding or is_tied_here), has_head
         block = architecture.blocks[place]
         key = block, before, behind, ends
         if key not in made:

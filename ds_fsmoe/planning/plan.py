@@ -62,9 +62,6 @@ class Settings:
     """The share that ``best`` has to gain for cutting a layer."""
     num_micro_batches: int = 1
     """The micro-batches of a batch: all are cut alike, and the backward of the last one sends the gradients."""
-    gradients_at_end: bool = False
-    """Whether none are sent before the last backward is over, whatever a system would do: where pipeline stages share
-    weights, DeepSpeed sums them then."""
     tail_share: float = 1.0
     """What a millisecond of gradients after the backward counts, as a share of one by which they make it longer."""
 
@@ -134,7 +131,6 @@ class Planner:
             mode: when gradients are sent.
             carried: gradients that wait when the backward begins, as in the middle of a larger model.
         """
-        mode = "off" if self.settings.gradients_at_end else mode
         of_layers = [spaces] * len(layers) if isinstance(spaces, SearchSpace) else list(spaces)
         # Layers that are equal are planned once, and told apart by a number from here on.
         numbers: dict[tuple[Layer, SearchSpace], int] = {}

@@ -3,7 +3,7 @@
 
 A stage's layers are cut in one way per phase, whatever the micro-batch. Gradients are summed over a stage's ranks when
 they are whole: in the backward of the last micro-batch, and what finds no room there after it. A stage without experts
-has no room, and where stages share weights none has: then DeepSpeed sums them at the end.
+has no room. What stages share is summed over them first, when all backwards are over.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.architecture import Architecture
 from ds_fsmoe.planning.block import add_work
+from ds_fsmoe.planning.candidates import PATIENT_SHARE
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.crossings import Crossings
@@ -24,9 +25,6 @@ from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.stage_batch import BatchTimeline, Order, StageLink, StageTimes, simulate_batch
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.workload import AllToAll, Layer, Shape, Work
-
-PATIENT_SHARE = 0.01
-"""What a millisecond of gradients after the backward counts where a stage has time for it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Pipeline:
                 even[work] = plan_stage(planner, name, work)
         chosen = [even[work] for work in self.works]
         batch = self.batch(chosen, planner.settings.num_micro_batches, order)
-        if mode_of(name) != "adaptive" or planner.settings.gradients_at_end:
+        if mode_of(name) != "adaptive":
             return batch
         for work in self.works[1:]:
             if work not in patient:

@@ -251,7 +251,8 @@ class Autotune:
             clock = self._running.step_clock
             ends_ms = (0.0, 0.0) if clock is None else clock.ends_ms(self._group)
             self._batches = BatchPredictor(stages, model, ends_ms, reduction is not None)
-        plans = self._foresee(self._on_first(lambda: _to_try(model.search)), is_sorted=True)
+        stage = None if stages is None else stages.stage
+        plans = self._foresee(self._on_first(lambda: model.search.to_try(stage)), is_sorted=True)
         sharded = self._on_first(model.other_esp_sizes) if stages is None else {}
         self.num_measured = measured.num_measured
         self._reduction = reduction
@@ -324,6 +325,8 @@ class Autotune:
         pairs = zip(together, self._batches.predict(together), strict=True)
         *tried, last = (Candidate(plan, foreseen) for plan, foreseen in pairs)
         if is_sorted:
+            # Where sending late changes nothing on any stage, the second is the first.
+            del tried[1 : 2 if len(tried) > 1 and tried[0].foreseen == tried[1].foreseen else 1]
             tried.sort(key=lambda each: each.foreseen.step.chosen_ms)
         return [*tried, last]
 
@@ -381,12 +384,6 @@ class Autotune:
         if self._told is None:
             return "nothing is measured yet; that is due in one of the next forwards"
         return headline(self.rows, self._told, self.outcome)
-
-
-def _to_try(search: Search) -> list[ModelPlan]:
-    """Return plans to try, DeepSpeed's schedule last; of a stage without layers there is one way, twice."""
-    stock = search.stock()
-    return [*(search.candidates() if search.options else [stock]), stock]
 
 
 def _at_exit(stage: weakref.ref[Autotune]) -> None:

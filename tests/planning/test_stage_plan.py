@@ -212,18 +212,20 @@ def test_systems_that_place_gradients_by_a_rule_keep_to_it(name: str) -> None:
     assert first == last == plan_stage(planner, name, pipeline.works[0])
 
 
-def test_stages_that_share_weights_send_nothing_before_all_backwards_are_over() -> None:
+def test_stages_send_what_they_share_when_all_backwards_are_over_and_all_else_early() -> None:
     model = replace(load_model("olmoe").first(4), is_tied=True)
     groups = Groups(16, 8, ep=8, pp=2)
     shape = Shape(1, 256, model.M, 1024, 64, 8, None, "mixtral", 16, dtype_bytes=2)
     pipeline = pipeline_of_model(TESTBED, model, groups, stages(model, 2), shape)
-    settings = Settings(max_degree=2, num_micro_batches=4, gradients_at_end=True)
+    settings = Settings(max_degree=2, num_micro_batches=4)
     planner = Planner(kind_costs(TESTBED, groups), settings)
     assert pipeline.tied_ms > 0
     for name in ("fsmoe", BEST):
         batch = pipeline.plan(planner, name)
+        shared_bytes = model.M * model.vocab * shape.dtype_bytes
         for stage in batch.stages:
-            assert (stage.hidden_bytes, stage.times.last_backward_ms) == (0.0, stage.times.backward_ms)
+            assert stage.after_bytes >= shared_bytes
+        assert batch.stages[0].hidden_bytes > 0
         free = simulate_batch([each.times for each in batch.stages], 4, pipeline.links)
         assert batch.timeline.makespan_ms > free.makespan_ms
     untied = pipeline_of_model(TESTBED, replace(model, is_tied=False), groups, stages(model, 2), shape)
