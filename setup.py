@@ -102,7 +102,7 @@ setup(
     ],
     package_dir={"ds_fsmoe.ops.op_builder": "op_builder", "ds_fsmoe.ops.csrc": "csrc"},
     package_data={
-        "ds_fsmoe": ["py.typed", "planning/clusters/*.json", "planning/models/*.json"],
+        "ds_fsmoe": ["py.typed", "config/*.pyi", "planning/clusters/*.json", "planning/models/*.json"],
         "ds_fsmoe.ops.csrc": ["**/*.cpp", "**/*.h", "**/*.cu", "**/*.cuh"],
     },
     include_package_data=False,

@@ -112,8 +112,9 @@ def test_builders_and_sources_travel_inside_the_package(wheel: zipfile.ZipFile) 
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    files = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "ds_fsmoe").rglob("*.py")}
-    assert "ds_fsmoe/versions.py" in files
+    files = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "ds_fsmoe").rglob("*.py*")}
+    files = {name for name in files if name.endswith((".py", ".pyi"))}
+    assert {"ds_fsmoe/versions.py", "ds_fsmoe/config/builder.pyi"} <= files
     assert files - set(wheel.namelist()) == set()
     assert "ds_fsmoe/py.typed" in wheel.namelist()
 

@@ -14,7 +14,7 @@ from ds_fsmoe.components.gate_settings import SettingsGate
 
 # A name leaves this list only with a major version; one that is added here is promised.
 PROMISED = (
-    "AllToAllBase BFloat16Wire CallbackArgs CallbackBase ConfigError DeepSeekGate DenseOrder DenseRouting "
+    "AllToAllBase BFloat16Wire CallbackArgs CallbackBase Config ConfigError DeepSeekGate DenseOrder DenseRouting "
     "EinsumOrder ExpertArgs ExpertBase ExpertChoiceGate FSMoELayer FlatAllToAll FramesAsTokens "
     "GPTFeedForward GShardGate GateBase LayerError LinearGate MOELayer MixtralFeedForward MixtralGate MoE "
     "MoEOutput OptionError OrderBase QwenGate Routing RoutingBase SigmoidGate SimpleOrder SlotRouting "

@@ -24,9 +24,10 @@ Part = Annotated[str, NullIsAuto()]
 
 
 class GateBlock(Block):
-    """``fsmoe.gate``. What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error.
+    """``fsmoe.gate``: which experts a token goes to.
 
-    A gate's own options stand beside these, and are held against the signature of its class.
+    What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error. A gate's own options
+    stand beside these, and are held against the signature of its class.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -146,7 +147,7 @@ class AutotuneBlock(Block):
 
 
 class TopologyBlock(Block):
-    """``fsmoe.topology``."""
+    """``fsmoe.topology``: where ranks lie."""
 
     ranks_per_node: Count = Field("auto", description="ranks that share a host", examples=[8])
 
@@ -221,7 +222,7 @@ class CheckpointBlock(Block):
 
 
 class DebugBlock(Block):
-    """``fsmoe.debug``."""
+    """``fsmoe.debug``: what is checked while training goes on."""
 
     check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
     hang_timeout_s: float = Field(300, gt=0, description="write what each rank was doing after this long")
@@ -240,7 +241,7 @@ class FSMoEBlock(Block):
     enabled: bool = Field(False, description="false is exactly stock DeepSpeed", examples=[True])
     schedule: Literal[
         "deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best"
-    ] = "best"
+    ] = Field("best", description="in which order a layer's traffic and computation run, and what overlaps")
     gate: Annotated[
         GateBlock | None,
         OrAlone("type", kinds=(str,), words="the name of a gate", json_types=({"type": "string"},)),

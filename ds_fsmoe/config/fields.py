@@ -35,7 +35,7 @@ class OrAlone:
     def __init__(
         self, *names: str, kinds: tuple[type, ...], words: str, json_types: tuple[dict[str, Any], ...]
     ) -> None:
-        self.names, self._kinds, self._words, self._json_types = names, kinds, words, json_types
+        self.names, self._kinds, self._words, self.json_types = names, kinds, words, json_types
 
     def _spelt_out(self, value: Any) -> Any:
         if type(value) in self._kinds:
@@ -48,7 +48,7 @@ class OrAlone:
         return no_info_before_validator_function(self._spelt_out, handler(source))
 
     def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(of), *self._json_types]}
+        return {"anyOf": [handler(of), *self.json_types]}
 
 
 def switch(*, has_auto: bool = False) -> OrAlone:
