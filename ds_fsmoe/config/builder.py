@@ -54,7 +54,7 @@ class Config(Written):
         ConfigError: as :func:`initialize` raises it of the same block, one line for each mistake. What depends on the
             model, on the ranks or on DeepSpeed's own blocks is found there only.
 
-    Example:
+    Examples:
         >>> import ds_fsmoe
         >>> block = ds_fsmoe.Config(num_chunks=ds_fsmoe.Config.NumChunks(forward=2, backward=4), metrics="off")
         >>> block.as_dict()

@@ -23,7 +23,20 @@ from ds_fsmoe.config.words import BLOCK, Words, shown, without_gone, words_of
 
 
 class ConfigError(ValueError):
-    """The block cannot be used. The message names every path, its value and the choices."""
+    """The block cannot be used. The message has a line for each mistake, with its path, its value and the choices.
+
+    It is a ``ValueError``, raised on every rank before any process group is made.
+
+    Examples:
+        >>> import ds_fsmoe
+        >>> try:
+        ...     ds_fsmoe.Config(max_ctas=100, gate=3)
+        ... except ds_fsmoe.ConfigError as error:
+        ...     print(error)
+        2 problems:
+        fsmoe.gate = 3: must be an object or the name of a gate, for example {"type": "mixtral"}
+        fsmoe.max_ctas = 100: must be less than or equal to 64 or 'auto'
+    """
 
 
 def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:

@@ -119,6 +119,18 @@ def initialize(
         ConfigError: the block is wrong, or DeepSpeed blocks do not go with it.
         LayerError: the model's layers cannot be made ours.
         IncompatibleError: the installed versions do not work together.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> output, l_aux, _ = engine(torch.randn(2, 3, 8))
+        >>> engine.backward(output.square().mean() + 0.01 * l_aux)
+        >>> engine.step()
+        >>> engine.fsmoe.num_layers
+        1
     """
     arguments = dict(locals())
     if _depth:
@@ -311,6 +323,13 @@ def install(block: Mapping[str, Any] | None = None) -> None:
     Raises:
         ConfigError: the block is wrong.
         RuntimeError: a module already holds the function in DeepSpeed's place under its own name, and would bypass us.
+
+    Examples:
+        >>> import deepspeed, ds_fsmoe
+        >>> ds_fsmoe.install({"enabled": True, "num_chunks": 2})
+        >>> deepspeed.initialize is ds_fsmoe.initialize
+        True
+        >>> ds_fsmoe.uninstall()
     """
     global _given, _replaced
     if block is not None:
@@ -354,7 +373,15 @@ def _module_of(function: Callable[..., Any]) -> str:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, with the block given to it; what others have put over ours since then goes as well."""
+    """Undo :func:`install`, with the block given to it; what others have put over ours since then goes as well.
+
+    Examples:
+        >>> import deepspeed, ds_fsmoe
+        >>> ds_fsmoe.install()
+        >>> ds_fsmoe.uninstall()
+        >>> deepspeed.initialize is ds_fsmoe.initialize
+        False
+    """
     global _given, _replaced
     accelerate.look_at_block_again()
     transformers_seams.unfollow()

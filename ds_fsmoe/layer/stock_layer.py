@@ -125,7 +125,18 @@ def gate_settings(gate: StockTopKGate) -> TopKSettings:
 
 
 class FSMoELayer(StockMOELayer):
-    """Runs tokens our way in stock's inner MoE layer. Made by :func:`take_over`, never constructed."""
+    """Runs tokens our way in DeepSpeed's inner MoE layer, ``moe.deepspeed_moe``. Made by conversion, never constructed.
+
+    It has the parameters, the names in a state dict and the results of DeepSpeed's ``MOELayer``: its forward maps
+    [..., M] to [..., M], and leaves ``l_aux``, a scalar, and ``exp_counts`` [E] on the layer.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> layer = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> inner = layer.deepspeed_moe
+        >>> isinstance(inner, ds_fsmoe.FSMoELayer), inner(torch.randn(6, 8)).shape, inner.exp_counts.sum()
+        (True, torch.Size([6, 8]), tensor(12))
+    """
 
     fsmoe: LayerState
     """All of our state; without it a layer is stock's again."""
