@@ -117,6 +117,13 @@ def test_building_a_block_loads_no_torch_where_no_part_is_named() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+def test_where_there_is_no_torch_names_of_parts_are_taken_as_they_are(monkeypatch) -> None:
+    from ds_fsmoe.config import together
+
+    monkeypatch.setattr(together.importlib.util, "find_spec", lambda name: None)
+    assert Config(gate={"type": "of another machine", "sharpness": 2}, order="of another machine")["enabled"]
+
+
 def test_deepspeed_reads_a_config_with_it_as_one_with_a_dict() -> None:
     pytest.importorskip("deepspeed")
     from ds_fsmoe.engine import compat
