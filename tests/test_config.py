@@ -461,6 +461,15 @@ def test_mistakes_of_every_kind_are_told_in_one_error_with_a_line_each() -> None
     assert any(line.startswith("fsmoe.order") for line in lines_of(written | {"plugins": []}))
 
 
+def test_a_mistake_of_one_field_hides_none_of_its_neighbours() -> None:
+    gate = {"k": 2, "top_k": 2, "capacity_factor": None, "drop_tokens": True, "min_capacity": "few", "drop_policy": "x"}
+    starts = [line.split(" ")[0] for line in lines_of({"enabled": True, "gate": gate, "plugins": ["no.a", "no.b"]})]
+    assert starts[1:] == [
+        *("fsmoe.gate.top_k", "fsmoe.gate.capacity_factor", "fsmoe.gate.min_capacity", "fsmoe.gate.drop_policy"),
+        *("fsmoe.plugins", "fsmoe.plugins"),
+    ]
+
+
 def test_a_missing_switch_is_told_beside_other_mistakes() -> None:
     heading, *lines = lines_of({"schedule": "fsmoo", "max_ctas": 0})
     assert heading == "3 problems:"

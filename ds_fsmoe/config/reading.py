@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.fields import example_of, words_for
-from ds_fsmoe.config.together import imported, problems_together, unknown_keys_of_topk
+from ds_fsmoe.config.together import NotImported, not_imported, problems_together, unknown_keys_of_topk
 from ds_fsmoe.config.unknown_keys import block_at, field_at, known_keys, unknown_key
 from ds_fsmoe.config.words import BLOCK, Words, shown, without_gone, words_of
 
@@ -53,43 +53,50 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
         raise ConfigError(f'{BLOCK} = {shown(written)}: must be an object, for example {{"enabled": true}}')
     words = words_of(written)
     unfit = {**words.twice, **_unfit_null(written)}
-    wrong = {_field_of(path.split(".")[1]) for path in unfit}
     problems = [*_beside_the_block(ds_config), *_missing_switch(written), *unfit.values()]
-    block, mistakes = _validated(written, wrong, words)
+    block, wrong, mistakes = _validated(written, words)
     problems += mistakes
-    failed: dict[str, tuple[str, Exception]] = {}
+    failed: list[NotImported] = []
     if block.enabled:
-        failed = imported(block)
-        found = problems_together(block, written, ds_config, wrong | set(failed))
+        failed = not_imported(block)
+        wrong |= {each.field for each in failed} | {_field_of(path.split(".")[1]) for path in unfit}
+        found = problems_together(block, written, ds_config, wrong)
         # Two phases that were written as one number have one problem.
         found = list(dict.fromkeys(map(words.as_written, found)))
-        problems += [*(sentence for sentence, _ in failed.values()), *found]
+        problems += [*(each.sentence for each in failed), *found]
     else:
         # Stock DeepSpeed runs, so what this version can do is not asked.
         problems += unknown_keys_of_topk(block)
     if problems:
-        raise ConfigError(join_problems(problems)) from next((cause for _, cause in failed.values()), None)
+        raise ConfigError(join_problems(problems)) from next((each.cause for each in failed), None)
     return block
 
 
-def _validated(written: Mapping[str, Any], wrong: set[str], words: Words) -> tuple[FSMoEBlock, list[str]]:
-    """Return the block, and what is wrong with its fields each for itself.
+def _validated(written: Mapping[str, Any], words: Words) -> tuple[FSMoEBlock, set[str], list[str]]:
+    """Return the block, the names of its wrong fields, which have their defaults in it, and a sentence about each.
 
     Args:
         written: the block as the user has written it.
-        wrong: names of fields that are left out, and so have their defaults; those found wrong here are added.
-        words: its words.
+        words: its words. Of a field that is written by both, the older word is left out.
     """
-
-    def right() -> dict[str, Any]:
-        return {word: value for word, value in without_gone(written).items() if _field_of(word) not in wrong}
-
+    once = without_gone(written)
+    for path in words.twice:
+        once = _without(once, path.split(".")[1:])
     try:
-        return FSMoEBlock.model_validate(right()), []
+        return FSMoEBlock.model_validate(once), set(), []
     except ValidationError as error:
         errors = error.errors()
-    wrong.update(_field_of(each["loc"][0]) for each in errors)
-    return FSMoEBlock.model_validate(right()), _sentences(errors, words)
+    wrong = {_field_of(each["loc"][0]) for each in errors}
+    right = {word: value for word, value in once.items() if _field_of(word) not in wrong}
+    return FSMoEBlock.model_validate(right), wrong, _sentences(errors, words)
+
+
+def _without(written: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return a block without the field that these words lead to."""
+    first, *others = words
+    if not others:
+        return {word: value for word, value in written.items() if word != first}
+    return {word: _without(value, others) if word == first else value for word, value in written.items()}
 
 
 def _field_of(word: Any) -> str:

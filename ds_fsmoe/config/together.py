@@ -179,24 +179,37 @@ def _unknown_cluster(asked: Asked) -> list[str]:
     return []
 
 
-def imported(block: FSMoEBlock) -> dict[str, tuple[str, Exception]]:
-    """Import what a block names, and return what cannot be: field -> a sentence and the cause.
+@dataclass(frozen=True)
+class NotImported:
+    """Says what could not be imported."""
+
+    field: str
+    """The field of the block that names it."""
+    sentence: str
+    cause: Exception
+
+
+def not_imported(block: FSMoEBlock) -> list[NotImported]:
+    """Import what a block names, and return what cannot be.
 
     Args:
         block: the block, enabled.
     """
-    failed = {}
+    failed = []
     for name in block.plugins:
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever the module, or a name that is none, brings up
-            failed["plugins"] = f"{BLOCK}.plugins = {shown(name)}: cannot be imported: {error}", error
+            failed.append(
+                NotImported("plugins", f"{BLOCK}.plugins = {shown(name)}: cannot be imported: {error}", error)
+            )
     for name in block.checkpoint.trusted:
         module, _, attribute = name.rpartition(".")
         try:
             getattr(importlib.import_module(module), attribute)
         except Exception as error:  # likewise
-            failed["checkpoint"] = f"{BLOCK}.checkpoint.trusted = {shown(name)}: cannot be imported: {error}", error
+            why = f"{BLOCK}.checkpoint.trusted = {shown(name)}: cannot be imported: {error}"
+            failed.append(NotImported("checkpoint", why, error))
     return failed
 
 
