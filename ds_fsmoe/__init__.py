@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.routing import Routing, RoutingBase
     from ds_fsmoe.components.slot_routing import SlotRouting
     from ds_fsmoe.components.token_choice import TokenChoiceGate
+    from ds_fsmoe.config.builder import Config
     from ds_fsmoe.config.reading import ConfigError
     from ds_fsmoe.engine.convert_layers import MoE
     from ds_fsmoe.engine.entry_points import initialize, install, uninstall
@@ -64,6 +65,7 @@ _MODULE_OF_NAME = {
     "BFloat16Wire": "components.hooks.bfloat16_wire",
     "CallbackArgs": "components.callback",
     "CallbackBase": "components.callback",
+    "Config": "config.builder",
     "ConfigError": "config.reading",
     "DeepSeekGate": "components.gates.deepseek",
     "DenseOrder": "components.orders.dense",
@@ -118,6 +120,7 @@ __all__ = [
     "BFloat16Wire",
     "CallbackArgs",
     "CallbackBase",
+    "Config",
     "ConfigError",
     "DeepSeekGate",
     "DenseOrder",

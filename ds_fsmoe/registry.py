@@ -55,8 +55,20 @@ def register_gate(name: str) -> Callable[[Part], Part]:
     Args:
         name: the word that users write in ``fsmoe.gate``.
 
+    Returns:
+        The decorator, which returns the class as it is.
+
     Raises:
         ValueError: the name is taken by another class.
+
+    Examples:
+        >>> import ds_fsmoe
+        >>> from ds_fsmoe import registry
+        >>> @ds_fsmoe.register_gate("example of a gate")
+        ... class Mine(ds_fsmoe.SwitchGate):
+        ...     pass
+        >>> registry.lookup("gate", "example of a gate")().settings.k
+        1
     """
     return register("gate", name)
 
@@ -67,8 +79,20 @@ def register_order(name: str) -> Callable[[Part], Part]:
     Args:
         name: the word that users write in ``fsmoe.order``.
 
+    Returns:
+        The decorator, which returns the class as it is.
+
     Raises:
         ValueError: the name is taken by another class.
+
+    Examples:
+        >>> import ds_fsmoe
+        >>> from ds_fsmoe import registry
+        >>> @ds_fsmoe.register_order("example of an order")
+        ... class Mine(ds_fsmoe.SimpleOrder):
+        ...     pass
+        >>> registry.lookup("order", "example of an order").__name__
+        'Mine'
     """
     return register("order", name)
 
@@ -79,8 +103,20 @@ def register_alltoall(name: str) -> Callable[[Part], Part]:
     Args:
         name: the word that users write in ``fsmoe.alltoall``.
 
+    Returns:
+        The decorator, which returns the class as it is.
+
     Raises:
         ValueError: the name is taken by another class.
+
+    Examples:
+        >>> import ds_fsmoe
+        >>> from ds_fsmoe import registry
+        >>> @ds_fsmoe.register_alltoall("example of an all-to-all")
+        ... class Mine(ds_fsmoe.FlatAllToAll):
+        ...     pass
+        >>> registry.lookup("alltoall", "example of an all-to-all").__name__
+        'Mine'
     """
     return register("alltoall", name)
 
@@ -91,8 +127,24 @@ def register_expert(name: str) -> Callable[[Part], Part]:
     Args:
         name: the word that users write in ``MOELayer(expert_impl=...)``.
 
+    Returns:
+        The decorator, which returns the class as it is.
+
     Raises:
         ValueError: the name is taken by another class.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> @ds_fsmoe.register_expert("example of an expert")
+        ... class Narrow(torch.nn.Sequential):
+        ...     def __init__(self, model_dim, expert_dim):
+        ...         super().__init__(torch.nn.Linear(model_dim, expert_dim), torch.nn.Linear(expert_dim, model_dim))
+        >>> layer = ds_fsmoe.MOELayer(
+        ...     ds_fsmoe.SwitchGate(), ds_fsmoe.SimpleOrder(), model_dim=8, num_experts=4,
+        ...     expert_impl="example of an expert", expert_dim=3,
+        ... )
+        >>> layer(torch.randn(6, 8)).shape
+        torch.Size([6, 8])
     """
     return register("expert", name)
 

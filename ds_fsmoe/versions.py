@@ -5,10 +5,10 @@
 starts. The file imports nothing, so that both can read it.
 """
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """The version of this package."""
 
-# Outside these ranges training refuses to start: private names of DeepSpeed that we build on may have moved.
+# Outside these ranges training refuses to start, with the reason below.
 SUPPORTED: dict[str, str] = {
     "python": ">=3.11,<3.13",
     "torch": ">=2.11,<2.14",
@@ -19,4 +19,11 @@ SUPPORTED: dict[str, str] = {
 TESTED: dict[str, tuple[str, ...]] = {
     "python": ("3.11", "3.12"),
     "torch": ("2.11", "2.13"),
+}
+
+# Why another version is refused, after "works with deepspeed ==0.19.8: ".
+REASONS: dict[str, str] = {
+    "python": "it is written in the Python of these versions",
+    "torch": "it relies on how these order collectives and streams, and nothing has been tried with others",
+    "deepspeed": "it stands in for parts of DeepSpeed that have no interface, and that other versions may have moved",
 }

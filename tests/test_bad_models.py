@@ -15,6 +15,7 @@ from torch import nn
 
 import ds_fsmoe
 from ds_fsmoe.engine import compat
+from ds_fsmoe.versions import REASONS, SUPPORTED, TESTED
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
 
@@ -137,6 +138,28 @@ def test_every_rank_raises_the_same_error(tmp_path: Path) -> None:
 def test_versions_out_of_range_are_refused_by_name() -> None:
     with pytest.raises(compat.IncompatibleError, match=r"deepspeed 0\.19\.8 is installed; .* deepspeed ==0\.20\.1"):
         compat.check_versions({"python": ">=3", "torch": ">=2", "deepspeed": "==0.20.1"})
+
+
+def test_every_version_out_of_range_is_refused_with_the_reason() -> None:
+    with pytest.raises(compat.IncompatibleError) as caught:
+        compat.check_versions({"python": ">=3", "torch": "<2", "deepspeed": "==0.20.1"})
+    torchs, deepspeeds, way_out = str(caught.value).splitlines()
+    assert torchs.startswith(f"torch {torch.__version__} is installed; ds_fsmoe {ds_fsmoe.__version__} works with ")
+    assert torchs.endswith(f"torch <2: {REASONS['torch']}")
+    assert deepspeeds.endswith(f"deepspeed ==0.20.1: {REASONS['deepspeed']}")
+    assert way_out.startswith("pip install 'ds_fsmoe[train]'")
+
+
+def test_a_version_in_range_that_nobody_has_tried_is_said_to_be_so(monkeypatch) -> None:
+    monkeypatch.setitem(TESTED, "torch", ("2.0",))
+    assert compat.check_versions() == [f"torch {torch.__version__} has not been tested with ds_fsmoe; 2.0 have"]
+
+
+def test_every_range_has_a_reason() -> None:
+    assert set(REASONS) == set(SUPPORTED)
+    assert set(TESTED) <= set(SUPPORTED)
+    for name, tested in TESTED.items():
+        assert all(compat.in_range(name, f"{each}.0") for each in tested)
 
 
 def test_a_name_that_deepspeed_moved_is_named() -> None:

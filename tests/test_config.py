@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ from ds_fsmoe import registry
 from ds_fsmoe.checks.preflight import check_deepspeed_blocks, check_experts, untested
 from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config.fields import block_in, example_of, words_for
 from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.config.together import CHECKS, Asked
 from ds_fsmoe.config.words import words_of
 
 # The whole block as the documentation shows it, in values that this version can do.
@@ -309,7 +312,7 @@ def test_several_unknown_keys_list_the_known_ones_once() -> None:
 
 
 def test_no_hint_names_a_field_that_is_not_there() -> None:
-    from ds_fsmoe.config.reading import _ELSEWHERE
+    from ds_fsmoe.config.unknown_keys import _ELSEWHERE
 
     for name, hint in _ELSEWHERE.items():
         for path in re.findall(r"fsmoe\.[\w.]+", hint):
@@ -426,3 +429,132 @@ def test_blocks_of_deepspeed_that_clash_are_refused(blocks: dict, sentence: str)
 )
 def test_blocks_of_deepspeed_that_go_along_are_not_refused(blocks: dict) -> None:
     check_deepspeed_blocks(blocks)
+
+
+def lines_of(written: dict[str, Any], **beside: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_block({"fsmoe": written} | beside)
+    return str(caught.value).splitlines()
+
+
+def test_mistakes_of_every_kind_are_told_in_one_error_with_a_line_each() -> None:
+    written = {
+        "enabled": True,
+        "gat": "mixtral",
+        "ops": "torch",
+        "order": "einsun",
+        "gate": {"k": 2, "top_k": 2},
+        "esp_size": "2",
+        "plugins": ["no.such"],
+        "gradient_partition": {"mode": "off", "solver": "de"},
+        "trace": {"cluster": "nowhere"},
+        "debug": {"check_every": "often", "zzz": 1},
+    }
+    heading, *lines = lines_of(written, autotune={"enabled": True})
+    assert heading == f"{len(lines)} problems:"
+    starts = [re.match(r"[\w.]+", line)[0].removeprefix("fsmoe.") for line in lines]
+    expected = ["autotune", "gat", "ops", "gate.top_k", "esp_size", "plugins", "gradient_partition.solver"]
+    expected += ["trace.cluster", "debug.check_every", "debug.zzz"]
+    # Which orders there are is not known before the plugin that may bring one can be imported.
+    assert sorted(starts) == sorted(expected)
+    assert [*lines_of(written | {"plugins": []}, autotune={})[1:]] != lines
+    assert any(line.startswith("fsmoe.order") for line in lines_of(written | {"plugins": []}))
+
+
+def test_a_mistake_of_one_field_hides_none_of_its_neighbours() -> None:
+    gate = {"k": 2, "top_k": 2, "capacity_factor": None, "drop_tokens": True, "min_capacity": "few", "drop_policy": "x"}
+    starts = [line.split(" ")[0] for line in lines_of({"enabled": True, "gate": gate, "plugins": ["no.a", "no.b"]})]
+    assert starts[1:] == [
+        *("fsmoe.gate.top_k", "fsmoe.gate.capacity_factor", "fsmoe.gate.min_capacity", "fsmoe.gate.drop_policy"),
+        *("fsmoe.plugins", "fsmoe.plugins"),
+    ]
+
+
+def test_a_missing_switch_is_told_beside_other_mistakes() -> None:
+    heading, *lines = lines_of({"schedule": "fsmoo", "max_ctas": 0})
+    assert heading == "3 problems:"
+    assert [line.split(" ")[0] for line in lines] == ["fsmoe.enabled", "fsmoe.schedule", "fsmoe.max_ctas"]
+
+
+def test_nothing_is_asked_of_a_field_whose_value_nobody_knows() -> None:
+    """A schedule named "linaa" may have been one that needs no number, and a policy of 3 any."""
+    written = {"enabled": True, "schedule": "linaa", "autotune": False, "num_chunks": {"max": 8}}
+    assert [line.split(" ")[0] for line in lines_of(written)] == ["fsmoe.schedule"]
+    assert len(lines_of({"enabled": True, "placement": {"policy": 3, "every": 10}})) == 1
+    assert len(lines_of({"enabled": "yes", "order": "einsun"})) == 1, "stock's, perhaps"
+
+
+class Spy:
+    """A block that notes which of its fields are read."""
+
+    def __init__(self, block: FSMoEBlock) -> None:
+        self.block, self.read = block, set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.block, name)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_check_of_fields_together_reads_what_it_says_and_nothing_else(check: Any) -> None:
+    blocks: list[dict] = [{}, {"deterministic": True}, {"autotune": False}, {"schedule": "tutel", "num_chunks": 2}]
+    blocks += [{"schedule": "lina", "placement": "lina", "ep_size": 2}, {"schedule": "deepspeed", "num_chunks": 3}]
+    blocks += [{"gradient_partition": {"collective": "reduce_scatter"}}, {"gate": "mixtral"}, {"gate": {"top_k": 2}}]
+    blocks += [{"placement": {"policy": "balanced", "spare_experts": 1}}, {"order": "x", "alltoall": "x"}]
+    blocks += [{"trace": {"cluster": "testbed_a"}}]
+    read = set()
+    for each in blocks:
+        spy = Spy(FSMoEBlock(enabled=True, **each))
+        check(Asked(spy, each.get("gate"), 0))
+        read |= spy.read
+    # Which parts there are depends on the plugins, too.
+    assert read == set(CHECKS[check]) - {"plugins"}
+
+
+@pytest.mark.parametrize(
+    ("written", "example"),
+    [
+        ({"gate": 3}, '{"type": "mixtral"}'),
+        ({"num_chunks": [2]}, '{"forward": 2, "backward": 4}'),
+        ({"num_chunks": "x"}, "2"),
+        ({"debug": True}, '{"check_router": true}'),
+        ({"plugins": "mine"}, '["my_package.my_parts"]'),
+        ({"plugins": [3]}, '"my_package.my_parts"'),
+        ({"gate": {"capacity_factor": "much"}}, "1.25"),
+        ({"metrics_every": "often"}, "10"),
+    ],
+)
+def test_a_value_of_another_kind_is_answered_with_an_example(written: dict, example: str) -> None:
+    assert lines_of({"enabled": True} | written)[0].endswith(f", for example {example}")
+
+
+def test_where_the_choices_are_told_no_example_is() -> None:
+    assert "for example" not in lines_of({"enabled": True, "schedule": "fsmoo", "max_ctas": 0})[1]
+
+
+def test_every_example_is_one() -> None:
+    def look(block: Any, around: Any) -> None:
+        for name, field in block.model_fields.items():
+            word = words_for(name, field)[0]
+            FSMoEBlock.model_validate({"enabled": True} | around({word: example_of(field)}))
+            assert example_of(field) is not None, f"{word} has no example"
+            assert json.loads(json.dumps(example_of(field))) == example_of(field), f"{word} cannot be written like that"
+            if inner := block_in(field):
+                look(inner, lambda value, word=word: around({word: value}))
+
+    look(FSMoEBlock, lambda value: value)
+
+
+@pytest.mark.parametrize("key", ["autotune", "Autotune", "auto_tuner"])
+def test_our_autotuner_beside_the_block_is_told_apart_from_deepspeeds(key: str) -> None:
+    (line,) = lines_of({"enabled": True}, **{key: {"enabled": True}})
+    assert line.startswith(f"{key} = ...: no such block in a DeepSpeed config; fsmoe.autotune, which chooses how")
+    assert "is called autotuning" in line
+    assert read_block({key: {"enabled": True}}) is None, "without our block it is no business of ours"
+
+
+def test_deepspeeds_autotuning_in_the_block_is_told_apart_from_ours() -> None:
+    (line,) = lines_of({"enabled": True, "autotuning": {"enabled": True}})
+    assert line.startswith("fsmoe.autotuning: unknown key; write it as fsmoe.autotune; DeepSpeed's own autotuning")
+    assert "looks for batch sizes and ZeRO settings in jobs of its own" in line
+    assert read_block({"fsmoe": {"enabled": True}, "autotuning": {"enabled": True}}).enabled

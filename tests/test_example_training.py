@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import ds_fsmoe
 from ds_fsmoe.observing.clock import Clock
 from ds_fsmoe.tuning.when import STEPS_BEFORE
 from tests.samples import sampled
@@ -50,7 +51,7 @@ def main_job(folder: Path, start: Start, moe: str, config: str, steps: int = 25)
     arguments = [str(ROOT / "examples/train.py"), "--deepspeed_config", str(ROOT / "ds_configs" / config), "--moe", moe]
     arguments += [*SMALL, "--steps", str(steps), "--metrics", str(metrics), "--save-dir", str(checkpoints)]
     said = start(folder, *arguments)
-    assert ("ds_fsmoe 0.1.0 is on for 2 MoE layer(s)" in said) == (moe == "fsmoe")
+    assert (f"ds_fsmoe {ds_fsmoe.__version__} is on for 2 MoE layer(s)" in said) == (moe == "fsmoe")
     tag = (checkpoints / "latest").read_text()
     written = {file.name for file in (checkpoints / tag).iterdir()}
     experts = {f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt" for layer in range(2) for e in range(4)}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -112,8 +113,9 @@ def test_builders_and_sources_travel_inside_the_package(wheel: zipfile.ZipFile) 
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    files = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "ds_fsmoe").rglob("*.py")}
-    assert "ds_fsmoe/versions.py" in files
+    files = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "ds_fsmoe").rglob("*.py*")}
+    files = {name for name in files if name.endswith((".py", ".pyi"))}
+    assert {"ds_fsmoe/versions.py", "ds_fsmoe/config/builder.pyi"} <= files
     assert files - set(wheel.namelist()) == set()
     assert "ds_fsmoe/py.typed" in wheel.namelist()
 
@@ -145,6 +147,19 @@ def test_versions_are_those_of_the_one_table(metadata: Message) -> None:
     ranges = {requirement.name: requirement.specifier for requirement in found if "train" in str(requirement.marker)}
     assert ranges["torch"] == supported["torch"]
     assert ranges["deepspeed"] == supported["deepspeed"]
+
+
+def test_the_metadata_says_what_the_package_is_and_which_pythons_have_been_tried(metadata: Message) -> None:
+    said = {key: metadata.get_all(key, []) for key in ("Author", "Keywords", "Project-URL", "Summary")}
+    assert all(said.values()), said
+    pythons = {f"Programming Language :: Python :: {each}" for each in VERSIONS["TESTED"]["python"]}
+    classifiers = set(metadata.get_all("Classifier", []))
+    assert pythons == {each for each in classifiers if re.fullmatch(r".*Python :: \d\.\d+", each)}
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= classifiers
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload().startswith("# ds_fsmoe\n")
+    for url in said["Project-URL"]:
+        assert re.fullmatch(r"\w+, https://[\w./-]+", url)
 
 
 def test_the_licence_and_the_command_are_in_the_wheel(wheel: zipfile.ZipFile, metadata: Message) -> None:

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import doctest
 import inspect
+import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ds_fsmoe
 from ds_fsmoe.components.gate_settings import SettingsGate
+from tests.ranks import run_on_ranks
 
 # A name leaves this list only with a major version; one that is added here is promised.
 PROMISED = (
-    "AllToAllBase BFloat16Wire CallbackArgs CallbackBase ConfigError DeepSeekGate DenseOrder DenseRouting "
+    "AllToAllBase BFloat16Wire CallbackArgs CallbackBase Config ConfigError DeepSeekGate DenseOrder DenseRouting "
     "EinsumOrder ExpertArgs ExpertBase ExpertChoiceGate FSMoELayer FlatAllToAll FramesAsTokens "
     "GPTFeedForward GShardGate GateBase LayerError LinearGate MOELayer MixtralFeedForward MixtralGate MoE "
     "MoEOutput OptionError OrderBase QwenGate Routing RoutingBase SigmoidGate SimpleOrder SlotRouting "
@@ -44,27 +50,119 @@ def test_nothing_else_in_the_package_looks_public() -> None:
     }
 
 
-@pytest.mark.parametrize("name", OBJECTS)
-def test_a_public_name_is_documented_where_it_is_defined(name: str) -> None:
+def docstring_of(name: str) -> str:
+    """Of the place where it is defined; a parent's does not count."""
     public = getattr(ds_fsmoe, name)
     own = vars(public).get("__doc__") if isinstance(public, type) else public.__doc__
-    assert own
-    assert len(own.split()) > 3
-    for parameter in parameters(public) if name not in OF_DEEPSPEED else ():
-        assert parameter in own, f"{name} does not say what {parameter} is"
+    return inspect.cleandoc(own or "")
+
+
+def section(name: str, title: str) -> str:
+    """What stands in a docstring below ``title``."""
+    found = re.search(rf"(?ms)^{title}:\n(.*?)(?=^\S|\Z)", docstring_of(name))
+    return found[1] if found else ""
 
 
 def parameters(public: Any) -> list[str]:
-    """The names of what a user passes, but for fields that are documented beside themselves."""
+    """The names of what a user passes."""
     if isinstance(public, type):
-        is_of_fields = dataclasses.is_dataclass(public) or issubclass(public, (SettingsGate, tuple))
-        if is_of_fields or "__init__" not in vars(public):
+        if dataclasses.is_dataclass(public):
+            return [each.name for each in dataclasses.fields(public)]
+        if issubclass(public, SettingsGate):
+            return [each.name for each in dataclasses.fields(public.Settings)]
+        if "__init__" not in vars(public):
             return []
         public = public.__init__
-    found = list(inspect.signature(public).parameters.values())
-    return [
-        each.name for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) and each.name != "self"
-    ]
+    return [each for each in inspect.signature(public).parameters if each != "self"]
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_public_name_says_what_it_is_where_it_is_defined(name: str) -> None:
+    summary, *_ = docstring_of(name).split("\n\n")
+    assert len(summary.split()) > 3
+    for parameter in parameters(getattr(ds_fsmoe, name)) if name not in OF_DEEPSPEED else ():
+        assert re.search(rf"(?m)^    {parameter}: ", section(name, "Args")), f"{name} does not say what {parameter} is"
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_public_name_says_what_it_returns_and_raises(name: str) -> None:
+    public = getattr(ds_fsmoe, name)
+    body: ast.AST = ast.parse(textwrap.dedent(inspect.getsource(public))).body[0]
+    does = {type(each) for each in ast.walk(body)}
+    if isinstance(body, ast.FunctionDef):
+        gives = "Yields" if ast.Yield in does else "Returns"
+        if ast.unparse(body.returns) != "None":
+            assert section(name, gives), f"{name} does not say what it {gives.lower()}"
+    else:
+        methods = [each for each in body.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        does = {type(each) for method in methods for each in ast.walk(method)}
+        does |= {ast.Raise} if issubclass(public, (SettingsGate, ds_fsmoe.Config)) else set()
+    if ast.Raise in does:
+        assert section(name, "Raises"), f"{name} does not say what it raises"
+
+
+# What takes or gives tensors, and so says of which shapes.
+SHAPED = [
+    name
+    for name in OBJECTS
+    if name.endswith(("Gate", "GateBase", "Order", "OrderBase", "AllToAll", "AllToAllBase", "Routing", "RoutingBase"))
+    or name.endswith(("FeedForward", "ExpertBase", "ExpertArgs", "Wire", "FramesAsTokens", "CallbackBase", "Layer"))
+    or name in ("MoE", "MoEOutput", "read_routing", "whole_state_dict")
+]
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_what_moves_tensors_says_of_which_shapes(name: str) -> None:
+    assert re.search(r"\[(\.\.\.|[A-Z][\w* ]*)(, ?[\w.*+ ]+)*\]", docstring_of(name))
+
+
+class Checker(doctest.OutputChecker):
+    """Lets be what a line prints by the way, such as DeepSpeed's messages, where the example shows no result."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return want == "" or super().check_output(want, got, optionflags)
+
+
+def failures_of(names: list[str]) -> dict[str, str]:
+    """Runs examples; name -> what went wrong."""
+    found = {}
+    for name in names:
+        shown = doctest.DocTestParser().get_doctest(docstring_of(name), {}, name, None, 0)
+        said: list[str] = []
+        runner = doctest.DocTestRunner(Checker(), verbose=False, optionflags=doctest.ELLIPSIS)
+        runner.run(shown, out=said.append)
+        if said or not shown.examples:
+            found[name] = "".join(said) or "there is no example"
+    return found
+
+
+NEED_A_RANK = ["inference", "initialize", "install", "own_experts", "uninstall", "whole_state_dict"]
+
+
+@pytest.mark.parametrize("name", sorted({*OBJECTS} - {*NEED_A_RANK}))
+def test_the_example_of_a_public_name_runs(name: str, monkeypatch) -> None:
+    from ds_fsmoe import registry
+
+    # What an example registers is not there for other tests.
+    monkeypatch.setattr(registry, "_PARTS", {kind: dict(parts) for kind, parts in registry._PARTS.items()})
+    assert failures_of([name]) == {}
+
+
+def failures_on_a_rank(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
+    return failures_of(names)
+
+
+def test_the_examples_with_an_engine_run_on_one_rank(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert run_on_ranks(failures_on_a_rank, 1, tmp_path, NEED_A_RANK) == [{}]
+
+
+def test_an_example_that_is_wrong_or_missing_is_found(monkeypatch) -> None:
+    monkeypatch.setattr(ds_fsmoe.SwitchGate, "__doc__", "A gate.\n\nExamples:\n    >>> 1 + 1\n    3\n")
+    monkeypatch.setattr(ds_fsmoe.MixtralGate, "__doc__", "A gate.")
+    found = failures_of(["SwitchGate", "MixtralGate"])
+    assert "Got:\n    2" in found["SwitchGate"]
+    assert found["MixtralGate"] == "there is no example"
 
 
 @pytest.mark.parametrize("name", [name for name in OBJECTS if name.endswith("Gate")])

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 import ds_fsmoe
 from ds_fsmoe import registry
-from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock, block_in, words_for
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config.fields import block_in, words_for
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.schema import schema
 from ds_fsmoe.config.words import words_of

@@ -88,5 +88,14 @@ def outputs(output: ds_fsmoe.MoEOutput) -> torch.Tensor:
 
 def blocks() -> None:
     ds_fsmoe.install({"enabled": True, "num_chunks": 4})
+    block = ds_fsmoe.Config(num_chunks=4, gate=ds_fsmoe.Config.Gate(type="deepseek", top_k=2, num_groups=2))
+    ds_fsmoe.install(block)
+    ds_fsmoe.initialize(config={"fsmoe": ds_fsmoe.Config(gate="mixtral", autotune={"enabled": False}, ops=None)})
+    written: dict[str, object] = ds_fsmoe.Config(autotune=ds_fsmoe.Config.Autotune(trials=5)).as_dict()
+    print(written)
+    ds_fsmoe.Config(num_chunk=4)  # wrong: call-arg
+    ds_fsmoe.Config(schedule="fsmoo")  # wrong: arg-type
+    ds_fsmoe.Config(debug=True)  # wrong: arg-type
+    ds_fsmoe.Config.NumChunks(forward="x")  # wrong: arg-type
     ds_fsmoe.install("fsmoe.json")  # wrong: arg-type
     ds_fsmoe.instal()  # wrong: attr-defined

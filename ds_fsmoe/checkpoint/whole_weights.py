@@ -27,10 +27,20 @@ def whole_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> di
         exclude_frozen_parameters: whether to leave out what is not trained.
 
     Returns:
-        ``None`` on all ranks but the first.
+        Name -> tensor, in the model's own shapes; ``None`` on all ranks but the first.
 
     Raises:
         RuntimeError: experts would have to move for it, and the engine is in inference.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> weights = ds_fsmoe.whole_state_dict(engine)  # on rank 0; with four experts over two ranks all four, too
+        >>> weights["deepspeed_moe.gate.wg.weight"].shape  # [E, M]
+        torch.Size([4, 8])
     """
     placement = getattr(getattr(engine, "fsmoe", None), "placement", None)
     if placement is not None:

@@ -28,9 +28,23 @@ class RowsToSend(Protocol):
 
 
 class AllToAllBase(ABC):
-    """Exchanges equal blocks between the ranks of a group.
+    """Exchanges equal blocks between the ranks of a group. A subclass defines :meth:`exchange`.
 
-    An all-to-all's law: block g of the input goes to rank g of the group, and doing it twice is the identity.
+    An all-to-all's law: block g of the input goes to rank g of the group, and doing it twice is the identity. Calling
+    one, ``alltoall(x, group)``, is :meth:`exchange` with autograd: x is [G * n, ...], n of dimension 0 for each of the
+    G ranks, and so is the result. A group of one rank, or ``None``, leaves x as it is.
+
+    Examples:
+        One that sends copies of all to all, and keeps what is meant for its rank:
+
+        >>> import torch, torch.distributed as dist, ds_fsmoe
+        >>> class ByGathering(ds_fsmoe.AllToAllBase):
+        ...     def exchange(self, x, group):
+        ...         everything = [torch.empty_like(x) for _ in range(group.size())]
+        ...         dist.all_gather(everything, x, group=group)
+        ...         return torch.cat([each.chunk(group.size())[group.rank()] for each in everything])
+        >>> ByGathering()(torch.ones(4, 8), None).shape
+        torch.Size([4, 8])
     """
 
     @abstractmethod

@@ -13,17 +13,27 @@ from ds_fsmoe.components.routing import RoutingBase
 
 @dataclass(frozen=True)
 class CallbackArgs:
-    """What a hook is given."""
+    """What a hook is given.
+
+    Args:
+        tensor: the data at this point of the way, in the shape that each hook of :class:`CallbackBase` says.
+        routing: the gate's decision; ``None`` before the gate has run.
+        direction: ``"forward"``, with tokens, or ``"backward"``, with gradients.
+        layer: the name of the layer in its model.
+        chunk: which chunk ``tensor`` is: of the tokens where rows travel, of the capacity where slots do.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> args = ds_fsmoe.CallbackArgs(torch.ones(4, 2, 8), routing=None, layer="blocks.0.moe", chunk=1)
+        >>> args.direction, args.tensor.shape
+        ('forward', torch.Size([4, 2, 8]))
+    """
 
     tensor: torch.Tensor
-    """The data at this point of the way; each hook says its shape."""
     routing: RoutingBase | None
-    """The gate's decision; ``None`` before the gate has run."""
     direction: Literal["forward", "backward"] = "forward"
     layer: str = ""
-    """Name of the layer in its model."""
     chunk: int = 0
-    """Which chunk ``tensor`` is: of the tokens where rows travel, of the capacity where slots do."""
 
 
 class CallbackBase:
@@ -36,6 +46,19 @@ class CallbackBase:
 
     The four are given slots, [E, c, M], or, where rows travel instead (docs/rows.md), as many as there are, [rows, M].
     A tensor with another number of rows is refused then: the other ranks know how many come.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> class Shapes(ds_fsmoe.CallbackBase):
+        ...     def before_dispatch_hook(self, args):
+        ...         print(args.direction, args.chunk, list(args.tensor.shape))
+        >>> layer = ds_fsmoe.MOELayer(
+        ...     ds_fsmoe.SwitchGate(capacity_factor=2.0), ds_fsmoe.SimpleOrder(), model_dim=8, num_experts=4,
+        ...     expert_dim=16, callbacks=[Shapes()], pipeline_degree=2, overlap=False,
+        ... )
+        >>> y = layer(torch.randn(16, 8))  # 8 slots for each of 4 experts, in two chunks
+        forward 0 [4, 4, 8]
+        forward 1 [4, 4, 8]
     """
 
     def before_moe_start_hook(self, args: CallbackArgs) -> torch.Tensor | None:

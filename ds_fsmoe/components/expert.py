@@ -19,10 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertArgs:
-    """What an expert is given."""
+    """What an expert is given.
+
+    Args:
+        tokens: [..., M]: the rows that arrived, empty slots (zero rows) among them.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> ds_fsmoe.ExpertArgs(torch.ones(3, 8)).tokens.shape
+        torch.Size([3, 8])
+    """
 
     tokens: torch.Tensor
-    """[..., M]: the rows that arrived, empty slots (zero rows) among them."""
 
 
 class ExpertBase(nn.Module):
@@ -31,6 +39,15 @@ class ExpertBase(nn.Module):
     An expert's law: it is row-wise. Row i of the result depends on row i of the input alone, so that tokens may be
     cut into chunks in any way. Any ``nn.Module`` from [..., M] to [..., M] that keeps this law is an expert too; this
     class is there for the name the paper uses.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> class Doubled(ds_fsmoe.ExpertBase):
+        ...     def do_experts(self, args):
+        ...         return 2 * args.tokens
+        >>> Doubled()(torch.ones(2, 3))
+        tensor([[2., 2., 2.],
+                [2., 2., 2.]])
     """
 
     def do_experts(self, args: ExpertArgs) -> torch.Tensor:

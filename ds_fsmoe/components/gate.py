@@ -19,10 +19,29 @@ class GateBase(nn.Module):
     """Decides for every token which experts it goes to.
 
     A gate is made without sizes (``LinearGate(k=2)``) and gets them from the layer that takes it in, through
-    :meth:`build`; that is how the paper's listing 2 writes it.
+    :meth:`build`; that is how the paper's listing 2 writes it. Its :meth:`forward` takes x_SM [S, M] and returns a
+    decision, :class:`RoutingBase`.
 
     A gate's law: every slot names a token in range or is empty, no expert takes a token twice, the capacity is
     respected, the weights match the gate's formula.
+
+    Examples:
+        One that sends token i to expert i % E, whatever it is, and drops none:
+
+        >>> import torch, ds_fsmoe
+        >>> class InTurn(ds_fsmoe.GateBase):
+        ...     def build(self, model_dim, num_experts):
+        ...         self.num_experts = num_experts
+        ...     def forward(self, x_SM, used_token_S=None, group=None):
+        ...         token_S = torch.arange(len(x_SM))
+        ...         capacity, expert_S = -(-len(x_SM) // self.num_experts), token_S % self.num_experts
+        ...         slot_S = expert_S * capacity + token_S // self.num_experts
+        ...         counts = expert_S.bincount(minlength=self.num_experts), capacity, self.num_experts
+        ...         ones_S = torch.ones(1, len(x_SM))
+        ...         return ds_fsmoe.Routing(slot_S[None], ones_S, x_SM.new_zeros(()), *counts)
+        >>> layer = ds_fsmoe.MOELayer(InTurn(), ds_fsmoe.SimpleOrder(), model_dim=8, num_experts=4, expert_dim=16)
+        >>> layer(torch.randn(6, 8)).shape
+        torch.Size([6, 8])
     """
 
     gives: ClassVar[type[RoutingBase]] = Routing
@@ -110,6 +129,17 @@ def update_gates(gates: Iterable[GateBase], groups: Sequence[dist.ProcessGroup |
     Args:
         gates: in the same order on all ranks.
         groups: the ranks to sum over, one group after another; ``None`` means all there are.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.DeepSeekGate(k=2, bias_update_speed=0.1)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> with torch.no_grad():
+        ...     _ = gate.wg.weight.fill_(0.0)  # all experts are alike, and the first are taken
+        >>> routing = gate(torch.randn(6, 8))
+        >>> ds_fsmoe.update_gates([gate])
+        >>> bool((gate.balance_bias != 0).all())
+        True
     """
     counted = [(gate, counts) for gate in gates if (counts := gate.counts_to_sum()) is not None]
     if not counted:

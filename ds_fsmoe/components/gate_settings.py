@@ -29,6 +29,14 @@ class OptionError(ValueError):
         name: the option.
         value: what was given for it.
         problem: what it has to be instead.
+
+    Examples:
+        >>> import ds_fsmoe
+        >>> try:
+        ...     ds_fsmoe.SwitchGate(capacity_factor=-1.0)
+        ... except ds_fsmoe.OptionError as error:
+        ...     print(error.name, error.value)
+        capacity_factor -1.0
     """
 
     def __init__(self, owner: str, name: str, value: Any, problem: str) -> None:

@@ -15,7 +15,25 @@ from ds_fsmoe.ops import REFERENCE, Ops
 class OrderBase(ABC):
     """Moves tokens into the slots a gate gave them (order) and results back to their tokens (i-order).
 
-    An order's law: with one slot per token and weight 1, ``restore(arrange(x)) == x``.
+    An order's law: with one slot per token and weight 1, ``restore(arrange(x)) == x``. A subclass defines
+    :meth:`arrange`, [S, M] to [E, C, M], and :meth:`restore`, [E, C, M] to [S, M], and says which routing it reads.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> class OneByOne(ds_fsmoe.OrderBase):
+        ...     def arrange(self, x_SM, routing):
+        ...         x_RM = x_SM.new_zeros(routing.num_slots + 1, x_SM.shape[1])  # the last one takes what was dropped
+        ...         for slots_S in routing.slots_KS:
+        ...             x_RM[slots_S] = x_SM
+        ...         return x_RM[:-1].view(routing.num_experts, routing.capacity, -1)
+        ...     def restore(self, y_ECM, routing):
+        ...         y_RM = torch.nn.functional.pad(y_ECM.flatten(0, 1), (0, 0, 0, 1))
+        ...         return (y_RM[routing.slots_KS] * routing.weights_KS.unsqueeze(-1)).sum(dim=0)
+        >>> slots_KS, weights_KS = torch.tensor([[0, 3, 2]]), torch.ones(1, 3)
+        >>> routing = ds_fsmoe.Routing(slots_KS, weights_KS, torch.zeros(()), torch.tensor([1, 2]), 2, 2)
+        >>> order, x_SM = OneByOne(), torch.randn(3, 8)
+        >>> torch.equal(order.restore(order.arrange(x_SM, routing), routing), x_SM)
+        True
     """
 
     reads: ClassVar[tuple[type[RoutingBase], ...]] = (Routing,)

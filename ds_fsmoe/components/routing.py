@@ -43,7 +43,18 @@ class RoutingBase(ABC):
     """The decision of one gate call: which tokens go to which slots, and what of the results comes back to whom.
 
     Letters: S tokens on this rank, E experts (all ranks), K choices per token, C slots per expert, R = E * C slots, or
-    the rows in which they lie.
+    the rows in which they lie. A gate gives a :class:`Routing`, a :class:`SlotRouting` or a :class:`DenseRouting`. All
+    have ``aux_loss``, a scalar, ``counts_E`` [E] and the other attributes below, and an order that reads the kind.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.SwitchGate(capacity_factor=1.5)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> routing = gate(torch.randn(16, 8))
+        >>> isinstance(routing, ds_fsmoe.RoutingBase), routing.capacity, routing.num_slots
+        (True, 6, 24)
+        >>> routing.aux_loss.shape, routing.counts_E.sum()
+        (torch.Size([]), tensor(16))
     """
 
     order: ClassVar[str] = "sparse"
@@ -85,19 +96,38 @@ class RoutingBase(ABC):
 
 @dataclass(frozen=True)
 class Routing(RoutingBase):
-    """Each token has chosen, at most K experts."""
+    """Each token has chosen, at most K experts.
+
+    Args:
+        slots_KS: [K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was
+            dropped.
+        weights_KS: [K, S] float: what the expert's output is multiplied with; 0 where the choice was dropped.
+        aux_loss: a scalar, see :class:`RoutingBase`.
+        counts_E: [E] int64: the tokens of this rank that chose each expert, before any was dropped.
+        capacity: C.
+        num_experts: E.
+        entropy: a scalar, see :class:`RoutingBase`.
+        experts_KS: [K, S] int64: the expert of every choice, also where it was dropped; ``None``: the gate does not
+            say.
+
+    Examples:
+        Three tokens, two experts with two slots each; the last token is dropped:
+
+        >>> import torch, ds_fsmoe
+        >>> slots_KS, weights_KS = torch.tensor([[0, 2, 4]]), torch.tensor([[1.0, 0.5, 0.0]])
+        >>> routing = ds_fsmoe.Routing(slots_KS, weights_KS, torch.zeros(()), torch.tensor([2, 1]), 2, 2)
+        >>> routing.num_slots, [each.item() for each in routing.placed()]
+        (4, [2, 3])
+    """
 
     slots_KS: torch.Tensor
-    """[K, S] int64: ``expert * capacity + position``, or ``num_experts * capacity`` where the choice was dropped."""
     weights_KS: torch.Tensor
-    """[K, S] float: what the expert's output is multiplied with; 0 where the choice was dropped."""
     aux_loss: torch.Tensor
     counts_E: torch.Tensor
     capacity: int
     num_experts: int
     entropy: torch.Tensor | None = None
     experts_KS: torch.Tensor | None = None
-    """[K, S] int64: the expert of every choice, also where it was dropped; ``None``: the gate does not say."""
 
     def chosen(self) -> torch.Tensor:
         """[K, S] int64: the expert of every choice; E where it was dropped and the gate does not say more."""

@@ -14,16 +14,31 @@ from ds_fsmoe.components.routing import Given, Place, RoutingBase, find_places
 class SlotRouting(RoutingBase):
     """Each slot has one token, or none.
 
-    A :class:`~ds_fsmoe.components.routing.Routing` could say it with K = E choices per token, nearly all of them
-    dropped; restoring from that would read E * S rows instead of E * C.
+    A :class:`Routing` could say it with K = E choices per token, nearly all of them dropped; restoring from that would
+    read E * S rows instead of E * C.
+
+    Args:
+        tokens_R: [R] int64: the token in each slot, ``num_tokens`` where there is none.
+        weights_R: [R] float: what the slot's result is multiplied with; 0 where there is no token.
+        num_tokens: S.
+        aux_loss: a scalar, see :class:`RoutingBase`.
+        counts_E: [E] int64: the tokens in the slots of each expert.
+        capacity: C.
+        num_experts: E.
+        entropy: a scalar, see :class:`RoutingBase`.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.ExpertChoiceGate(k=2)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> routing = gate(torch.randn(6, 8))  # each of 4 experts takes 6 / 4 * 2 = 3 tokens
+        >>> type(routing).__name__, routing.tokens_R.shape
+        ('SlotRouting', torch.Size([12]))
     """
 
     tokens_R: torch.Tensor
-    """[R] int64: the token in each slot, ``num_tokens`` where there is none."""
     weights_R: torch.Tensor
-    """[R] float: what the slot's result is multiplied with; 0 where there is no token."""
     num_tokens: int
-    """S."""
     aux_loss: torch.Tensor
     counts_E: torch.Tensor
     capacity: int

@@ -51,7 +51,35 @@ class TokenChoiceGate(SettingsGate):
     """A gate with one matrix ``wg`` [E, M] (unless it builds something else) in which each token chooses.
 
     A subclass defines :meth:`score`, and :meth:`weigh` if a choice weighs something else than its affinity.
-    Tokens that take no part (``used_token_S``) have no say in the losses either.
+    Tokens that take no part (``used_token_S``) have no say in the losses either. Called with x_SM [S, M], it returns a
+    :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token.
+        capacity_factor: slots per expert over the mean number of choices, while training; ``None``: nothing is dropped.
+        eval_capacity_factor: the same while evaluating.
+        min_capacity: slots per expert at the least.
+        drop_tokens: ``False``: as many slots as the fullest expert needs on any rank.
+        drop_policy: who stays in a full expert: ``"probs"``, the tokens with the largest affinity, or ``"position"``,
+            the first ones.
+        balance_loss_factor: of ``E / k * sum_e(share of tokens that chose e * mean probability of e)``, which is 1 in
+            balance. A model multiplies the whole auxiliary loss with a factor of its own on top.
+        z_loss_factor: of ``mean(logsumexp(logits) ** 2)``, which keeps the router's logits small (ST-MoE).
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> from ds_fsmoe.components.token_choice import Scores
+        >>> class Softplus(ds_fsmoe.TokenChoiceGate):
+        ...     def score(self, x_SM):
+        ...         logits_SE = x_SM @ self.wg.weight.t()
+        ...         return Scores(logits_SE, torch.nn.functional.softplus(logits_SE))
+        >>> gate = Softplus(k=2, capacity_factor=1.25)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([2, 6])
     """
 
     takes_given = True

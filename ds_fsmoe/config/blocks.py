@@ -8,139 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
-from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
+from pydantic import ConfigDict, Field, model_validator
+
+from ds_fsmoe.config.fields import Block, NullIsAuto, OrAlone, switch
 
 Auto = Literal["auto"]
-
-
-class _NullIsAuto:
-    """Marks a field that takes ``null`` for "auto". In a DeepSpeed config "auto" is a word of Accelerate's too, which
-    gives it another meaning, so it can be avoided."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_before_validator_function(lambda value: "auto" if value is None else value, handler(source))
-
-    def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(of), {"type": "null"}]}
-
-
-class _OrAlone:
-    """Marks a block that may be written as the value of one of its fields, or of two that are mostly the same, alone.
-
-    Args:
-        names: the fields.
-        kinds: the Python types of such a value.
-        words: for these types in an error, and their JSON schema.
-    """
-
-    def __init__(
-        self, *names: str, kinds: tuple[type, ...], words: str, json_types: tuple[dict[str, Any], ...]
-    ) -> None:
-        self.names, self._kinds, self._words, self._json_types = names, kinds, words, json_types
-
-    def _spelt_out(self, value: Any) -> Any:
-        if type(value) in self._kinds:
-            return dict.fromkeys(self.names, value)
-        if isinstance(value, Mapping | BaseModel) or value is None:
-            return value
-        raise PydanticCustomError("model_type", "must be an object or {words}", {"words": self._words})
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_before_validator_function(self._spelt_out, handler(source))
-
-    def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(of), *self._json_types]}
-
-
-def _switch(*, has_auto: bool = False) -> _OrAlone:
-    json_types: tuple[dict[str, Any], ...] = ({"type": "boolean"},)
-    if not has_auto:
-        return _OrAlone("enabled", kinds=(bool,), words="true or false", json_types=json_types)
-    return _OrAlone(
-        "enabled", kinds=(bool, str), words='"auto", true or false', json_types=(*json_types, {"enum": ["auto"]})
-    )
-
-
 MOST_CHUNKS = 256
 """The most chunks with which the planner plans."""
-Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, _NullIsAuto()]
-Count = Annotated[Annotated[int, Field(ge=1)] | Auto, _NullIsAuto()]
-ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, _NullIsAuto()]
-Part = Annotated[str, _NullIsAuto()]
+Degree = Annotated[Annotated[int, Field(ge=1, le=MOST_CHUNKS)] | Auto, NullIsAuto()]
+Count = Annotated[Annotated[int, Field(ge=1)] | Auto, NullIsAuto()]
+ThreadBlocks = Annotated[Annotated[int, Field(ge=1, le=64)] | Auto, NullIsAuto()]
+Part = Annotated[str, NullIsAuto()]
 
 
-class _Block(BaseModel):
-    # Strict: "2" is not 2 and 1 is not true; a config says what it means. A field with an alias is written by that, the
-    # field's word; its own name is the word that this project had for it before, and is read as well.
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+class GateBlock(Block):
+    """``fsmoe.gate``: which experts a token goes to.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_numbers(cls, written: Any) -> Any:
-        """Take a whole number that JSON has as a float, such as 3e7, for the integer that it is."""
-        if not isinstance(written, Mapping):
-            return written
-        fields = {word: field for name, field in cls.model_fields.items() for word in words_for(name, field)}
-        return {
-            word: int(value)
-            if type(value) is float and value.is_integer() and word in fields and _may_be(int, fields[word].annotation)
-            else value
-            for word, value in written.items()
-        }
-
-
-def _may_be(kind: type, annotation: Any) -> bool:
-    return annotation is kind or any(_may_be(kind, each) for each in get_args(annotation))
-
-
-def words_for(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Return the words under which a field may be written, today's first."""
-    return tuple(dict.fromkeys((field.alias or name, name)))
-
-
-def block_in(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the block that a field holds, if it holds one."""
-    kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
-    return next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
-
-
-def alone_in(field: FieldInfo) -> tuple[str, ...]:
-    """Return the fields of the block in ``field`` that a value in place of the whole block stands for."""
-    return next((each.names for each in field.metadata if isinstance(each, _OrAlone)), ())
-
-
-class GateBlock(_Block):
-    """``fsmoe.gate``. What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error.
-
-    A gate's own options stand beside these, and are held against the signature of its class.
+    What is left out (``None`` here) stays as the layer's own gate has it; ``null`` is an error. A gate's own options
+    stand beside these, and are held against the signature of its class.
     """
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field("topk", description="name of a gate on the shelf")
-    k: int = Field(None, alias="top_k", description="experts per token, between 1 and the layer's num_experts")
+    type: str = Field("topk", description="name of a gate on the shelf", examples=["mixtral"])
+    k: int = Field(
+        None, alias="top_k", description="experts per token, between 1 and the layer's num_experts", examples=[2]
+    )
     capacity_factor: float = Field(
         None,
         gt=0,
         description="slots per expert while training, over the mean; null: drop_tokens is false",
         json_schema_extra={"type": ["number", "null"]},
+        examples=[1.25],
     )
-    eval_capacity_factor: float = Field(None, gt=0, description="the same while evaluating")
-    min_capacity: int = Field(None, ge=0, description="slots per expert at the least")
-    drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs")
-    drop_policy: Literal["probs", "position"] = Field(None, description="who stays in a full expert")
+    eval_capacity_factor: float = Field(None, gt=0, description="the same while evaluating", examples=[2.0])
+    min_capacity: int = Field(None, ge=0, description="slots per expert at the least", examples=[4])
+    drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs", examples=[False])
+    drop_policy: Literal["probs", "position"] = Field(
+        None, description="who stays in a full expert", examples=["probs"]
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -164,19 +72,19 @@ class GateBlock(_Block):
         return options
 
 
-class PipelineDegreeBlock(_Block):
+class PipelineDegreeBlock(Block):
     """``fsmoe.num_chunks``: into how many chunks the tokens of a layer are cut."""
 
-    forward: Degree = Field("auto", description="chunks in the forward phase")
-    backward: Degree = Field("auto", description="chunks in the backward phase")
+    forward: Degree = Field("auto", description="chunks in the forward phase", examples=[2])
+    backward: Degree = Field("auto", description="chunks in the backward phase", examples=[2])
     max: int = Field(16, ge=1, le=MOST_CHUNKS, description="the largest degree that auto may choose")
 
 
-class GradientPartitionBlock(_Block):
+class GradientPartitionBlock(Block):
     """``fsmoe.gradient_partition``: how dense gradients are sliced and when they travel."""
 
-    mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], _NullIsAuto()] = (
-        Field("auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction")
+    mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], NullIsAuto()] = Field(
+        "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
     )
     solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
     chunk_bytes: int = Field(
@@ -185,16 +93,16 @@ class GradientPartitionBlock(_Block):
         description="slice size of fixed_chunk; of micro_ops, and of all-to-alls with the schedule lina, which is "
         "30000000 where this is left out",
     )
-    collective: Annotated[Literal["auto", "all_reduce", "reduce_scatter"], _NullIsAuto()] = Field(
+    collective: Annotated[Literal["auto", "all_reduce", "reduce_scatter"], NullIsAuto()] = Field(
         "auto",
         description="who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and 2, "
         "but for slices of micro_ops",
     )
-    levels: Annotated[Literal["auto", 1, 2], _NullIsAuto()] = Field(
+    levels: Annotated[Literal["auto", 1, 2], NullIsAuto()] = Field(
         "auto",
         description="2: add up inside each node, then between nodes; auto: whichever is measured to be faster",
     )
-    gather_parameters: Annotated[Literal["auto", "overlapped", "at_end"], _NullIsAuto()] = Field(
+    gather_parameters: Annotated[Literal["auto", "overlapped", "at_end"], NullIsAuto()] = Field(
         "auto",
         description="when updated parameters travel at ZeRO 1 and 2: under the next forward or at the end of the step; "
         "auto: the former where gradients are ours to reduce",
@@ -212,87 +120,109 @@ class GradientPartitionBlock(_Block):
 Wire = Literal["model", "fp8"]
 
 
-class WiresBlock(_Block):
+class WiresBlock(Block):
     """``fsmoe.wires``: what rows are on their way between the ranks that share the experts."""
 
     dispatch: Wire = Field("model", description="to the experts, and of gradients back from them")
     combine: Wire = Field("model", description="from the experts, and of gradients to them")
 
 
-class AutotuneBlock(_Block):
+class AutotuneBlock(Block):
     """``fsmoe.autotune``: measuring this cluster and choosing degrees from it."""
 
-    enabled: Annotated[bool | Auto, _NullIsAuto()] = Field(
+    enabled: Annotated[bool | Auto, NullIsAuto()] = Field(
         "auto",
         description="measure, and choose by it how layers are run: true: at once; auto: after ten steps, where there "
         "is something to gain; false: never",
+        examples=[True],
     )
     details: bool = Field(False, description="log all that was measured, and not only what was chosen and why")
-    cache_dir: str | None = Field(None, description="folder in which rank 0 keeps measurements")
+    cache_dir: str | None = Field(
+        None, description="folder in which rank 0 keeps measurements", examples=["fsmoe_cache"]
+    )
     trials: int = Field(3, ge=0, description="steps to train with each of the best few plans; 0: as predicted")
     watch_every: int = Field(10, ge=0, description="compare every n-th step with what was predicted; 0: never")
     drift_threshold: float = Field(0.25, gt=0, description="by which share of it a step may differ from the prediction")
     retune_on_drift: bool = Field(False, description="measure again when steps no longer match the prediction")
 
 
-class TopologyBlock(_Block):
-    """``fsmoe.topology``."""
+class TopologyBlock(Block):
+    """``fsmoe.topology``: where ranks lie."""
 
-    ranks_per_node: Count = Field("auto", description="ranks that share a host")
+    ranks_per_node: Count = Field("auto", description="ranks that share a host", examples=[8])
 
 
-class TraceBlock(_Block):
+class TraceBlock(Block):
     """``fsmoe.trace``: a timeline of chosen steps."""
 
     enabled: bool = Field(False, description="write a trace")
     start_step: int = Field(10, ge=0, description="first traced step")
     num_steps: int = Field(3, ge=1, description="how many steps are traced")
     path: str = Field("fsmoe_trace", description="folder of the trace files")
-    cluster: str | None = Field(None, description="what it should take, from a cluster's name or its JSON file")
+    cluster: str | None = Field(
+        None, description="what it should take, from a cluster's name or its JSON file", examples=["testbed_a"]
+    )
 
 
-class RecordBlock(_Block):
+class RecordBlock(Block):
     """``fsmoe.record``: what ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too."""
 
-    dir: str | None = Field(None, description="folder for it, the same on every rank; what it has of a run is replaced")
+    dir: str | None = Field(
+        None,
+        description="folder for it, the same on every rank; what it has of a run is replaced",
+        examples=["runs/one"],
+    )
     stop_after: int = Field(0, ge=0, description="end the job after so many optimizer steps; 0: never")
 
 
-class RoutingBlock(_Block):
+class RoutingBlock(Block):
     """``fsmoe.routing``: which token goes to which experts, as data."""
 
-    record: str | None = Field(None, description="folder in which each rank records the choices of its tokens")
+    record: str | None = Field(
+        None, description="folder in which each rank records the choices of its tokens", examples=["routes"]
+    )
     weights: bool = Field(False, description="record the weights of choices, too")
     every: int = Field(1, ge=1, description="optimizer steps from one that is recorded to the next")
-    replay: str | None = Field(None, description="folder or packed file of recorded choices, by which training goes")
+    replay: str | None = Field(
+        None, description="folder or packed file of recorded choices, by which training goes", examples=["routes"]
+    )
 
 
-class PlacementBlock(_Block):
+class PlacementBlock(Block):
     """``fsmoe.placement``: experts move to the ranks where that makes steps shorter, and hot ones get replicas."""
 
     policy: str = Field(
         "off",
         description="off, balanced, lina (chooses ep_size at start), or a function of your own as package.module.name",
+        examples=["balanced"],
     )
     spare_experts: int = Field(0, ge=0, description="places on each rank for replicas of experts of other ranks")
     every: int = Field(50, ge=1, description="optimizer steps of which loads are measured before each decision")
     moves_per_step: int = Field(2, ge=1, description="exchanges of two experts in one step, over all layers")
     pays_within: int = Field(1000, ge=1, description="optimizer steps within which what is moved has to pay")
-    file: str | None = Field(None, description="a placement to begin with, as engine.fsmoe.placement.save writes it")
+    file: str | None = Field(
+        None,
+        description="a placement to begin with, as engine.fsmoe.placement.save writes it",
+        examples=["placement.json"],
+    )
     profile_paths: bool = Field(
         False,
         description="count which experts follow which, for ds_fsmoe.inference: up to 4096 tokens of every 16th forward",
     )
 
 
-class CheckpointBlock(_Block):
+class CheckpointBlock(Block):
     """``fsmoe.checkpoint``: what is read from files that somebody may have changed."""
 
-    trusted: list[str] = Field([], description="classes, as package.module.Name, that files of checkpoints may hold")
+    trusted: list[str] = Field(
+        [],
+        description="classes, as package.module.Name, that files of checkpoints may hold",
+        examples=[["my_package.Settings"]],
+    )
 
 
-class DebugBlock(_Block):
-    """``fsmoe.debug``."""
+class DebugBlock(Block):
+    """``fsmoe.debug``: what is checked while training goes on."""
 
     check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
     hang_timeout_s: float = Field(300, gt=0, description="write what each rank was doing after this long")
@@ -305,50 +235,55 @@ Dispatch = Literal["auto", "rows", "slots"]
 """What travels to the experts."""
 
 
-class FSMoEBlock(_Block):
+class FSMoEBlock(Block):
     """The whole block."""
 
-    enabled: bool = Field(False, description="false is exactly stock DeepSpeed")
+    enabled: bool = Field(False, description="false is exactly stock DeepSpeed", examples=[True])
     schedule: Literal[
         "deepspeed", "tutel", "tutel_improved", "pipemoe_lina", "lina", "fsmoe_no_iio", "fsmoe", "best"
-    ] = "best"
+    ] = Field("best", description="in which order a layer's traffic and computation run, and what overlaps")
     gate: Annotated[
         GateBlock | None,
-        _OrAlone("type", kinds=(str,), words="the name of a gate", json_types=({"type": "string"},)),
-    ] = Field(None, description="left out: each layer keeps its own gate")
+        OrAlone("type", kinds=(str,), words="the name of a gate", json_types=({"type": "string"},)),
+    ] = Field(None, description="left out: each layer keeps its own gate", examples=[{"type": "mixtral"}])
     order: Part = Field("auto", description="name of an order on the shelf")
     alltoall: Part = Field("auto", description="name of an all-to-all on the shelf")
-    dispatch: Annotated[Dispatch, _NullIsAuto()] = Field(
+    dispatch: Annotated[Dispatch, NullIsAuto()] = Field(
         "auto",
         description="what travels: rows, as many as tokens have chosen an expert, or slots, as many as the fullest "
         "expert has; auto: rows where nothing is dropped",
     )
     wires: Annotated[
         WiresBlock,
-        _OrAlone(
+        OrAlone(
             *("dispatch", "combine"), kinds=(str,), words='"model" or "fp8"', json_types=({"enum": ["model", "fp8"]},)
         ),
-    ] = Field(WiresBlock(), description="fp8: 8-bit numbers with a scale for each row; model: the layer's own type")
+    ] = Field(
+        WiresBlock(),
+        description="fp8: 8-bit numbers with a scale for each row; model: the layer's own type",
+        examples=[{"dispatch": "fp8"}],
+    )
     ep_size: Count = Field(
         "auto",
         description="ranks over which the experts of a Hugging Face model are spread; auto: as many of a node as "
         "divide its experts. deepspeed.moe.layer.MoE has its own",
+        examples=[8],
     )
     esp_size: int = Field(
         1, ge=1, alias="expert_tensor_parallel_size", description="ranks that share one expert's hidden width"
     )
     pipeline_degree: Annotated[
         PipelineDegreeBlock,
-        _OrAlone(
+        OrAlone(
             *("forward", "backward"),
             kinds=(int, float, str, NoneType),
             words='a number or "auto"',
             json_types=({"type": "integer", "minimum": 1, "maximum": MOST_CHUNKS}, {"enum": ["auto", None]}),
         ),
-    ] = Field(PipelineDegreeBlock(), alias="num_chunks")
-    gradient_partition: GradientPartitionBlock = GradientPartitionBlock()
-    autotune: Annotated[AutotuneBlock, _switch(has_auto=True)] = AutotuneBlock()
-    topology: TopologyBlock = TopologyBlock()
+    ] = Field(PipelineDegreeBlock(), alias="num_chunks", examples=[{"forward": 2, "backward": 4}])
+    gradient_partition: GradientPartitionBlock = Field(GradientPartitionBlock(), examples=[{"mode": "adaptive"}])
+    autotune: Annotated[AutotuneBlock, switch(has_auto=True)] = Field(AutotuneBlock(), examples=[{"enabled": True}])
+    topology: TopologyBlock = Field(TopologyBlock(), examples=[{"ranks_per_node": 8}])
     overlap: bool = Field(True, description="false: one lane, blocking")
     split_batch: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -356,7 +291,9 @@ class FSMoEBlock(_Block):
         "tries it where plans are tried, on does it wherever it can be done",
     )
     split_blocks: list[str] = Field(
-        [], description="class names of the blocks to run by halves; none: the elements of the model's lists of modules"
+        [],
+        description="class names of the blocks to run by halves; none: the elements of the model's lists of modules",
+        examples=[["MyBlock"]],
     )
     max_ctas: ThreadBlocks = Field(
         16, description="thread blocks that a collective of a link may take on NCCL; auto: as many as NCCL likes"
@@ -366,21 +303,29 @@ class FSMoEBlock(_Block):
         False,
         description="every run rounds alike: nothing is decided by a clock, nothing added up in the order of arrival",
     )
-    ops: Annotated[Literal["auto", "reference", "required"], _NullIsAuto()] = Field(
+    ops: Annotated[Literal["auto", "reference", "required"], NullIsAuto()] = Field(
         "auto", description="compiled ops or plain torch"
     )
-    hooks: list[str] = Field([], description="callbacks by dotted name")
-    plugins: list[str] = Field([], description="modules with parts of your own, imported before parts are looked up")
+    hooks: list[str] = Field([], description="callbacks by dotted name", examples=[["ds_fsmoe.BFloat16Wire"]])
+    plugins: list[str] = Field(
+        [],
+        description="modules with parts of your own, imported before parts are looked up",
+        examples=[["my_package.my_parts"]],
+    )
     metrics: Literal["off", "brief", "detailed"] = Field(
         "brief", description="what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed"
     )
     metrics_every: int = Field(10, ge=1, description="optimizer steps; the others are not looked at")
-    trace: Annotated[TraceBlock, _switch()] = TraceBlock()
-    record: RecordBlock = RecordBlock()
-    routing: RoutingBlock = RoutingBlock()
+    trace: Annotated[TraceBlock, switch()] = Field(TraceBlock(), examples=[{"enabled": True}])
+    record: RecordBlock = Field(RecordBlock(), examples=[{"dir": "runs/one"}])
+    routing: RoutingBlock = Field(RoutingBlock(), examples=[{"record": "routes"}])
     placement: Annotated[
         PlacementBlock,
-        _OrAlone("policy", kinds=(str,), words="the name of a policy", json_types=({"type": "string"},)),
-    ] = Field(PlacementBlock(), description="which ranks hold which experts, and when experts move")
-    checkpoint: CheckpointBlock = CheckpointBlock()
-    debug: DebugBlock = DebugBlock()
+        OrAlone("policy", kinds=(str,), words="the name of a policy", json_types=({"type": "string"},)),
+    ] = Field(
+        PlacementBlock(),
+        description="which ranks hold which experts, and when experts move",
+        examples=[{"policy": "balanced"}],
+    )
+    checkpoint: CheckpointBlock = Field(CheckpointBlock(), examples=[{"trusted": ["my_package.Settings"]}])
+    debug: DebugBlock = Field(DebugBlock(), examples=[{"check_router": True}])

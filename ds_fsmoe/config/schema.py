@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock, words_for
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config.fields import words_for
 from ds_fsmoe.config.words import BLOCK
 
 

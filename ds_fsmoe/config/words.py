@@ -16,7 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ds_fsmoe.config.blocks import FSMoEBlock, alone_in, block_in, words_for
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.fields import alone_in, block_in, words_for
 
 BLOCK = "fsmoe"
 
@@ -29,8 +30,8 @@ class Words:
     """Path of a field by any of its words -> the path that the user wrote, or would write today."""
     old: list[str] = field(default_factory=list)
     """A sentence for each older word that was used."""
-    twice: list[str] = field(default_factory=list)
-    """A sentence for each field that was written by both of its words."""
+    twice: dict[str, str] = field(default_factory=dict)
+    """Path, by its older word, of each field that was written by both of its words -> a sentence about it."""
 
     def as_written(self, text: str) -> str:
         """Return a text with the paths in it as the user has written them."""
@@ -74,9 +75,8 @@ def _look(found: Words, block: type[BaseModel], written: Any, paths: list[str], 
         here, value = f"{path}.{used[0]}", values.get(used[0])
         if len(used) > 1:
             both = " and ".join(f"{path}.{word} = {shown(values[word])}" for word in used)
-            found.twice.append(
-                f"{both}: must be one of the two, which are names of the same; leave {path}.{used[1]} out"
-            )
+            older = f"{path}.{used[1]}"
+            found.twice[older] = f"{both}: must be one of the two, which are names of the same; leave {older} out"
         if used[0] != words[0]:
             found.old.append(f"{here} is now called {path}.{words[0]}; both work")
         names = [f"{parent}.{word}" for parent in paths for word in words]

@@ -17,7 +17,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_fsmoe.versions import SUPPORTED, TESTED
+from ds_fsmoe.versions import REASONS, SUPPORTED, TESTED, VERSION
 
 
 class IncompatibleError(RuntimeError):
@@ -207,17 +207,21 @@ def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[str]:
         A sentence for each version that is in range but not among the tested ones.
 
     Raises:
-        IncompatibleError: a version is out of range; names the range.
+        IncompatibleError: versions are out of range; a line for each, with the range and the reason for it.
     """
     installed = {"python": ".".join(map(str, sys.version_info[:3])), "torch": version("torch")}
     installed["deepspeed"] = version("deepspeed")
-    untested = []
+    refused, untested = [], []
     for name, found in installed.items():
         if not in_range(name, found, supported):
-            raise IncompatibleError(f"{name} {found} is installed; ds_fsmoe works with {name} {supported[name]}")
+            works = f"ds_fsmoe {VERSION} works with {name} {supported[name]}"
+            refused.append(f"{name} {found} is installed; {works}: {REASONS[name]}")
+            continue
         tested = TESTED.get(name)
         if tested is not None and ".".join(found.split(".")[:2]) not in tested:
             untested.append(f"{name} {found} has not been tested with ds_fsmoe; {', '.join(tested)} have")
+    if refused:
+        raise IncompatibleError("\n".join([*refused, "pip install 'ds_fsmoe[train]' brings versions that fit"]))
     return untested
 
 

@@ -318,6 +318,13 @@ class MoE(StockMoE):
 
     Raises:
         LayerError: ``num_experts``, ``ep_size`` or ``k`` do not fit together.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> layer = ds_fsmoe.MoE(8, ds_fsmoe.GPTFeedForward(8, 32), num_experts=4, k=2)
+        >>> output, l_aux, exp_counts = layer(torch.randn(2, 3, 8))  # [..., M], a scalar, [E]
+        >>> output.shape, exp_counts.shape
+        (torch.Size([2, 3, 8]), torch.Size([4]))
     """
 
     def __init__(

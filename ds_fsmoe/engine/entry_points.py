@@ -109,8 +109,8 @@ def initialize(
         dist_init_required: whether torch.distributed is to be initialised.
         collate_fn: what makes a batch of samples.
         mesh_param: the shape of DeepSpeed's device mesh.
-        config: the DeepSpeed config, as a dict or the path of a JSON file; ``config_params`` is its older name.
-        config_params: see ``config``.
+        config: the DeepSpeed config, as a dict (its block may be a :class:`ds_fsmoe.Config`) or a JSON file's path.
+        config_params: the older name of ``config``.
 
     Returns:
         The engine, the optimizer, the data loader and the learning-rate scheduler. Where nothing is enabled the engine
@@ -120,6 +120,18 @@ def initialize(
         ConfigError: the block is wrong, or DeepSpeed blocks do not go with it.
         LayerError: the model's layers cannot be made ours.
         IncompatibleError: the installed versions do not work together.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": ds_fsmoe.Config(ops="reference")}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> output, l_aux, _ = engine(torch.randn(2, 3, 8))
+        >>> engine.backward(output.square().mean() + 0.01 * l_aux)
+        >>> engine.step()
+        >>> engine.fsmoe.num_layers
+        1
     """
     arguments = dict(locals())
     if _depth:
@@ -312,12 +324,19 @@ def install(block: Mapping[str, Any] | None = None) -> None:
     A second call changes nothing but the block, if it has one.
 
     Args:
-        block: the ``"fsmoe"`` block of every engine with MoE layers from now on, whatever the config of that engine
-            has; ``None``: as the config says, or as an earlier call has said.
+        block: the ``"fsmoe"`` block, a dict or a :class:`ds_fsmoe.Config`, of every engine with MoE layers from now
+            on, whatever the config of that engine has; ``None``: as the config says, or as an earlier call has said.
 
     Raises:
         ConfigError: the block is wrong.
         RuntimeError: a module already holds the function in DeepSpeed's place under its own name, and would bypass us.
+
+    Examples:
+        >>> import deepspeed, ds_fsmoe
+        >>> ds_fsmoe.install({"enabled": True, "num_chunks": 2})
+        >>> deepspeed.initialize is ds_fsmoe.initialize
+        True
+        >>> ds_fsmoe.uninstall()
     """
     global _given, _replaced
     if block is not None:
@@ -361,7 +380,15 @@ def _module_of(function: Callable[..., Any]) -> str:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, with the block given to it; what others have put over ours since then goes as well."""
+    """Undo :func:`install`, with the block given to it; what others have put over ours since then goes as well.
+
+    Examples:
+        >>> import deepspeed, ds_fsmoe
+        >>> ds_fsmoe.install()
+        >>> ds_fsmoe.uninstall()
+        >>> deepspeed.initialize is ds_fsmoe.initialize
+        False
+    """
     global _given, _replaced
     accelerate.look_at_block_again()
     transformers_seams.unfollow()

@@ -80,11 +80,25 @@ def inference(
             call.
         profiles: label -> profile, the same on every rank; those of the engine unless given.
 
+    Yields:
+        What happens in the layers meanwhile: ``layers``, ``left``, ``accuracy`` and ``second_phases``.
+
     Raises:
         ValueError: an option that cannot be, profiles of other layers, neither an estimate nor a second phase, or a
             model in pipeline stages.
         RuntimeError: the model is in inference already.
         MemoryError: there is no room for the experts that a rank holds, on any rank; raised on every rank.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> with ds_fsmoe.inference(engine, estimate=False) as happened:
+        ...     output, *_ = engine(torch.randn(2, 3, 8))
+        >>> output.shape, output.requires_grad
+        (torch.Size([2, 3, 8]), False)
     """
     if path_length < 0 or most_per_rank < 1 or weights not in get_args(Where):
         raise ValueError(

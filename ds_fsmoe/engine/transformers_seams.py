@@ -85,6 +85,22 @@ def own_experts(config: Any = None) -> Iterator[None]:
     Raises:
         ConfigError: the block is wrong, or there is none.
         IncompatibleError: the installed transformers cannot be used for it.
+
+    Yields:
+        Nothing; what is built inside has this rank's experts only.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> from transformers import AutoModelForCausalLM, MixtralConfig
+        >>> sizes = {"vocab_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+        >>> config = MixtralConfig(hidden_size=16, intermediate_size=32, num_local_experts=4, **sizes)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 1, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> with ds_fsmoe.own_experts(ds_config):
+        ...     model = AutoModelForCausalLM.from_config(config)
+        >>> model.model.layers[0].mlp.experts.down_proj.shape  # [experts of this rank, M, H]
+        torch.Size([4, 16, 32])
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     """
     modeling = importlib.import_module(_MODULE)
     why_not = _why_not(modeling)

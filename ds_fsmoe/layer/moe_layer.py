@@ -56,14 +56,25 @@ Run = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class MoEOutput:
-    """The results of a layer."""
+    """The results of a layer.
+
+    Args:
+        output: the output, [..., M], in the shape of the input.
+        aux_loss: the gate's load-balancing loss, a scalar.
+        counts_E: the tokens of this rank that chose each expert, before any was dropped: [E] int64.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> parts = ds_fsmoe.SwitchGate(), ds_fsmoe.SimpleOrder()
+        >>> layer = ds_fsmoe.MOELayer(*parts, model_dim=8, num_experts=4, expert_dim=16, return_stats=True)
+        >>> result = layer(torch.randn(2, 3, 8))
+        >>> result.output.shape, result.aux_loss.shape, result.counts_E.sum()
+        (torch.Size([2, 3, 8]), torch.Size([]), tensor(6))
+    """
 
     output: torch.Tensor
-    """The output, [..., M], in the shape of the input."""
     aux_loss: torch.Tensor
-    """The gate's load-balancing loss, a scalar."""
     counts_E: torch.Tensor
-    """The tokens of this rank that chose each expert, before any was dropped: [E] int64."""
 
 
 def token_path(
@@ -247,8 +258,6 @@ def _in_chunks(
 class MOELayer(nn.Module):
     """A layer put together by hand from parts, usable as any ``nn.Module``, DeepSpeed or not.
 
-    ``MOELayer(LinearGate(k=2), SimpleOrder(), model_dim=512, num_experts=8, expert_dim=2048)``
-
     Args:
         gate_impl: a gate; the layer gives it its sizes.
         order_impl: an order.
@@ -273,6 +282,13 @@ class MOELayer(nn.Module):
     Raises:
         ValueError: sizes do not fit together, or a part does not exist.
         TypeError: a part is of the wrong kind.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> parts = ds_fsmoe.LinearGate(k=2), ds_fsmoe.SimpleOrder()
+        >>> layer = ds_fsmoe.MOELayer(*parts, model_dim=8, num_experts=4, expert_dim=32, pipeline_degree=(2, 3))
+        >>> layer(torch.randn(2, 5, 8)).shape  # [..., M] to [..., M]
+        torch.Size([2, 5, 8])
     """
 
     def __init__(

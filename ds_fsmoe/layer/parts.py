@@ -18,7 +18,18 @@ from ds_fsmoe.ops import Ops, load_ops
 
 
 class LayerError(ValueError):
-    """The MoE layers of a model cannot be made ours. The message names layer, class and what to change."""
+    """The MoE layers of a model cannot be made ours. The message names layer, class and what to change.
+
+    It is a ``ValueError``, raised on every rank that has the layer, before training.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> try:
+        ...     ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, ep_size=3)
+        ... except ds_fsmoe.LayerError as error:
+        ...     print(error)
+        MoE: num_experts = 4 is not divisible by ep_size = 3; for 4 experts the sizes are 1, 2, 4
+    """
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ class LayerState:
     """Where the experts are; ``None``: in the model's own order."""
     replicas: Replicas | None = None
     """The spare places for experts of other ranks, where there are any."""
+    checks_without_engine: list[Check] = field(default_factory=list)
+    """The checks of a layer outside of an engine of ours."""
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
 
     @property
@@ -85,7 +87,7 @@ class LayerState:
     @property
     def checks(self) -> Sequence[Check]:
         """The checks that are shown the layer itself before each call."""
-        return () if self.running is None else self.running.checks
+        return self.checks_without_engine if self.running is None else self.running.checks
 
     @property
     def capacity_group(self) -> dist.ProcessGroup | None:

@@ -22,6 +22,7 @@ from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
+from ds_fsmoe.checks.no_door import warn_without_door
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.manual_ffn import runs_unobserved
 from ds_fsmoe.components.gate import GateBase
@@ -124,7 +125,18 @@ def gate_settings(gate: StockTopKGate) -> TopKSettings:
 
 
 class FSMoELayer(StockMOELayer):
-    """Runs tokens our way in stock's inner MoE layer. Made by :func:`take_over`, never constructed."""
+    """Runs tokens our way in DeepSpeed's inner MoE layer, ``moe.deepspeed_moe``. Made by conversion, never constructed.
+
+    It has the parameters, the names in a state dict and the results of DeepSpeed's ``MOELayer``: its forward maps
+    [..., M] to [..., M], and leaves ``l_aux``, a scalar, and ``exp_counts`` [E] on the layer.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> layer = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> inner = layer.deepspeed_moe
+        >>> isinstance(inner, ds_fsmoe.FSMoELayer), inner(torch.randn(6, 8)).shape, inner.exp_counts.sum()
+        (True, torch.Size([6, 8]), tensor(12))
+    """
 
     fsmoe: LayerState
     """All of our state; without it a layer is stock's again."""
@@ -257,6 +269,9 @@ class FSMoELayer(StockMOELayer):
                 f"a ds_fsmoe.MoE among {sizes_of_mpu(stock_groups.mpu)[0]} tensor-parallel ranks, in an engine of "
                 "DeepSpeed's own: call ds_fsmoe.initialize, or ds_fsmoe.install() first, with fsmoe.enabled = true"
             )
+        elif warn_without_door not in state.checks_without_engine:
+            # Only an engine gives a layer its group, and this one is not ours.
+            state.checks_without_engine.append(warn_without_door)
         if hasattr(self.gate, "_set_ep_group"):  # stock's gate, or a user's module in its place
             self.gate._set_ep_group(ep_group if state.capacity_group is None else state.capacity_group)
 

@@ -144,6 +144,14 @@ def load_ops(mode: str, device_type: str, deterministic: bool = False) -> Ops:
     Raises:
         ValueError: an unknown mode, or "required" for a device type that has no compiled ops.
         RuntimeError: "required", and building or loading failed on some rank; on every rank, with the reason.
+
+    Returns:
+        The operators, for ``MOELayer(ops=...)``; ``name`` is "reference" or "compiled".
+
+    Examples:
+        >>> import ds_fsmoe
+        >>> ds_fsmoe.load_ops("reference", "cpu").name
+        'reference'
     """
     ops = _loaded(mode, device_type)
     return adding_in_order(ops, device_type) if deterministic else ops

@@ -137,13 +137,32 @@ class Recording:
 
 
 def read_routing(path: str | Path) -> Recording:
-    """Read recorded routing.
+    """Read what the ranks of a job have recorded of its routing.
 
     Args:
         path: the folder of ``"routing": {"record": ...}``, or a packed file.
 
+    Returns:
+        What was recorded, with ``steps``, ``layers``, ``choices(rank, step, micro_batch, layer)`` [S, k] and
+        ``counts(layer, step)`` [R, E].
+
     Raises:
         RoutingFileError: there is none, or it is damaged from its beginning.
+
+    Examples:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import numpy as np, ds_fsmoe
+        >>> from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, part_file
+        >>> folder = Path(tempfile.mkdtemp())  # what a job of one rank with one layer of 4 experts leaves behind:
+        >>> part = Part(part_file(folder, rank=0, part=0), RankFacts(0, 1, (RoutedLayer("blocks.0.moe", 4),)))
+        >>> part.add(step=0, micro_batch=0, layer=0, choices=Choices(np.array([[0, 3], [0, 1], [2, 0]])))
+        >>> part.close()
+        >>> recording = ds_fsmoe.read_routing(folder)
+        >>> recording.choices(rank=0, step=0, micro_batch=0, layer="blocks.0.moe").indices_SK.shape
+        (3, 2)
+        >>> recording.counts("blocks.0.moe", step=0).tolist()
+        [[3, 1, 1, 1]]
     """
     path = Path(path)
     if path.is_dir():

@@ -23,7 +23,15 @@ def exchange_sized(
 
 @register_alltoall("flat")
 class FlatAllToAll(AllToAllBase):
-    """One ``all_to_all_single`` over all ranks of the group."""
+    """One ``all_to_all_single`` over all ranks of the group: x [G * n, ...] to the same shape.
+
+    See :class:`AllToAllBase`.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> ds_fsmoe.FlatAllToAll()(torch.ones(4, 8), group=None).shape  # a group of one rank keeps what it has
+        torch.Size([4, 8])
+    """
 
     def exchange_rows(self, x_RM: torch.Tensor, group: dist.ProcessGroup, sizes: RowsToSend) -> torch.Tensor:
         """See :meth:`AllToAllBase.exchange_rows`."""

@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": F.relu
 
 @register_expert("gpt")
 class GPTFeedForward(ExpertBase):
-    """``fc2(activation(fc1(x)))``.
+    """``fc2(activation(fc1(x)))``, from [..., M] to [..., M].
 
     Args:
         model_dim: M.
@@ -28,6 +28,12 @@ class GPTFeedForward(ExpertBase):
 
     Raises:
         ValueError: unknown activation.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> expert = ds_fsmoe.GPTFeedForward(model_dim=8, expert_dim=32, activation="relu")
+        >>> expert(torch.randn(5, 8)).shape, expert.fc1.weight.shape
+        (torch.Size([5, 8]), torch.Size([32, 8]))
     """
 
     def __init__(self, model_dim: int, expert_dim: int, activation: str = "gelu", bias: bool = True) -> None:

@@ -14,11 +14,19 @@ from ds_fsmoe.registry import register_expert
 
 @register_expert("mixtral")
 class MixtralFeedForward(ExpertBase):
-    """``w2(silu(w1(x)) * w3(x))``; the names w1 (gate), w2 (down) and w3 (up) are those of Mixtral's checkpoints.
+    """``w2(silu(w1(x)) * w3(x))``, from [..., M] to [..., M].
+
+    The names w1 (gate), w2 (down) and w3 (up) are those of Mixtral's checkpoints; none has a bias.
 
     Args:
         model_dim: M.
         expert_dim: H.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> expert = ds_fsmoe.MixtralFeedForward(model_dim=8, expert_dim=16)
+        >>> expert(torch.randn(5, 8)).shape, [name for name, _ in expert.named_parameters()]
+        (torch.Size([5, 8]), ['w1.weight', 'w2.weight', 'w3.weight'])
     """
 
     def __init__(self, model_dim: int, expert_dim: int) -> None:

@@ -46,6 +46,36 @@ class DeepSeekGate(TokenChoiceGate):
 
     The bias, [E] float32 whatever the model is cast to, is a buffer ``balance_bias``, saved with the model. It moves
     where the layer's engine calls ``update_gates`` after a step; counted are the choices of forwards in training.
+
+    Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token, 2 unless it is given.
+        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
+        eval_capacity_factor: see there.
+        min_capacity: see there.
+        drop_tokens: see there.
+        drop_policy: see there.
+        balance_loss_factor: see there; 0 unless it is given, as the bias balances.
+        z_loss_factor: see there.
+        num_groups: groups of neighbouring experts, of the same size; a token takes experts from some of them.
+        kept_groups: how many; left out: half of them, rounded up, or more if k needs it. A group is as good as its best
+            two experts together.
+        norm_topk_prob: the weights of a token are divided by their sum.
+        routed_scaling_factor: and multiplied with this.
+        bias_update_speed: how far a bias goes in one optimizer step; 0: it stays.
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.DeepSeekGate(k=2, num_groups=2, kept_groups=1)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([2, 6])
+        >>> gate.balance_bias.shape
+        torch.Size([4])
     """
 
     Settings = DeepSeekSettings

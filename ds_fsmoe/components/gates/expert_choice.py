@@ -37,6 +37,13 @@ class ExpertChoiceGate(GateBase):
 
     Raises:
         ValueError: an impossible option, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.ExpertChoiceGate(k=2)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).counts_E  # x_SM [S, M]; each of 4 experts takes 6 / 4 * 2 tokens
+        tensor([3, 3, 3, 3])
     """
 
     gives = SlotRouting

@@ -27,7 +27,31 @@ class GShardSettings(ChoiceSettings):
 @register_gate("gshard")
 class GShardGate(TokenChoiceGate):
     """``h = x Wg + N(0, 1) * softplus(x Wnoise)`` while training, else ``x Wg``; the k largest; weights: softmax over
-    those k."""
+    those k.
+
+    Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token, 2 unless it is given.
+        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
+        eval_capacity_factor: see there.
+        min_capacity: see there.
+        drop_tokens: see there.
+        drop_policy: see there.
+        balance_loss_factor: see there.
+        z_loss_factor: see there.
+        noise: ``False``: no noise in training either, and no ``w_noise``.
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.GShardGate(k=2, noise=False)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([2, 6])
+    """
 
     Settings = GShardSettings
     settings: GShardSettings

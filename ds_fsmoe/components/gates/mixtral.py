@@ -25,7 +25,32 @@ class MixtralSettings(ChoiceSettings):
 
 @register_gate("mixtral")
 class MixtralGate(TokenChoiceGate):
-    """``h = x Wg``; the k largest; weights: softmax over those k, so that they sum to 1."""
+    """``h = x Wg``; the k largest; weights: softmax over those k, so that they sum to 1.
+
+    Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token, 2 unless it is given.
+        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
+        eval_capacity_factor: see there.
+        min_capacity: see there.
+        drop_tokens: see there.
+        drop_policy: see there.
+        balance_loss_factor: see there.
+        z_loss_factor: see there; a tenth of the balance loss unless it is given, as in ST-MoE (1e-3 and 1e-2).
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.MixtralGate(k=2)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([2, 6])
+        >>> torch.allclose(gate.eval()(torch.randn(1, 8)).weights_KS.sum(dim=0), torch.ones(1))
+        True
+    """
 
     Settings = MixtralSettings
     settings: MixtralSettings

@@ -23,7 +23,32 @@ class QwenSettings(MixtralSettings):
 
 @register_gate("qwen")
 class QwenGate(MixtralGate):
-    """``p = softmax(x Wg)``; the k largest; weights ``p``, over their sum with ``norm_topk_prob``."""
+    """``p = softmax(x Wg)``; the k largest; weights ``p``, over their sum with ``norm_topk_prob``.
+
+    Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token, 2 unless it is given.
+        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
+        eval_capacity_factor: see there.
+        min_capacity: see there.
+        drop_tokens: see there.
+        drop_policy: see there.
+        balance_loss_factor: see there.
+        z_loss_factor: see there; 0.1 unless it is given.
+        norm_topk_prob: weights sum to 1, as Mixtral's do (Qwen3); ``False``: they are the plain probabilities (Qwen1.5,
+            Qwen2).
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.QwenGate(k=2, norm_topk_prob=True)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([2, 6])
+    """
 
     Settings = QwenSettings
     settings: QwenSettings

@@ -12,7 +12,30 @@ from ds_fsmoe.registry import register_gate
 
 @register_gate("sigmoid")
 class SigmoidGate(TokenChoiceGate):
-    """``h = x Wg``; the k largest; weights ``sigmoid(h)``, not renormalised."""
+    """``h = x Wg``; the k largest; weights ``sigmoid(h)``, not renormalised.
+
+    Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token, 1 unless it is given.
+        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
+        eval_capacity_factor: see there.
+        min_capacity: see there.
+        drop_tokens: see there.
+        drop_policy: see there.
+        balance_loss_factor: see there.
+        z_loss_factor: see there.
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.SigmoidGate(k=2)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([2, 6])
+    """
 
     def score(self, x_SM: torch.Tensor) -> Scores:
         logits_SE = linear_scores(x_SM, self.wg.weight)

@@ -33,6 +33,13 @@ class SoftMoEGate(GateBase):
 
     Raises:
         ValueError: an impossible option, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.SoftMoEGate(slots_per_expert=3)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).dispatch_SR.shape  # x_SM [S, M] to weights [S, E * C]
+        torch.Size([6, 12])
     """
 
     gives = DenseRouting

@@ -25,7 +25,31 @@ class SwitchSettings(ChoiceSettings):
 
 @register_gate("switch")
 class SwitchGate(TokenChoiceGate):
-    """``p = softmax(x Wg)``; the k largest; weights ``p``, not renormalised."""
+    """``p = softmax(x Wg)``; the k largest; weights ``p``, not renormalised.
+
+    Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token, 1 unless it is given.
+        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
+        eval_capacity_factor: see there.
+        min_capacity: see there.
+        drop_tokens: see there.
+        drop_policy: see there; ``"position"`` unless it is given.
+        balance_loss_factor: see there.
+        z_loss_factor: see there.
+        jitter: while training, the router's input is multiplied by numbers drawn from 1 - jitter to 1 + jitter.
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.SwitchGate(jitter=0.0)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([1, 6])
+    """
 
     Settings = SwitchSettings
     settings: SwitchSettings

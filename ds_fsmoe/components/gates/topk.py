@@ -54,7 +54,34 @@ class TopKSettings(CapacitySettings):
 
 @register_gate("topk")
 class LinearGate(SettingsGate):
-    """One matrix ``wg`` [E, M] scores the experts; each token takes its k best."""
+    """One matrix ``wg`` [E, M] scores the experts; each token takes its k best, as in DeepSpeed's own layers.
+
+    Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token.
+        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``drop_tokens``.
+        eval_capacity_factor: see there.
+        min_capacity: see there.
+        drop_tokens: see there.
+        drop_policy: see there; for k >= 3 only, below each formula has a rule of its own.
+        noisy_gate_policy: ``"Jitter"`` scales the router's input by a random factor near 1, ``"RSample"`` (k = 1) adds
+            Gumbel noise.
+        use_rts: k = 1: who stays when an expert is full is drawn at random; without it, it is as ``torch.topk`` breaks
+            ties.
+        top2_2nd_expert_sampling: k = 2: the second expert is sampled (Gumbel noise on the logits) instead of being the
+            second best.
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.LinearGate(k=2, capacity_factor=1.25)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([2, 6])
+    """
 
     takes_given = True
     Settings = TopKSettings

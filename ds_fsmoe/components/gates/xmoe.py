@@ -34,6 +34,31 @@ class XMoEGate(TokenChoiceGate):
     """``h_i = cos(Wproj x, wg_i) / temperature``; ``p = softmax(h)``; the k largest; weights ``p``.
 
     The temperature is learned as its logarithm, and never falls below 0.01.
+
+    Called with x_SM [S, M], it returns a :class:`Routing` of K = k choices for each of the S tokens.
+
+    Args:
+        k: experts per token, 1 unless it is given.
+        capacity_factor: see :class:`TokenChoiceGate`, as for all up to ``z_loss_factor``.
+        eval_capacity_factor: see there.
+        min_capacity: see there.
+        drop_tokens: see there.
+        drop_policy: see there.
+        balance_loss_factor: see there.
+        z_loss_factor: see there.
+        routing_dim: the dimensions D in which tokens and experts are compared, with wg [E, D]; left out: half as many
+            as there are experts, at least 2.
+        temperature: what cosines are divided by before anything is learned.
+
+    Raises:
+        ValueError: an option that it does not have, or a value that the option cannot have, with what is possible.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate = ds_fsmoe.XMoEGate(k=2, routing_dim=3)
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> gate(torch.randn(6, 8)).weights_KS.shape
+        torch.Size([2, 6])
     """
 
     Settings = XMoESettings

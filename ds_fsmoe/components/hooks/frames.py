@@ -11,7 +11,16 @@ from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 class FramesAsTokens(CallbackBase):
     """Video [B, T, N, M], T frames of N patches, is routed as text is, [B, T * N, M], and comes back as it was.
 
-    Other input goes through as it is.
+    Other input goes through as it is. In a config: ``"hooks": ["ds_fsmoe.FramesAsTokens"]``.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> layer = ds_fsmoe.MOELayer(
+        ...     ds_fsmoe.SwitchGate(), ds_fsmoe.SimpleOrder(), model_dim=8, num_experts=4, expert_dim=16,
+        ...     callbacks=[ds_fsmoe.FramesAsTokens()],
+        ... )
+        >>> layer(torch.randn(2, 3, 5, 8)).shape
+        torch.Size([2, 3, 5, 8])
     """
 
     def __init__(self) -> None:

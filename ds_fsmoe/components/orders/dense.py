@@ -13,7 +13,20 @@ from ds_fsmoe.registry import register_order
 
 @register_order("dense")
 class DenseOrder(OrderBase):
-    """Two matrix products with the [S, E * C] weights of a gate that mixes tokens, such as SoftMoE's."""
+    """Two matrix products with the [S, E * C] weights of a gate that mixes tokens, such as SoftMoE's.
+
+    It reads :class:`DenseRouting`: [S, M] tokens to [E, C, M] slots, and back.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate, order = ds_fsmoe.SoftMoEGate(slots_per_expert=3), ds_fsmoe.DenseOrder()
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> x_SM = torch.randn(16, 8)
+        >>> routing = gate(x_SM)
+        >>> x_ECM = order.arrange(x_SM, routing)
+        >>> x_ECM.shape, order.restore(x_ECM, routing).shape
+        (torch.Size([4, 3, 8]), torch.Size([16, 8]))
+    """
 
     reads = (DenseRouting,)
 

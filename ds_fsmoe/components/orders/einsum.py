@@ -17,6 +17,17 @@ class EinsumOrder(OrderBase):
     """Multiplies with [S, E * C] masks, so time and memory grow with the square of the tokens.
 
     A token that is nan or infinite reaches every slot, as 0 times it is no zero; one that is in no slot reaches none.
+    It reads :class:`Routing` and :class:`SlotRouting`: [S, M] tokens to [E, C, M] slots, and back.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate, order = ds_fsmoe.MixtralGate(k=2, min_capacity=0), ds_fsmoe.EinsumOrder()
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> x_SM = torch.randn(16, 8)
+        >>> routing = gate(x_SM)
+        >>> x_ECM = order.arrange(x_SM, routing)
+        >>> x_ECM.shape, order.restore(x_ECM, routing).shape
+        (torch.Size([4, 8, 8]), torch.Size([16, 8]))
     """
 
     reads = (Routing, SlotRouting)

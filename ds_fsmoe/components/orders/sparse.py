@@ -13,7 +13,20 @@ from ds_fsmoe.registry import register_order
 
 @register_order("sparse")
 class SimpleOrder(OrderBase):
-    """Moves each row by its number instead of multiplying with a one-hot [S, E, C] mask."""
+    """Moves each row by its number instead of multiplying with a one-hot [S, E, C] mask.
+
+    It reads :class:`Routing` and :class:`SlotRouting`: [S, M] tokens to [E, C, M] slots, and back.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> gate, order = ds_fsmoe.MixtralGate(k=2, min_capacity=0), ds_fsmoe.SimpleOrder()
+        >>> gate.build_once(model_dim=8, num_experts=4)
+        >>> x_SM = torch.randn(16, 8)
+        >>> routing = gate(x_SM)
+        >>> x_ECM = order.arrange(x_SM, routing)
+        >>> x_ECM.shape, order.restore(x_ECM, routing).shape
+        (torch.Size([4, 8, 8]), torch.Size([16, 8]))
+    """
 
     reads = (Routing, SlotRouting)
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a release says of itself is the same in all places, and its forms are such as are shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.versions import SUPPORTED, TESTED, VERSION
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).resolve().parents[1]
+FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+LINK = re.compile(r"\]\((?![a-z]+:)([^)\s#]+)(?:#[^)\s]*)?\)")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def test_the_changelog_has_a_section_for_each_release_and_the_newest_is_this_one() -> None:
+    titles = re.findall(r"(?m)^## (\S+), (.+)$", (ROOT / "CHANGELOG.md").read_text())
+    assert titles[0][0] == VERSION
+    releases = [numbers(version) for version, _ in titles]
+    assert releases == sorted(releases, reverse=True)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d|unreleased|never published", when) for _, when in titles)
+
+
+def test_a_citation_names_this_version_and_the_paper() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(cited), "what the format asks for"
+    assert (cited["version"], cited["license"]) == (VERSION, "Apache-2.0")
+    (paper,) = cited["references"]
+    title = re.search(r"title\s+= \{(.*)\},", (ROOT / "README.md").read_text())[1]
+    assert paper["title"] == re.sub(r"[{}]", "", title)
+    assert f'"https://doi.org/{paper["doi"]}"' in (ROOT / "setup.py").read_text()
+
+
+def test_the_page_of_versions_has_the_ranges_that_are_checked() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = {row[1].lower(): row for row in (line.split("|") for line in page.splitlines()) if len(row) > 4}
+    rows = {name.strip(): [cell.strip() for cell in row] for name, row in rows.items()}
+    for name, supported in SUPPORTED.items():
+        assert rows[name][2] == f"`{supported}`"
+        tested = TESTED.get(name, (supported.removeprefix("=="),))
+        assert all(re.search(rf"\b{re.escape(each)}\b", rows[name][3]) for each in tested), name
+
+
+def test_security_reports_are_asked_for_the_version_that_is_mended() -> None:
+    minor = ".".join(VERSION.split(".")[:2])
+    assert f"the newest minor version, {minor}," in (ROOT / "SECURITY.md").read_text()
+
+
+def test_pages_beside_the_docs_lead_somewhere() -> None:
+    for page in ("SECURITY.md", "CHANGELOG.md"):
+        targets = LINK.findall((ROOT / page).read_text())
+        assert targets
+        assert all((ROOT / each).is_file() for each in targets), page
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
+def test_a_form_for_issues_is_one_that_is_shown(form: Path) -> None:
+    read: dict[str, Any] = yaml.safe_load(form.read_text())
+    assert {"name", "description", "body"} <= set(read)
+    fields = [each for each in read["body"] if each["type"] != "markdown"]
+    assert {each["type"] for each in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
+    assert len({each["id"] for each in fields}) == len(fields)
+    for each in fields:
+        assert each["attributes"]["label"]
+        # Words that YAML takes for truth values would not be shown as they are written.
+        assert all(isinstance(option, str) for option in each["attributes"].get("options", ()))
+
+
+def test_forms_and_changes_name_files_and_commands_that_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page in [*FORMS, ROOT / ".github" / "pull_request_template.md"]:
+        text = page.read_text()
+        for path in re.findall(r"\b(?:docs|tests|benchmarks|config)/[\w/.]+\w|[A-Z]{5,}\.md", text):
+            assert (ROOT / path).exists() or (ROOT / "ds_fsmoe" / path).exists(), f"{page.name}: {path}"
+        for target in re.findall(r"`make ([\w-]+)`", text):
+            assert re.search(rf"(?m)^{target}:", makefile), target
