@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models in pipeline stages: stock DeepSpeed beside our schedules, whole ``train_batch`` calls (the paper's figure 8).
 
-``cluster.py up --nodes 4 --ranks-per-node 1 --inter 50mbit``, then ``cluster.py run -- benchmarks/cases/bench_stages.py
+``cluster.py up --nodes 4 --ranks-per-node 1 --inter 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_stages.py
 --only gpt2``, a job for each case. The first half of the ranks has the first stage; experts of a stage are spread over
 all its ranks. ``tutel`` has the fastest of four numbers of chunks, ``fsmoe`` and ``best`` have the autotuner's, which
 tries plans by whole batches. Weights and text are the same for all, and so are links: they have to be so slow that they
@@ -55,11 +55,11 @@ class Settings:
 CASES = {
     "gpt2": Case(
         "GPT2-like, 2 stages",
-        Settings(Layer(B=1, L=256, M=256, ratio=4, f=1.25, ffn="gpt", E=4, k=2, layers=4)),
+        Settings(Layer(B=1, L=128, M=512, ratio=4, f=1.25, ffn="gpt", E=4, k=2, layers=2)),
     ),
     "mixtral": Case(
         "Mixtral-like, 2 stages",
-        Settings(Layer(B=1, L=256, M=256, ratio=4, f=None, ffn="mixtral", E=4, k=2, layers=4)),
+        Settings(Layer(B=1, L=128, M=512, ratio=4, f=None, ffn="mixtral", E=4, k=2, layers=2)),
     ),
     "tiny": Case("tiny, 2 stages", Settings(TINY)),
 }
@@ -124,7 +124,7 @@ def write_predicted(stages: Stages, result: CaseResult, file: Path) -> None:
     """Append what each tuned engine predicted of a batch beside what was measured, and print it."""
     measured_ms = {each.name: each.p50_ms for each in result.variants}
     for name, steps in stages.tuned.items():
-        predicted_ms = getattr(steps, "predicted_ms", None)
+        predicted_ms = steps.predicted_ms
         if predicted_ms is None:
             continue
         facts = {

@@ -37,7 +37,7 @@ _ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     *(({"mode": "shared"}, f"cases/bench_choice.py --only {number}") for number in range(NUM_CHOICES)),
     ({"nodes": 3}, "cases/bench_models.py --only mixtral"),
     ({"nodes": 4}, "cases/bench_models.py --only mixtral"),
-    *((_ALONE, f"cases/bench_stages.py --only {name}") for name in ("gpt2", "mixtral")),
+    *((_ALONE | {"inter": "100mbit"}, f"cases/bench_stages.py --only {name}") for name in ("gpt2", "mixtral")),
     *(({"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_one_word.py --only {name}") for name in ONE_WORD),
     *(
         ({"intra": "50mbit"}, f"cases/bench_layer.py --table2 --only {number}")
