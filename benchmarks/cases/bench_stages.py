@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models in pipeline stages: stock DeepSpeed beside our schedules, whole ``train_batch`` calls (the paper's figure 8).
 
-``cluster.py up --nodes 4 --ranks-per-node 1 --inter 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_stages.py
---only gpt2``, a job for each case. The first half of the ranks has the first stage; experts of a stage are spread over
-all its ranks. ``tutel`` has the fastest of four numbers of chunks, ``fsmoe`` and ``best`` have the autotuner's, which
-tries plans by whole batches. Weights and text are the same for all, and so are links: they have to be so slow that they
-and not the processors are what a batch waits for (the column ``machine_cpu_share``).
+``cluster.py up --nodes 4 --ranks-per-node 1 --inter 100mbit``, then ``cluster.py run --
+benchmarks/cases/bench_stages.py --only gpt2``, a job for each case. The first half of the ranks has the first stage;
+experts of a stage are spread over all its ranks. ``tutel`` has the fastest of four numbers of chunks, ``fsmoe`` and
+``best`` have the autotuner's, which tries plans by whole batches. Weights and text are the same for all, and so are
+links: they have to be so slow that they and not the processors are what a batch waits for (the column
+``machine_cpu_share``).
 
 Rows go to ``benchmarks/results/stages.csv``; what the autotuner predicted beside what was measured to
 ``benchmarks/results/stages_predicted.csv``.
