@@ -58,9 +58,14 @@ CASES = {
         "GPT2-like, 2 stages",
         Settings(Layer(B=1, L=128, M=512, ratio=4, f=1.25, ffn="gpt", E=4, k=2, layers=2)),
     ),
-    "mixtral": Case(
-        "Mixtral-like, 2 stages",
-        Settings(Layer(B=1, L=128, M=512, ratio=4, f=None, ffn="mixtral", E=4, k=2, layers=2)),
+    # With fewer gradients for as many tokens; a batch is of four micro-batches here, and of many more in training.
+    "gpt2-long": Case(
+        "GPT2-like, longer, 2 stages",
+        Settings(Layer(B=1, L=256, M=256, ratio=8, f=1.25, ffn="gpt", E=4, k=2, layers=2)),
+    ),
+    "mixtral-long": Case(
+        "Mixtral-like, longer, 2 stages",
+        Settings(Layer(B=1, L=256, M=256, ratio=6, f=None, ffn="mixtral", E=4, k=2, layers=2)),
     ),
     "tiny": Case("tiny, 2 stages", Settings(TINY)),
 }
@@ -143,7 +148,7 @@ def main() -> None:
     """Measure the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--only", nargs="*", default=["gpt2", "mixtral"], choices=list(CASES))
+    parser.add_argument("--only", nargs="*", default=["gpt2", "gpt2-long", "mixtral-long"], choices=list(CASES))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     args = parsed(parser)

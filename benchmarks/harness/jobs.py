@@ -19,6 +19,7 @@ _ON_THE_BED = (
 NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_CHOICES, NUM_INFERENCE, NUM_HALVES = 24, 12, 5, 6, 7
 JUDGED_LAYERS = (2, 4, 6, 9, 13, 15, 20, 23)
 """As in ``cases/bench_layer.py``, which takes torch to read."""
+STAGES = ("gpt2", "gpt2-long", "mixtral-long")
 ONE_WORD = ("gpt", "mixtral", "olmoe", "qwen3")
 MODELS = ("gpt2", "mixtral", "short", "long")
 _ALONE: dict[str, Any] = {"nodes": 4, "ranks_per_node": 1, "inter": "50mbit"}
@@ -37,7 +38,7 @@ _ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     *(({"mode": "shared"}, f"cases/bench_choice.py --only {number}") for number in range(NUM_CHOICES)),
     ({"nodes": 3}, "cases/bench_models.py --only mixtral"),
     ({"nodes": 4}, "cases/bench_models.py --only mixtral"),
-    *((_ALONE | {"inter": "100mbit"}, f"cases/bench_stages.py --only {name}") for name in ("gpt2", "mixtral")),
+    *((_ALONE | {"inter": "100mbit"}, f"cases/bench_stages.py --only {name}") for name in STAGES),
     *(({"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_one_word.py --only {name}") for name in ONE_WORD),
     *(
         ({"intra": "50mbit"}, f"cases/bench_layer.py --table2 --only {number}")
