@@ -19,7 +19,7 @@ _ON_THE_BED = (
 NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_CHOICES, NUM_INFERENCE, NUM_HALVES = 24, 12, 5, 6, 7
 JUDGED_LAYERS = (2, 4, 6, 9, 13, 15, 20, 23)
 """As in ``cases/bench_layer.py``, which takes torch to read."""
-STAGES = ("gpt2", "gpt2-long", "mixtral-long")
+STAGES = ("gpt2", "gpt2-long", "mixtral")
 ONE_WORD = ("gpt", "mixtral", "olmoe", "qwen3")
 MODELS = ("gpt2", "mixtral", "short", "long")
 _ALONE: dict[str, Any] = {"nodes": 4, "ranks_per_node": 1, "inter": "50mbit"}
