@@ -24,6 +24,8 @@ FEW = {"stock", "deepspeed", "best", "best, best layout"}
 VARIANTS = {
     "cases/bench_layer.py": {"layer": FEW, "layer_predicted": {"best"}},
     "cases/bench_models.py": {"models": FEW, "models_loss": FEW},
+    "cases/bench_stages.py": {"stages": {"stock", "deepspeed", "tutel", "fsmoe", "best"}},
+    "cases/bench_one_word.py": {"one_word": {"stock", "ours", "deepspeed", "tutel", "pipemoe_lina", "fsmoe"}},
     "cases/bench_gates.py": {"gates": {"stock", "ours", "ours, uncut", "stock, best layout", "ours, best layout"}},
     "cases/bench_interference.py": {"interference": {"alone", "uncoordinated", "on the lane"}},
     "cases/bench_timeline.py": {"timeline": {"deepspeed", "best"}},
@@ -36,7 +38,8 @@ VARIANTS = {
 JOBS = {
     "cases/bench_layer.py": (["--smoke"], ["layer", "layer_predicted"]),
     "cases/bench_models.py": (["--smoke"], ["models", "models_loss"]),
-    "cases/bench_models.py in stages": (["--smoke", "--stages", "2"], ["models", "models_loss"]),
+    "cases/bench_stages.py": (["--only", "tiny", "--blocks", "2"], ["stages", "stages_predicted"]),
+    "cases/bench_one_word.py": (["--only", "gpt", "--tiny", "--blocks", "2"], ["one_word", "one_word_operations"]),
     "cases/bench_operations.py": (["--smoke", "--steps", "2"], ["operations"]),
     "cases/bench_gates.py": (["--smoke", "--only", "xmoe"], ["gates"]),
     "cases/bench_interference.py": (["--steps", "3", "--tokens-bytes", "32768"], ["interference"]),

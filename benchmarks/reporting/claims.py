@@ -30,6 +30,7 @@ def claims(of: Results) -> Iterator[Claim]:
     yield from _about_the_figures(of)
     yield from _halves(of)
     yield from _rows(of)
+    yield from _stages(of)
     yield from _others(of)
 
 
@@ -193,6 +194,30 @@ def _halves(of: Results) -> Iterator[Claim]:
     ratios = (of.ratio_in("halves", "olmoe", variant, L=256) for variant in ("in halves", "kept"))
     shown = "OLMoE with its head, k = 4, 256 positions, routers' own choices"
     yield Claim(HALVES, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
+
+
+def _stages(of: Results) -> Iterator[Claim]:
+    short, long, mixtral = (
+        "GPT2-like, 2 stages",
+        "GPT2-like, longer, 2 stages",
+        "Mixtral-like, two blocks a stage",
+    )
+    ratios = [of.ratio_in("stages", mixtral, variant) for variant in ("fsmoe", "best", "tutel")]
+    yield Claim(
+        PAGE,
+        "`fsmoe` {} times as fast as stock, `best` {}, `tutel` {}, our layers with stock's schedule {}, since",
+        (*ratios, of.ratio("stages", mixtral, "deepspeed")),
+    )
+    ratios = [of.ratio_in("stages", case, variant) for variant in ("best", "fsmoe") for case in (short, long)]
+    yield Claim(PAGE, "`best` {}, and {} with longer sequences; `fsmoe` {} and {}. With one", tuple(ratios))
+
+    def off(cases: tuple[str, ...], what: str) -> Figure:
+        rows = [row for row in of.rows("stages_predicted") if row["case"] in cases]
+        worst = max(abs(float(row["predicted_ms"]) / float(row["measured_ms"]) - 1) for row in rows)
+        return Figure(format(worst, ".0%"), "stages_predicted", tuple(rows), f"{what}: off its prediction, at worst")
+
+    predicted = off((short, long), "GPT2-like"), off((mixtral,), "Mixtral-like")
+    yield Claim(PAGE, "is predicted within {}; a Mixtral-like one is predicted {} too long", predicted)
 
 
 _PREDICTED = (("dense_share", ".0%"), ("gain", ".2f"))
