@@ -204,6 +204,7 @@ def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, A
     return found | {"planned_with": planned_with, "chosen": chosen}
 
 
+@pytest.mark.slow
 @sampled("dispatch", ["rows", "slots"], kept=[0])
 def test_the_autotuner_compares_once_per_node_where_rows_are_sent(dispatch: str, tmp_path: Path) -> None:
     """It plans with the crossings that the tokens of the first forward had."""

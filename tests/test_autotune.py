@@ -298,6 +298,7 @@ def train_sharded(rank: int, world_size: int) -> tuple[Run, Run]:
     return train(rank, tuned(esp_size=2), case, steps=2), train(rank, {"esp_size": 2}, case, steps=2)
 
 
+@pytest.mark.slow
 def test_sharded_experts_on_four_ranks_are_tuned_while_gradients_are_looked_at(tmp_path: Path) -> None:
     found = run_on_ranks(train_sharded, 4, tmp_path / "ranks")
     for ours, plain in found:

@@ -104,6 +104,7 @@ DEEPSPEED: dict[str, str] = {
     "engine/engine.py": "subclasses DeepSpeed's engines",
     "engine/pipeline_engine.py": "subclasses DeepSpeed's engine for pipeline stages",
     "engine/entry_points.py": "stands in for DeepSpeed's initialize",
+    "engine/checks_at_start.py": "knows DeepSpeed's models in pipeline stages from others",
     "engine/compat.py": "holds and checks every private name of DeepSpeed",
     "engine/inference.py": "knows DeepSpeed's models in pipeline stages from others",
     "engine/run_record.py": "finds the layers of DeepSpeed's own engine",
@@ -143,7 +144,7 @@ WITHOUT_TORCH = (
     *("engine/__init__.py", "engine/command_line.py", "distributed/__init__.py", "distributed/launch_order.py"),
 )
 # Of the graph of rooms, files at the top level being rooms of their own, and of the package. Neither may grow.
-FLOORS, LINES = 12, 68_000
+FLOORS, LINES = 12, 66_300
 
 # In code as a string.
 READS_A_CLOCK = re.compile(r"(?m)(^|[;:])\s*(import [^\n;]*\btime\b|from time import|import timeit)|\btime\.[a-z_]+\(")

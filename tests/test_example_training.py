@@ -60,6 +60,7 @@ def main_job(folder: Path, start: Start, moe: str, config: str, steps: int = 25)
     return json.loads(metrics.read_text())
 
 
+@pytest.mark.slow
 @START
 @sampled("config", ["gpt_moe_small.json", "gpt_moe_small_bf16_zero2.json"], kept=[1])
 def test_the_main_job_learns_and_equals_stock(config: str, start: Start, tmp_path: Path) -> None:

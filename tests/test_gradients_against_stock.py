@@ -205,6 +205,7 @@ def beyond_stock() -> list[Pair]:
     return pairs
 
 
+@pytest.mark.slow
 @sampled("is_all", [False, True], kept=[0])
 def test_late_missing_and_unheard_of_gradients_are_exact(is_all: bool, tmp_path: Path) -> None:
     # Without a batch there are no dense gradients, and DeepSpeed's own reduction only knows at stage 0 what that means.
@@ -344,6 +345,7 @@ def taps(rank: int, runs: list[Run], delays: bool) -> Messages:
     return seen
 
 
+@pytest.mark.slow
 @sampled(
     "modes", [[(0, "adaptive"), (2, "dense_only")], [*zip(STAGES, MODES, strict=True)]], kept=[0], ids=["two", "all"]
 )

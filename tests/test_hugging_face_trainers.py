@@ -127,6 +127,7 @@ def trained(base: Path) -> Path:
     return base
 
 
+@pytest.mark.slow
 def test_lora_on_experts_is_trained_at_stage_3_resumed_elsewhere_merged_and_read_by_transformers(trained: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

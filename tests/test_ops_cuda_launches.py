@@ -25,6 +25,7 @@ def launches(ended: Ended) -> list[tuple[str, int, int, int]]:
     return [(kernel, *map(int, numbers)) for kernel, *numbers in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 16384, 2**33])
 @pytest.mark.parametrize("pointer", [SOMEWHERE, ODD], ids=["aligned", "odd"])
 def test_rows_of_the_largest_tensors_are_a_block_each(width: int, pointer: Address) -> None:

@@ -81,6 +81,7 @@ def take_slots(kernels: Kernels, priority: str, num_tokens: int, num_experts: in
 TAKEN = [("choice", 20), ("choice", 261), ("token", 261), ("score", 261), ("score", 520)]
 
 
+@pytest.mark.slow
 @sampled(("priority", "num_tokens"), TAKEN, kept=[0])
 def test_slots_are_taken_without_a_race(priority: str, num_tokens: int) -> None:
     take_slots(build("slots.cu", RACING), priority, num_tokens)

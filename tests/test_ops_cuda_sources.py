@@ -72,6 +72,7 @@ def checked_syntax(source: Path, standard: str, folder: Path) -> subprocess.Comp
     return subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 @sampled("standard", ("c++17", "c++20"), kept=[-1])
 def test_the_bindings_are_right_by_torchs_headers(standard: str, tmp_path: Path) -> None:
     done = checked_syntax(FOLDER / "bindings.cpp", standard, tmp_path)

@@ -129,6 +129,7 @@ def trained(rank: int, world_size: int, gates: list[dict[str, Any] | None]) -> d
     return found
 
 
+@pytest.mark.slow
 @needs_compiler
 @sampled("gates", [GATES[:2], GATES], kept=[0], ids=["of each kind", "all"])
 def test_training_is_the_same_and_the_report_says_which_ops_it_has(gates: list, tmp_path: Path) -> None:
