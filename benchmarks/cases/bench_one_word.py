@@ -58,15 +58,23 @@ class Whole(Model):
     """A whole model at a stage of ZeRO. ``family`` may be ``"gpt"``: DeepSpeed's own layers, over all ranks."""
 
     stage: int = 1
+    micro_batches: int = 1
+    """Of a step, whose gradients are added up before they are sent."""
     capacity_factor: float = 1.25
     """Of the GPT; the others drop nothing."""
 
 
 CASES = {
     "gpt": Case("GPT, k 2, H 4 M", Whole("gpt", 3, B=2, L=128, M=256, H=1024, E=8, k=2, vocabulary=256, stage=1)),
-    "mixtral": Case("Mixtral, k 2, H 3.5 M", Whole("mixtral", 3, B=2, L=128, M=256, H=896, E=8, k=2, stage=1)),
-    "olmoe": Case("OLMoE, k 8, H 0.5 M", Whole("olmoe", 3, B=2, L=128, M=256, H=128, E=32, k=8, stage=2)),
-    "qwen3": Case("Qwen3, k 8, H 0.75 M", Whole("qwen3", 3, B=2, L=128, M=256, H=192, E=32, k=8, stage=3)),
+    "mixtral": Case(
+        "Mixtral, k 2, H 3.5 M", Whole("mixtral", 2, B=4, L=128, M=128, H=448, E=8, k=2, stage=1, micro_batches=2)
+    ),
+    "olmoe": Case(
+        "OLMoE, k 8, H 0.5 M", Whole("olmoe", 2, B=4, L=128, M=128, H=64, E=64, k=8, stage=2, micro_batches=2)
+    ),
+    "qwen3": Case(
+        "Qwen3, k 8, H 0.75 M", Whole("qwen3", 2, B=4, L=128, M=128, H=96, E=32, k=8, stage=3, micro_batches=2)
+    ),
 }
 
 
@@ -93,6 +101,7 @@ class Training:
         module = self._module()
         base = {
             "train_micro_batch_size_per_gpu": model.B,
+            "gradient_accumulation_steps": model.micro_batches,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
             "zero_optimization": {"stage": model.stage},
             "steps_per_print": 1_000_000,
@@ -125,8 +134,9 @@ class Training:
 
     def __call__(self) -> None:
         self.groups.put()
-        self.engine.backward(self._loss())
-        self.engine.step()
+        for _ in range(self._model.micro_batches):
+            self.engine.backward(self._loss())
+            self.engine.step()
 
     def _loss(self) -> torch.Tensor:
         if self._model.family == "gpt":
@@ -148,12 +158,13 @@ class Training:
             operations = Operations()
             dist.barrier()
             with operations.watched(operation_of):
-                with operations.phase("forward"):
-                    loss = self._loss()
-                with operations.phase("backward"):
-                    self.engine.backward(loss)
-                with operations.phase("step"):
-                    self.engine.step()
+                for _ in range(self._model.micro_batches):
+                    with operations.phase("forward"):
+                        loss = self._loss()
+                    with operations.phase("backward"):
+                        self.engine.backward(loss)
+                    with operations.phase("step"):
+                        self.engine.step()
             found.append([operations.of(name) for name in OPERATIONS])
         times_s = torch.tensor(found, dtype=torch.float64)
         dist.all_reduce(times_s)
@@ -219,7 +230,7 @@ def main() -> None:
     """Measure the models that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=2, help="of each variant in a block")
+    parser.add_argument("--steps", type=int, default=1, help="of each variant in a block")
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--variants", nargs="*", help="besides stock (all)")
     parser.add_argument("--tiny", action="store_true", help="to see that all runs")
