@@ -205,10 +205,15 @@ def write_tuning(case: Case, named: dict[str, Training], file: Path) -> None:
         tuner = getattr(getattr(training.engine, "fsmoe", None), "autotune", None)
         if tuner is None or not tuner.outcome.num_steps:
             continue
+        kept_ms = tuner.outcome.baseline_ms if tuner.outcome.is_stock else tuner.outcome.kept_ms
         facts = {
             "measured_s": f"{tuner.outcome.took_s:.1f}",
             "operations": str(tuner.num_measured),
             "steps_of_trials": str(tuner.outcome.num_steps),
+            # Of forwards and backwards of a step, as trials see them: without the optimizer and what follows it.
+            "predicted_ms": "" if tuner.step is None else f"{tuner.step.chosen_ms:.1f}",
+            "bound_ms": "" if tuner.step is None else f"{tuner.step.bound_ms:.1f}",
+            "in_trials_ms": "" if kept_ms is None else f"{kept_ms:.1f}",
             "said": tuner.describe(),
         }
         row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": case.name, "variant": name} | facts
