@@ -165,7 +165,7 @@ DEFINED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "method"), DEFINED, ids=".".join)
+@pytest.mark.parametrize(("name", "method"), DEFINED, ids=[".".join(each) for each in DEFINED])
 def test_a_method_that_users_define_or_call_says_what_it_is_given(name: str, method: str) -> None:
     public = getattr(ds_fsmoe, name)
     shown = inspect.getdoc(getattr(public, method)) or ""  # that of the parent, where a class defines it again
@@ -189,7 +189,7 @@ def test_errors_in_the_reference_are_of_the_kinds_that_stand_beside_them() -> No
 
 
 def what_an_engine_lacks(rank: int, world_size: int, words: list[str]) -> list[str]:
-    model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+    model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, ep_size=world_size, k=2)
     block = {"enabled": True, "ops": "reference", "autotune": True, "placement": "balanced"}
     ds_config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, *_ = ds_fsmoe.initialize(
@@ -214,7 +214,7 @@ def test_an_engine_has_what_the_reference_says(tmp_path: Path) -> None:
     table = REFERENCE.split("| `engine.fsmoe` | what it is |")[1].split("\n\n")[0]
     words = [word for row in re.findall(r"(?m)^\| (`.*?`) \|", table) for word in re.findall(r"`([^`]+)`", row)]
     assert len(words) > 8
-    assert run_on_ranks(what_an_engine_lacks, 1, tmp_path, words) == [[]]
+    assert run_on_ranks(what_an_engine_lacks, 2, tmp_path, words) == [[], []]
 
 
 def failures_on_a_rank(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
