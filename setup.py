@@ -93,13 +93,14 @@ setup(
             "peft>=0.21",
             "pip",
             "pre-commit",
+            "pyyaml",
             "ruff",
             "scikit-learn",
             "selenium",
             "setuptools>=77",
             "trl>=1.16",
         ],
-        "dev-planning": ["hypothesis", "pytest>=8", "pytest-xdist"],
+        "dev-planning": ["hypothesis", "ipykernel", "nbclient", "pytest>=8", "pytest-xdist"],
     },
     # Builders and sources travel inside the package. A top-level op_builder would collide with the one in DeepSpeed's
     # source tree.

@@ -19,7 +19,9 @@ from ds_fsmoe.cli import COMMANDS
 from ds_fsmoe.config.reading import ConfigError, read_block
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
