@@ -81,7 +81,7 @@ setup(
             "tqdm",
         ],
         "hf": ["transformers>=5.12"],
-        "plot": ["matplotlib"],
+        "plot": ["altair>=6", "jinja2", "matplotlib", "vl-convert-python>=1.9"],
         "mpi": ["mpi4py"],
         "dev": [
             "ds_fsmoe[dev-planning,hf,mpi,plot]",
@@ -112,7 +112,10 @@ setup(
     ],
     package_dir={"ds_fsmoe.ops.op_builder": "op_builder", "ds_fsmoe.ops.csrc": "csrc"},
     package_data={
-        "ds_fsmoe": ["py.typed", "config/*.pyi", "planning/clusters/*.json", "planning/models/*.json"],
+        "ds_fsmoe": [
+            *("py.typed", "config/*.pyi", "planning/clusters/*.json", "planning/models/*.json"),
+            "reporting/templates/*",
+        ],
         "ds_fsmoe.ops.csrc": ["**/*.cpp", "**/*.h", "**/*.cu", "**/*.cuh"],
     },
     include_package_data=False,

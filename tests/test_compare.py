@@ -92,8 +92,9 @@ def test_an_untouched_script_is_compared_with_itself(
         assert f"by {layer}" in (out / kind / "log.txt").read_text()
     assert main(["report", str(out)]) == 0
     page = (out / "report.html").read_text()
-    assert "critical path, stock DeepSpeed" in page
-    assert "critical path, ds_fsmoe, best" in page
+    assert "<th>critical path, ms</th><th>stock DeepSpeed</th><th>ds_fsmoe, best</th>" in page
+    assert "Gain, turn by turn" in page
+    assert "<td>fsmoe.enabled</td><td>false</td><td>true</td>" in page
 
 
 def test_the_two_configs_differ_in_enabled_alone(config: Path, tmp_path: Path) -> None:

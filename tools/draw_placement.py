@@ -6,15 +6,19 @@ python tools/draw_placement.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import vl_convert
 
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.placement_costs import Seen
 from ds_fsmoe.planning.placement_policies import Allowed, balanced
+from ds_fsmoe.reporting.charts import Chart
 from ds_fsmoe.reporting.loads import rows_of_ranks
-from ds_fsmoe.reporting.pictures import draw_ranks
+from ds_fsmoe.reporting.rank_charts import draw_ranks
 from ds_fsmoe.routes.made import choices
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "placement.png"
@@ -41,6 +45,25 @@ def placements() -> dict[str, ExpertPlacement]:
     return found
 
 
+def above_each_other(charts: Sequence[Chart]) -> dict[str, Any]:
+    """Return one chart of several, on white; the names of their data get numbers, so that they are told apart."""
+
+    def numbered(value: Any, number: int) -> Any:
+        if isinstance(value, list):
+            return [numbered(each, number) for each in value]
+        if not isinstance(value, dict):
+            return value
+        data = {"data": {"name": f"{number} {value['data']['name']}"}} if "data" in value else {}
+        return {name: numbered(each, number) for name, each in value.items() if name != "data"} | data
+
+    parts, datasets = [], {}
+    for number, each in enumerate(charts):
+        rest = {name: value for name, value in each.spec.items() if name not in ("datasets", "autosize")}
+        parts.append(numbered(rest, number) | {"width": 640})
+        datasets |= {f"{number} {name}": rows for name, rows in each.spec["datasets"].items()}
+    return {"vconcat": parts, "datasets": datasets, "config": {"view": {"stroke": None}, "title": {"anchor": "start"}}}
+
+
 def main() -> None:
     """Write the picture, and print what the fullest rank has and how many experts have moved or replicas."""
     panels = []
@@ -52,7 +75,7 @@ def main() -> None:
         num_moved = sum(each.rank_of_place(new) != start.rank_of_place(old) for new, old in homes)
         over = max(loads) / (sum(loads) / len(loads))
         print(f"{title}: fullest rank {over:.2f}, {num_moved} experts moved, {each.num_replicas} replicas")
-    draw_ranks(panels, FILE)
+    FILE.write_bytes(vl_convert.vegalite_to_png(above_each_other(draw_ranks(panels)), scale=1.5))
     print(FILE)
 
 

@@ -43,7 +43,7 @@ from ds_fsmoe.engine.command_line import HELP as HELP_ON_BLOCK
 from ds_fsmoe.engine.command_line import OPTION
 from ds_fsmoe.files.runs import RUN, STEPS, Run, read_run
 from ds_fsmoe.reporting.comparison import StepTimes, losses_of, settled_after, step_times_ms, times_of
-from ds_fsmoe.reporting.turns import FEWEST_STEPS, Turn, interval_of, middle, order_of, turn_of
+from ds_fsmoe.reporting.turns import FEWEST_STEPS, Turn, interval_of, middle, order_of, read_turns
 from ds_fsmoe.reporting.verdict import BLOCK, Interval, disturbance, ratio_interval, reasons, winner
 
 HELP = "your training command with and without the block: speed, losses, where the time went"
@@ -260,7 +260,7 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
     rows.append(("ratio", *(f"{a / b:.2f}x" if b > 0 and a > 0 else "-" for a, b in ratios)))
     print()
     print_table((f"medians of {times[0].num_steps} steps, ms", "step", *names), rows)
-    found = _read_turns(turns)
+    found = None if turns is None else read_turns(turns, STOCK, OURS)
     interval = _print_turns(*found) if found else _print_one_after_another(stock, ours, after, times[0], times[1])
     if interval is None or interval.low <= 1:
         for reason in reasons(stock, ours, times[0]):
@@ -277,15 +277,6 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
             if step is not None:
                 print(f"losses of {run.name} are not finite from step {step} on")
     return 0
-
-
-def _read_turns(folder: Path | None) -> tuple[list[Turn], int] | None:
-    """Return the turns that count, and how many there were; ``None`` if there are none."""
-    folders = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
-    if not folders:
-        return None
-    found = [turn_of(i, read_run(each / STOCK), read_run(each / OURS)) for i, each in enumerate(folders)]
-    return [each for each in found if each is not None], len(folders)
 
 
 def _print_turns(turns: Sequence[Turn], num_run: int) -> Interval | None:

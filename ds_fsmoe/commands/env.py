@@ -82,6 +82,7 @@ def package_rows() -> list[Row]:
         ("numpy", ""),
         ("scipy", ""),
         ("matplotlib", "needed for pictures"),
+        *((name, "needed for pages of runs") for name in ("altair", "jinja2", "vl-convert-python")),
         ("pydantic", "needed for training"),
     ):
         found = _installed(name)

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deepspeed.moe.layer import MoE
+from torch import nn
 
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError, shown
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.topology import rank_now
+from ds_fsmoe.engine.compat import load_ds_config
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.call_observer import trace_folder
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer
+from ds_fsmoe.telemetry.surroundings import config_of
 
 _made: list[Record] = []
 """The latest record of this process."""
@@ -36,8 +40,9 @@ def watch_ours(engine: Any) -> None:
     }
     facts = {"schedule": state.block.schedule, "chosen": state.chosen(), "layers": layers}
     facts["why_untuned"] = state.why_untuned
-    record = _record(engine, state.block, facts)
+    record = _record(engine, state.block, facts, next(iter(state.layers.values()), None))
     if record is not None:
+        record.steps.tell_tuning(lambda: state.autotune is not None and state.autotune.is_at_work)
         state.telemetry.record = record
         state.telemetry.plans_changed()
 
@@ -50,9 +55,10 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
         ConfigError: the folder of the record cannot be written to; raised on every rank.
         OSError: the folder of the trace cannot be written to.
     """
-    found = ((path, each) for path, each in engine.module.named_modules() if isinstance(each, MoE))
+    found = [(path, each) for path, each in engine.module.named_modules() if isinstance(each, MoE)]
     layers = {f"L{index:02d}": _layer(path, each) for index, (path, each) in enumerate(found)}
-    watching: list[Record | StockTracer | None] = [_record(engine, block, {"layers": layers})]
+    first = found[0][1] if found else None
+    watching: list[Record | StockTracer | None] = [_record(engine, block, {"layers": layers}, first)]
     if block.trace.enabled:
         asked = block.trace
         watching.append(StockTracer(engine, trace_folder(block), rank_now(), asked.start_step, asked.num_steps))
@@ -69,7 +75,7 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
         engine.destroy = outer
 
 
-def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any]) -> Record | None:
+def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: nn.Module | None) -> Record | None:
     asked = block.record
     if asked.dir is None and not asked.stop_after:
         return None
@@ -80,9 +86,11 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any]) -> Record | N
         return None
     folder = None if asked.dir is None else Path(asked.dir)
     facts |= {"block": block.model_dump(exclude_unset=True)}
+    with suppress(Exception):  # a config of whatever kind; without it the page says less
+        facts["config"] = config_of(load_ds_config(engine.config)) | {"fsmoe": facts["block"]}
     problem, record = "", None
     try:
-        record = Record(engine, folder, asked.stop_after, rank_now(), facts)
+        record = Record(engine, folder, asked.stop_after, rank_now(), facts, first_layer)
     except OSError as error:
         problem = f"fsmoe.record.dir = {shown(asked.dir)}: cannot be written to: {error}"
     # Rank 0 alone writes, and no rank may go on into a collective without it.

@@ -6,6 +6,12 @@ from __future__ import annotations
 from ds_fsmoe.files.json_shapes import Map, Shape, is_number, is_text, is_whole, or_none, some
 
 _BOTH = {"predicted_ms": is_number, "measured_ms": is_number}
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 _LOAD = {
     "tokens_E": some(is_number),
     "dropped_share": is_number,
@@ -17,6 +23,8 @@ STEP: Shape = {
     "step": is_whole,
     "loss?": or_none(is_number),
     **{f"{part}_ms?": is_number for part in ("step", "forward", "backward", "optimizer")},
+    **{f"{name}?": is_whole for name in ("samples", "tokens_of_rank", "memory_bytes", "memory_peak_bytes")},
+    "is_tuning?": _is_flag,
 }
 ROUTER: Shape = {"step": is_whole, "layers": Map(_LOAD)}
 COMPARED: Shape = {
@@ -57,6 +65,7 @@ _CHOICE = {
     "runner_up": lambda value: value is None or is_whole(value) or is_text(value),
     "runner_up_ms": or_none(is_number),
     "uncut_ms": is_number,
+    "bound_by?": is_text,
 }
 _FIT = {
     "operation": is_text,
@@ -65,7 +74,15 @@ _FIT = {
     "lines": [{"alpha_ms": is_number, "beta_ms": is_number}],
     "typical_share": is_number,
     "worst_share": is_number,
-    "is_good": lambda value: isinstance(value, bool),
+    "is_good": _is_flag,
+}
+_TRIED = {
+    "name": is_text,
+    "step_ms": is_number,
+    "num_steps": is_whole,
+    "is_kept": _is_flag,
+    "is_baseline?": _is_flag,
+    "times_ms?": [is_number],
 }
 _PREDICTED = ("chosen_ms", "deepspeed_ms", "bound_ms", "gradients_ms", "exposed_ms")
 
@@ -79,10 +96,19 @@ PLANS: dict[str, Shape] = {
     "num_measured": is_whole,
     "took_s": is_number,
     "fits": [_FIT],
+    "trials": [[_TRIED]],
+    "gain": or_none({"ratio": is_number, "low": is_number, "high": is_number, "num_turns": is_whole}),
+    "hints": [is_text],
 }
 FACTS: dict[str, Shape] = {
     "schedule": is_text,
     "layers": lambda value: isinstance(value, dict),
     "batch": lambda value: isinstance(value, dict),
     "chosen": Map(is_text),
+    "config": lambda value: isinstance(value, dict),
+    "block": lambda value: isinstance(value, dict),
+    "command": [is_text],
+    "commit": or_none(is_text),
+    "memory": is_text,
+    "token_ranks": is_whole,
 }

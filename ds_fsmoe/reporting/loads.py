@@ -8,22 +8,27 @@ Letters: E experts, G ranks that share them, P places of experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ds_fsmoe.files.runs import Run
 from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
-from ds_fsmoe.reporting import pictures
+from ds_fsmoe.reporting.charts import Chart, draw_heat, draw_lines
+from ds_fsmoe.reporting.rank_charts import draw_ranks
 
 if TYPE_CHECKING:
     from ds_fsmoe.reporting.page import Page
 
 _MOST_ROWS = 30
 """The decisions that a table has at most."""
+_MOST_LAYERS = 12
+"""The layers that are drawn at most."""
+MOST_CELLS = 6000
+"""The cells that the picture of a layer has at most; of more steps every so manieth is drawn."""
 
 
 def loads(page: Page, run: Run) -> None:
@@ -31,13 +36,34 @@ def loads(page: Page, run: Run) -> None:
     if not run.routers:
         return
     page.heading("Load of experts")
-    rows = run.routers
-    page.picture("loads", "tokens per expert over steps", lambda file: pictures.draw_loads(rows, file))
-    last = rows[-1]
+    page.paragraph("Orange: an expert got more tokens than the mean of its layer, up to twice as many; blue: fewer.")
+    page.charts([_heat(layer, run.routers) for layer in _most_uneven(page, run.routers)])
+    last = run.routers[-1]
     page.table(
         (f"step {last['step']}", "tokens per expert", "fullest", "variation", "dropped", "aux loss", "entropy"),
         ((name, *_load_cells(load)) for name, load in last["layers"].items()),
     )
+
+
+def _most_uneven(page: Page, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the layers that are drawn: where there are many, those whose experts differ most in the last step."""
+    layers = list(dict.fromkeys(name for row in rows for name in row["layers"]))
+    if len(layers) <= _MOST_LAYERS:
+        return layers
+    last = rows[-1]["layers"]
+    found = sorted(layers, key=lambda each: -max(last[each]["tokens_E"]) / (sum(last[each]["tokens_E"]) or 1.0))
+    page.paragraph(f"Of the {len(layers)} layers the {_MOST_LAYERS} with the fullest experts are drawn.")
+    return [each for each in layers if each in found[:_MOST_LAYERS]]
+
+
+def _heat(layer: str, rows: Sequence[Mapping[str, Any]]) -> Chart:
+    own = [(row["step"], row["layers"][layer]["tokens_E"]) for row in rows if layer in row["layers"]]
+    own = own[:: math.ceil(len(own) * len(own[0][1]) / MOST_CELLS)]
+    shares_NE = [[each / (sum(tokens) / len(tokens) or 1.0) for each in tokens] for _, tokens in own]
+    if len({len(each) for each in shares_NE}) > 1:
+        raise ValueError(f"{layer} has different numbers of experts in different steps")
+    about = f"tokens per expert of {layer} over steps"
+    return draw_heat(about, layer, [step for step, _ in own], shares_NE, "expert", "tokens over the mean")
 
 
 def _load_cells(load: Mapping[str, Any]) -> tuple[str, ...]:
@@ -123,12 +149,10 @@ def placement(page: Page, run: Run) -> None:
     drawn = [each.fullest for each in changes if "places" in each.fullest]
     if drawn:
         panels = _before_and_after(drawn[0])
-        about = f"rows of each rank by expert, before and after the first change of {drawn[0]['layer']}"
-        page.picture("placement", about, partial(pictures.draw_ranks, panels))
+        page.charts(draw_ranks(panels))
     if len(decisions) > 1:
-        lines = _balance_lines(decisions)
-        draw = partial(pictures.draw_lines, lines, "fullest rank / mean", from_zero=True)
-        page.picture("balance", "rows of the fullest rank over the mean, over steps", draw)
+        about = "rows of the fullest rank over the mean, over steps"
+        page.chart(draw_lines(about, _balance_lines(decisions), "fullest rank / mean", from_zero=True))
 
 
 _HEADS = (

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows recorded routing: load, skew and drift of each layer, as a table and as pictures."""
+"""Shows recorded routing: load, skew and drift of each layer, as a table and as charts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ds_fsmoe.reporting import pictures
+from ds_fsmoe.reporting.charts import Chart, draw_heat, draw_lines
+from ds_fsmoe.reporting.loads import MOST_CELLS
 from ds_fsmoe.reporting.page import Page
 from ds_fsmoe.routes.load import LayerLoad, loads_of, mean_of
 from ds_fsmoe.routes.recorded import Recording, read_routing
@@ -52,7 +54,7 @@ def add_routing(page: Page, path: Path) -> list[str]:
     page.heading("Routing")
     page.paragraph(about)
     for problem in recording.problems:
-        page.paragraph(problem, "warn")
+        page.warn(problem)
     rows = [_row(each) for each in loads]
     page.table(_HEADS, rows)
     page.paragraph(_WORDS)
@@ -117,20 +119,17 @@ def _draw(page: Page, loads: Sequence[LayerLoad], steps: Sequence[int]) -> None:
     names = [each.layer.path for each in worst]
     if len(loads) > len(worst):
         page.paragraph(f"Of the {len(loads)} layers the {len(worst)} most skewed are drawn.")
-    page.picture(
-        "routing_skew",
-        "fullest expert over the mean, over steps",
-        lambda file: pictures.draw_lines({name: skews[name] for name in names}, "fullest expert / mean", file, True),
-    )
+    about = "fullest expert over the mean, over steps"
+    page.chart(draw_lines(about, {name: skews[name] for name in names}, "fullest expert / mean", from_zero=True))
     if len(steps) > 1:
-        page.picture(
-            "routing_drift",
-            "share of choices on other experts than in the step before",
-            lambda file: pictures.draw_lines({name: drifts[name] for name in names}, "drift", file, True),
-        )
-    for number, each in enumerate(worst):
-        page.picture(
-            f"routing_load_{number}",
-            f"load of the experts of {each.layer.path} over steps",
-            lambda file, each=each: pictures.draw_load(each.load_NE, steps, each.layer.path, file),
-        )
+        about = "share of choices on other experts than in the step before"
+        page.chart(draw_lines(about, {name: drifts[name] for name in names}, "drift", from_zero=True))
+    page.charts([_heat(each, steps) for each in worst])
+
+
+def _heat(load: LayerLoad, steps: Sequence[int]) -> Chart:
+    stride = math.ceil(load.load_NE.size / MOST_CELLS)
+    mean_N1 = load.load_NE.mean(axis=1, keepdims=True)
+    share_NE = (load.load_NE / mean_N1.clip(min=1e-9))[::stride].tolist()
+    about = f"load of the experts of {load.layer.path} over steps"
+    return draw_heat(about, load.layer.path, steps[::stride], share_NE, "expert", "load over the mean")

@@ -11,10 +11,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from scipy.special import stdtrit
 
-from ds_fsmoe.files.runs import Run
+from ds_fsmoe.files.runs import Run, read_run
 from ds_fsmoe.reporting.comparison import settled_after, times_of
 from ds_fsmoe.reporting.verdict import CONFIDENCE, FEWEST_BLOCKS, Interval
 
@@ -51,6 +52,23 @@ def turn_of(number: int, stock: Run, ours: Run) -> Turn | None:
         return None
     num_steps = min(each.num_steps for each in times if each)
     return Turn(number, num_steps, times[0].step_ms, times[1].step_ms) if num_steps >= FEWEST_STEPS else None
+
+
+def read_turns(folder: Path, stock: str, ours: str) -> tuple[list[Turn], int] | None:
+    """Return the turns that count, and how many were run; ``None`` if there are none.
+
+    Args:
+        folder: the folder with a folder for each turn.
+        stock, ours: the names of the folders of the runs of a turn.
+
+    Raises:
+        NoRunError: a run of a turn has recorded nothing.
+    """
+    folders = sorted(folder.iterdir()) if folder.is_dir() else []
+    if not folders:
+        return None
+    found = [turn_of(i, read_run(each / stock), read_run(each / ours)) for i, each in enumerate(folders)]
+    return [each for each in found if each is not None], len(folders)
 
 
 def middle(turns: Sequence[Turn]) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.files.runs import (
@@ -34,7 +35,9 @@ from ds_fsmoe.files.runs import (
     write_json,
 )
 from ds_fsmoe.telemetry.routers import LayerLoad
+from ds_fsmoe.telemetry.step_facts import TokenCount, memory_reader
 from ds_fsmoe.telemetry.steps import StepLog
+from ds_fsmoe.telemetry.surroundings import command_of, commit_of
 from ds_fsmoe.versions import VERSION
 
 logger = logging.getLogger("ds_fsmoe")
@@ -54,17 +57,25 @@ class Record:
         stop_after: the number of optimizer steps after which the process ends; 0: never.
         rank: the rank of this process.
         facts: what ran, for ``run.json``.
+        first_layer: the first MoE layer, at which tokens are counted; ``None``: there is none on this rank.
 
     Raises:
         OSError: the folder cannot be written to.
     """
 
     def __init__(
-        self, engine: Any, folder: Path | None, stop_after: int, rank: int, facts: Mapping[str, Any] | None = None
+        self,
+        engine: Any,
+        folder: Path | None,
+        stop_after: int,
+        rank: int,
+        facts: Mapping[str, Any] | None = None,
+        first_layer: nn.Module | None = None,
     ) -> None:
         self._folder = folder if rank == 0 else None
         self.is_open = True
-        self._facts = _about(engine) | dict(facts or {})
+        # Rank 0 alone writes; nobody else need look.
+        self._facts = {} if self._folder is None else _about(engine) | dict(facts or {})
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             traces = self._folder / TRACE
@@ -73,7 +84,8 @@ class Record:
             write_json(self._folder / RUN, self._facts)
         file = None if self._folder is None else self._folder / STEPS
         # Where reading a time makes nobody wait, a process that is killed leaves all its steps.
-        self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after)
+        tokens = TokenCount(first_layer) if file is not None and first_layer is not None else None
+        self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, tokens)
         self.steps.at_stop = self.close
         atexit.register(self._at_exit)
 
@@ -143,7 +155,8 @@ def _about(engine: Any) -> dict[str, Any]:
         "format": FORMAT,
         "schedule": STOCK,
         "began": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": sys.argv,
+        "command": command_of(sys.orig_argv),
+        "commit": commit_of(sys.argv[0]),
         "ds_fsmoe": VERSION,
         "deepspeed": version("deepspeed"),
         "torch": torch.__version__,
@@ -154,12 +167,17 @@ def _about(engine: Any) -> dict[str, Any]:
         "zero_stage": engine.zero_optimization_stage(),
         "dtype": str(next((each.dtype for each in engine.module.parameters()), "")).removeprefix("torch."),
     }
+    memory = memory_reader(engine.device)
+    if memory is not None:
+        facts["memory"] = memory[0]
     with suppress(Exception):  # whatever a batch of this engine is
         facts["batch"] = {
             "micro_per_rank": engine.train_micro_batch_size_per_gpu(),
             "accumulation": engine.gradient_accumulation_steps(),
             "all": engine.train_batch_size(),
         }
+        # The ranks of a model that is cut get the same tokens, or none.
+        facts["token_ranks"] = engine.seq_dp_world_size
     return facts
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs a line for each optimizer step of an engine, DeepSpeed's own or ours: its loss, and the times of its parts.
+"""Logs a line for each optimizer step of an engine, DeepSpeed's own or ours: its loss, the times of its parts, the
+tokens of this rank, and memory.
 
 The engine's own methods are wrapped, so that stock and ours are measured in the same way. Times are those
 of this rank, from stamp to stamp: the host's clock on a CPU, events on CUDA, which are read when lines are written.
@@ -19,6 +20,7 @@ import torch
 
 from ds_fsmoe.files.runs import append_lines
 from ds_fsmoe.observing.spans import clock_of
+from ds_fsmoe.telemetry.step_facts import TokenCount, memory_reader
 
 logger = logging.getLogger("ds_fsmoe")
 
@@ -34,9 +36,12 @@ class StepLog:
         file: the file of lines; ``None``: this rank writes none.
         write_every: the number of steps between writes, so that the host seldom waits for the device.
         stop_after: the number of optimizer steps after which the process ends; 0: never.
+        tokens: the count of tokens; ``None``: nothing counts them.
     """
 
-    def __init__(self, engine: Any, file: Path | None, write_every: int, stop_after: int) -> None:
+    def __init__(
+        self, engine: Any, file: Path | None, write_every: int, stop_after: int, tokens: TokenCount | None = None
+    ) -> None:
         self._engine = engine
         self._file = file
         self._write_every = write_every
@@ -48,6 +53,10 @@ class StepLog:
         self._losses: list[torch.Tensor] = []
         self._last: Any = self._stamp()
         self._waiting: list[dict[str, Any]] = []
+        self._tokens = tokens
+        self._memory = memory_reader(engine.device)
+        self._tunes: Callable[[], bool] = lambda: False
+        self._is_tuning = False
         self.at_stop: Callable[[], None] = lambda: None
         """The function that is called before the process ends because of ``stop_after``."""
         # Of its class: what an engine does not have it looks for in the user's model.
@@ -56,6 +65,14 @@ class StepLog:
         else:
             for method, part in PARTS.items():
                 self._wrap(method, functools.partial(self._timed, part))
+
+    def tell_tuning(self, tunes: Callable[[], bool]) -> None:
+        """Mark steps in which something is measured or tried.
+
+        Args:
+            tunes: a function that tells it of the step that comes next.
+        """
+        self._tunes, self._is_tuning = tunes, tunes()
 
     def _wrap(self, name: str, around: Callable[..., Any]) -> None:
         inner = getattr(self._engine, name)
@@ -97,6 +114,7 @@ class StepLog:
         if self._file is not None:
             now = self._stamp()
             row = {"step": engine.global_steps, "samples": engine.global_samples, "unix_s": time.time()}
+            row |= self._facts()
             self._waiting.append(row | {"stamps": (self._last, now), "parts": self._open, "losses": self._losses})
             self._last, self._open, self._losses = now, [], []
             if len(self._waiting) >= self._write_every:
@@ -108,6 +126,18 @@ class StepLog:
             if self._file is not None:
                 logger.info("fsmoe.record.stop_after = %d: the job ends here", self._stop_after)
             raise SystemExit(0)
+
+    def _facts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._tokens is not None:
+            found["tokens_of_rank"] = self._tokens.take()
+        if self._memory is not None:
+            found["memory_bytes"], found["memory_peak_bytes"] = self._memory[1]()
+        # As it was when the step began: the call that ends a trial comes ahead of this one.
+        if self._is_tuning:
+            found["is_tuning"] = True
+        self._is_tuning = self._tunes()
+        return found
 
     def write(self) -> None:
         """Write the lines that have not been written yet. This waits for the device."""

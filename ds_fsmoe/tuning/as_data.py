@@ -55,6 +55,8 @@ def plans_as_data(pipelines: Mapping[str, Pipeline], autotune: Autotune | None) 
         "num_measured": autotune.num_measured,
         "choices": [each for row in autotune.rows for each in _choices(row)],
         "trials": [[asdict(each) for each in of_round] for of_round in autotune.tried],
+        "gain": None if autotune.outcome.gain is None else asdict(autotune.outcome.gain),
+        "hints": list(autotune.hints),
         "fits": _fits(autotune.rows),
     }
 
@@ -176,6 +178,7 @@ def _choices(row: Row) -> list[dict[str, Any]]:
             "runner_up": choice.runner_up,
             "runner_up_ms": choice.runner_up_ms,
             "uncut_ms": choice.uncut_ms,
+            "bound_by": choice.bottleneck,
             "alltoall": row.alltoall,
             "asked": asked,
         }

@@ -53,6 +53,8 @@ class Tried:
     is_kept: bool
     is_baseline: bool = False
     """Whether it is the one that the others are compared with."""
+    times_ms: tuple[float, ...] = ()
+    """The time of each of its steps, in their order."""
 
 
 class Trials:
@@ -211,7 +213,14 @@ class Trials:
             kept: the plan that stays.
         """
         seen = [
-            Tried(self.names[plan], statistics.median(times_ms), len(times_ms), plan == kept, plan == self.baseline)
+            Tried(
+                self.names[plan],
+                statistics.median(times_ms),
+                len(times_ms),
+                is_kept=plan == kept,
+                is_baseline=plan == self.baseline,
+                times_ms=tuple(times_ms),
+            )
             for plan, times_ms in enumerate(self.times_ms)
             if times_ms
         ]
