@@ -339,11 +339,6 @@ NOT_MEASURED = (
     Excuse("docs/planning.md", "# Planning: what would it give on my machines?", OF_OTHERS),
     Excuse("docs/planning.md", "# How to read the plan", SIMULATED),
     Excuse("docs/planning.md", "# The paper's evaluation", SIMULATED),
-    Excuse(
-        "docs/quickstart.md",
-        "# Compare with stock DeepSpeed",
-        "what the demo prints, as an example; it claims no speed",
-    ),
     Excuse("docs/routing.md", "# Replaying", OF_OTHERS),
     Excuse("docs/routing.md", "# Made-up routing", "loads, counted in the recordings beside the benchmarks"),
     Excuse(ROWS, "a token's row crosses to other nodes 4.0 times on two nodes", "follows from evenly spread choices"),
