@@ -8,6 +8,7 @@ recorded with ``"fsmoe": {"routing": {"record": "runs/one/routing"}}``: of a run
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 HELP = "a page of what a run measured, decided and did"
@@ -81,12 +82,12 @@ def _of_routing(path: Path, out: Path) -> int:
     from ds_fsmoe.files.whole_files import write_whole
     from ds_fsmoe.reporting.page import Page
     from ds_fsmoe.reporting.routing import add_routing
+    from ds_fsmoe.terminal.tables import print_parts
 
     pictures = out.with_suffix("") if out.suffix else out.with_name(f"{out.name}_pictures")
     try:
         page = Page(f"Routing in {path.name}", pictures)
-        for line in add_routing(page, path):
-            print(line)
+        print_parts(add_routing(page, path), sys.stdout)
         write_whole(out, page.html())
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from error
