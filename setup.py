@@ -72,7 +72,7 @@ setup(
     ],
     python_requires=SUPPORTED["python"],
     # Planning and simulating need no more than this. Training does: that is the extra.
-    install_requires=["numpy", "scipy"],
+    install_requires=["numpy", "rich>=13.7", "scipy"],
     extras_require={
         "train": [
             f"torch{SUPPORTED['torch']}",
@@ -81,7 +81,6 @@ setup(
             "packaging",
             "pydantic>=2",
             "safetensors>=0.4.3",
-            "tqdm",
         ],
         "hf": ["transformers>=5.12"],
         "plot": ["altair>=6", "jinja2", "matplotlib", "vl-convert-python>=1.9"],

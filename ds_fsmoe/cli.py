@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from collections.abc import Sequence
 
+from ds_fsmoe.terminal.screen import RED, print_coloured
 from ds_fsmoe.versions import VERSION
 
 COMMANDS = {
@@ -44,5 +44,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return args.run(args)
     except (ValueError, ModuleNotFoundError) as error:
         # What a user can cause is one sentence, not a traceback.
-        print(f"{args.parser.prog}: error: {error}", file=sys.stderr)
+        print_coloured(f"{args.parser.prog}: error: {error}", RED)
         return 2

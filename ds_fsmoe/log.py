@@ -12,9 +12,34 @@ import sys
 
 import torch.distributed as dist
 
+from ds_fsmoe.terminal.progress import Progress
+from ds_fsmoe.terminal.screen import RED, YELLOW, is_terminal
+from ds_fsmoe.terminal.tables import Message, print_parts
+
+
+class Handler(logging.StreamHandler):
+    """Writes lines; on a terminal warnings and errors are coloured, and the tables of a :class:`Message` drawn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        if not is_terminal(self.stream):
+            super().emit(record)
+            return
+        try:
+            style = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else ""
+            parts = [self.format(record)]
+            if isinstance(record.msg, Message):
+                first, *rest = record.msg.parts
+                head = logging.makeLogRecord({**record.__dict__, "msg": str(first)})
+                parts = [self.format(head), *rest]
+            print_parts(parts, self.stream, style)
+        except Exception:  # as logging's own handlers: what cannot be written must not end a training
+            self.handleError(record)
+
+
 logger = logging.getLogger("ds_fsmoe")
 if not logger.handlers and not logging.getLogger().handlers:
-    _handler = logging.StreamHandler(sys.stdout)
+    _handler = Handler(sys.stdout)
     _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [ds_fsmoe] %(message)s"))
     logger.addHandler(_handler)
     logger.setLevel(logging.INFO)
@@ -25,3 +50,15 @@ def log_on_rank_0(message: str, level: int = logging.INFO) -> None:
     """Log once per job: on rank 0, or on every process where there is no process group yet to tell them apart."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         logger.log(level, message)
+
+
+def progress_on_rank_0(what: str, total: int | None = None, unit: str = "steps") -> Progress:
+    """Return the progress of long work of a job, which rank 0 shows: as a bar, or as lines in the log.
+
+    Args:
+        what: the work.
+        total: the number of units in all; ``None``: not known.
+        unit: of what is counted, as a plural.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return Progress(what, total, unit, is_shown=is_first, say=log_on_rank_0)

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tqdm import tqdm
 
 from ds_fsmoe import cli
 from ds_fsmoe.observing.clock import HOST, Clock
+from ds_fsmoe.terminal.progress import Progress
+from ds_fsmoe.terminal.tables import Message, Table, print_parts
 from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,7 +113,7 @@ def run(moe: str, steps: int, host: Clock = HOST) -> dict[str, Any]:
     with (
         log.open("w") as file,
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job,
-        tqdm(total=steps, unit="step", disable=not sys.stderr.isatty()) as progress,
+        Progress(f"demo: {TITLE_OF_RUN[moe]}", steps, say=lambda line: print(line, flush=True)) as progress,
     ):
         # An interrupted demo does not wait for it.
         threading.Thread(target=end_when_late, daemon=True).start()
@@ -121,9 +122,7 @@ def run(moe: str, steps: int, host: Clock = HOST) -> dict[str, Any]:
             file.flush()
             seen = re.match(r"step (\d+)/", line)
             if seen:
-                progress.update(int(seen.group(1)) - progress.n)
-                if progress.disable:
-                    print("demo:   " + line.rstrip(), flush=True)
+                progress.reached(int(seen.group(1)), line[seen.end(1) :].partition(": ")[2].rstrip())
         is_done.set()
     if job.returncode or not metrics.exists():
         print("\n".join(log.read_text().splitlines()[-25:]), file=sys.stderr)
@@ -168,13 +167,6 @@ def compared_rows(stock: dict[str, Any], ours: dict[str, Any]) -> tuple[list[tup
     return rows, max(relative_difference(a, b) for a, b in every)
 
 
-def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Markdown, aligned for the eye as well."""
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = [heads, tuple("-" * width for width in widths), *rows]
-    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
-
-
 def main() -> int:
     """Exit status 0 if the losses agree and the validation loss fell, 1 if not."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -185,10 +177,10 @@ def main() -> int:
     start = time.monotonic()
     stock, ours = run("deepspeed", steps), run("fsmoe", steps)
 
-    text, good = report(stock, ours, steps)
-    print(text)
-    (RUNS / "demo.md").write_text(text + "\n")
-    print(f"demo: {time.monotonic() - start:.0f} s; the table is in {os.path.relpath(RUNS / 'demo.md')}")
+    found, good = report(stock, ours, steps)
+    print_parts(found.parts, sys.stdout)
+    (RUNS / "demo.txt").write_text(found + "\n")
+    print(f"demo: {time.monotonic() - start:.0f} s; the table is in {os.path.relpath(RUNS / 'demo.txt')}")
     # What is missing to draw it is said, and changes nothing about the verdict.
     cli.main(["report", os.path.relpath(RUNS / "demo")])
     return 0 if good else 1
@@ -199,7 +191,7 @@ def described(difference: float) -> str:
     return "the same, bit for bit" if difference == 0 else f"largest relative difference {difference:.1e}"
 
 
-def report(stock: dict[str, Any], ours: dict[str, Any], steps: int) -> tuple[str, bool]:
+def report(stock: dict[str, Any], ours: dict[str, Any], steps: int) -> tuple[Message, bool]:
     """The table with a verdict, and whether the losses agree and the validation loss fell."""
     rows, difference = compared_rows(stock, ours)
     exact = min(steps, STEPS_BEFORE)
@@ -209,7 +201,7 @@ def report(stock: dict[str, Any], ours: dict[str, Any], steps: int) -> tuple[str
     fell = all(each["validation_last"] < each["validation_first"] for each in (stock, ours))
     lines = [
         "",
-        table(("", TITLE_OF_RUN["deepspeed"], TITLE_OF_RUN["fsmoe"], "difference"), rows),
+        Table(("", TITLE_OF_RUN["deepspeed"], TITLE_OF_RUN["fsmoe"], "difference"), rows),
         "",
         f"Losses of the first {exact} steps: {described(early)}; of all {steps}{since}: "
         f"{described(difference)}, which is {'as' if agree else 'NOT AS'} expected. Validation loss "
@@ -218,7 +210,7 @@ def report(stock: dict[str, Any], ours: dict[str, Any], steps: int) -> tuple[str
         *(f"  {each}" for each in ours["hints"]),
         "The two ran one after the other, so their times are no comparison; the autotuner's own steps took turns.",
     ]
-    return "\n".join(lines), agree and fell
+    return Message(lines), agree and fell
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -22,9 +21,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from gpt_moe import GPTMoE, Sizes
 from text_data import Text, TextError, draw_batch, load_text, rank_generator
-from tqdm import tqdm
 
 import ds_fsmoe
+from ds_fsmoe.terminal.progress import Progress
+from ds_fsmoe.terminal.screen import is_terminal
+from ds_fsmoe.terminal.tables import print_table
 
 AUX_LOSS_WEIGHT = 0.01
 
@@ -126,26 +127,24 @@ def train(engine: Any, text: Text, args: argparse.Namespace, batch_size: int) ->
     losses: list[float] = []
     times_ms: list[float] = []
     first_rank = dist.get_rank() == 0
-    on_terminal = sys.stderr.isatty()
-    columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
-    progress = tqdm(total=args.steps, unit="step", ncols=columns, disable=not (first_rank and on_terminal))
-    while len(losses) < args.steps:
-        start = time.perf_counter()
-        step_losses = []
-        for _ in range(engine.gradient_accumulation_steps()):
-            tokens_BL, targets_BL = draw_batch(text.train_L, batch_size, args.seq_len, generator)
-            loss, aux_loss = engine(tokens_BL.to(engine.device), targets_BL.to(engine.device))
-            engine.backward(loss + AUX_LOSS_WEIGHT * aux_loss)
-            engine.step()
-            step_losses.append(loss.detach())
-        losses.append(mean_over_ranks(torch.stack(step_losses).mean()))
-        times_ms.append((time.perf_counter() - start) * 1e3)
-        tokens_per_s = tokens_per_step(engine, args, batch_size) / times_ms[-1] * 1e3
-        progress.set_postfix_str(f"loss {losses[-1]:.3f}, {tokens_per_s:.0f} tokens/s", refresh=False)
-        progress.update()
-        if first_rank and not on_terminal and (len(losses) % 10 == 0 or len(losses) == 1):
-            print(f"step {len(losses)}/{args.steps}: loss {losses[-1]:.4f}, {tokens_per_s:.0f} tokens/s", flush=True)
-    progress.close()
+    on_terminal = is_terminal(sys.stderr)
+    with Progress("training", args.steps, is_shown=first_rank and on_terminal) as progress:
+        for step in range(1, args.steps + 1):
+            start = time.perf_counter()
+            step_losses = []
+            for _ in range(engine.gradient_accumulation_steps()):
+                tokens_BL, targets_BL = draw_batch(text.train_L, batch_size, args.seq_len, generator)
+                loss, aux_loss = engine(tokens_BL.to(engine.device), targets_BL.to(engine.device))
+                engine.backward(loss + AUX_LOSS_WEIGHT * aux_loss)
+                engine.step()
+                step_losses.append(loss.detach())
+            losses.append(mean_over_ranks(torch.stack(step_losses).mean()))
+            times_ms.append((time.perf_counter() - start) * 1e3)
+            tokens_per_s = tokens_per_step(engine, args, batch_size) / times_ms[-1] * 1e3
+            said = f"loss {losses[-1]:.4f}, {tokens_per_s:.0f} tokens/s"
+            progress.reached(step, said)
+            if first_rank and not on_terminal and (step % 10 == 0 or step == 1):
+                print(f"step {step}/{args.steps}: {said}", flush=True)
     return losses, times_ms
 
 
@@ -167,8 +166,7 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
         ("checkpoint", result["checkpoint"]),
         *((f"chosen {name}", value) for name, value in result["chosen"].items()),
     ]
-    width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in rows), flush=True)
+    print_table((), rows)
     if args.metrics is not None:
         Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
         Path(args.metrics).write_text(json.dumps(result, indent=1))

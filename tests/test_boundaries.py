@@ -23,15 +23,16 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 # Room -> what its files may import besides the standard library and their own folder. "." is the top level.
 ROOMS: dict[str, tuple[str, ...]] = {
-    ".": ("torch", "ds_fsmoe.distributed.launch_order", "ds_fsmoe.engine", "ds_fsmoe.versions"),
-    "planning": ("numpy", "scipy"),
+    ".": ("torch", "ds_fsmoe.distributed.launch_order", "ds_fsmoe.engine", "ds_fsmoe.terminal", "ds_fsmoe.versions"),
+    "terminal": ("rich",),
+    "planning": ("numpy", "scipy", "ds_fsmoe.terminal"),
     "planning/paper": ("numpy", "scipy", "ds_fsmoe.planning"),
     "files": ("ds_fsmoe.planning",),
     "routes": ("numpy", "ds_fsmoe.files"),
     "config": ("pydantic", "pydantic_core", "ds_fsmoe.planning", "ds_fsmoe.registry"),
     "reporting": (
-        *("altair", "jinja2", "numpy", "scipy", "tqdm", "vl_convert"),
-        *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.routes"),
+        *("altair", "jinja2", "numpy", "scipy", "vl_convert"),
+        *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.terminal"),
     ),
     "ops": ("torch",),
     "components": ("torch", "ds_fsmoe.components", "ds_fsmoe.ops"),
@@ -45,10 +46,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "execution": ("torch", "numpy", "ds_fsmoe.planning"),
     "observing": (
         *("torch", "ds_fsmoe.components", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
-        *("ds_fsmoe.files", "ds_fsmoe.planning"),
+        *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.terminal"),
     ),
     "telemetry": (
-        *("torch", "tqdm", "ds_fsmoe.components", "ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files"),
+        *("torch", "ds_fsmoe.components", "ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files"),
         *("ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.versions"),
     ),
     "checks": (
@@ -66,18 +67,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("ds_fsmoe.log", "ds_fsmoe.measuring", "ds_fsmoe.observing", "ds_fsmoe.planning"),
     ),
     "measuring": (
-        *("torch", "tqdm", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files"),
-        *("ds_fsmoe.log", "ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.versions"),
+        *("torch", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.files"),
+        *("ds_fsmoe.log", "ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.terminal", "ds_fsmoe.versions"),
     ),
     "tuning": (
         *("torch", "numpy", "ds_fsmoe.checks", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
         *("ds_fsmoe.layer", "ds_fsmoe.log", "ds_fsmoe.measuring", "ds_fsmoe.observing", "ds_fsmoe.planning"),
-        *("ds_fsmoe.registry", "ds_fsmoe.telemetry"),
+        *("ds_fsmoe.registry", "ds_fsmoe.telemetry", "ds_fsmoe.terminal"),
     ),
     "checkpoint": (
         *("torch", "numpy", "ds_fsmoe.checkpoint_files", "ds_fsmoe.components", "ds_fsmoe.config"),
         *("ds_fsmoe.distributed", "ds_fsmoe.execution", "ds_fsmoe.layer", "ds_fsmoe.log", "ds_fsmoe.planning"),
-        *("ds_fsmoe.registry", "ds_fsmoe.telemetry"),
+        *("ds_fsmoe.registry", "ds_fsmoe.telemetry", "ds_fsmoe.terminal"),
     ),
     "placement": (
         *("torch", "numpy", "ds_fsmoe.checkpoint", "ds_fsmoe.checkpoint_files", "ds_fsmoe.components"),
@@ -87,8 +88,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "halves": ("torch", "greenlet", "ds_fsmoe.execution", "ds_fsmoe.layer", "ds_fsmoe.log"),
     "engine": ("torch", "numpy", "packaging", "ds_fsmoe"),
     "commands": (
-        *("tqdm", "numpy", "ds_fsmoe.engine.command_line", "ds_fsmoe.engine.compat", "ds_fsmoe.files"),
-        *("ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.reporting", "ds_fsmoe.routes", "ds_fsmoe.versions"),
+        *("numpy", "ds_fsmoe.engine.command_line", "ds_fsmoe.engine.compat", "ds_fsmoe.files", "ds_fsmoe.planning"),
+        *("ds_fsmoe.registry", "ds_fsmoe.reporting", "ds_fsmoe.routes", "ds_fsmoe.terminal", "ds_fsmoe.versions"),
     ),
 }
 TOP_LEVEL: dict[str, str] = {
@@ -142,7 +143,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 # What must stay importable by someone who has no torch: to plan, to read configs, to be told what is missing.
 WITHOUT_TORCH = (
-    *("planning", "planning/paper", "config", "files", "reporting", "routes"),
+    *("planning", "planning/paper", "config", "files", "reporting", "routes", "terminal"),
     *("__init__.py", "__main__.py", "cli.py", "registry.py", "run.py", "versions.py"),
     *("engine/__init__.py", "engine/command_line.py", "distributed/__init__.py", "distributed/launch_order.py"),
 )
@@ -388,7 +389,7 @@ sys.meta_path.insert(0, Blocker())
 
 
 def test_importing_and_listing_the_package_loads_neither_torch_nor_deepspeed() -> None:
-    heavy = "[name for name in ('torch', 'deepspeed', 'numpy', 'pydantic') if name in sys.modules]"
+    heavy = "[name for name in ('torch', 'deepspeed', 'numpy', 'pydantic', 'rich') if name in sys.modules]"
     result = python(f"import sys, ds_fsmoe; print(len(dir(ds_fsmoe)) > 20, {heavy})")
     assert result.stdout.strip() == "True []", result.stderr
 
@@ -417,7 +418,9 @@ def test_the_package_imports_where_torch_cannot_be_imported() -> None:
 
 def test_planning_and_files_import_where_torch_cannot_be_imported() -> None:
     modules = [
-        ".".join(["ds_fsmoe", *file.with_suffix("").parts]) for file in FILES if file.parts[0] in ("planning", "files")
+        ".".join(["ds_fsmoe", *file.with_suffix("").parts])
+        for file in FILES
+        if file.parts[0] in ("planning", "files", "terminal")
     ]
     names = [module.removesuffix(".__init__") for module in modules]
     result = python("\n".join([BLOCK_HEAVY_MODULES, *(f"import {name}" for name in names), "print('done')"]))

@@ -18,7 +18,7 @@ follow_imports = silent
 check_untyped_defs = True
 warn_unused_ignores = True
 """
-OTHERS = ("torch", "deepspeed", "pydantic", "pydantic_core", "numpy", "scipy", "safetensors", "tqdm", "packaging")
+OTHERS = ("torch", "deepspeed", "pydantic", "pydantic_core", "numpy", "scipy", "safetensors", "rich", "packaging")
 
 
 def test_mistakes_in_a_users_script_are_reported_and_nothing_else_is(tmp_path: Path) -> None:

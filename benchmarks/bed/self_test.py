@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.bed.bed import Bed, BedError, rate_mbit
 from benchmarks.bed.job import run_job
-from ds_fsmoe.commands.tables import print_table
 from ds_fsmoe.planning.cost import Fit, fit
+from ds_fsmoe.terminal.tables import print_table
 
 RATE_OFF, GAP_OFF = 0.10, 0.05
 """How far a link may be from its rate, and a message after a pause from one without."""

@@ -37,9 +37,9 @@ from ds_fsmoe.checkpoint_files.random_states import set_random_states
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import on_every_rank
-from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.log import log_on_rank_0, progress_on_rank_0
 from ds_fsmoe.planning.popularity import PathProfile
-from ds_fsmoe.telemetry.progress import shown
+from ds_fsmoe.terminal.progress import followed
 
 
 class Checkpoints:
@@ -304,7 +304,9 @@ class Checkpoints:
         if self._engine.use_node_local_storage():
             # Of the files of other nodes nothing can be said here.
             names, rank, size = [each for each in names if (place / each).exists()], self._engine.local_rank, 1
-        found = manifests.faults(place, manifest.files, shown(names[rank % size :: size], f"checking {place.name}"))
+        mine = names[rank % size :: size]
+        progress = progress_on_rank_0(f"checking {place.name}", len(mine), "files")
+        found = manifests.faults(place, manifest.files, followed(mine, progress))
         if found:
             raise CheckpointError("; ".join(found))
 

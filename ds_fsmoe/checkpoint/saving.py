@@ -36,8 +36,8 @@ from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.agreement import facts_of_versions
 from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
-from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.telemetry.progress import shown
+from ds_fsmoe.log import log_on_rank_0, progress_on_rank_0
+from ds_fsmoe.terminal.progress import followed
 
 _OfStage = tuple[int, Stage | None, list[LayerSizes], dict[str, PartSizes]]
 """The number of a pipeline stage, its layers, its MoE layers, and what of it is spread over ranks."""
@@ -207,7 +207,8 @@ class Saving:
                 for at, (name, owners) in enumerate(owners_of.items())
                 if owners[at % len(owners)] == dist.get_rank()
             ]
-            return {name: manifests.sum_of(place / name) for name in shown(mine, f"summing up {self._tag}")}
+            progress = progress_on_rank_0(f"summing up {self._tag}", len(mine), "files")
+            return {name: manifests.sum_of(place / name) for name in followed(mine, progress)}
 
         own = ranks.together(f"summing up {place}", sum_up)
         files = {name: each for every in on_every_rank(own) for name, each in every.items()}

@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ds_fsmoe.commands.tables import print_table
 from ds_fsmoe.commands.training_command import (
     FEWEST,
     OURS,
@@ -45,6 +44,9 @@ from ds_fsmoe.files.runs import RUN, STEPS, Run, read_run
 from ds_fsmoe.reporting.comparison import StepTimes, losses_of, settled_after, step_times_ms, times_of
 from ds_fsmoe.reporting.turns import FEWEST_STEPS, Turn, interval_of, middle, order_of, read_turns
 from ds_fsmoe.reporting.verdict import BLOCK, Interval, disturbance, ratio_interval, reasons, winner
+from ds_fsmoe.terminal.progress import Progress
+from ds_fsmoe.terminal.screen import RED, YELLOW, print_coloured
+from ds_fsmoe.terminal.tables import print_table
 
 HELP = "your training command with and without the block: speed, losses, where the time went"
 TURNS = "turns"
@@ -176,7 +178,7 @@ class _Trainings:
         print(f"compare: {kind}, {planned.steps} steps; its log is {folder / 'log.txt'}", flush=True)
         status = _train(self._subject.command_with(file), folder, planned.steps, self._timeout_s)
         if status:
-            print(f"compare: {kind}: the training ended with exit status {status}; its last lines:", file=sys.stderr)
+            print_coloured(f"compare: {kind}: the training ended with exit status {status}; its last lines:", RED)
             print("\n".join((folder / "log.txt").read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
             return status, 0
         if not (folder / RUN).exists():
@@ -186,8 +188,6 @@ class _Trainings:
 
 
 def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | None) -> int:
-    from tqdm import tqdm
-
     for name in (RUN, STEPS):
         (folder / name).unlink(missing_ok=True)
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -198,18 +198,17 @@ def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | 
         except OSError as error:
             raise ValueError(f"{command[0]}: cannot be started: {error}") from error
         try:
-            with tqdm(total=steps, unit="step", disable=not sys.stderr.isatty(), leave=False) as bar:
+            with Progress("compare: training", steps) as progress:
                 start_s, is_told = time.monotonic(), False
                 while job.poll() is None:
                     with suppress(subprocess.TimeoutExpired):
                         job.wait(0.2)
                     if not is_told and time.monotonic() - start_s > _SOON_S and not (folder / RUN).exists():
                         is_told = True
-                        print(f"compare: nothing recorded after {_SOON_S:.0f} s: {_NO_DOOR}", file=sys.stderr)
-                    if (folder / STEPS).exists():
-                        bar.update((folder / STEPS).read_text().count("\n") - bar.n)
+                        print_coloured(f"compare: nothing recorded after {_SOON_S:.0f} s: {_NO_DOOR}", YELLOW)
+                    progress.reached((folder / STEPS).read_text().count("\n") if (folder / STEPS).exists() else 0)
                     if deadline_s is not None and time.monotonic() > deadline_s:
-                        print(f"compare: ended after {timeout_s:.0f} s", file=sys.stderr)
+                        print_coloured(f"compare: ended after {timeout_s:.0f} s", RED)
                         return 124
             return job.returncode
         finally:
@@ -234,9 +233,9 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
     """Print what two runs and the turns in a folder say, and return the exit status."""
     for each in (stock, ours):
         for problem in each.problems:
-            print(f"compare: {each.name}: {problem}", file=sys.stderr)
+            print_coloured(f"compare: {each.name}: {problem}", YELLOW)
     if stock.is_stock == ours.is_stock:
-        print(f"compare: both runs trained with the same layers: {_NO_DOOR}", file=sys.stderr)
+        print_coloured(f"compare: both runs trained with the same layers: {_NO_DOOR}", RED)
         return 1
     if ours.is_stock:
         raise ValueError(f"{ours.folder} is of stock DeepSpeed and {stock.folder} is not: name stock's first")
@@ -245,10 +244,10 @@ def _tell_two(stock: Run, ours: Run, turns: Path | None = None) -> int:
     times = times_of(stock, after), times_of(ours, after)
     if times[0] is None or times[1] is None:
         last = min(run.steps[-1]["step"] if run.steps else 0 for run in (stock, ours))
-        print(
+        print_coloured(
             f"compare: no step to compare: plans were settled after step {after}, and the runs ended after {last}; "
             f"use --steps {after + 20} or more",
-            file=sys.stderr,
+            RED,
         )
         return 1
     names = list(times[0].parts_ms)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ds_fsmoe.commands.tables import print_table
+from ds_fsmoe.terminal.progress import Progress, followed
+from ds_fsmoe.terminal.tables import print_table
 
 HELP = "a checkpoint into fp32 weights, Hugging Face's names or stock DeepSpeed's files, and back"
 
@@ -40,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
     """Convert. Return 0; problems with a checkpoint are raised."""
     if not args.max_file_gb > 0:
         raise ValueError(f"--max-file-gb {args.max_file_gb:g}: must be more than 0")
-    from tqdm import tqdm
-
     from ds_fsmoe.checkpoint_files import convert
     from ds_fsmoe.checkpoint_files.names import read_rename
     from ds_fsmoe.checkpoint_files.tags import CheckpointError
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 limit_bytes = int(args.max_file_gb * 1e9)
                 written = convert.export_tensors(whole, args.target, args.to, renames, args.dtype, limit_bytes)
-        files = tqdm(written, unit=" files", disable=None)  # on a terminal only
+        files = followed(written, Progress("converting", unit="files"))
         rows = [(file, f"{size_bytes / 1e6:.4g}") for file, size_bytes in files]
     except (CheckpointError, OSError) as error:
         raise ValueError(str(error)) from error

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
 import json
-import os
 import platform
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ds_fsmoe.commands.tables import check_folders, print_table
+from ds_fsmoe.commands.folders import check_folders
 from ds_fsmoe.measuring.hardware import link_facts
+from ds_fsmoe.terminal.screen import print_marked
+from ds_fsmoe.terminal.tables import print_table
 from ds_fsmoe.versions import SUPPORTED, TESTED, VERSION
 
 HELP = "what is installed and supported, which parts there are, what ops, links and locks"
@@ -26,9 +25,6 @@ HELP = "what is installed and supported, which parts there are, what ops, links 
 Row = tuple[str, str, str, str]
 
 _DEEPSPEED_REPORT_S = 300
-# As DeepSpeed's own report has them.
-_COLOURS = {"[OKAY]": "\033[92m", "[YES]": "\033[92m", "[NO]": "\033[93m", "[FAIL]": "\033[91m"}
-_END = "\033[0m"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.brief and _installed("deepspeed") is not None:
         # After ours, as it builds and imports much before it prints anything.
         print("DeepSpeed's own report follows; it takes up to a minute, and --brief leaves it out", flush=True)
-        print(_coloured(deepspeed_report()))
+        print_marked(deepspeed_report())
     # What is not there may not be wanted: planning needs neither torch nor deepspeed.
     all_rows = [*rows, *(row for each in sections.values() for row in each)]
     return 1 if any(row[2] == "[FAIL]" for row in all_rows) else 0
@@ -104,17 +100,8 @@ def deepspeed_report() -> str:
 
 
 def _show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    text = io.StringIO()
-    with redirect_stdout(text):
-        print_table(heads, rows)
-    print(_coloured(text.getvalue()), flush=True)
-
-
-def _coloured(text: str) -> str:
-    """Add colours for people, but not for files, pipes and those who asked for none (no-color.org)."""
-    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
-        return text
-    return re.sub(r"\[(?:OKAY|YES|NO|FAIL)\]", lambda found: f"{_COLOURS[found[0]]}{found[0]}{_END}", text)
+    print_table(heads, rows)
+    print(flush=True)
 
 
 def _installed(name: str) -> str | None:

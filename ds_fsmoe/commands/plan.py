@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.commands.folders import check_folders
 from ds_fsmoe.commands.plan_exchange import add_alltoall, exchange_of, print_exchanges
 from ds_fsmoe.commands.plan_from_trace import add_from_trace, run_from_trace
 from ds_fsmoe.commands.plan_halves import add_halves, halves_to_draw, print_halves
@@ -25,7 +26,7 @@ from ds_fsmoe.commands.plan_model import (
 )
 from ds_fsmoe.commands.plan_placement import add_loads, print_placement, read_loads
 from ds_fsmoe.commands.plan_stages import add_micro_batches, batch_settings, is_batch, print_batch
-from ds_fsmoe.commands.tables import check_folders, print_table
+from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.architecture import Architecture

@@ -8,9 +8,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_fsmoe.commands.folders import check_folders
 from ds_fsmoe.commands.plan_other_ranks import print_elsewhere, print_placed
 from ds_fsmoe.commands.recorded_run import MOST_DEGREE, Calibrated, calibrated
-from ds_fsmoe.commands.tables import check_folders, print_table
+from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.what_if import Prediction, Ran

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_fsmoe.commands.tables import print_table
+from ds_fsmoe.terminal.screen import RED, print_coloured
+from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.measuring.profile_job import Result
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     except MeasuringError as error:
         if _is_first():
-            print(f"ds_fsmoe profile: error: {error}", file=sys.stderr)
+            print_coloured(f"ds_fsmoe profile: error: {error}", RED)
         return 1
     if result is not None:
         _print(result, args.out)

@@ -9,6 +9,7 @@ both. Routing is recorded with ``"fsmoe": {"routing": {"record": "runs/one/routi
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,11 +113,11 @@ def _of_routing(path: Path, out: Path) -> int:
     from ds_fsmoe.files.whole_files import write_whole
     from ds_fsmoe.reporting.page import Page
     from ds_fsmoe.reporting.routing import add_routing
+    from ds_fsmoe.terminal.tables import print_parts
 
     try:
         page = Page(f"Routing in {path.name}")
-        for line in add_routing(page, path):
-            print(line)
+        print_parts(add_routing(page, path), sys.stdout)
         write_whole(out, page.html())
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from error

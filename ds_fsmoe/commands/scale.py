@@ -8,13 +8,14 @@ import argparse
 import csv
 import json
 import os
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_fsmoe.commands.tables import check_folders, print_table
+from ds_fsmoe.commands.folders import check_folders
+from ds_fsmoe.terminal.progress import Progress, followed
+from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.scale import Exact, Row
@@ -120,19 +121,11 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def _simulated(jobs: Sequence[Job], presets: Sequence[str], processes: int, exact: Exact) -> Iterator[Row]:
-    """Yield the rows of all jobs, with a bar where somebody watches and tqdm is there, as it is beside a training."""
+    """Yield the rows of all jobs, and say how far that has come."""
     from ds_fsmoe.planning.scale import sweep
 
-    found: Iterable[list[Row]] = sweep(jobs, presets, processes, exact)
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        for done, rows in enumerate(found, 1):
-            if done % max(1, len(jobs) // 20) == 0 or done == len(jobs):
-                print(f"{done} of {len(jobs)} sizes", file=sys.stderr, flush=True)
-            yield from rows
-        return
-    for rows in tqdm(found, total=len(jobs), desc="simulating", unit="size", disable=None):
+    found = sweep(jobs, presets, processes, exact)
+    for rows in followed(found, Progress("simulating", len(jobs), "sizes")):
         yield from rows
 
 

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_fsmoe.commands.tables import check_folders, print_table
+from ds_fsmoe.commands.folders import check_folders
+from ds_fsmoe.terminal.progress import Progress
+from ds_fsmoe.terminal.tables import print_table
 
 if TYPE_CHECKING:
     from ds_fsmoe.planning.paper.evaluation import Bed, ModelRow
@@ -98,19 +99,14 @@ def _timeline(args: argparse.Namespace) -> int:
     return 0
 
 
-def _progress(title: str, done: int, total: int) -> None:
-    step = max(1, total // 20)
-    if done % step == 0 or done == total:
-        end = "\r" if sys.stderr.isatty() and done < total else "\n"
-        print(f"{title}: {done} of {total} layers", end=end, file=sys.stderr, flush=True)
-
-
 def _table_5(bed: Bed, sample: int | None, best_sample: int) -> dict[str, Any]:
     from ds_fsmoe.planning.paper import evaluation
 
-    table = evaluation.table_5(bed, sample=sample, progress=_progress)
+    title = f"table 5, testbed {bed.letter.upper()}"
+    with Progress(title, unit="layers") as progress:
+        table = evaluation.table_5(bed, sample=sample, progress=progress.tell)
     printed = evaluation.TABLE_5[bed.letter]
-    print(f"\ntable 5, testbed {bed.letter.upper()}: mean speedup over tutel, {table.num_layers} layers")
+    print(f"\n{title}: mean speedup over tutel, {table.num_layers} layers")
     print_table(
         ("system", "paper", "contended", "off by", "ideal links"),
         [
@@ -138,7 +134,8 @@ def _table_5(bed: Bed, sample: int | None, best_sample: int) -> dict[str, Any]:
         "degrees_differ": table.degrees_differ,
     }
     if best_sample:
-        drawn = evaluation.table_5(bed, ("fsmoe", "best"), best_sample, _progress)
+        with Progress(f"{title}, best", unit="layers") as progress:
+            drawn = evaluation.table_5(bed, ("fsmoe", "best"), best_sample, progress.tell)
         pairs = zip(drawn.layers_ms["fsmoe"], drawn.layers_ms["best"], strict=True)
         ratios = [fsmoe_ms / best_ms for fsmoe_ms, best_ms in pairs]
         print(
@@ -198,8 +195,10 @@ def _speedups(over: Mapping[str, float], names: Sequence[str]) -> list[str]:
 def _sensitivity(bed: Bed, sample: int | None) -> list[dict[str, Any]]:
     from ds_fsmoe.planning.paper import evaluation
 
-    rows = evaluation.sensitivity(bed, sample, progress=_progress)
-    print(f"\nsensitivity, testbed {bed.letter.upper()}: what the degree chosen from wrong costs loses")
+    title = f"sensitivity, testbed {bed.letter.upper()}"
+    with Progress(title, unit="layers") as progress:
+        rows = evaluation.sensitivity(bed, sample, progress=progress.tell)
+    print(f"\n{title}: what the degree chosen from wrong costs loses")
     print_table(
         ("wrong", "off by", "mean loss", "worst loss", "degree changes"),
         [(r.what, f"{r.off_by:.0%}", f"{r.mean:.2%}", f"{r.worst:.1%}", f"{r.changed:.0%}") for r in rows],

@@ -40,6 +40,7 @@ from ds_fsmoe.layer.parts import LayerError, Parts
 from ds_fsmoe.layer.router_choice import RouterWatch
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.terminal.tables import Message, Table
 
 _FEW_ROWS = 3
 _TOLERANCE = 1e-3
@@ -318,7 +319,7 @@ def _eager_forward(module: nn.Module, own_class: type[nn.Module]) -> OwnForward:
     return getattr(forward, "__wrapped__", forward).__get__(module)
 
 
-def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -> str:
+def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -> Message:
     """Return what was taken over, as a table for the log.
 
     Args:
@@ -337,17 +338,15 @@ def table_of(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int) -
         size_bytes = sum(numel_of(each) * each.element_size() for each in parameters)
         way = "written out" if inner.fsmoe.own_forward is None else "by autograd"
         kinds[own, layer.num_experts, layer.num_local_experts, num_local, num_trained, size_bytes, way] += 1
-    rows = [("experts", "layers", "experts each", "of them here", "parameters here", "trained", "MiB here", "backward")]
-    rows += [
+    heads = ("experts", "layers", "experts each", "of them here", "parameters here", "trained", "MiB here", "backward")
+    rows = [
         (own, str(n), str(total), str(local), f"{n * numel:,}", f"{n * trained:,}", f"{n * size / 2**20:,.1f}", way)
         for (own, total, local, numel, trained, size, way), n in kinds.items()
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(f"{each:{width}}" for each, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     left = f"; {stock} layer(s) of deepspeed.moe.layer.MoE besides" if stock else ""
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     head = f"ds_fsmoe takes over the experts of {family}, over ep_size = {ep_size} rank(s){left}; all else is theirs"
-    return "\n".join([head, *(f"  {line}" for line in lines)])
+    return Message([head, Table(heads, rows, indent="  ", has_rule=False)])
 
 
 def log_table(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int, has_stages: bool = False) -> None:
@@ -365,4 +364,5 @@ def log_table(layers: Sequence[HuggingFaceLayer], model: nn.Module, stock: int, 
     told = dict(on_every_rank((stage, own))) if has_stages else {0: own}
     for number, table in sorted(told.items()):
         if table is not None:
-            log_on_rank_0(f"stage {number}: {table}" if has_stages else table)
+            first, *rest = table.parts
+            log_on_rank_0(Message([f"stage {number}: {first}", *rest]) if has_stages else table)

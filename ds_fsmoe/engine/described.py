@@ -9,18 +9,17 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.layer.experts_layer import GivenRouter
 from ds_fsmoe.layer.stock_layer import FSMoEGate
 from ds_fsmoe.planning.workload import ONCE_PER_NODE
+from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.versions import VERSION
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState
 
 
-def summary(state: FSMoEState) -> str:
+def summary(state: FSMoEState) -> Message:
     """Return what is on, as a table for the log."""
-    chosen = state.chosen()
-    width = max(map(len, chosen))
-    rows = [f"  {name:{width}}  {value}" for name, value in chosen.items()]
-    return "\n".join([f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)", *rows])
+    head = f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)"
+    return Message([head, Table((), list(state.chosen().items()), indent="  ")])
 
 
 def describe_dispatch(state: FSMoEState) -> str:

@@ -21,6 +21,7 @@ from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES
 from ds_fsmoe.planning.packing import packings
+from ds_fsmoe.terminal.tables import Message
 
 _CHOSEN = "fsmoe_packed_over"
 """The attribute of a module of experts with the number of ranks that was chosen for it, before it has an engine."""
@@ -112,10 +113,11 @@ def _chosen(
             f"clock; it would choose ep_size = {found.ep_size} here: {wanted} and leave the policy out"
         )
     per_rank = " or ".join(map(str, found.experts_per_rank(found.ep_size)))
-    log_on_rank_0(
+    head = (
         f"expert packing (lina): ep_size = {found.ep_size}, {per_rank} experts of a layer on each rank; {wanted} to "
-        f"keep it in later runs\n{found.table()}"
+        "keep it in later runs"
     )
+    log_on_rank_0(Message([head, found.table()]))
     return found.ep_size
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank
@@ -31,6 +29,7 @@ from ds_fsmoe.measuring.microbenchmarks import ProfileNames
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.measured import Timing
+from ds_fsmoe.terminal.progress import Progress
 from ds_fsmoe.versions import VERSION
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,14 +94,9 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
         names = ProfileNames(topology, lanes, DTYPES[dtype], max_bytes)
         known = Measurements()
         try:
-            with tqdm(total=len(names.all()), unit="", disable=rank != 0 or not sys.stderr.isatty()) as bar:
-
-                def go_on(what: str) -> None:
-                    bar.set_description(what.split(",")[0])
-                    bar.update()
-
+            with Progress("measuring", len(names.all()), "operations", is_shown=rank == 0) as progress:
                 cluster = profile_cluster(
-                    *(Measuring(Stopwatch(device), known, go_on), topology, lanes, DTYPES[dtype]),
+                    *(Measuring(Stopwatch(device), known, progress), topology, lanes, DTYPES[dtype]),
                     max_bytes=max_bytes,
                     max_ctas=_MAX_CTAS,
                     name=out.stem,

@@ -31,6 +31,7 @@ from ds_fsmoe.observing import exit_hooks
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.exit_hooks import TERMINATED_STATUS
 from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.terminal.tables import Table
 
 __all__ = ["HANG_STATUS", "TERMINATED_STATUS", "Watchdog", "end_process", "report_file"]
 
@@ -269,9 +270,7 @@ class Watchdog:
         is_behind, progress = (False, {}) if lanes is None else self._ask(lanes)
         is_running = lanes is not None and lanes._is_running
         run = "under way" if is_running else "issued, not done" if is_behind else "none under way"
-        rows = [("lane", "begun last", "finished last")]
-        rows += [(lane, begun or "-", finished or "-") for lane, (begun, finished) in progress.items()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows = [(lane, begun or "-", finished or "-") for lane, (begun, finished) in progress.items()]
         lines = [
             f"ds_fsmoe: what rank {self._rank} was doing",
             f"time:   {datetime.now().astimezone().isoformat(timespec='milliseconds')}",
@@ -279,7 +278,7 @@ class Watchdog:
             f"reason: {reason}",
             f"run:    {run}",
             "",
-            *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
+            *Table(("lane", "begun last", "finished last"), rows, has_rule=False).lines(),
         ]
         if self._asking is not None and self._asking.is_alive():
             lines.append("(from before: the device's driver does not answer)")

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ds_fsmoe.terminal.tables import Table
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -43,15 +45,14 @@ class Packing:
         """Return how many experts of a layer a rank has, for each of :attr:`num_experts`."""
         return tuple(each // ep_size for each in self.num_experts)
 
-    def table(self) -> str:
-        """Return what was compared, as text with a line for each number of experts per rank."""
-        cells = [("experts per rank", "ep_size", "experts' micro-op [ms]", "all-to-all's micro-op [ms]")]
+    def table(self) -> Table:
+        """Return what was compared, with a row for each number of experts per rank."""
+        heads = ("experts per rank", "ep_size", "experts' micro-op [ms]", "all-to-all's micro-op [ms]")
+        cells = []
         for row in self.rows:
             per_rank = " or ".join(map(str, self.experts_per_rank(row.ep_size)))
             cells.append((per_rank, str(row.ep_size), f"{row.experts_ms:.3f}", f"{row.alltoall_ms:.3f}"))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells)
-        return "\n".join(lines)
+        return Table(heads, cells, has_rule=False)
 
 
 def packings(ep_sizes: Sequence[int]) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from ds_fsmoe.reporting.page import Page
 from ds_fsmoe.routes.load import LayerLoad, loads_of, mean_of
 from ds_fsmoe.routes.recorded import Recording, read_routing
 from ds_fsmoe.routes.written import parts_of
+from ds_fsmoe.terminal.progress import Progress
+from ds_fsmoe.terminal.tables import Table
 
 ROUTING = "routing"
 """The folder in that of a run in which its routing is looked for."""
@@ -38,8 +40,8 @@ def has_routing(path: Path) -> bool:
     return (path.suffix == ".npz" and path.is_file()) or bool(parts_of(path))
 
 
-def add_routing(page: Page, path: Path) -> list[str]:
-    """Write a section about recorded routing, and return it as lines for a terminal.
+def add_routing(page: Page, path: Path) -> list[str | Table]:
+    """Write a section about recorded routing, and return it to be printed.
 
     Args:
         page: the page.
@@ -59,17 +61,13 @@ def add_routing(page: Page, path: Path) -> list[str]:
     page.table(_HEADS, rows)
     page.paragraph(_WORDS)
     _draw(page, loads, recording.steps)
-    return [about, *recording.problems, *_aligned([_HEADS, *rows]), _WORDS]
+    return [about, *recording.problems, Table(_HEADS, rows, has_rule=False), _WORDS]
 
 
 def _read(recording: Recording, name: str) -> list[LayerLoad]:
-    """Return the loads of all layers, with a bar where it takes long and tqdm is there, as it is beside a training."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return loads_of(recording)
-    with tqdm(total=len(recording), desc=f"reading {name}", unit="choice", delay=2, leave=False) as progress:
-        return loads_of(recording, lambda done, _: progress.update(done - progress.n))
+    """Return the loads of all layers, and say how far that has come."""
+    with Progress(f"reading {name}", len(recording), "choices") as progress:
+        return loads_of(recording, progress.tell)
 
 
 _WORDS = (
@@ -99,15 +97,6 @@ def _row(load: LayerLoad) -> tuple[str, ...]:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if np.isfinite(value) else "-"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    first, *others = widths
-    return [
-        "  ".join([f"{row[0]:{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], others, strict=True))])
-        for row in rows
-    ]
 
 
 def _draw(page: Page, loads: Sequence[LayerLoad], steps: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, r
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
+from ds_fsmoe.log import progress_on_rank_0
 from ds_fsmoe.measuring.cache import MeasurementCache
 from ds_fsmoe.measuring.cluster_profile import profile_cluster
 from ds_fsmoe.measuring.fingerprint import cluster_fingerprint
@@ -34,7 +35,6 @@ from ds_fsmoe.planning.measured import REDUCE_SCATTER, LayerProfile, Slowdowns
 from ds_fsmoe.planning.phase_plan import PhasePlan, gradient_lanes
 from ds_fsmoe.planning.stage_batch import StageLink
 from ds_fsmoe.planning.workload import Gradient, Layer
-from ds_fsmoe.telemetry.progress import Progress
 from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each, make_ways_on_every_stage
 from ds_fsmoe.tuning.layer_parts import time_gate_and_order, time_gradients
 
@@ -188,7 +188,7 @@ def measure(
     # It takes as long as all the rest, and no plan follows from it.
     wants_cluster = block.autotune.enabled is True or is_kept or block.record.dir is not None
     known, source = _known(everyone, cache if reads_cache else None, fingerprint)
-    with Progress(rank_now() == 0) as progress:
+    with progress_on_rank_0("autotune: measuring", unit="operations") as progress:
         for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
         cluster = None
         if wants_cluster:

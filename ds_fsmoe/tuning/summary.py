@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ds_fsmoe.planning.cost import GOOD_SHARE
 from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, order_words, span
 from ds_fsmoe.tuning.trials import Gain, Tried
 from ds_fsmoe.tuning.when import STEPS_BEFORE
@@ -52,7 +53,7 @@ class Outcome:
         return max(0, math.ceil(lost_ms / max(1e-9, self.baseline_ms - self.kept_ms)))
 
 
-def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
+def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> Message:
     """Return the screen: one line with the result, then steps, layers, fits and hints.
 
     Args:
@@ -61,12 +62,12 @@ def summarize(rows: Sequence[Row], told: Told, outcome: Outcome) -> str:
         outcome: what was tried, and what it took.
     """
     again = f", again because {told.why_again}" if told.why_again else ""
-    lines = [f"autotune{again}: {headline(rows, told, outcome)}", *_steps(told, outcome)]
+    lines = [f"autotune{again}: {headline(rows, told, outcome)}", _steps(told, outcome)]
     lines += ["", *_layers(rows, bool(outcome.tried))] if rows else []
     lines += ["", f"  measurements: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, told, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
-    return "\n".join(lines)
+    return Message(lines)
 
 
 def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: bool) -> str:
@@ -130,7 +131,7 @@ def _chunks(row: Row) -> str:
     return cut if row.alltoall == "flat" else f"{cut}, {row.alltoall}"
 
 
-def _steps(told: Told, outcome: Outcome) -> list[str]:
+def _steps(told: Told, outcome: Outcome) -> Table:
     step = told.step
     cells = [("", "measured ms", "predicted ms", "")]
     stock_ms, own_ms = ("" if each is None else f"{each:.4g}" for each in (outcome.baseline_ms, outcome.kept_ms))
@@ -173,7 +174,7 @@ def _layers(rows: Sequence[Row], is_tried: bool) -> list[str]:
             cells.append((*named, *times, why or choice.bottleneck))
     slower = any(choice.time_ms > choice.uncut_ms for row in rows for choice in row.choices)
     note = "  uncut is predicted to take less; the steps that were tried have shown otherwise, and they decide"
-    return [*aligned(cells), *([note] if slower and is_tried else [])]
+    return [aligned(cells), *([note] if slower and is_tried else [])]
 
 
 def _fits(rows: Sequence[Row]) -> str:

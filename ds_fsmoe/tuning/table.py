@@ -15,6 +15,7 @@ from ds_fsmoe.planning.plan import ModelPlan
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.search import MIN_GAIN, Choice, Degree
 from ds_fsmoe.planning.step_time import StepTimes
+from ds_fsmoe.terminal.tables import Message, Table
 
 if TYPE_CHECKING:
     from ds_fsmoe.tuning.measure import Measured
@@ -126,7 +127,7 @@ def order_words(order: Order) -> str:
     return "one after another" if order.degree == 1 else _LINKS[order.links]
 
 
-def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str:
+def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> Message:
     """Return tables: what operations cost, how lanes slow each other down, how layers run, what a step should take.
 
     Args:
@@ -140,10 +141,10 @@ def describe(rows: Sequence[Row], told: Told, took_s: float, source: str) -> str
     lines = [head, *_costs(rows), "", *_slowed(told), *_plans(rows, told.schedule), "", *_step(told)]
     if told.is_tried:
         lines.append("this is predicted: the next steps try this plan and others in turns, and what they take decides")
-    return "\n".join(lines)
+    return Message(lines)
 
 
-def _costs(rows: Sequence[Row]) -> list[str]:
+def _costs(rows: Sequence[Row]) -> list[str | Table]:
     cells = [("layers", "operation", "alpha [ms]", "beta [ms per unit]", "unit", "typically off", "at most")]
     bad: dict[str, list[str]] = {}
     users: dict[tuple[str, int], list[str]] = {}
@@ -177,7 +178,7 @@ def _costs(rows: Sequence[Row]) -> list[str]:
             notes.append(f"{layers}: one thread issues all of it, and needs for a task, in ms: {', '.join(issued)}")
         if measured.uses_rng:
             notes.append(f"{layers}: experts draw random numbers, so both phases have one degree")
-    return [*aligned(cells), *notes]
+    return [aligned(cells), *notes]
 
 
 def _lines(cost: Cost) -> list[tuple[LinearCost, str | None]]:
@@ -186,7 +187,7 @@ def _lines(cost: Cost) -> list[tuple[LinearCost, str | None]]:
     return [(cost, None)]
 
 
-def _slowed(told: Told) -> list[str]:
+def _slowed(told: Told) -> list[str | Table]:
     factors = told.slowed.factors
     if not factors:
         return ["one task runs after another here: no lane slows another down", ""]
@@ -195,14 +196,14 @@ def _slowed(told: Told) -> list[str]:
     for slowed in lanes:
         shown = (f"{factors[slowed, by]:.2f}" if (slowed, by) in factors else "-" for by in lanes)
         cells.append((str(slowed), *shown))
-    lines = [*aligned(cells)]
+    lines: list[str | Table] = [aligned(cells)]
     for (a, b), both in told.slowed.pays().items():
         if both < PAYS:
             lines.append(f"{a} and {b} at once do {both:.2f} of what one does alone: overlap of these will not pay")
     return [*lines, ""]
 
 
-def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
+def _plans(rows: Sequence[Row], schedule: str) -> list[str | Table]:
     heads = ("layers", "phase", "degree", "predicted [ms]", "isolated [ms]", "runner-up", "its [ms]", "degree 1 [ms]")
     cells: list[tuple[str, ...]] = [(*heads, "order", "all-to-all")]
     notes: list[str] = []
@@ -234,7 +235,7 @@ def _plans(rows: Sequence[Row], schedule: str) -> list[str]:
                 notes.append(f"{layers} {phase}: stock's schedule, as nothing is predicted to gain enough over it")
             if asked is None and (reason := _why_not_runner_up(choice, max(MIN_GAIN, row.profile.relative_residual))):
                 notes.append(f"{layers} {phase}: {reason}")
-    return [*aligned(cells), *notes]
+    return [aligned(cells), *notes]
 
 
 def _why_not_runner_up(choice: Choice, margin: float) -> str | None:
@@ -280,10 +281,9 @@ def _step(told: Told) -> list[str]:
     return lines
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table, a line for each row."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def aligned(rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table, the first row of which are its heads."""
+    return Table(rows[0], rows[1:], has_rule=False)
 
 
 def span(labels: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.terminal.progress import NowAndThen
 from ds_fsmoe.tuning.stage_predictions import Candidate
 from ds_fsmoe.tuning.summary import Outcome
 from ds_fsmoe.tuning.table import describe_plan
@@ -79,6 +80,7 @@ class TrialRounds:
         self._has_details = has_details
         self._names: set[str] = set()
         self._is_last = False
+        self._lines = NowAndThen()
         self.rounds: list[list[Tried]] = []
         """Round -> what each plan took."""
         self.trials = self._begin(plans, turns)
@@ -87,6 +89,9 @@ class TrialRounds:
         """End an optimizer step; tell whether it is settled what stays, which is run from now on."""
         kept = self.trials.step_is_over()
         if kept is None:
+            if self._lines.is_due():
+                seen = self._outcome.num_steps + self.trials.num_steps
+                log_on_rank_0(f"autotune: {seen} steps tried after {self._lines.took_s:.0f} s; plans go on in turns")
             return False
         trials, outcome = self.trials, self._outcome
         self.rounds.append(trials.results(kept))

@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from ds_fsmoe.observing.step_timer import StepClock, most_of
+from ds_fsmoe.terminal.tables import Message, Table
 
 GAIN = 0.01
 """The share that a plan has to gain over one before it in the list: less is chance."""
@@ -227,12 +228,13 @@ class Trials:
         return sorted(seen, key=lambda each: each.step_ms)
 
     def describe(self, kept: int) -> str:
-        """Describe the results, a line for each plan."""
+        """Describe the results, a row for each plan."""
         results = self.results(kept)
         if not results:
             return "autotune: no step of a trial was seen whole, so what was predicted stays"
-        lines = ["autotune: trained with each of these in turns, and no longer with those that had no hope"]
-        lines += [f"{'ms':>8}  steps  plan"]
-        for each in results:
-            lines.append(f"{each.step_ms:8.4g}  {each.num_steps:5}  {each.name}{'  (kept)' if each.is_kept else ''}")
-        return "\n".join(lines)
+        head = "autotune: trained with each of these in turns, and no longer with those that had no hope"
+        rows = [
+            (f"{each.step_ms:.4g}", each.num_steps, each.name + ("  (kept)" if each.is_kept else ""))
+            for each in results
+        ]
+        return Message([head, Table(("ms", "steps", "plan"), rows, indent="  ", has_rule=False)])

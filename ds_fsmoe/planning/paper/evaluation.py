@@ -37,10 +37,10 @@ OVER_TUTEL = {"tutel": 1.0, "tutel_improved": 1.19 / 1.12, "pipemoe_lina": 1.19 
 """The averages of figure 6 over tutel: fsmoe is 1.19 times tutel, 1.12, 1.14 and 1.07 times the others."""
 DEGREES_DIFFER = 912
 """The number of its 1458 configurations whose phases have different degrees."""
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[int, int], None]
 
 
-def _silent(_title: str, _done: int, _total: int) -> None:
+def _silent(_done: int, _total: int) -> None:
     pass
 
 
@@ -115,7 +115,7 @@ def table_5(
         bed: the testbed.
         names: the systems; tutel is always among them.
         sample: the number of layers to draw, always the same ones; ``None``: all.
-        progress: called with a title, the number of layers done and their number.
+        progress: called with the number of layers that are done, and of all.
     """
     names = tuple(dict.fromkeys(("tutel", *names)))
     shapes = layers_of(bed, sample)
@@ -130,7 +130,7 @@ def table_5(
             ideal[name].append(plan.step_ms(bed.costs))
             contended[name].append(plan.step_ms(bed.costs, bed.cluster.contention))
             differ += name == "fsmoe" and plan.forward[0].degree != plan.backward[0].degree
-        progress(f"table 5, testbed {bed.letter.upper()}", index + 1, len(shapes))
+        progress(index + 1, len(shapes))
     speedups = (
         {name: fmean(t / x for t, x in zip(times["tutel"], times[name], strict=True)) for name in names}
         for times in (ideal, contended)
@@ -265,7 +265,7 @@ def sensitivity(
                 wrong = choose_exact(_off(phase, what, share, coin)).degree
                 losses[what, share].append(makespan_ms(phase, wrong) / true.makespan_ms - 1)
                 changed[what, share] += wrong != true.degree
-        progress(f"sensitivity, testbed {bed.letter.upper()}", index + 1, len(shapes))
+        progress(index + 1, len(shapes))
     return [
         Regret(what, share, fmean(lost), max(lost), changed[what, share] / len(lost))
         for (what, share), lost in losses.items()
