@@ -16,6 +16,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 VERSIONS = runpy.run_path(str(ROOT / "ds_fsmoe" / "versions.py"))
 SUPPORTED = VERSIONS["SUPPORTED"]
+PAGE = runpy.run_path(str(ROOT / "tools" / "package_page.py"))
 
 
 def compiled_ops() -> dict[str, Any]:
@@ -48,13 +49,15 @@ setup(
     name="ds_fsmoe",
     version=VERSIONS["VERSION"],
     description="Faster, exact training of Mixture-of-Experts models with DeepSpeed",
-    long_description=readme.read_text(encoding="utf-8") if readme.is_file() else "",
+    long_description=PAGE["package_page"](readme.read_text(encoding="utf-8"), VERSIONS["VERSION"])
+    if readme.is_file()
+    else "",
     long_description_content_type="text/markdown",
     author="The ds_fsmoe authors",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     keywords=["mixture of experts", "MoE", "distributed training", "expert parallelism", "DeepSpeed", "PyTorch"],
-    project_urls={"Paper": "https://doi.org/10.1145/3669940.3707272"},
+    project_urls={"Paper": "https://doi.org/10.1145/3669940.3707272"} | PAGE["addresses"](),
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",
@@ -93,13 +96,14 @@ setup(
             "peft>=0.21",
             "pip",
             "pre-commit",
+            "pyyaml",
             "ruff",
             "scikit-learn",
             "selenium",
             "setuptools>=77",
             "trl>=1.16",
         ],
-        "dev-planning": ["hypothesis", "pytest>=8", "pytest-xdist"],
+        "dev-planning": ["hypothesis", "ipykernel", "nbclient", "pytest>=8", "pytest-xdist"],
     },
     # Builders and sources travel inside the package. A top-level op_builder would collide with the one in DeepSpeed's
     # source tree.

@@ -95,6 +95,27 @@ def test_the_demo_calls_only_equal_finite_losses_the_same() -> None:
         assert demo.compared_rows(diverged, diverged)[1] == math.inf
 
 
+def test_the_demo_records_runs_and_traces_those_that_are_long_enough(tmp_path: Path) -> None:
+    block = demo.recorded_config(tmp_path, 100)["fsmoe"]
+    assert block == {
+        "enabled": True,
+        "record": {"dir": str(tmp_path)},
+        "trace": {"enabled": True, "start_step": 97, "num_steps": 2},
+    }
+    assert "trace" not in demo.recorded_config(tmp_path, demo.FEWEST_TRACED)["fsmoe"]
+
+
+@pytest.mark.slow
+def test_the_demo_leaves_a_report_with_a_timeline_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "RUNS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "12"])
+    assert demo.main() == 0
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "stock DeepSpeed" in page
+    for kind in demo.TITLE_OF_RUN:
+        assert (tmp_path / "demo" / kind / "trace" / "trace.json").is_file(), kind
+
+
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Lets the demo launch a script of the test's in place of DeepSpeed's launcher."""

@@ -145,6 +145,33 @@ def test_the_cpu_share_is_that_of_the_steps(tmp_path: Path) -> None:
     assert 0.0 <= busy.cpu.network <= busy.cpu.machine < 1.001
 
 
+def test_what_a_step_leaves_under_way_is_timed_with_its_own_turn_and_by_step(tmp_path: Path) -> None:
+    clock, order = FakeClock(), []
+
+    class Leaves:
+        def __init__(self, name: str, rest_s: float) -> None:
+            self.name, self._rest_s = name, rest_s
+
+        def __call__(self) -> None:
+            order.append(self.name)
+            clock.sleep(0.01)
+
+        def finish(self) -> None:
+            order.append(f"{self.name} waits")
+            clock.sleep(self._rest_s)
+
+    variants = [
+        Variant("stock", lambda settings: Leaves("stock", 0.0)),
+        Variant("ours", lambda settings: Leaves("ours", 0.02)),
+    ]
+    effort = Effort(blocks=2, steps=1, warmup=0, in_a_row=2)
+    (result,) = run_grid(GRID, variants, "stock", effort, results=tmp_path, host=clock)
+    stock, _, ours = result.variants
+    assert (stock.p50_ms, ours.p50_ms) == pytest.approx((10.0, 20.0))
+    assert order[:6] == ["stock", "stock", "stock waits"] * 2
+    assert order[6:9] == ["ours", "ours", "ours waits"]
+
+
 def test_the_machines_time_is_read_from_the_kernels_count(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 30 800 50 5 15 0 0 0\ncpu0 1 2 3\n")

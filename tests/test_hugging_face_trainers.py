@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -219,30 +216,6 @@ def test_bf16_is_trained_as_stock_deepspeed_trains_it(base: Path) -> None:
     stock = (*trainer("bf16-stock", 2, "--bf16", stage=2), "--deepspeed=off.json")
     on_ranks(base, 2, [stock, trainer("bf16", 2, "--bf16", stage=2)])
     assert_alike(base / "bf16", base / "bf16-stock", rel=2e-2)
-
-
-@pytest.mark.slow
-def test_the_tutorial_does_what_it_says(tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    page = (ROOT / "docs" / "tutorial.md").read_text()
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
-    commands = [line for line in lines if not line.startswith("pip ")]
-    assert len(commands) == 9
-    variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu"))), "HF_HUB_OFFLINE": "1"}
-    variables |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
-    printed = {}
-    for command in commands:
-        port = f"--master_port {free_port()} --num_accelerators"
-        words = shlex.split(command.replace("--num_accelerators", port))
-        done = subprocess.run(
-            words, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False
-        )
-        assert done.returncode == 0, command + done.stdout[-2000:] + done.stderr[-2000:]
-        printed[command] = done.stdout
-    assert sum("it writes: " in each for each in printed.values()) == 2
-    full, exported = (load_file(tmp_path / each / "model.safetensors") for each in ("full", "exported"))
-    assert full.keys() == exported.keys()
-    assert [name for name, each in full.items() if not torch.equal(each, exported[name])] == []
 
 
 @pytest.mark.slow

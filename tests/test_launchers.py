@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from ds_fsmoe.checks.launchers import accelerate_warnings, launcher_warnings
 from tests.built_ops import build_ops
@@ -48,6 +49,42 @@ def test_torchrun(tmp_path: Path) -> None:
     check(tmp_path)
 
 
+def together(folder: Path, commands: list[list[str]], **variables: str) -> None:
+    """Start one command for each node, all at once, and look at what their ranks found."""
+    threads = [threading.Thread(target=start, args=(folder, *each), kwargs=variables) for each in commands]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check(folder)
+
+
+@pytest.mark.slow
+def test_torchrun_on_several_nodes(tmp_path: Path) -> None:
+    options = ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), SCRIPT, str(tmp_path)]
+    of_node = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank"]
+    together(tmp_path, [[*of_node, node, *options] for node in "01"])
+
+
+@pytest.mark.slow
+def test_torchrun_on_nodes_that_count_themselves(tmp_path: Path) -> None:
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "7"]
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", *options, SCRIPT, str(tmp_path)]
+    together(tmp_path, [command, command])
+
+
+@pytest.mark.slow
+def test_the_example_for_kubernetes(tmp_path: Path) -> None:
+    job = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))[1]["spec"]["template"]["spec"]
+    (container,) = job["containers"]
+    # On one machine: without the name of a pod, with a GPU of none, and with our script.
+    line = container["args"][0].replace("fsmoe-0.fsmoe", "127.0.0.1").replace("29500", str(free_port()))
+    line = line.replace("--nproc-per-node 8", "--nproc-per-node 1")
+    line = line[: line.index("examples/train.py")] + f"{SCRIPT} {tmp_path}"
+    pods = [["env", f"JOB_COMPLETION_INDEX={pod}", *container["command"], line] for pod in range(2)]
+    together(tmp_path, pods)
+
+
 @pytest.mark.slow
 def test_deepspeed_on_one_node(tmp_path: Path) -> None:
     port = str(free_port())
@@ -60,15 +97,7 @@ def test_deepspeed_on_several_nodes_without_ssh(tmp_path: Path) -> None:
     (hostfile := tmp_path / "hostfile").write_text("one slots=1\ntwo slots=1\n")
     command = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", "127.0.0.1"]
     command += ["--master_port", str(free_port())]
-    both = [
-        threading.Thread(target=start, args=(tmp_path, *command, "--node_rank", node, SCRIPT, str(tmp_path)))
-        for node in "01"
-    ]
-    for each in both:
-        each.start()
-    for each in both:
-        each.join()
-    check(tmp_path)
+    together(tmp_path, [[*command, "--node_rank", node, SCRIPT, str(tmp_path)] for node in "01"])
 
 
 @NEEDS_MPI

@@ -49,6 +49,8 @@ def copy_of_the_repository(target: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "CHANGELOG.md", "README.md"):
         if (REPOSITORY / name).is_file():
             shutil.copy(REPOSITORY / name, target)
+    (target / "tools").mkdir()
+    shutil.copy(REPOSITORY / "tools" / "package_page.py", target / "tools")
     for name in ("ds_fsmoe", "op_builder", "csrc"):
         shutil.copytree(REPOSITORY / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     return target

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import doctest
+import importlib
 import inspect
 import re
 import textwrap
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ds_fsmoe
 from ds_fsmoe.components.gate_settings import SettingsGate
@@ -149,6 +152,69 @@ def test_the_example_of_a_public_name_runs(name: str, monkeypatch) -> None:
         registry.known(kind)
     monkeypatch.setattr(registry, "_PARTS", {kind: dict(parts) for kind, parts in registry._PARTS.items()})
     assert failures_of([name]) == {}
+
+
+# What a subclass of a public class defines, or a user calls.
+DEFINED = [
+    *[(name, method) for name in ("GateBase", "TokenChoiceGate") for method in ("build", "forward")],
+    *[("GateBase", "build_once"), ("GateBase", "after_optimizer_step")],
+    *[("TokenChoiceGate", "score"), ("TokenChoiceGate", "weigh"), ("ExpertBase", "do_experts")],
+    *[("OrderBase", "arrange"), ("OrderBase", "restore")],
+    *[("AllToAllBase", "exchange"), ("AllToAllBase", "exchange_rows")],
+    *[("MOELayer", "forward"), ("FSMoELayer", "forward")],
+]
+
+
+@pytest.mark.parametrize(("name", "method"), DEFINED, ids=[".".join(each) for each in DEFINED])
+def test_a_method_that_users_define_or_call_says_what_it_is_given(name: str, method: str) -> None:
+    public = getattr(ds_fsmoe, name)
+    shown = inspect.getdoc(getattr(public, method)) or ""  # that of the parent, where a class defines it again
+    given = re.search(r"(?ms)^Args:\n(.*?)(?=^\S|\Z)", shown)
+    for parameter in list(inspect.signature(getattr(public, method)).parameters)[1:]:
+        assert given, f"{name}.{method}"
+        assert re.search(rf"(?m)^    {parameter}: ", given[1]), f"{name}.{method} does not say what {parameter} is"
+
+
+REFERENCE = (Path(__file__).resolve().parents[1] / "docs" / "api.md").read_text()
+
+
+def test_errors_in_the_reference_are_of_the_kinds_that_stand_beside_them() -> None:
+    rows = re.findall(r"(?m)^\| (?:\[`\w+`\]\[ds_fsmoe\.(\w+)\]|`ds_fsmoe\.([\w.]+)`) \| `(\w+)` \|", REFERENCE)
+    assert len(rows) > 8
+    for public, path, kind in rows:
+        module, _, name = path.rpartition(".")
+        error = getattr(ds_fsmoe, public) if public else getattr(importlib.import_module(f"ds_fsmoe.{module}"), name)
+        assert issubclass(error, getattr(builtins, kind)), error
+    assert {public for public, _, _ in rows} - {""} == {name for name in NAMES if name.endswith("Error")}
+
+
+def what_an_engine_lacks(rank: int, world_size: int, words: list[str]) -> list[str]:
+    model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, ep_size=world_size, k=2)
+    block = {"enabled": True, "ops": "reference", "autotune": True, "placement": "balanced"}
+    ds_config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = ds_fsmoe.initialize(
+        model=model, model_parameters=model.parameters(), config=ds_config | {"fsmoe": block}
+    )
+    assert callable(engine.fsmoe_dummy_forward)
+    lacks = []
+    for word in words:
+        found = engine.fsmoe
+        for part in re.sub(r"\(.*\)", "", word).split("."):
+            if not hasattr(found, part):
+                lacks.append(word)
+                break
+            found = getattr(found, part)
+        else:
+            if "(" in word and not callable(found):
+                lacks.append(word)
+    return lacks
+
+
+def test_an_engine_has_what_the_reference_says(tmp_path: Path) -> None:
+    table = REFERENCE.split("| `engine.fsmoe` | what it is |")[1].split("\n\n")[0]
+    words = [word for row in re.findall(r"(?m)^\| (`.*?`) \|", table) for word in re.findall(r"`([^`]+)`", row)]
+    assert len(words) > 8
+    assert run_on_ranks(what_an_engine_lacks, 2, tmp_path, words) == [[], []]
 
 
 def failures_on_a_rank(rank: int, world_size: int, names: list[str]) -> dict[str, str]:

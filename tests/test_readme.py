@@ -17,9 +17,15 @@ import pytest
 
 from ds_fsmoe.cli import COMMANDS
 from ds_fsmoe.config.reading import ConfigError, read_block
+from tests.pages import FILE, files_of
+from tests.scripts import on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+FOLLOWED = [f"docs/tutorials/{page.name}" for page in (ROOT / "docs" / "tutorials").glob("*.md")]
+"""Pages whose files are written and whose commands are run in tests/test_tutorials.py."""
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
+}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -28,9 +34,36 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return [(page, textwrap.dedent(found[2])) for page, text in PAGES.items() for found in pattern.finditer(text)]
 
 
-@pytest.mark.parametrize(("page", "code"), [pytest.param(*each, id=each[0]) for each in blocks("python")])
+EXAMPLE = next(code for page, code in blocks("python") if page == "README.md")
+CODE = [each for each in blocks("python") if each[1] != EXAMPLE and not (each[0] in FOLLOWED and FILE.match(each[1]))]
+
+
+@pytest.mark.parametrize(("page", "code"), [pytest.param(*each, id=each[0]) for each in CODE])
 def test_a_code_block_runs(page: str, code: str) -> None:
     exec(compile(code, page, "exec"), {"__name__": "page"})
+
+
+def test_the_example_of_the_front_page_trains_with_the_autotuner(tmp_path: Path) -> None:
+    """On two ranks, with a small model under the name of the large one, torch's own Adam, and made-up batches."""
+    (name,) = re.findall(r'from_pretrained\("([^"]+)"\)', EXAMPLE)
+    subprocess.run([sys.executable, ROOT / "examples/hf/make_model.py", name], cwd=tmp_path, timeout=300, check=True)
+    config = json.loads(next(block for page, block in blocks("json") if page == "README.md"))
+    assert config["fsmoe"] == {"enabled": True}
+    config["optimizer"]["params"]["torch_adam"] = True
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    before = "import deepspeed, torch\ntorch.manual_seed(0)\n"
+    before += "deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
+    before += (
+        "batches = [{key: words for key in ('input_ids', 'labels')} for words in torch.randint(3, 200, (90, 2, 32))]\n"
+    )
+    (tmp_path / "train.py").write_text(before + EXAMPLE)
+    printed = on_ranks(tmp_path, str(tmp_path / "train.py"), HF_HUB_OFFLINE="1")
+    assert "is on for 2 MoE layer(s)" in printed
+    assert re.search(r"autotune: .*(DeepSpeed's schedule|trying)", printed), printed[-3000:]
+
+
+def test_the_example_of_the_front_page_is_of_eight_lines() -> None:
+    assert len([line for line in EXAMPLE.splitlines() if line]) == 8
 
 
 def test_the_first_lines_say_that_the_block_alone_does_nothing() -> None:
@@ -38,8 +71,18 @@ def test_the_first_lines_say_that_the_block_alone_does_nothing() -> None:
     assert 'The `"fsmoe"` block in `ds_config.json` does nothing by itself' in first
 
 
-def test_the_front_page_is_short() -> None:
-    assert len(PAGES["README.md"].splitlines()) <= 200
+def test_the_front_page_is_short_and_its_lines_are_not_long() -> None:
+    lines = PAGES["README.md"].splitlines()
+    assert len(lines) <= 200
+    assert max(len(line) for line in lines if not line.startswith(("|", "!"))) <= 132
+
+
+def test_the_front_page_shows_a_picture_a_figure_and_how_to_install_before_anything_else() -> None:
+    first = "\n".join(PAGES["README.md"].splitlines()[:35])
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", first)
+    assert (ROOT / picture).is_file()
+    assert re.search(r"for the same model: \d\.\d\d times", first)
+    assert "pip install 'ds_fsmoe[train,hf]'" in first
 
 
 def test_every_path_of_the_tree_exists() -> None:
@@ -82,7 +125,10 @@ def test_every_field_of_the_block_is_in_its_page() -> None:
 # ---- commands
 
 LINES = [
-    line.split("#")[0].strip() for _, block in blocks("sh") for line in block.splitlines() if line.split("#")[0].strip()
+    (page, line.split("#")[0].strip())
+    for page, block in blocks("sh")
+    for line in block.splitlines()
+    if line.split("#")[0].strip()
 ]
 RUN_BY_CI = (ROOT / ".ci" / "run").read_text()
 TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py")))
@@ -119,20 +165,23 @@ def test_the_pages_have_commands() -> None:
     assert len(LINES) > 30
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_a_command_is_one_that_ci_runs(line: str) -> None:
+@pytest.mark.parametrize(("page", "line"), LINES)
+def test_a_command_is_one_that_ci_runs(page: str, line: str) -> None:
     words = shlex.split(line)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert line in NOT_IN_CI or line in RUN_BY_CI
-    elif words[0] == "ds_fsmoe" or "ds_fsmoe" in words[:4]:
+    elif words[0] == "ds_fsmoe" or "ds_fsmoe" in words[:5]:
         parse_as_command(words[words.index("ds_fsmoe") + 1 :])
         assert f'["{words[words.index("ds_fsmoe") + 1]}"' in TESTS or f'main("{words[1]}"' in TESTS, words
     else:
         scripts = [word for word in words if word.endswith(".py")]
         scripts += [f"{word.replace('.', '/')}.py" for word in words if word.startswith("benchmarks.")]
         assert scripts
+        written = files_of(PAGES[page]) if page in FOLLOWED else {}
         for script in scripts:
+            if script in written:
+                continue
             assert (ROOT / script).is_file()
             used = re.search(rf"\b{Path(script).stem}\b", TESTS)
             assert used or script in MEASURE_FOR_MINUTES, f"no test runs {script}"

@@ -2,11 +2,13 @@
 """A hook of mkdocs: pages link to files of the repository as they do on a forge, and the site has those files.
 
 README.md becomes the front page. A file outside docs/ that a page links to is put under repository/; a Markdown file
-there becomes a page. Links are rewritten accordingly. Before all else the public names are checked.
+there becomes a page, and so does a notebook. Links are rewritten accordingly. Before all else the public names are
+checked.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 import sys
@@ -27,6 +29,8 @@ def place_on_site(path: str) -> str:
     """Where the site has a file of the repository."""
     if path == "README.md":
         return "index.md"
+    if path.endswith(".ipynb"):
+        path = f"{path.removesuffix('.ipynb')}.md"
     return path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
 
 
@@ -42,6 +46,18 @@ def linked(path: str) -> set[str]:
     folder = posixpath.dirname(path)
     targets = (posixpath.normpath(posixpath.join(folder, each)) for each in LINK.findall((ROOT / path).read_text()))
     return {each for each in targets if not each.startswith("..") and (ROOT / each).is_file()}
+
+
+def notebook_page(path: str) -> str:
+    """A notebook as Markdown: its text, its code, and what it is kept with."""
+    parts = []
+    for cell in json.loads((ROOT / path).read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [
+            f"```text\n{''.join(each['text']).rstrip()}\n```" for each in cell.get("outputs", []) if "text" in each
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def on_config(config: Any) -> None:
@@ -60,8 +76,10 @@ def on_files(files: Files, config: Any) -> Files:
             continue
         seen.add(path)
         if files.get_file_from_path(place_on_site(path)) is None:
-            files.append(File.generated(config, place_on_site(path), abs_src_path=str(ROOT / path)))
-        if path.endswith(".md"):
+            is_notebook = path.endswith(".ipynb")
+            made = {"content": notebook_page(path)} if is_notebook else {"abs_src_path": str(ROOT / path)}
+            files.append(File.generated(config, place_on_site(path), **made))
+        if path.endswith((".md", ".ipynb")):
             waiting += linked(path)
     return files
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ds_fsmoe
 from benchmarks.harness.harness import Case, Effort, Grid, Variant, join_on_gloo, run_grid
+from benchmarks.models.layer_steps import wait_for_parameters
 
 NEWEST_FOR_AUTOEP = Version("5.22.2")
 SETTLED_AFTER = 40
@@ -102,6 +103,10 @@ class Step:
         self.engine.backward(loss)
         self.engine.step()
 
+    def finish(self) -> None:
+        """Wait for what the last step has left under way."""
+        wait_for_parameters(self.engine)
+
 
 def main() -> None:
     args = join_on_gloo(__doc__)
@@ -116,7 +121,9 @@ def main() -> None:
         "best": {"fsmoe": {"enabled": True, "ep_size": ranks} | tuned},
     }
     variants = tuple(Variant(name, partial(Step, more=more)) for name, more in blocks.items())
-    run_grid(Grid("hf", CASES), variants, "AutoEP", Effort(blocks=args.blocks, steps=2), results=args.results)
+    run_grid(
+        Grid("hf", CASES), variants, "AutoEP", Effort(blocks=args.blocks, steps=1, in_a_row=2), results=args.results
+    )
     dist.destroy_process_group()
 
 

@@ -3,7 +3,8 @@
 
 ``cluster.py up --inter 25mbit --intra 100mbit``, then ``cluster.py run -- benchmarks/cases/bench_layer.py``. The two
 layouts are explained in ``models/layers.py``. Nobody is a straw man: all run at the ZeRO stage and bucket size that
-stock is fastest with, and ``pipemoe_lina`` with its fastest slice size, as ``--sweep`` has found; ``tutel`` and its kin
+stock is fastest with, and ``pipemoe_lina`` with its fastest slice size: ``--sweep`` tries them first, in each case,
+and keeps what it saw in ``layer_sweep.csv``; without it they are those of an earlier one. ``tutel`` and its kin
 get the best single degree, found in each case by trying all; ``fsmoe`` and ``best`` get what the autotuner chooses.
 Stock runs in the node layout only with two fixes, so every case says that it is fixed: a flat view in its gather, for
 gloo, and a capacity that it can cut where nothing is dropped. ``overlap_comm`` has no stream on a CPU and changes
@@ -19,9 +20,10 @@ take processor time. Rows go to ``benchmarks/results/layer.csv`` (``layer_table2
 ``layer_shared.csv`` on links that contend, ``layer_skew.csv`` with ``--skew``); predictions, and what no schedule could
 beat, beside measurements to ``layer_predicted.csv`` and so on. ``--judged`` measures eight of the 24 layers in ten
 blocks or more, and each schedule beside every baseline that is named in the docs, each of these twice; without it there
-are few blocks, no interval and nothing to judge by. ``--ablation`` measures the parts of ``fsmoe`` and
-``best`` one by one (``ablation.csv``). ``--many`` puts ours beside AutoEP alone, with rows and with slots, in layers
-with up to 128 narrow experts (``layer_many.csv``).
+are few blocks, no interval and nothing to judge by. ``--best-layout`` measures stock and every schedule with experts
+over all ranks and nothing split, which stock is fastest in (``layer_best.csv``). ``--ablation`` measures the parts of
+``fsmoe`` and ``best`` one by one (``ablation.csv``). ``--many`` puts ours beside AutoEP alone, with rows and with
+slots, in layers with up to 128 narrow experts (``layer_many.csv``).
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch.distributed as dist
 
@@ -49,7 +52,7 @@ from benchmarks.harness.routing import parsed
 from benchmarks.models.auto_ep import AutoEPSteps, can_run
 from benchmarks.models.contenders import FEW_BLOCKS, TUNED, Contenders, further
 from benchmarks.models.layer_steps import Steps
-from benchmarks.models.layers import SKEWS, TINY, Layer, Skew, begin
+from benchmarks.models.layers import SKEWS, TINY, Layer, Layout, Skew, begin
 from ds_fsmoe.planning.block import BlockPlan
 
 
@@ -142,12 +145,12 @@ class Parts(Contenders):
         ]
 
 
-def write_predictions(result: CaseResult, contenders: Contenders, file: Path) -> None:
+def write_predictions(result: CaseResult, contenders: Contenders, file: Path, layout: Layout = "node") -> None:
     """Rows of predicted beside measured, on rank 0."""
     made, rows = made_with(PACKAGES), []
     measured_ms = {each.name: each.p50_ms for each in result.variants}
     for schedule in (each for each in TUNED if each in measured_ms):
-        step = contenders.predicted[result.case.settings, schedule]
+        step = contenders.predicted[layout, result.case.settings, schedule]
         of_step = {"measured_ms": measured_ms[schedule], "uncut_measured_ms": measured_ms["deepspeed"]}
         of_step |= {"predicted_ms": step.chosen_ms, "uncut_predicted_ms": step.deepspeed_ms}
         of_step |= {"bound_ms": step.bound_ms}
@@ -156,16 +159,29 @@ def write_predictions(result: CaseResult, contenders: Contenders, file: Path) ->
     append_rows(file, tuple(rows[0]), rows)
 
 
+def write_sweep(case: Case, contenders: Contenders, layouts: Sequence[Layout], folder: Path) -> None:
+    """Find what stock is fastest with in a case; on rank 0 print it and append what was tried."""
+    tried = contenders.sweep(case.settings, layouts)
+    if dist.get_rank():
+        return
+    made = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": str(case.settings)}
+    append_rows(folder / "layer_sweep.csv", (*made, *tried[0]), [made | row for row in tried])
+    for row in tried:
+        if row["fastest"]:
+            print("fastest:", ", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, help=f"({FEW_BLOCKS}; {MIN_BLOCKS_TO_JUDGE} with --judged)")
     parser.add_argument("--judged", action="store_true", help=f"the layers {JUDGED}, unless --only says which")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to measure (all)")
-    parser.add_argument("--sweep", action="store_true", help="print what stock and pipemoe_lina are fastest with, only")
+    parser.add_argument("--sweep", action="store_true", help="find what stock and pipemoe_lina are fastest with, first")
     parser.add_argument("--smoke", action="store_true", help="a tiny layer, as fast as can be, to see that all runs")
     parser.add_argument("--table2", action="store_true", help="layers with Table 2's proportions, for 25 and 50 Mbit/s")
     parser.add_argument("--skew", action="store_true", help="the same with routing to hot experts, balanced first")
     parser.add_argument("--ablation", action="store_true", help="the parts of fsmoe and best, one by one")
+    parser.add_argument("--best-layout", action="store_true", help="all in the layout that stock is fastest in, only")
     parser.add_argument("--many", action="store_true", help="layers with many narrow experts too, beside AutoEP alone")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
@@ -184,15 +200,23 @@ def main() -> None:
     effort = Effort(2 if args.smoke else blocks, steps=1, warmup=1, judged=args.judged)
     with tempfile.TemporaryDirectory() as cache:
         contenders = Parts(cache, args.smoke)
-        if args.sweep:
-            contenders.sweep(chosen[0].settings)
-        for case in () if args.sweep else chosen:
+        for case in chosen:
+            if args.sweep:
+                write_sweep(case, contenders, ("ranks",) if args.best_layout else get_args(Layout), args.results)
             if args.many:
                 grid = Grid("layer_many", (case,))
                 run_grid(grid, contenders.beside_auto_ep(), "AutoEP", effort, results=args.results)
                 continue
             if args.ablation:
                 run_grid(Grid("ablation", (case,)), contenders.ablation(), "deepspeed", effort, results=args.results)
+                continue
+            if args.best_layout:
+                of_best = replace(case, name=f"{case.settings}, all ranks{links()}")
+                variants, over = contenders.in_best_layout(), further(contenders.in_best_layout(), args.judged)
+                grid = Grid("layer_best", (of_best,))
+                (result,) = run_grid(grid, variants, "stock", effort, results=args.results, further=over)
+                if dist.get_rank() == 0:
+                    write_predictions(result, contenders, args.results / "layer_best_predicted.csv", "ranks")
                 continue
             variants = contenders.variants()
             if can_run(case.settings) is None:

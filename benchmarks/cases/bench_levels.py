@@ -28,6 +28,7 @@ import ds_fsmoe
 from benchmarks.harness.harness import RESULTS, Case, Effort, Grid, Variant, run_grid
 from benchmarks.harness.join import join
 from benchmarks.harness.routing import parsed
+from benchmarks.models.layer_steps import wait_for_parameters
 from ds_fsmoe.gradients.reduction import LOOKS
 
 
@@ -151,6 +152,10 @@ class TrainingStep:
         self.engine.backward(self.engine(self.x_BLM))
         self.engine.step()
 
+    def finish(self) -> None:
+        """Wait for what the last step has left under way."""
+        wait_for_parameters(self.engine)
+
     def close(self) -> None:
         """End the engine."""
         self.engine.destroy()
@@ -158,7 +163,7 @@ class TrainingStep:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=10, help="of 1 step of each variant")
+    parser.add_argument("--blocks", type=int, default=10, help="of a turn of two steps of each variant")
     parser.add_argument("--only", nargs="*", choices=[each for each in WAYS if each != "stock"], help="ways (all)")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to measure (all)")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -169,7 +174,7 @@ def main() -> None:
     variants = tuple(Variant(name, partial(TrainingStep, *way)) for name, way in chosen.items())
     every = GRID.cases
     grid = Grid(GRID.name, every if args.cases is None else tuple(every[number] for number in args.cases))
-    run_grid(grid, variants, baseline="stock", effort=Effort(args.blocks, 1), results=args.results)
+    run_grid(grid, variants, baseline="stock", effort=Effort(args.blocks, 1, in_a_row=2), results=args.results)
     dist.destroy_process_group()
 
 

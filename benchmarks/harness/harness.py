@@ -95,7 +95,9 @@ class Variant:
     Args:
         name: as in the table.
         make: called once per case with its settings, twice for the baseline; returns a callable that does one step. If
-            that has a ``close``, it is called when the case is done; not after a failure, which ends the run. What
+            that has a ``finish``, it is called after the steps of a turn, and timed with them: it waits for what a step
+            has left under way, so that no other variant pays for it. If it has a ``close``, that is called when the
+            case is done; not after a failure, which ends the run. What
             variants share must be made the same way by each, weights and random seeds too.
     """
 
@@ -105,14 +107,17 @@ class Variant:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: ``blocks`` of ``steps`` steps of every variant, after ``warmup`` steps of each.
+    """How long to measure: ``blocks`` of ``steps`` turns of every variant, after ``warmup`` turns of each.
+
+    A turn is ``in_a_row`` steps of one variant, one unless more are asked for: what a step leaves under way for the
+    next one of the same engine to hide (updated parameters) is hidden in all but the last. Times are turns', by step.
 
     With ``budget_s`` a case begins no further block after that many seconds by the clock of rank 0, but does as many as
     its results need. With ``judged`` its ratios are to have intervals, for somebody to judge by, and blocks are even
     in number, so that of two variants each goes ahead of the other as often.
 
     Raises:
-        ValueError: fewer than 2 blocks, or than 10 or an odd number where it is judged, or no step in a block.
+        ValueError: fewer than 2 blocks, or than 10 or an odd number where it is judged, or no step in a block or turn.
     """
 
     blocks: int = 20
@@ -120,6 +125,7 @@ class Effort:
     warmup: int = 3
     budget_s: float | None = None
     judged: bool = False
+    in_a_row: int = 1
 
     def __post_init__(self) -> None:
         check_blocks(self.blocks)
@@ -129,6 +135,8 @@ class Effort:
                 raise ValueError(f"{self.blocks} blocks: to judge takes an even number, as every second goes backwards")
         if self.steps < 1 or self.warmup < 0:
             raise ValueError(f"blocks need at least 1 step, and warm-up at least 0: found {self.steps}, {self.warmup}")
+        if self.in_a_row < 1:
+            raise ValueError(f"in_a_row = {self.in_a_row}: a turn is at least 1 step")
 
 
 def check_judged(blocks: int) -> None:
@@ -264,8 +272,7 @@ def _measure(
         routing.at_step(step)
         for i in block_order(num, step):
             with ranks.together(f"{of_case} {variants[i].name!r}, warm-up step {step}"):
-                steps[i]()
-                _synchronize()
+                _turn(steps[i], effort.in_a_row)
     times_ms, own_s = np.zeros((num, effort.blocks, effort.steps)), np.zeros(num)
     machine = [CpuTime(0.0, 0.0, 0.0)] * num
     began_s, blocks = host.monotonic(), 0
@@ -277,10 +284,9 @@ def _measure(
                     own_before_s, machine_before = _cpu_s(host), cpu_time()
                     _synchronize()
                     start_s = host.perf_counter()
-                    steps[i]()
-                    _synchronize()
-                    times_ms[i, blocks, step] = (host.perf_counter() - start_s) * 1e3
-                    own_s[i] += _cpu_s(host) - own_before_s
+                    _turn(steps[i], effort.in_a_row)
+                    times_ms[i, blocks, step] = (host.perf_counter() - start_s) * 1e3 / effort.in_a_row
+                    own_s[i] += (_cpu_s(host) - own_before_s) / effort.in_a_row
                     machine[i] += cpu_time() - machine_before
         blocks += 1
         enough = effort.budget_s is not None and blocks >= (
@@ -308,6 +314,14 @@ def _measure(
     own = num - len(further)
     found = evaluate(case, names[:own], times_ms[:own], shares[:own], goals)
     return replace(found, further=tuple(over(*each) for each in further.items()))
+
+
+def _turn(step: Callable[[], object], in_a_row: int) -> None:
+    """Do some steps of one variant, and wait for what they have left under way."""
+    for _ in range(in_a_row):
+        step()
+    getattr(step, "finish", lambda: None)()
+    _synchronize()
 
 
 def _cpu_s(host: Clock) -> float:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from benchmarks.harness.harness import Variant
 from benchmarks.models.layer_steps import Found, Steps
@@ -31,24 +30,21 @@ def further(variants: Sequence[Variant], is_judged: bool) -> dict[str, list[str]
     takes long: what is not judged has only the one that the most depends on."""
     over = {"stock, best layout": IN_ALL_RANKS}
     if is_judged:
-        over |= {"deepspeed": ("fsmoe", "best"), "tutel": ("fsmoe",), "fsmoe": ("best",)}
+        over |= {"deepspeed": ("fsmoe", "best"), "tutel": ("fsmoe", "best"), "fsmoe": ("best",)}
     names = {each.name for each in variants}
     found = {each: [other for other in others if other in names] for each, others in over.items() if each in names}
     return {each: others for each, others in found.items() if others}
 
 
-def fastest(make: Callable[[Any], Steps], settings: list[Any], what: str) -> Any:
-    """Which of some settings is the fastest; all ranks agree, because a step takes as long as its slowest rank."""
+def timed(make: Callable[[Any], Steps], settings: list[Any]) -> dict[Any, float]:
+    """Return the seconds of a step with each of some settings, the fastest first; all ranks have the same, because a
+    step takes as long as its slowest rank."""
     times_s = []
     for each in settings:
         steps = make(each)
         times_s.append(steps.timed_s())
         steps.close()
-    best = settings[int(np.argmin(times_s))]
-    if dist.get_rank() == 0:
-        tried = ", ".join(f"{each}: {time_s * 1e3:.0f} ms" for each, time_s in zip(settings, times_s, strict=True))
-        print(f"{what}: {best} of {tried}", flush=True)
-    return best
+    return dict(sorted(zip(settings, times_s, strict=True), key=lambda each: each[1]))
 
 
 class Contenders:
@@ -60,7 +56,7 @@ class Contenders:
 
     Attributes:
         found: layout -> what stock and ``pipemoe_lina`` are fastest with.
-        predicted: (layer, schedule) -> what the autotuner expects of a step, in the node layout.
+        predicted: (layout, layer, schedule) -> what the autotuner expects of a step.
     """
 
     def __init__(self, cache: str, is_smoke: bool = False) -> None:
@@ -68,8 +64,8 @@ class Contenders:
         self.mpu = Mpu(ranks_per_node())
         self.cache = cache
         self.found = {"node": Found(), "ranks": Found()}
-        self.predicted: dict[tuple[Layer, str], StepTimes] = {}
-        self._degree_of: dict[Layer, int] = {}
+        self.predicted: dict[tuple[Layout, Layer, str], StepTimes] = {}
+        self._degree_of: dict[tuple[Layout, Layer], int] = {}
 
     def steps(self, layer: Layer, layout: Layout, block: dict[str, Any] | None) -> Steps:
         """Of stock's engine, or of ours with a block; the only place that makes any."""
@@ -100,13 +96,13 @@ class Contenders:
             block["autotune"] = {"enabled": True, "cache_dir": self.cache, "watch_every": 0}
             block["pipeline_degree"] = {"max": MAX_DEGREE}
         steps = self.steps(layer, layout, block)
-        if "autotune" in block and layout == "node":
-            self.predicted[layer, schedule] = steps.engine.fsmoe.autotune.step
+        if "autotune" in block:
+            self.predicted[layout, layer, schedule] = steps.engine.fsmoe.autotune.step
         return steps
 
     def common_degree(self, layout: Layout, layer: Layer) -> int:
         """The fastest with one degree for both phases and one stream of traffic."""
-        if layer not in self._degree_of:
+        if (layout, layer) not in self._degree_of:
             steps = self.ours(layout, "deepspeed", layer)
             times_s = []
             for degree in range(1, MAX_DEGREE + 1):
@@ -114,31 +110,46 @@ class Contenders:
                 steps()
                 times_s.append(steps.timed_s())
             steps.close()
-            self._degree_of[layer] = 1 + int(np.argmin(times_s))
-        return self._degree_of[layer]
+            self._degree_of[layout, layer] = 1 + int(np.argmin(times_s))
+        return self._degree_of[layout, layer]
 
-    def sweep(self, layer: Layer) -> None:
-        """What stock and ``pipemoe_lina`` are best with."""
+    def sweep(self, layer: Layer, layouts: Sequence[Layout]) -> list[dict[str, Any]]:
+        """Find and keep what stock, and ``pipemoe_lina`` with that, are best with in each layout.
 
-        def stock_with(layout: Layout, found: Found) -> Steps:
-            self.found[layout] = found
-            return self.stock(layout, layer)
-
-        def lina_with(found: Found) -> Steps:
-            self.found["node"] = found
-            return self.ours("node", "pipemoe_lina", layer)
-
-        layouts: tuple[Layout, ...] = ("node", "ranks")
+        Returns:
+            A row for each setting that was tried.
+        """
+        rows = []
         for layout in layouts:
-            options = [Found(stage, bucket) for stage in (0, 1, 2) for bucket in (1 << 16, 1 << 20)]
-            self.found[layout] = fastest(partial(stock_with, layout), options, f"stock, {layout}")
-        chunks = [replace(self.found["node"], chunk_bytes=1 << bits) for bits in (15, 17, 19, 21)]
-        self.found["node"] = fastest(lina_with, chunks, "pipemoe_lina")
+
+            def stock_with(found: Found, layout: Layout = layout) -> Steps:
+                self.found[layout] = found
+                return self.stock(layout, layer)
+
+            def lina_with(found: Found, layout: Layout = layout) -> Steps:
+                self.found[layout] = found
+                return self.ours(layout, "pipemoe_lina", layer)
+
+            times_s = timed(stock_with, [Found(stage, bucket) for stage in (0, 1, 2) for bucket in (1 << 16, 1 << 20)])
+            rows += _rows("stock", layout, times_s)
+            best = next(iter(times_s))
+            times_s = timed(lina_with, [replace(best, chunk_bytes=1 << bits) for bits in (15, 17, 19, 21)])
+            rows += _rows("pipemoe_lina", layout, times_s)
+            self.found[layout] = next(iter(times_s))
+        return rows
 
     def variants(self) -> list[Variant]:
         """All of them, the baseline first; a few, if it is but to be seen that they run."""
         every = self._every_variant()
         return [each for each in every if each.name in FEW] if self.is_smoke else every
+
+    def in_best_layout(self) -> list[Variant]:
+        """All of them in the layout in which stock is the fastest, stock first; a few, if it is but a smoke test."""
+        schedules = ("deepspeed", "best") if self.is_smoke else ("deepspeed", "tutel", "pipemoe_lina", "fsmoe", "best")
+        return [
+            Variant("stock", partial(self.stock, "ranks")),
+            *(Variant(name, partial(self.ours, "ranks", name)) for name in schedules),
+        ]
 
     def _every_variant(self) -> list[Variant]:
         return [
@@ -148,3 +159,10 @@ class Contenders:
             Variant("deepspeed, best layout", partial(self.ours, "ranks", "deepspeed")),
             Variant("best, best layout", partial(self.ours, "ranks", "best")),
         ]
+
+
+def _rows(variant: str, layout: Layout, times_s: dict[Found, float]) -> list[dict[str, Any]]:
+    return [
+        {"variant": variant, "layout": layout, **vars(found), "ms": f"{time_s * 1e3:.1f}", "fastest": int(i == 0)}
+        for i, (found, time_s) in enumerate(times_s.items())
+    ]

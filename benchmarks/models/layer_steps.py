@@ -118,6 +118,10 @@ class Steps:
         self.engine.backward(loss)
         self.engine.step()
 
+    def finish(self) -> None:
+        """Wait for what the last step has left under way."""
+        wait_for_parameters(self.engine)
+
     def timed_s(self, steps: int = 3) -> float:
         """The median of some steps, of the slowest rank."""
         times = []
@@ -125,6 +129,7 @@ class Steps:
             dist.barrier()
             start = time.perf_counter()
             self()
+            self.finish()
             times.append(time.perf_counter() - start)
         slowest = torch.tensor(times)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -154,6 +159,13 @@ def tokens(layer: Layer, all_of_node: bool) -> Iterator[tuple[torch.Tensor]]:
         aim = {"": None, "hot expert": 0, "hot rank": some_S, "rotating": step % layer.E}[layer.skew]
         y_SM = x_SM if aim is None else x_SM + is_hot_S1 * toward_EM[aim]
         yield (y_SM if all_of_node else y_SM.chunk(ranks_per_node())[rank_inside],)
+
+
+def wait_for_parameters(engine: Any) -> None:
+    """Wait for updated parameters, which ours sends under the next forward of the same engine; stock leaves nothing."""
+    state = getattr(engine, "fsmoe", None)
+    if state is not None:
+        state.wait_for_parameters()
 
 
 def set_degree(engine: Any, degree: int) -> None:

@@ -51,7 +51,11 @@ class ExpertBase(nn.Module):
     """
 
     def do_experts(self, args: ExpertArgs) -> torch.Tensor:
-        """``args.tokens`` [..., M] to [..., M]."""
+        """Return what the expert makes of rows, [..., M], row by row.
+
+        Args:
+            args: the rows are ``args.tokens``, [..., M].
+        """
         raise TypeError(f"{type(self).__name__} must define do_experts(args)")
 
     def written(self) -> ManualExpert | None:

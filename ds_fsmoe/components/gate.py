@@ -69,6 +69,10 @@ class GateBase(nn.Module):
     def build_once(self, model_dim: int, num_experts: int) -> None:
         """What a layer calls when it takes the gate in: :meth:`build`, and never again.
 
+        Args:
+            model_dim: M, the width of a token.
+            num_experts: E, over all ranks.
+
         Raises:
             ValueError: impossible sizes, or a gate that another layer has already.
         """
@@ -81,7 +85,12 @@ class GateBase(nn.Module):
         self._is_built = True
 
     def build(self, model_dim: int, num_experts: int) -> None:
-        """Create the gate's parameters for tokens of ``model_dim`` (M) and ``num_experts`` (E)."""
+        """Create the gate's parameters.
+
+        Args:
+            model_dim: M, the width of a token.
+            num_experts: E, over all ranks.
+        """
         raise TypeError(f"{type(self).__name__} must define build(model_dim, num_experts)")
 
     def forward(

@@ -43,8 +43,18 @@ class OrderBase(ABC):
 
     @abstractmethod
     def arrange(self, x_SM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
-        """[S, M] tokens to [E, C, M] slots; a slot that no token took is zero."""
+        """Lay out what travels: [E, C, M] slots; a slot that no token took is zero.
+
+        Args:
+            x_SM: [S, M], the tokens of this rank.
+            routing: of one of the kinds in ``reads``.
+        """
 
     @abstractmethod
     def restore(self, y_ECM: torch.Tensor, routing: RoutingBase) -> torch.Tensor:
-        """[E, C, M] results to [S, M]: the weighted sum over a token's slots, zero where all were dropped."""
+        """Put results in their places: [S, M], the weighted sum over a token's slots, zero where all were dropped.
+
+        Args:
+            y_ECM: [E, C, M], what the experts made of the slots.
+            routing: the one by which they were laid out.
+        """

@@ -112,7 +112,12 @@ class TokenChoiceGate(SettingsGate):
         raise TypeError(f"{type(self).__name__} must define score(x_SM)")
 
     def weigh(self, scores: Scores, expert_SK: torch.Tensor) -> torch.Tensor:
-        """[S, K]: what the chosen experts' outputs are multiplied with, if they have room for the token."""
+        """Return [S, K]: what the chosen experts' outputs are multiplied with, if they have room for the token.
+
+        Args:
+            scores: what :meth:`score` has returned.
+            expert_SK: [S, K] int64, the chosen experts of each token, the best first.
+        """
         return scores.affinity_SE.gather(1, expert_SK)
 
     def forward(

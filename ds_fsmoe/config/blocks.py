@@ -32,7 +32,7 @@ class GateBlock(Block):
 
     model_config = ConfigDict(extra="allow")
 
-    type: str = Field("topk", description="name of a gate on the shelf", examples=["mixtral"])
+    type: str = Field("topk", description="stock's gate (topk), one of the package, or your own", examples=["mixtral"])
     k: int = Field(
         None, alias="top_k", description="experts per token, between 1 and the layer's num_experts", examples=[2]
     )
@@ -47,7 +47,7 @@ class GateBlock(Block):
     min_capacity: int = Field(None, ge=0, description="slots per expert at the least", examples=[4])
     drop_tokens: bool = Field(None, description="false: as many slots as the fullest expert needs", examples=[False])
     drop_policy: Literal["probs", "position"] = Field(
-        None, description="who stays in a full expert", examples=["probs"]
+        None, description="who stays in a full expert: the likeliest or the first", examples=["probs"]
     )
 
     @model_validator(mode="before")
@@ -77,7 +77,7 @@ class PipelineDegreeBlock(Block):
 
     forward: Degree = Field("auto", description="chunks in the forward phase", examples=[2])
     backward: Degree = Field("auto", description="chunks in the backward phase", examples=[2])
-    max: int = Field(16, ge=1, le=MOST_CHUNKS, description="the largest degree that auto may choose")
+    max: int = Field(16, ge=1, le=MOST_CHUNKS, description="the most chunks that auto may choose")
 
 
 class GradientPartitionBlock(Block):
@@ -86,7 +86,7 @@ class GradientPartitionBlock(Block):
     mode: Annotated[Literal["auto", "adaptive", "fixed_chunk", "micro_ops", "dense_only", "off"], NullIsAuto()] = Field(
         "auto", description="when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction"
     )
-    solver: Literal["dp", "de"] = Field("dp", description="how adaptive slices are placed")
+    solver: Literal["dp", "de"] = Field("dp", description="adaptive slices by a dynamic program or by evolution")
     chunk_bytes: int = Field(
         31457280,
         ge=1,
@@ -158,7 +158,7 @@ class TraceBlock(Block):
     enabled: bool = Field(False, description="write a trace")
     start_step: int = Field(10, ge=0, description="first traced step")
     num_steps: int = Field(3, ge=1, description="how many steps are traced")
-    path: str = Field("fsmoe_trace", description="folder of the trace files")
+    path: str = Field("fsmoe_trace", description="folder of the files; trace in that of a record")
     cluster: str | None = Field(
         None, description="what it should take, from a cluster's name or its JSON file", examples=["testbed_a"]
     )
@@ -225,7 +225,7 @@ class DebugBlock(Block):
     """``fsmoe.debug``: what is checked while training goes on."""
 
     check_every: int = Field(0, ge=0, description="compare plans over ranks every n steps; 0: at start only")
-    hang_timeout_s: float = Field(300, gt=0, description="write what each rank was doing after this long")
+    hang_timeout_s: float = Field(300, gt=0, description="seconds without progress: say where, and end")
     check_experts: bool = Field(False, description="try at the first training forward whether experts are row-wise")
     check_results: bool = Field(False, description="find the expert that makes nan or infinity of finite numbers")
     check_router: bool = Field(False, description="stop all ranks at nan or infinity in a router's input")
@@ -246,8 +246,10 @@ class FSMoEBlock(Block):
         GateBlock | None,
         OrAlone("type", kinds=(str,), words="the name of a gate", json_types=({"type": "string"},)),
     ] = Field(None, description="left out: each layer keeps its own gate", examples=[{"type": "mixtral"}])
-    order: Part = Field("auto", description="name of an order on the shelf")
-    alltoall: Part = Field("auto", description="name of an all-to-all on the shelf")
+    order: Part = Field(
+        "auto", description="how rows are laid out: auto, as the gate is read, or a name", examples=["einsum"]
+    )
+    alltoall: Part = Field("auto", description="how rows travel: auto, as was measured, or a name", examples=["2dh"])
     dispatch: Annotated[Dispatch, NullIsAuto()] = Field(
         "auto",
         description="what travels: rows, as many as tokens have chosen an expert, or slots, as many as the fullest "
@@ -260,7 +262,7 @@ class FSMoEBlock(Block):
         ),
     ] = Field(
         WiresBlock(),
-        description="fp8: 8-bit numbers with a scale for each row; model: the layer's own type",
+        description="what rows are on their way: of the layer's own type (model), or 8-bit with a scale for each (fp8)",
         examples=[{"dispatch": "fp8"}],
     )
     ep_size: Count = Field(
@@ -270,7 +272,7 @@ class FSMoEBlock(Block):
         examples=[8],
     )
     esp_size: int = Field(
-        1, ge=1, alias="expert_tensor_parallel_size", description="ranks that share one expert's hidden width"
+        1, ge=1, alias="expert_tensor_parallel_size", description="ranks that share one expert's width"
     )
     pipeline_degree: Annotated[
         PipelineDegreeBlock,
@@ -284,7 +286,7 @@ class FSMoEBlock(Block):
     gradient_partition: GradientPartitionBlock = Field(GradientPartitionBlock(), examples=[{"mode": "adaptive"}])
     autotune: Annotated[AutotuneBlock, switch(has_auto=True)] = Field(AutotuneBlock(), examples=[{"enabled": True}])
     topology: TopologyBlock = Field(TopologyBlock(), examples=[{"ranks_per_node": 8}])
-    overlap: bool = Field(True, description="false: one lane, blocking")
+    overlap: bool = Field(True, description="false: one lane and one task after another, which is the reference")
     split_batch: Literal["auto", "on", "off"] = Field(
         "auto",
         description="two halves of each batch take turns, and one computes while the tokens of the other travel: auto "
@@ -298,13 +300,13 @@ class FSMoEBlock(Block):
     max_ctas: ThreadBlocks = Field(
         16, description="thread blocks that a collective of a link may take on NCCL; auto: as many as NCCL likes"
     )
-    recompute: bool = Field(False, description="recompute expert inputs instead of saving them")
+    recompute: bool = Field(False, description="keep only the input of experts; compute the rest again")
     deterministic: bool = Field(
         False,
         description="every run rounds alike: nothing is decided by a clock, nothing added up in the order of arrival",
     )
     ops: Annotated[Literal["auto", "reference", "required"], NullIsAuto()] = Field(
-        "auto", description="compiled ops or plain torch"
+        "auto", description="compiled ops: auto: where they can be had, required: or stop; reference: plain torch"
     )
     hooks: list[str] = Field([], description="callbacks by dotted name", examples=[["ds_fsmoe.BFloat16Wire"]])
     plugins: list[str] = Field(
@@ -315,7 +317,7 @@ class FSMoEBlock(Block):
     metrics: Literal["off", "brief", "detailed"] = Field(
         "brief", description="what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed"
     )
-    metrics_every: int = Field(10, ge=1, description="optimizer steps; the others are not looked at")
+    metrics_every: int = Field(10, ge=1, description="optimizer steps from one that monitors hear of to the next")
     trace: Annotated[TraceBlock, switch()] = Field(TraceBlock(), examples=[{"enabled": True}])
     record: RecordBlock = Field(RecordBlock(), examples=[{"dir": "runs/one"}])
     routing: RoutingBlock = Field(RoutingBlock(), examples=[{"record": "routes"}])

@@ -21,13 +21,13 @@ class Config(Written):
         ) -> None:
             """
             Args:
-                type: name of a gate on the shelf
+                type: stock's gate (topk), one of the package, or your own
                 top_k: experts per token, between 1 and the layer's num_experts
                 capacity_factor: slots per expert while training, over the mean; null: drop_tokens is false
                 eval_capacity_factor: the same while evaluating
                 min_capacity: slots per expert at the least
                 drop_tokens: false: as many slots as the fullest expert needs
-                drop_policy: who stays in a full expert
+                drop_policy: who stays in a full expert: the likeliest or the first
             """
 
     class Wires(Written):
@@ -55,7 +55,7 @@ class Config(Written):
             Args:
                 forward: chunks in the forward phase
                 backward: chunks in the backward phase
-                max: the largest degree that auto may choose
+                max: the most chunks that auto may choose
             """
 
     class GradientPartition(Written):
@@ -73,7 +73,7 @@ class Config(Written):
             """
             Args:
                 mode: when gradients travel; auto: as the schedule has it, off: DeepSpeed's own reduction
-                solver: how adaptive slices are placed
+                solver: adaptive slices by a dynamic program or by evolution
                 chunk_bytes: slice size of fixed_chunk; of micro_ops, and of all-to-alls with the schedule lina, which
                     is 30000000 where this is left out
                 collective: who gets a sum: all ranks, or each the part that it updates; auto: the latter at ZeRO 1 and
@@ -134,7 +134,7 @@ class Config(Written):
                 enabled: write a trace
                 start_step: first traced step
                 num_steps: how many steps are traced
-                path: folder of the trace files
+                path: folder of the files; trace in that of a record
                 cluster: what it should take, from a cluster's name or its JSON file
             """
 
@@ -216,7 +216,7 @@ class Config(Written):
             """
             Args:
                 check_every: compare plans over ranks every n steps; 0: at start only
-                hang_timeout_s: write what each rank was doing after this long
+                hang_timeout_s: seconds without progress: say where, and end
                 check_experts: try at the first training forward whether experts are row-wise
                 check_results: find the expert that makes nan or infinity of finite numbers
                 check_router: stop all ranks at nan or infinity in a router's input
@@ -263,31 +263,31 @@ class Config(Written):
             enabled: false is exactly stock DeepSpeed
             schedule: in which order a layer's traffic and computation run, and what overlaps
             gate: left out: each layer keeps its own gate
-            order: name of an order on the shelf
-            alltoall: name of an all-to-all on the shelf
+            order: how rows are laid out: auto, as the gate is read, or a name
+            alltoall: how rows travel: auto, as was measured, or a name
             dispatch: what travels: rows, as many as tokens have chosen an expert, or slots, as many as the fullest
                 expert has; auto: rows where nothing is dropped
-            wires: fp8: 8-bit numbers with a scale for each row; model: the layer's own type
+            wires: what rows are on their way: of the layer's own type (model), or 8-bit with a scale for each (fp8)
             ep_size: ranks over which the experts of a Hugging Face model are spread; auto: as many of a node as divide
                 its experts. deepspeed.moe.layer.MoE has its own
-            expert_tensor_parallel_size: ranks that share one expert's hidden width
+            expert_tensor_parallel_size: ranks that share one expert's width
             num_chunks: into how many chunks the tokens of a layer are cut
             gradient_partition: how dense gradients are sliced and when they travel
             autotune: measuring this cluster and choosing degrees from it
             topology: where ranks lie
-            overlap: false: one lane, blocking
+            overlap: false: one lane and one task after another, which is the reference
             split_batch: two halves of each batch take turns, and one computes while the tokens of the other travel:
                 auto tries it where plans are tried, on does it wherever it can be done
             split_blocks: class names of the blocks to run by halves; none: the elements of the model's lists of modules
             max_ctas: thread blocks that a collective of a link may take on NCCL; auto: as many as NCCL likes
-            recompute: recompute expert inputs instead of saving them
+            recompute: keep only the input of experts; compute the rest again
             deterministic: every run rounds alike: nothing is decided by a clock, nothing added up in the order of
                 arrival
-            ops: compiled ops or plain torch
+            ops: compiled ops: auto: where they can be had, required: or stop; reference: plain torch
             hooks: callbacks by dotted name
             plugins: modules with parts of your own, imported before parts are looked up
             metrics: what DeepSpeed's monitors are told: sums over layers, and of each layer too if detailed
-            metrics_every: optimizer steps; the others are not looked at
+            metrics_every: optimizer steps from one that monitors hear of to the next
             trace: a timeline of chosen steps
             record: what ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too
             routing: which token goes to which experts, as data

@@ -360,7 +360,7 @@ class FSMoEEngine(SavingEngine):
             generate_together(model)
         if num_stages is not None:
             make_groups_on_every_stage(model, layers, running)
-        self.fsmoe = FSMoEState(block, layers, parts, running, stage_group)
+        self.fsmoe = FSMoEState(block, layers, parts, running, stage_group, self.gradient_accumulation_steps)
         self.fsmoe.why_untuned = untuned
         if untuned is not None and needs_numbers(asked):
             log_on_rank_0(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,8 +50,11 @@ class FSMoEState:
         parts: Parts,
         running: LayerRuntime,
         stage_group: dist.ProcessGroup | None = None,
+        micro_batches: Callable[[], int] = lambda: 1,
     ) -> None:
         self.block = block
+        self.micro_batches = micro_batches
+        """Tells the number of micro-batches of an optimizer step, which a script may change."""
         self.stage_group = stage_group
         """The ranks that run the same layers; ``None``: all."""
         self.layers = layers
@@ -195,7 +198,8 @@ class FSMoEState:
         self.uncut.settle(self.inner_layers)
         # A schedule that was named is run as it is.
         can_split = self.block.schedule == BEST and self.splitter is not None and self.splitter.is_worth_trying
-        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split):
+        count = self.micro_batches()
+        if not self.autotune.run(self.inner_layers, self.reduction, dense_ms, can_split, count):
             return
         if self.reduction is not None and self.autotune.trials is None:
             self.reduction.plan_anew()

@@ -358,7 +358,12 @@ class MOELayer(nn.Module):
         self._looked: set[bool] = set()
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
-        """Map [..., M] to [..., M]; with ``return_stats`` return a :class:`MoEOutput`."""
+        """Map [..., M] to [..., M]; with ``return_stats`` return a :class:`MoEOutput`.
+
+        Args:
+            x: [..., M], the tokens of this rank.
+            used_token_S: [S], false or 0 for tokens that take no part, such as padding; ``None``: all do.
+        """
         if self._running is None:
             # Only now the device is known.
             lanes = make_lanes(x.device, self.overlap)

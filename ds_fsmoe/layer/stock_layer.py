@@ -154,6 +154,10 @@ class FSMoELayer(StockMOELayer):
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
         """Map [..., M] to [..., M]; leave ``l_aux`` and ``exp_counts`` on the layer, where stock's ``MoE`` reads them.
 
+        Args:
+            hidden_states: [..., M], the tokens of this rank.
+            used_token: [S], 0 for tokens that take no part; ``None``: all do.
+
         Raises:
             RuntimeError: the experts are spread over ranks, and the process group was not made.
         """

@@ -22,7 +22,7 @@ _COMPUTED = (HOLD, REST, EXPERT, EXPERT_DX, EXPERT_DW)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The time of a step without the optimizer, in milliseconds."""
+    """The time of all micro-batches of a step, without the optimizer, in milliseconds."""
 
     chosen_ms: float
     isolated_ms: float
@@ -49,6 +49,7 @@ def predict_step(
     options: Sequence[Mapping[str, Layer]],
     dense_ms: float | None,
     gradients_ms: float,
+    num_micro_batches: int = 1,
 ) -> StepTimes:
     """Predict the step of a plan.
 
@@ -58,7 +59,11 @@ def predict_step(
         options: layer by layer, name of an all-to-all -> the layer with it, stock's first.
         dense_ms: what no schedule changes, in both phases, which is part of the layers; ``None``: not seen.
         gradients_ms: of reducing all gradients at once, when the backward is over.
+        num_micro_batches: one after the other, of which the last one sends the gradients.
     """
+    earlier = num_micro_batches - 1
+    if dense_ms is not None:
+        dense_ms *= num_micro_batches
     settings = planner.settings
     if not options:  # a stage of a pipeline without such layers
         rest_ms = dense_ms or 0.0
@@ -71,15 +76,23 @@ def predict_step(
     def least(each: Mapping[str, Layer]) -> Layer:
         return min(map(_at_its_fastest, each.values()), key=lambda layer: _least_ms(layer, settings.max_degree))
 
-    chosen_ms, fastest = plan.step_ms({}, **how), [least(each) for each in options]
-    bounds_ms = busiest_ms(fastest, {}) if plan.in_halves else step_bounds_ms(fastest, {}, settings.max_degree)
+    def bound_ms(layers: Sequence[Layer]) -> float:
+        return sum(busiest_ms(layers, {}) if plan.in_halves else step_bounds_ms(layers, {}, settings.max_degree))
+
+    without, fastest = plan.without_gradients(), [least(each) for each in options]
+    earlier_ms, last_ms = without.step_ms({}, **how), plan.step_ms({}, **how)
+    isolated_ms = plan.step_ms({}, IDEAL, is_serial=settings.is_serial)
+    bounds_ms = [bound_ms(fastest)]
+    if earlier:
+        isolated_ms += earlier * without.step_ms({}, IDEAL, is_serial=settings.is_serial)
+        bounds_ms.append(earlier * bound_ms([replace(each, gradients=()) for each in fastest]))
     return StepTimes(
-        chosen_ms=chosen_ms,
-        isolated_ms=plan.step_ms({}, IDEAL, is_serial=settings.is_serial),
-        deepspeed_ms=stock.step_ms({}, is_serial=settings.is_serial) + gradients_ms,
+        chosen_ms=last_ms + earlier * earlier_ms,
+        isolated_ms=isolated_ms,
+        deepspeed_ms=num_micro_batches * stock.step_ms({}, is_serial=settings.is_serial) + gradients_ms,
         dense_ms=dense_ms,
         gradients_ms=gradients_ms,
-        exposed_ms=max(0.0, chosen_ms - plan.without_gradients().step_ms({}, **how)),
+        exposed_ms=max(0.0, last_ms - earlier_ms),
         bound_ms=sum(bounds_ms),
     )
 

@@ -198,6 +198,7 @@ class Autotune:
         reduction: Reduction | None = None,
         dense_ms: tuple[float, float] | None = None,
         can_split: bool = False,
+        num_micro_batches: int = 1,
     ) -> bool:
         """Measure, search, and apply what was found. Collective over all ranks, between forwards.
 
@@ -206,6 +207,7 @@ class Autotune:
             reduction: the reduction of its gradients, if we do it.
             dense_ms: what the rest of the model takes, forward and backward.
             can_split: whether batches may be cut into halves.
+            num_micro_batches: of an optimizer step, where there are no stages.
 
         Returns:
             Whether plans were made; where nobody has asked for them, it may fail, and training goes on as it was.
@@ -216,11 +218,11 @@ class Autotune:
         """
         self._is_wanted = False
         if self._block.autotune.enabled is True:
-            self._run(layers, reduction, dense_ms, can_split)
+            self._run(layers, reduction, dense_ms, can_split, num_micro_batches)
             return True
         before = {label: layer.fsmoe.plan for label, layer in layers.items()}
         try:
-            self._run(layers, reduction, dense_ms, can_split)
+            self._run(layers, reduction, dense_ms, can_split, num_micro_batches)
         except (MeasuringError, DisagreementError) as error:
             if needs_numbers(self._block):
                 raise
@@ -244,12 +246,14 @@ class Autotune:
         reduction: Reduction | None,
         dense_ms: tuple[float, float] | None,
         can_split: bool,
+        num_micro_batches: int,
     ) -> None:
         start_s = time.perf_counter()
         reads_cache, stages = self._why_again is None, self.stages
         measured = measure(self._running, layers, reduction, self._group, reads_cache=reads_cache, stages=stages)
         of_gradients = gradients_of(reduction), tensors_of(reduction)
-        how = dense_ms, can_split, None if stages is None else stages.num_micro_batches
+        count = num_micro_batches if stages is None else stages.num_micro_batches
+        how = dense_ms, can_split, count, stages is not None
         model = TunedModel(self._block, self._running, layers, measured, *of_gradients, *how)
         self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
         if stages is not None:

@@ -35,6 +35,10 @@ def windows_of(plan: ModelPlan) -> list[WindowBytes]:
     return [WindowBytes(bytes_of(each.moe_slices), bytes_of(each.dense_slices)) for each in plan.backward]
 
 
+FORWARDS_WATCHED = 2
+"""The number of the forward whose backward tells what the rest of the model takes, see ``StepClock``."""
+
+
 class TunedModel:
     """Holds the layers of one engine as they were measured: plans are searched for them and applied to them.
 
@@ -48,8 +52,8 @@ class TunedModel:
         dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
             when it was measured; ``None``: not seen.
         can_split: whether batches may be cut into halves.
-        num_micro_batches: of a batch, where these are the layers of a pipeline's stage: gradients are then a part of
-            its last backward alone, where they travel in it; ``None``: there are no stages.
+        num_micro_batches: of a step, the last of which sends the gradients.
+        in_stages: whether these are the layers of a pipeline's stage, of whose batch a micro-batch alone is predicted.
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class TunedModel:
         tensors_bytes: Mapping[str, Sequence[int]],
         dense_ms: tuple[float, float] | None,
         can_split: bool = False,
-        num_micro_batches: int | None = None,
+        num_micro_batches: int = 1,
+        in_stages: bool = False,
     ) -> None:
         self.measured = measured
         self._layers = layers
@@ -75,12 +80,14 @@ class TunedModel:
             chunk_bytes=block.gradient_partition.asked_bytes,
             is_serial=measured.is_serial,
             shared_link=running.one_link is not None,
-            num_micro_batches=num_micro_batches or 1,
+            num_micro_batches=num_micro_batches,
         )
         costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
         of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
         self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
-        in_backward_ms = self._gradients_ms if num_micro_batches is None else 0.0
+        # What was seen is the second backward, with the gradients only where a step ends there.
+        in_backward_ms = 0.0 if in_stages or num_micro_batches > FORWARDS_WATCHED else self._gradients_ms
+        self._num_micro_batches = 1 if in_stages else num_micro_batches
         self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
         rest_ms = self._rest_ms
         self._dense_ms = None if dense_ms is None else sum(rest_ms)
@@ -127,7 +134,9 @@ class TunedModel:
     def predict(self, plan: ModelPlan) -> StepTimes:
         """Predict what a step with a plan takes."""
         search = self.search
-        return predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms)
+        return predict_step(
+            search.planner, plan, search.options, self._dense_ms, self._gradients_ms, self._num_micro_batches
+        )
 
     def micro_batch(self, plan: ModelPlan, is_isolated: bool = False) -> StageTimes:
         """Predict what a micro batch takes in a pipeline's stage with a plan: the first ones and the last one, and the

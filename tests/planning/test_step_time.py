@@ -156,6 +156,22 @@ def test_a_step_is_its_layers_the_rest_of_the_model_and_the_gradients_that_find_
     assert many.chosen_ms >= many.bound_ms
 
 
+def test_a_step_of_several_micro_batches_takes_each_of_them_and_sends_gradients_once() -> None:
+    profile = with_gradients(made_up(3))
+    gradients = (Gradient(GRAD, (Lane.INTER,), 1_000),)
+    options = [{"flat": layer_of(profile, rest_ms=(2.0, 4.0), gradients=gradients)}] * 3
+    planner = Machine().planner()
+    plan = planner.plan_options(options, planner.settings.space("fsmoe"), "adaptive")
+    one, three = (predict_step(planner, plan, options, 18.0, 3.5, count) for count in (1, 3))
+    without_ms = plan.without_gradients().step_ms({})
+    assert one.chosen_ms > without_ms
+    assert three.chosen_ms == pytest.approx(one.chosen_ms + 2 * without_ms)
+    assert three.isolated_ms == pytest.approx(three.chosen_ms)
+    assert three.deepspeed_ms == pytest.approx(3 * (one.deepspeed_ms - 3.5) + 3.5)
+    assert (three.exposed_ms, three.gradients_ms, three.dense_ms) == (one.exposed_ms, 3.5, 54.0)
+    assert 2 * one.bound_ms < three.bound_ms <= three.chosen_ms
+
+
 def test_of_a_model_whose_rest_was_not_seen_only_layers_and_gradients_are_told() -> None:
     profile = with_gradients(made_up(4))
     options, planner = [{"flat": layer_of(profile)}] * 2, Machine().planner()

@@ -35,7 +35,7 @@ class QwenGate(MixtralGate):
         drop_tokens: see there.
         drop_policy: see there.
         balance_loss_factor: see there.
-        z_loss_factor: see there; 0.1 unless it is given.
+        z_loss_factor: see there; ``0.1`` unless it is given.
         norm_topk_prob: weights sum to 1, as Mixtral's do (Qwen3); ``False``: they are the plain probabilities (Qwen1.5,
             Qwen2).
 

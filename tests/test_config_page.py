@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference of the block in docs/config.md is made from its fields, and says of each what it takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from pydantic import Field, create_model
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.fields import block_in, words_for
+from tools import config_page
+from tools.config_page import PAGE, page
+
+TEXT = PAGE.read_text()
+FIELDS = {words_for(name, field)[0]: field for name, field in FSMoEBlock.model_fields.items()}
+
+
+def section(word: str, text: str = TEXT) -> str:
+    return text.split(config_page.BEGIN.format(word))[1].split(config_page.END.format(word))[0]
+
+
+def test_the_page_is_that_of_the_fields() -> None:
+    assert page(TEXT) == TEXT, "python -m tools.config_page writes it again"
+
+
+@pytest.mark.parametrize("word", FIELDS)
+def test_every_field_has_a_section_that_says_what_it_takes_and_a_row_that_leads_there(word: str) -> None:
+    own = section(word)
+    assert f"### {word}\n" in own
+    assert "Takes " in own
+    assert TEXT.count(f"### {word}\n") == 1
+    assert f"| [`{word}`](#{word}) | " in section(config_page.OVERVIEW)
+    if block := block_in(FIELDS[word]):
+        rows = re.findall(r"(?m)^\| `(\w+)`(?: \(before: `\w+`\))? \|", own)
+        assert rows == [words_for(name, field)[0] for name, field in block.model_fields.items()]
+
+
+def examples(word: str) -> list[dict[str, Any]]:
+    """What the section of a field shows as examples, each as a block."""
+    own = section(word)
+    (whole,) = re.findall(r"Example: `(.*)`\.", own)
+    inside = re.findall(r"(?m)^\| .* \| `(\{.*\})` \|$", own)
+    return [json.loads(whole), *({word: json.loads(each)} for each in inside)]
+
+
+@pytest.mark.parametrize("word", FIELDS)
+def test_examples_are_valid_and_are_not_what_holds_anyway(word: str) -> None:
+    shown = examples(word)
+    assert len(shown) == 1 + (len(block_in(FIELDS[word]).model_fields) if block_in(FIELDS[word]) else 0)
+    for example in shown:
+        block = FSMoEBlock.model_validate(example)
+        assert block != FSMoEBlock() or example[word] == {"path": "fsmoe_trace"}
+
+
+def test_a_change_of_a_field_makes_the_page_stale(monkeypatch) -> None:
+    schedule = FSMoEBlock.model_fields["schedule"]
+    monkeypatch.setattr(schedule, "description", "something else")
+    changed = page(TEXT)
+    assert "Something else." in section("schedule", changed)
+    assert changed != TEXT
+
+
+def test_a_new_field_gets_a_section_at_its_place_and_what_is_written_by_hand_stays(monkeypatch) -> None:
+    more = create_model("More", __base__=FSMoEBlock, colour=(bool, Field(False, description="paint it")))
+    block = config_page.SCHEMA["properties"]["fsmoe"]["properties"]
+    monkeypatch.setitem(block, "colour", more.model_json_schema()["properties"]["colour"])
+    monkeypatch.setattr(config_page, "FSMoEBlock", more)
+    text = page(TEXT)
+    assert 'Paint it.\n\n- Takes `true` or `false`.\n- Default: `false`.\n- Example: `{"colour": true}`.' in text
+    assert text.index("end of debug") < text.index("### colour") < text.index("## Words and older names")
+    assert page(text) == text
+    by_hand = re.sub(r"(?s)<!-- (.*?): made.*?<!-- end of \1 -->\s*", "", text)
+    assert by_hand.split() == re.sub(r"(?s)<!-- (.*?): made.*?<!-- end of \1 -->\s*", "", TEXT).split()
+
+
+def test_options_of_gates_are_ones_that_the_block_takes() -> None:
+    from ds_fsmoe.config.reading import read_block
+
+    rows = re.findall(r"(?m)^\| (`.*?`) \| `(\w+)` \| `(.*?)` \|", section(config_page.GATES))
+    assert len(rows) > 10
+    for types, option, default in rows:
+        for gate in re.findall(r"`(\w+)`", types):
+            read_block({"fsmoe": {"enabled": True, "gate": {"type": gate, option: json.loads(default)}}})

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the how-to pages show: commands that their programs take, a Dockerfile and a manifest that fit the package."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.versions import SUPPORTED, TESTED
+from tests.scripts import ROOT
+
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("*.md"))}
+LAUNCHERS = ROOT / "examples" / "launchers"
+DOCKERFILE = (LAUNCHERS / "Dockerfile").read_text()
+
+
+def commands(program: str) -> list[list[str]]:
+    """The words of every command of a program that a page shows, behind its name."""
+    blocks = [code for text in PAGES.values() for code in re.findall(r"(?ms)^```(?:sh|console)\n(.*?)^```$", text)]
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    words = [shlex.split(part) for line in lines for part in line.split(" && ")]
+    return [each[each.index(program) + 1 :] for each in words if program in each]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_to_set_how_to_see_that_it_is_on_and_what_was_tried(page: str) -> None:
+    text = PAGES[page]
+    assert "## Is it on?" in text
+    assert "ds_fsmoe ... is on for N MoE layer(s)" in text
+    assert re.search(r"^## What (to set|can be chosen)$", text, re.MULTILINE)
+    assert "\nTested: " in text
+    assert re.search(r"\.\./\.\./examples/launchers/\w+|torchrun", text)
+
+
+def test_the_line_that_shows_it_is_on_is_the_one_that_is_logged() -> None:
+    logged = 'f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)"'
+    assert logged in (ROOT / "ds_fsmoe" / "engine" / "described.py").read_text()
+
+
+@pytest.mark.parametrize("words", commands("torchrun"), ids=" ".join)
+def test_torchrun_takes_its_commands(words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    parsed = get_args_parser().parse_args(words)
+    if parsed.module:
+        assert parsed.training_script == "ds_fsmoe.run"
+    else:
+        assert (ROOT / parsed.training_script).is_file()
+
+
+@pytest.mark.parametrize("words", commands("deepspeed"), ids=" ".join)
+def test_deepspeeds_launcher_takes_its_commands(words: list[str]) -> None:
+    from deepspeed.launcher.runner import parse_args
+
+    parsed = parse_args(words)
+    assert (ROOT / parsed.user_script).is_file()
+    if "--hostfile" in words:
+        assert (ROOT / parsed.hostfile).is_file()
+
+
+@pytest.mark.parametrize("program", ["mpirun", "sbatch", "docker", "kubectl"])
+def test_files_that_commands_name_are_there(program: str) -> None:
+    found = commands(program)
+    assert found
+    for words in found:
+        for name in (each for each in words if each.startswith(("examples/", "ds_configs/"))):
+            assert (ROOT / name).is_file(), name
+
+
+# ---- the Dockerfile
+
+
+def instructions(name: str) -> list[str]:
+    joined = re.sub(r"\\\n\s*", " ", DOCKERFILE)
+    return [line.split(" ", 1)[1] for line in joined.splitlines() if line.startswith(f"{name} ")]
+
+
+def arguments() -> dict[str, str]:
+    return {name: value.strip('"') for name, _, value in (each.partition("=") for each in instructions("ARG"))}
+
+
+def test_what_the_image_copies_is_there_and_is_not_ignored() -> None:
+    ignored = (LAUNCHERS / "Dockerfile.dockerignore").read_text().splitlines()
+    copied = [name for each in instructions("COPY") for name in each.split()[:-1]]
+    assert len(copied) > 5
+    for name in copied:
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in ignored
+    assert {each[1:] for each in ignored if each.startswith("!")} == set(copied)
+    assert "*" in ignored
+
+
+def test_the_image_has_all_that_the_build_of_the_package_reads() -> None:
+    copied = [name for each in instructions("COPY") for name in each.split()[:-1]]
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "ds_fsmoe", "op_builder", "csrc"} <= set(copied)
+
+
+def test_its_versions_are_those_that_are_supported_and_tested() -> None:
+    chosen = arguments()
+    assert chosen["TORCH"] in TESTED["torch"]
+    assert f"=={chosen['DEEPSPEED']}" == SUPPORTED["deepspeed"]
+    assert re.search(r"setuptools>=\d+", (ROOT / "pyproject.toml").read_text())[0] in DOCKERFILE
+    extras = re.search(r'"\.\[([\w,]+)\]"', DOCKERFILE)[1].split(",")
+    setup = ast.parse((ROOT / "setup.py").read_text())
+    known = next(
+        each.value for each in ast.walk(setup) if isinstance(each, ast.keyword) and each.arg == "extras_require"
+    )
+    assert set(extras) <= {ast.literal_eval(key) for key in known.keys}
+    # Ubuntu 24.04 has Python 3.12, Debian 12 3.11.
+    assert {"3.11", "3.12"} == set(TESTED["python"])
+    assert chosen["BASE"].endswith("-devel-ubuntu24.04")
+
+
+def test_the_page_lists_every_argument_of_the_image_with_its_default() -> None:
+    rows = dict(re.findall(r"(?m)^\| `([A-Z_]+)` \| ([^|]*?) \|", PAGES["docker"]))
+    assert set(rows) == set(arguments())
+    for name in ("TORCH", "DEEPSPEED", "BUILD_OPS"):
+        assert rows[name] == arguments()[name]
+
+
+def test_what_it_runs_is_shell() -> None:
+    for line in instructions("RUN"):
+        done = subprocess.run(["bash", "-n", "-c", line], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+# ---- the manifest
+
+
+def manifest() -> dict[str, Any]:
+    return {each["kind"]: each for each in yaml.safe_load_all((LAUNCHERS / "kubernetes.yaml").read_text())}
+
+
+def started() -> list[str]:
+    """The words of the container's command, as bash would have them in the pod of index 1."""
+    (container,) = manifest()["Job"]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["bash", "-c"]
+    (line,) = container["args"]
+    assert line.startswith("exec ")
+    return [each.replace("$JOB_COMPLETION_INDEX", "1") for each in shlex.split(line)][1:]
+
+
+def test_pods_find_each_other_by_the_name_of_the_service() -> None:
+    service, job = manifest()["Service"], manifest()["Job"]
+    pods = job["spec"]["template"]["spec"]
+    assert service["apiVersion"] == "v1"
+    assert job["apiVersion"] == "batch/v1"
+    assert service["spec"]["clusterIP"] == "None"
+    assert pods["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["completionMode"] == "Indexed"
+    words = started()
+    assert words[words.index("--master-addr") + 1] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert int(words[words.index("--master-port") + 1]) == service["spec"]["ports"][0]["port"]
+
+
+def test_its_command_is_one_for_torchrun_with_as_many_nodes_and_ranks_as_there_are() -> None:
+    from torch.distributed.run import get_args_parser
+
+    job = manifest()["Job"]["spec"]
+    program, *words = started()
+    assert program == "torchrun"
+    parsed = get_args_parser().parse_args(words)
+    (container,) = job["template"]["spec"]["containers"]
+    assert int(parsed.nnodes) == job["completions"] == job["parallelism"]
+    assert int(parsed.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert parsed.node_rank == 1
+    assert (ROOT / parsed.training_script).is_file()
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    assert {each["name"] for each in job["template"]["spec"]["volumes"]} == set(mounts.values())
+    assert "/dev/shm" in mounts
+    saves_in = parsed.training_script_args[parsed.training_script_args.index("--save-dir") + 1]
+    assert saves_in.startswith("/runs/")
+    assert all(isinstance(each["value"], str) for each in container["env"]), "Kubernetes takes nothing but strings"
+
+
+def test_its_script_takes_its_arguments(monkeypatch) -> None:
+    words = started()
+    script = words.index("examples/train.py")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+    found = runpy.run_path(str(ROOT / "examples" / "train.py"), run_name="train")
+    args = found["parse_arguments"](words[script + 1 :])
+    assert args.moe == "fsmoe"
+    assert os.path.isfile(args.deepspeed_config)
+
+
+def test_the_number_of_ranks_of_a_node_is_the_field_that_the_page_shows() -> None:
+    assert '"topology": {"ranks_per_node": 8}' in PAGES["kubernetes"]
+    assert FSMoEBlock.model_validate({"topology": {"ranks_per_node": 8}}).topology.ranks_per_node == 8

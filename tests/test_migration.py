@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts that the migration guides change: both forms run, and train alike where the guide says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.fields import words_for
+from ds_fsmoe.config.reading import read_block
+from tests.hurry import hurry
+from tests.ranks import run_on_ranks
+from tests.scripts import ROOT, on_ranks
+
+GUIDES = sorted((ROOT / "docs" / "migration").glob("*.md"))
+
+
+def forms(page: str) -> tuple[str, str]:
+    """The script of a guide, before and after the change."""
+    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", (ROOT / "docs" / "migration" / f"{page}.md").read_text())
+    lines = diff.splitlines()
+    assert {line[:1] for line in lines} <= {"", " ", "-", "+"}
+    before, after = ("\n".join(line[1:] for line in lines if line[:1] != sign) + "\n" for sign in ("+", "-"))
+    return before, after
+
+
+def losses(folder: Path, script: str, **variables: str) -> Mapping[int, list[float]]:
+    """What each rank has printed as its losses."""
+    folder.mkdir()
+    (folder / "train.py").write_text(script)
+    printed = on_ranks(folder, str(folder / "train.py"), **variables)
+    found: dict[int, list[float]] = {}
+    for rank, loss in re.findall(r"(?m)^loss (\d) (\S+)$", printed):
+        found.setdefault(int(rank), []).append(float(loss))
+    assert {rank: len(each) for rank, each in found.items()} == {0: 5, 1: 5}, printed[-2000:]
+    return found
+
+
+@pytest.mark.parametrize("page", ["from-deepspeed-moe", "from-autoep", "from-tutel"])
+def test_a_guide_changes_little_and_both_forms_are_python(page: str) -> None:
+    before, after = forms(page)
+    for text in (before, after):
+        compile(text, page, "exec")
+    assert "ds_fsmoe" not in before
+    assert "ds_fsmoe" in after
+
+
+def test_the_script_with_deepspeeds_layers_trains_to_the_same_bits(tmp_path: Path) -> None:
+    before, after = forms("from-deepspeed-moe")
+    stock = losses(tmp_path / "before", before)
+    assert losses(tmp_path / "after", after) == stock
+    assert stock[0] != stock[1]
+    assert stock[0][-1] < stock[0][0]
+
+
+def test_the_script_with_auto_ep_trains_to_rounding(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    before, after = forms("from-autoep")
+    auto_ep = losses(tmp_path / "before", before)
+    ours = losses(tmp_path / "after", after)
+    for rank, each in auto_ep.items():
+        assert each == pytest.approx(ours[rank], rel=1e-5)
+    assert auto_ep[0] != auto_ep[1]
+
+
+def test_the_script_that_had_tutels_layer_trains(tmp_path: Path) -> None:
+    _, after = forms("from-tutel")
+    found = losses(tmp_path / "after", after)
+    assert found[0] != found[1]
+    assert found[0][-1] < found[0][0]
+
+
+def test_weights_of_a_tutel_layer_compute_its_formula_in_deepspeeds() -> None:
+    from deepspeed.moe.experts import Experts
+
+    (code,) = re.findall(r"(?ms)^```python\n(.*?)^```$", (GUIDES[0].parent / "from-tutel.md").read_text())
+    page: dict[str, Any] = {}
+    exec(code, page)
+    M, H, E = 6, 10, 3
+    torch.manual_seed(0)
+    shapes = {
+        "fc1_w": (E, H, M),
+        "fc1_bias": (E, H),
+        "fc2_w": (E, H, M),
+        "fc2_bias": (E, M),
+    }  # as in tutel/experts/ffn.py
+    state = {f"moe.experts.batched_{name}": torch.randn(shape) for name, shape in shapes.items()}
+    state["moe.gates.0.wg.weight"] = torch.randn(E, M)
+    ffn = torch.nn.Sequential(torch.nn.Linear(M, H), torch.nn.ReLU(), torch.nn.Linear(H, M))
+    gate = SimpleNamespace(wg=torch.nn.Linear(M, E, bias=False))
+    moe = SimpleNamespace(deepspeed_moe=SimpleNamespace(gate=gate, experts=Experts(ffn, E)))
+    page["load_tutel"](moe, state, prefix="moe.")
+    x_ECM = torch.randn(E, 4, M)
+    w1, b1, w2, b2 = (state[f"moe.experts.batched_{name}"] for name in shapes)
+    hidden = torch.relu(torch.einsum("ecm,ehm->ech", x_ECM, w1) + b1[:, None])
+    theirs = torch.einsum("ech,ehm->ecm", hidden, w2) + b2[:, None]
+    ours = torch.stack(
+        [expert(x) for expert, x in zip(moe.deepspeed_moe.experts.deepspeed_experts, x_ECM, strict=True)]
+    )
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(gate.wg.weight, state["moe.gates.0.wg.weight"])
+
+
+def test_gates_and_options_in_the_table_of_megatron_are_ones_that_the_block_takes() -> None:
+    for gate in (
+        {"type": "mixtral", "top_k": 2, "capacity_factor": 1.25, "drop_policy": "position", "z_loss_factor": 0.1},
+        {"type": "qwen", "top_k": 2},
+        {
+            "type": "deepseek",
+            "num_groups": 4,
+            "kept_groups": 2,
+            "routed_scaling_factor": 2.5,
+            "bias_update_speed": 1e-3,
+        },
+        {"type": "switch", "jitter": 0.01},
+        "xmoe",
+        "gshard",
+    ):
+        read_block({"fsmoe": {"enabled": True, "gate": gate}})
+    text = "".join(guide.read_text() for guide in GUIDES)
+    for word in ("num_groups", "kept_groups", "routed_scaling_factor", "bias_update_speed", "jitter", "z_loss_factor"):
+        assert f"`{word}`" in text
+
+
+@pytest.mark.parametrize("page", [guide.stem for guide in GUIDES])
+def test_a_guide_has_names_numbers_and_what_was_run(page: str) -> None:
+    text = (ROOT / "docs" / "migration" / f"{page}.md").read_text()
+    assert "\n## Names\n" in text
+    assert "\n## Numbers\n" in text
+    assert "\nTested: " in text
+    assert ("was not run" in " ".join(text.split())) == (page in ("from-tutel", "from-megatron"))
+
+
+def test_every_word_of_the_block_in_a_guide_is_a_field() -> None:
+    for guide in GUIDES:
+        for field in re.findall(r"\.\./config\.md#(\w+)", guide.read_text()):
+            assert field in ([words_for(name, each)[0] for name, each in FSMoEBlock.model_fields.items()])
+
+
+def norms_of_both(rank: int, world_size: int) -> list[float]:
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+    from deepspeed.runtime import engine as of_stock
+
+    import ds_fsmoe
+
+    hurry()
+    norms: list[float] = []
+    clip = of_stock.clip_grad_norm_
+    # Stock keeps the norm by which it clips to itself.
+    of_stock.clip_grad_norm_ = lambda *args, **kwargs: norms.append(float(clip(*args, **kwargs)))
+    for ep_size, initialize in ((1, deepspeed.initialize), (2, deepspeed.initialize), (2, ds_fsmoe.initialize)):
+        torch.manual_seed(0)
+        ffn = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+        moe = MoE(8, ffn, num_experts=2, ep_size=ep_size, k=1, use_rts=False, drop_tokens=False)
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        is_ours = initialize is ds_fsmoe.initialize
+        config["fsmoe"] = {"enabled": is_ours, "autotune": False} if is_ours else {"enabled": False}
+        engine, *_ = initialize(model=moe, model_parameters=moe.parameters(), config=config)
+        torch.manual_seed(rank)
+        y, aux_loss, _ = engine(torch.randn(16, 8))
+        engine.backward(y.square().mean() + aux_loss)
+        engine.step()
+        if is_ours:
+            norms.append(float(engine.get_global_grad_norm()))
+        engine.destroy()
+    return norms
+
+
+def test_without_zero_stocks_norm_depends_on_ep_size_and_ours_is_that_of_one(tmp_path: Path) -> None:
+    for whole, stock, ours in run_on_ranks(norms_of_both, 2, tmp_path):
+        assert ours == pytest.approx(whole, rel=1e-5)
+        assert abs(stock - whole) > 1e-3 * whole

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each tutorial can be followed from its first line to its last, and its commands print what it shows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.pages import Reader, blocks_of, missing
+from tests.scripts import ROOT
+
+TUTORIALS = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
+
+
+def test_there_is_a_tutorial_of_each_kind() -> None:
+    assert set(TUTORIALS) >= {"first-run", "hugging-face", "cluster", "report", "gate", "checkpoints"}
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_has_commands_and_shows_what_they_print(name: str) -> None:
+    languages = [language for language, _ in blocks_of(TUTORIALS[name])]
+    assert "sh" in languages
+    assert "text" in languages[languages.index("sh") :]
+
+
+def test_a_gate_of_ones_own_is_checked_and_trains(tmp_path: Path) -> None:
+    Reader(tmp_path).follow(TUTORIALS["gate"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["first-run", "checkpoints", "cluster", "report"])
+def test_a_tutorial_does_what_it_says(name: str, tmp_path: Path) -> None:
+    Reader(tmp_path).follow(TUTORIALS[name])
+
+
+@pytest.mark.slow
+def test_a_hugging_face_model_is_trained_saved_moved_and_read_by_transformers_alone(tmp_path: Path) -> None:
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu")))
+    printed = Reader(tmp_path, {"PYTHONPATH": paths, "ACCELERATE_USE_DEEPSPEED": "true"}).follow(
+        TUTORIALS["hugging-face"]
+    )
+    assert len(printed) == 9
+    full, exported = (load_file(tmp_path / each / "model.safetensors") for each in ("full", "exported"))
+    assert full.keys() == exported.keys()
+    assert [name for name, each in full.items() if not torch.equal(each, exported[name])] == []
+
+
+# ---- what the reader would notice
+
+
+def test_a_shown_line_that_was_not_printed_is_found_whatever_its_numbers() -> None:
+    printed = "[INFO] step 100: loss 1.3233, by MOELayer\n  a   table   7\n"
+    assert missing("step 1: loss 2.5, by MOELayer\n...\na table 8\n", printed) == []
+    assert missing("step 1: ... by MOELayer\n", printed) == []
+    assert missing("step 1: loss 2.5, by FSMoELayer\n", printed) == ["step 1: loss 2.5, by FSMoELayer"]
+
+
+def test_a_command_that_fails_and_one_that_should_and_does_not_are_noticed(tmp_path: Path) -> None:
+    for number, line in enumerate(("python -c 'raise SystemExit(3)'", "python -c pass    # ends with an error")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(AssertionError, match="exit status"):
+            Reader(folder).follow(f"```sh\n{line}\n```\n")
