@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -100,7 +101,10 @@ def record_both(folder: Path) -> Path:
 def charts_of(page: str) -> dict[str, dict[str, Any]]:
     """The charts of a page, by what they say that they show."""
     places = re.findall(r'data-spec="([^"]+)" role="img" aria-label="([^"]*)"', page)
-    return {about: json.loads(re.search(rf'(?s)id="{name}">(.*?)</script>', page)[1]) for name, about in places}
+    return {
+        html.unescape(about): json.loads(re.search(rf'(?s)id="{name}">(.*?)</script>', page)[1])
+        for name, about in places
+    }
 
 
 def without_programs(page: str) -> str:

@@ -88,6 +88,19 @@ def test_both_engines_are_recorded_alike(trained: dict[str, Any], runs: dict[str
         assert list(run.facts["layers"]) == ["L00", "L01"]
 
 
+def test_both_tell_alike_where_they_came_from_and_what_they_trained_with(runs: dict[str, Run]) -> None:
+    for name, run in runs.items():
+        for row in run.steps:
+            # Two micro batches of three samples of seven tokens.
+            assert row["tokens_of_rank"] == 2 * 3 * 7
+            assert 0 < row["memory_bytes"] <= row["memory_peak_bytes"]
+        assert run.facts["token_ranks"] == 2
+        assert run.facts["command"]
+        assert "commit" in run.facts
+        assert run.facts["config"]["fsmoe"]["enabled"] == (name == "ours")
+        assert run.facts["config"]["train_micro_batch_size_per_gpu"]
+
+
 def test_a_job_ends_after_so_many_steps_on_every_rank(trained: dict[str, Any], runs: dict[str, Run]) -> None:
     for name, of_ranks in trained.items():
         assert [each[2] for each in of_ranks] == [STEPS, STEPS]

@@ -114,6 +114,6 @@ def test_no_expression_of_a_chart_has_anything_of_a_file_in_it(tmp_path: Path) -
                 for each in value:
                     look(each, key)
             elif isinstance(value, str) and "bad()" in value:
-                assert key in ("domain", "sort", "title", "text"), (about, key)
+                assert key in ("description", "domain", "sort", "title", "text"), (about, key)
 
         look(rest)

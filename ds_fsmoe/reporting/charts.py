@@ -76,6 +76,7 @@ def chart_of(
     for unwanted in ("$schema", "config"):
         spec.pop(unwanted, None)
     spec["autosize"] = {"type": "fit-x", "contains": "padding"}
+    spec["description"] = about
     return Chart(about, spec, "zoom" in _params_of(spec), is_broad)
 
 

@@ -63,7 +63,8 @@ def step_times(page: Page, runs: Sequence[Run]) -> None:
     above = [ms for points in lines.values() for _, ms in points if cut_at is not None and ms > cut_at]
     words = [f"Counted after step {after}: until then things are made, measured and tried."]
     if shaded:
-        stretches = ", ".join(dict.fromkeys(f"{first} to {last}" for first, last, _ in shaded))
+        spans = (str(first) if first == last else f"{first} to {last}" for first, last, _ in shaded)
+        stretches = ", ".join(dict.fromkeys(spans))
         words.append(f"Shaded: steps {stretches}, in which the autotuner measured or tried plans.")
     if above:
         which = "step is" if len(above) == 1 else "steps are"
@@ -84,7 +85,7 @@ def _cut(lines: Points, after: int) -> float | None:
     counted = sorted(ms for points in lines.values() for step, ms in points if step > after)
     if not counted:
         return None
-    cut_at = _ROOM * counted[min(len(counted) - 1, int(_CUT_SHARE * len(counted)))]
+    cut_at = _ROOM * counted[int(_CUT_SHARE * (len(counted) - 1))]
     return cut_at if cut_at > 0 and any(ms > cut_at for points in lines.values() for _, ms in points) else None
 
 

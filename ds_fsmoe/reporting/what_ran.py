@@ -88,19 +88,16 @@ def _has_config(run: Run) -> bool:
 
 def differences(one: Any, other: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Return (path, value, value) of every field in which two configs differ; what is not set is ``None``."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        found = []
-        for key in [*one, *(each for each in other if each not in one)]:
-            found += differences(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
-        return found
-    if isinstance(one, Mapping) or isinstance(other, Mapping):
-        # Field by field, as the other one may have none of them.
-        return (
-            differences(*({} if each is None else each for each in (one, other)), path)
-            if None in (one, other)
-            else [(path, one, other)]
-        )
-    return [] if one == other else [(path, one, other)]
+    if isinstance(one, Mapping) and other is None:
+        other = {}  # field by field all the same
+    elif isinstance(other, Mapping) and one is None:
+        one = {}
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return [] if one == other else [(path, one, other)]
+    found = []
+    for key in [*one, *(each for each in other if each not in one)]:
+        found += differences(one.get(key), other.get(key), f"{path}.{key}" if path else str(key))
+    return found
 
 
 def _shown(value: Any) -> str:
