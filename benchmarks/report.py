@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.harness.result_files import RESULTS
 from benchmarks.reporting.figures import NoRowError, Results
 from benchmarks.reporting.page import NAME, page
-from benchmarks.reporting.plots import draw_bars, draw_fits, draw_predictions, draw_timelines
+from benchmarks.reporting.plots import draw_fits, draw_predictions, draw_ratios, draw_timelines
 from benchmarks.reporting.rows import Row, comparison, further_baselines, newest, read
 from benchmarks.reporting.tables import beside_table_5, gains_in_two, losses, operations, predictions
 
@@ -40,7 +40,7 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
         if found.baseline == "stock" and {"deepspeed", "fsmoe"} <= set(found.variants):
             yield gains_in_two(found)
             yield beside_table_5(found)
-        draw_bars(found, picture)
+        draw_ratios(found, picture)
     elif "step_predicted_ms" in columns:
         draw_predictions(newest(rows, ("layers", "S", "M", "H")), OF_AUTOTUNE, picture)
     elif "bound_ms" in columns:

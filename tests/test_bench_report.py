@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.result_files import RESULTS
-from benchmarks.reporting.plots import draw_bars, draw_fits, draw_predictions, draw_timelines
+from benchmarks.reporting.plots import draw_fits, draw_predictions, draw_ratios, draw_timelines
 from benchmarks.reporting.rows import comparison, read
 from benchmarks.reporting.tables import beside_table_5, gains_in_two, losses, operations, predictions
 from tests.result_laws import broken
@@ -133,7 +133,7 @@ def test_rows_without_a_baseline_are_refused() -> None:
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
-    draw_bars(comparison("layer", ROWS), tmp_path / "bars.png")
+    draw_ratios(comparison("layer", ROWS), tmp_path / "bars.png")
     times = {"predicted_ms": "3", "measured_ms": "4"}
     pairs = [("predicted_ms", "measured_ms", "steps")]
     draw_predictions([row("x", "y", 1.0) | times], pairs, tmp_path / "points.png")

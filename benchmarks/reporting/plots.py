@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 from benchmarks.harness.outcome import AA
 from benchmarks.reporting.rows import Comparison, Row, made_with_words
+from ds_fsmoe.planning.palette import LANE_NAMES, LANES, LIGHT, RUN_COLOURS, colour_of, name_of
 
-LANES = ("compute", "intra", "inter")
+_LANES = tuple(str(lane) for lane in LANES)
+"""As rows have them."""
 
 
 @contextmanager
@@ -29,33 +32,44 @@ def _picture(file: Path, size: tuple[float, float], **options: Any) -> Iterator[
     pyplot.close(figure)
 
 
-def draw_bars(found: Comparison, file: Path) -> None:
-    """Speedups as bars, with their intervals where there are such; one group for each case and one for the mean."""
-    groups = [*found.cases, "geometric mean"]
-    variants = [each for each in found.variants if each != AA]
-    width = 0.8 / len(variants)
-    from matplotlib import colormaps
-
-    colours = colormaps["tab20"]
-    with _picture(file, (max(7.0, 0.1 * len(groups) * len(variants) + 3), 4.5)) as axes:
+def draw_ratios(found: Comparison, file: Path) -> None:
+    """Draw speedups: a bar for each variant's geometric mean above, and below a row of dots for each case, with
+    intervals as lines where there are such. 900 pixels wide, however many cases there are."""
+    variants = [each for each in found.variants if each not in (AA, found.baseline)]
+    colours = {each: RUN_COLOURS[(1 + i) % len(RUN_COLOURS)] for i, each in enumerate(variants)}
+    whole = [each for each in variants if found.num_measured(each) == len(found.cases)]
+    heights = 0.24 * max(1, len(whole)) + 0.5, 0.34 * len(found.cases) + 0.9
+    size = 6.0, sum(heights) + 0.8
+    with _picture(file, size, nrows=2, height_ratios=heights, sharex=True) as (above, below):
+        for i, variant in enumerate(whole):
+            mean = found.mean(variant)
+            above.barh(i, mean, color=colours[variant])
+            above.text(mean, i, f" {mean:.2f}", va="center", fontsize=7)
+        above.set_yticks(range(len(whole)), whole, fontsize=7)
+        above.invert_yaxis()
+        above.set_title(f"{found.name}: geometric mean of all cases", fontsize=8, loc="left")
+        spread = min(0.6, 0.12 * len(variants))
         for i, variant in enumerate(variants):
-            ratios = [found.ratio(case, variant) or 0.0 for case in found.cases]
-            intervals = [found.interval(case, variant) for case in found.cases]
-            spans = [
-                (0.0, 0.0) if interval is None else (ratio - interval[0], interval[1] - ratio)
-                for interval, ratio in zip(intervals, ratios, strict=True)
-            ]
-            errors = [[max(0.0, each[side]) for each in [*spans, (0.0, 0.0)]] for side in (0, 1)]
-            at = [group + (i - (len(variants) - 1) / 2) * width for group in range(len(groups))]
-            mean = found.mean(variant) if found.num_measured(variant) == len(found.cases) else 0.0
-            bars = {"label": variant, "color": colours(i), "error_kw": {"linewidth": 0.6}}
-            axes.bar(at, [*ratios, mean], width, yerr=errors, **bars)
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(groups)), groups, rotation=35, ha="right", fontsize=7)
-        axes.set_ylabel(f"times faster than {found.baseline}")
-        axes.set_title(f"{found.name}: {made_with_words(list(found.rows.values()))}", fontsize=6)
-        axes.set_ylim(top=1.2 * axes.get_ylim()[1])  # room for the legend
-        axes.legend(fontsize=7, ncols=3, loc="upper left")
+            offset = spread * ((i + 0.5) / len(variants) - 0.5)
+            for row, case in enumerate(found.cases):
+                ratio, interval = found.ratio(case, variant), found.interval(case, variant)
+                if ratio is None:
+                    continue
+                if interval is not None:
+                    below.plot(interval, [row + offset] * 2, color=colours[variant], linewidth=1.2)
+                below.plot(ratio, row + offset, "o", color=colours[variant], markersize=3.5)
+        below.set_yticks(range(len(found.cases)), [textwrap.fill(each, 34) for each in found.cases], fontsize=6)
+        below.set_ylim(len(found.cases) - 0.5, -0.5)
+        below.grid(axis="y", color=LIGHT.grid, linewidth=0.5)
+        below.set_xlabel(f"times faster than {found.baseline}", fontsize=7)
+        for axes in (above, below):
+            axes.axvline(1.0, color=LIGHT.ink, linewidth=0.8)
+            axes.tick_params(axis="x", labelsize=7)
+            axes.spines[["top", "right"]].set_visible(False)
+        marks = [below.plot([], [], "o", color=colours[each], label=each)[0] for each in variants]
+        below.legend(handles=marks, fontsize=6, ncols=3, loc="upper left", bbox_to_anchor=(-0.3, -0.9 / heights[1]))
+        made = textwrap.fill(made_with_words(list(found.rows.values())), 110)
+        below.figure.supxlabel(made, fontsize=5, x=0.02, ha="left")
 
 
 def draw_predictions(rows: Sequence[Row], pairs: Sequence[tuple[str, str, str]], file: Path) -> None:
@@ -84,20 +98,18 @@ def draw_timelines(rows: Sequence[Row], file: Path) -> None:
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     with _picture(file, (12, 1.8 * len(variants) + 0.8), nrows=len(variants), sharex=True, squeeze=False) as axes:
-        import matplotlib
-
-        colours = matplotlib.colormaps["tab20"]
         for at, variant in zip(axes[:, 0], variants, strict=True):
             for kind in kinds:
-                for place, lane in enumerate(LANES):
+                for place, lane in enumerate(_LANES):
                     spans = [
                         (float(row["start_ms"]), float(row["end_ms"]) - float(row["start_ms"]))
                         for row in rows
                         if (row["variant"], row["kind"], row["lane"]) == (variant, kind, lane)
                     ]
-                    label = kind if place == 0 and at is axes[0, 0] else None
-                    at.broken_barh(spans, (place - 0.4, 0.8), color=colours(kinds.index(kind) % 20), label=label)
-            at.set_yticks(range(len(LANES)), LANES)
+                    label = name_of(kind) if place == 0 and at is axes[0, 0] else None
+                    at.broken_barh(spans, (place - 0.4, 0.8), color=colour_of(kind), label=label)
+            at.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in LANES])
+            at.invert_yaxis()
             at.set_ylabel(variant)
         axes[0, 0].legend(fontsize=6, ncols=len(kinds), loc="lower center", bbox_to_anchor=(0.5, 1.15))
         axes[0, 0].set_title(f"{rows[0]['case']}; {made_with_words(rows)}", fontsize=6)

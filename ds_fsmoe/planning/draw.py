@@ -8,55 +8,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO
 
-from ds_fsmoe.planning.schedule import (
-    A2A_IN,
-    A2A_IN_NODE,
-    A2A_OUT,
-    A2A_OUT_NODE,
-    ATTENTION,
-    COLLECT,
-    EXPERT,
-    EXPERT_DW,
-    EXPERT_DX,
-    EXPERT_GRAD,
-    GATHER,
-    GRAD,
-    GRAD_GATHER,
-    GRAD_SCATTER,
-    HOLD,
-    MP_GATHER,
-    MP_REDUCE,
-    REDUCE,
-    SOFTMAX,
-    SPREAD,
-    Lane,
-)
+from ds_fsmoe.planning.palette import LANE_NAMES, LANES, colour_of, name_of, text_on
+from ds_fsmoe.planning.schedule import HOLD
 from ds_fsmoe.planning.timeline import Timeline
 
-_COLOURS = {
-    A2A_IN: "#4c78a8",
-    A2A_IN_NODE: "#4c78a8",
-    A2A_OUT: "#9ecae9",
-    A2A_OUT_NODE: "#9ecae9",
-    GATHER: "#54a24b",
-    REDUCE: "#88d27a",
-    SPREAD: "#54a24b",
-    COLLECT: "#88d27a",
-    EXPERT: "#f58518",
-    EXPERT_DX: "#f58518",
-    EXPERT_DW: "#ffbf79",
-    GRAD: "#e45756",
-    EXPERT_GRAD: "#ff9d98",
-    GRAD_SCATTER: "#ff9d98",
-    GRAD_GATHER: "#ff9d98",
-    ATTENTION: "#b279a2",
-    SOFTMAX: "#d6a5c9",
-    MP_GATHER: "#79706e",
-    MP_REDUCE: "#bab0ac",
-}
-_OTHER = "#eeca3b"
 _LABEL_SHARE = 0.012  # of the width; a narrower task is drawn without its name
-_LANE_NAMES = {Lane.COMPUTE: "compute", Lane.INTRA: "intra-node", Lane.INTER: "inter-node"}
 
 
 def drawing() -> ModuleType:
@@ -99,18 +55,19 @@ def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path | IO[by
             task, length_ms = span.task, span.end_ms - span.start_ms
             if task.kind == HOLD:
                 continue
-            colour = seen.setdefault(task.kind, _COLOURS.get(task.kind, _OTHER))
-            row = list(Lane).index(task.lane)
+            colour = seen.setdefault(name_of(task.kind), colour_of(task.kind))
+            row = LANES.index(task.lane)
             axis.barh(row, length_ms, left=span.start_ms, color=colour, edgecolor="white", linewidth=0.4)
             if length_ms > _LABEL_SHARE * longest_ms:
-                axis.text(span.start_ms + length_ms / 2, row, str(task.chunk + 1), ha="center", va="center", fontsize=6)
-        axis.set_yticks(range(len(Lane)), [_LANE_NAMES[lane] for lane in Lane])
+                at = {"ha": "center", "va": "center", "fontsize": 6, "color": text_on(colour)}
+                axis.text(span.start_ms + length_ms / 2, row, str(task.chunk + 1), **at)
+        axis.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in LANES])
         axis.invert_yaxis()
         axis.set_title(f"{title}: {timeline.makespan_ms:.2f} ms", loc="left", fontsize=9)
         axis.set_xlim(0, longest_ms * 1.01)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms; the number in a task is its chunk")
-    handles = [Patch(color=colour, label=kind) for kind, colour in seen.items()]
+    handles = [Patch(color=colour, label=name) for name, colour in seen.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=8, fontsize=7, frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

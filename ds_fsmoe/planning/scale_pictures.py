@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.planning.draw import drawing
+from ds_fsmoe.planning.palette import LIGHT, RUN_COLOURS
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.scale import LIMITS, Row, job_of
 
-_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#79706e", "#9ecae9", "#eeca3b")
 """One palette for all pictures: that of the timelines."""
 _LIMIT_NAMES = {
     "inter": "bytes between nodes",
@@ -48,7 +48,7 @@ def draw_efficiency(rows: Sequence[Row], file: Path) -> None:
         for cluster, axis in axes.items():
             for place, model in enumerate(_values(rows, "model")):
                 line = [row for row in chosen if (row["cluster"], row["model"]) == (cluster, model)]
-                _line(axis, line, itemgetter("efficiency"), model, _COLOURS[place])
+                _line(axis, line, itemgetter("efficiency"), model, RUN_COLOURS[place])
             axis.set_ylim(0, 1.05)
 
 
@@ -61,7 +61,7 @@ def draw_exchange(rows: Sequence[Row], file: Path) -> None:
         for cluster, axis in axes.items():
             for place, model in enumerate(_values(rows, "model")):
                 line = [row for row in best if row["is_choice"] and (row["cluster"], row["model"]) == (cluster, model)]
-                _line(axis, line, lambda row: flat_ms[job_of(row)] / row["step_ms"], model, _COLOURS[place])
+                _line(axis, line, lambda row: flat_ms[job_of(row)] / row["step_ms"], model, RUN_COLOURS[place])
             axis.axhline(1.0, color="black", linewidth=0.8)
 
 
@@ -74,7 +74,7 @@ def draw_limits(rows: Sequence[Row], file: Path) -> None:
         for model, axis in axes.items():
             line = [row for row in chosen if row["model"] == model]
             for place, name in enumerate(LIMITS):
-                _line(axis, line, itemgetter(f"without_{name}"), _LIMIT_NAMES[name], _COLOURS[place])
+                _line(axis, line, itemgetter(f"without_{name}"), _LIMIT_NAMES[name], RUN_COLOURS[place])
             axis.set_ylim(bottom=0)
 
 
@@ -89,7 +89,7 @@ def draw_systems(rows: Sequence[Row], file: Path) -> None:
             for place, name in enumerate(each for each in _values(rows, "preset") if each != "deepspeed"):
                 line = [row for row in chosen if (row["model"], row["preset"]) == (model, name)]
                 line = [row for row in line if job_of(row) in stock_ms]
-                _line(axis, line, lambda row: stock_ms[job_of(row)] / row["step_ms"], name, _COLOURS[place])
+                _line(axis, line, lambda row: stock_ms[job_of(row)] / row["step_ms"], name, RUN_COLOURS[place])
             axis.axhline(1.0, color="black", linewidth=0.8)
 
 
@@ -127,7 +127,7 @@ def _panels(file: Path, title: str, names: Sequence[str], what: str) -> Iterator
         axis.set_xticks(ticks[::3], [str(each) for each in ticks[::3]])
         axis.minorticks_off()
         axis.tick_params(labelsize=8)
-        axis.grid(color="#dddddd", linewidth=0.6)
+        axis.grid(color=LIGHT.grid, linewidth=0.6)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
         if place % columns == 0:
