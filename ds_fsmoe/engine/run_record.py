@@ -22,6 +22,7 @@ from ds_fsmoe.observing.call_observer import trace_folder
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.stock_trace import StockTracer
 from ds_fsmoe.telemetry.surroundings import config_of
+from ds_fsmoe.tuning.autotune import Autotune
 
 _made: list[Record] = []
 """The latest record of this process."""
@@ -42,9 +43,14 @@ def watch_ours(engine: Any) -> None:
     facts["why_untuned"] = state.why_untuned
     record = _record(engine, state.block, facts, next(iter(state.layers.values()), None))
     if record is not None:
-        record.steps.tell_tuning(lambda: state.autotune is not None and state.autotune.is_at_work)
+        record.steps.tell_tuning(lambda: _is_tuning(state.autotune))
         state.telemetry.record = record
         state.telemetry.plans_changed()
+
+
+def _is_tuning(autotune: Autotune | None) -> bool:
+    """Return whether something is measured or tried in the step that comes next."""
+    return autotune is not None and (autotune.is_measuring or autotune.trials is not None)
 
 
 def watch_stock(engine: Any, block: FSMoEBlock) -> None:

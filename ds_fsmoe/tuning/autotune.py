@@ -130,11 +130,6 @@ class Autotune:
         return self._is_wanted
 
     @property
-    def is_at_work(self) -> bool:
-        """Whether something is measured or tried in the step that comes next."""
-        return self._is_wanted or self.trials is not None
-
-    @property
     def is_settled(self) -> bool:
         """Whether plans are chosen and tried, or nothing will be measured any more."""
         return self.trials is None and bool(self.rows or self._why_without)
