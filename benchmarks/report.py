@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness.result_files import RESULTS
+from benchmarks.reporting.costs import memory, tuning
 from benchmarks.reporting.figures import NoRowError, Results
 from benchmarks.reporting.page import NAME, page
 from benchmarks.reporting.plots import draw_bars, draw_fits, draw_predictions, draw_timelines
@@ -43,12 +44,18 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
         draw_bars(found, picture)
     elif "step_predicted_ms" in columns:
         draw_predictions(newest(rows, ("layers", "S", "M", "H")), OF_AUTOTUNE, picture)
-    elif "bound_ms" in columns:
+    elif {"bound_ms", "measured_ms"} <= set(columns):
         rows = newest(rows, ("case", "variant"))
         yield f"### {name}\n\n{predictions(rows)}"
         draw_predictions(rows, OF_LAYERS, picture)
     elif "operation" in columns and "layout" in columns:
         yield f"### {name}\n\n{operations(newest(rows, ('case', 'layout', 'phase', 'operation')))}"
+        return
+    elif {"held", "peak"} <= set(columns):
+        yield f"### {name}\n\n{memory(rows)}"
+        return
+    elif "steps_of_trials" in columns:
+        yield f"### {name}\n\n{tuning(rows)}"
         return
     elif "loss" in columns:
         yield f"### {name}\n\n{losses(rows)}"
