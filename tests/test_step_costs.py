@@ -59,6 +59,17 @@ def test_a_variant_has_what_it_holds_and_what_its_step_makes_and_nothing_of_anot
     assert step_memory(other, [], storages_now()) == StepMemory(0, found.peak - 2 * BYTES)
 
 
+def test_a_buffer_as_large_as_the_config_says_is_told_apart() -> None:
+    before = storages_now()
+    made = []
+
+    def step() -> None:
+        made[:] = [torch.ones(NUMBERS), torch.empty(7 * NUMBERS), torch.ones(3 * NUMBERS)]
+
+    assert step_memory(step, [], before, 7 * NUMBERS) == StepMemory(0, 4 * BYTES, 7 * BYTES)
+    assert step_memory(made.clear, [], before, 7 * NUMBERS) == StepMemory(4 * BYTES, 4 * BYTES, 7 * BYTES)
+
+
 def test_what_is_replaced_in_a_step_is_not_counted_twice() -> None:
     class Replaced:
         def __init__(self) -> None:
@@ -120,7 +131,10 @@ def test_what_gains_nothing_never_pays(now_ms: float) -> None:
 
 def written(rank: int, world_size: int, folder: str) -> None:
     case = Case("a case", StepMemory(1, 1))
-    memories = {"stock": StepMemory(1_000_000, 4_000_000), "ours": StepMemory(2_000_000 + rank, (5 + rank) * 1_000_000)}
+    memories = {
+        "stock": StepMemory(1_000_000, 4_000_000, 9_000_000),
+        "ours": StepMemory(2_000_000 + rank, (5 + rank) * 1_000_000),
+    }
     write_memory(case, memories, Path(folder) / "memory.csv")
     if rank:
         return
@@ -142,7 +156,8 @@ def written(rank: int, world_size: int, folder: str) -> None:
 def test_rows_say_the_memory_of_the_fullest_rank_and_when_tuning_has_paid(tmp_path: Path) -> None:
     run_on_ranks(written, 2, tmp_path / "ranks", str(tmp_path))
     stock, ours = read(tmp_path / "memory.csv")
-    assert (stock["variant"], stock["held"], stock["peak"], stock["times_stock"]) == ("stock", "1", "4", "1.0000")
+    assert (stock["variant"], ours["variant"]) == ("stock", "ours")
+    assert [stock[each] for each in ("held", "peak", "bucket", "times_stock")] == ["1", "4", "9", "1.0000"]
     assert (ours["held"], ours["peak"], ours["times_stock"], ours["unit"]) == ("2", "6", "1.5000", "MB")
     old, ours, over_all = read(tmp_path / "tuning.csv")
     assert [old[each] for each in ADDED_TO_TUNING] == ["", ""]
@@ -153,7 +168,7 @@ def test_rows_say_the_memory_of_the_fullest_rank_and_when_tuning_has_paid(tmp_pa
 
 def test_the_report_shows_memory_and_tuning_and_rows_of_before(tmp_path: Path) -> None:
     made = {"hardware": "a machine", "commit": "abc", "date": "2026-01-02 03:04", "case": "one", "variant": "ours"}
-    row = made | {"unit": "MB", "held": "10", "peak": "25.25", "times_stock": "1.2500"}
+    row = made | {"unit": "MB", "held": "10", "peak": "25.25", "bucket": "2000", "times_stock": "1.2500"}
     append_rows(tmp_path / "memory.csv", tuple(row), [row])
     row = made | {"measured_s": "12.0", "steps_of_trials": "30", "predicted_ms": "1", "bound_ms": "1"}
     append_rows(tmp_path / "before.csv", tuple(row), [row])
@@ -163,6 +178,6 @@ def test_the_report_shows_memory_and_tuning_and_rows_of_before(tmp_path: Path) -
     for name in ("memory", "before", "tuning"):
         (shown,) = report.sections(name, read(tmp_path / f"{name}.csv"), tmp_path)
         last[name] = shown.splitlines()[-1]
-    assert last["memory"] == "| one: ours | 10.0 | 25.2 | 1.25 |"
+    assert last["memory"] == "| one: ours | 10.0 | 25.2 | 2000.0 | 1.25 |"
     assert last["before"] == "| one: ours | 12.0 | 30 |  |  |"
     assert last["tuning"] == "| one: ours | 12.0 | 30 | 77 | never |"

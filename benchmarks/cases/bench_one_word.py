@@ -266,7 +266,7 @@ def _made(
         if name not in memories:
             state = getattr(training.engine, "fsmoe", None)
             layers = [] if state is None else list(state.inner_layers.values())
-            memories[name] = step_memory(training, layers, before)
+            memories[name] = step_memory(training, layers, before, training.engine.zero_reduce_bucket_size())
             training.finish()
         return training
 

@@ -34,6 +34,25 @@ class StepMemory:
     """Between steps: parameters, states of the optimizer, buffers, and gradients if they stay."""
     peak: int
     """The most that lives at once during a step, what is held among it."""
+    bucket: int = 0
+    """Of one buffer for gradients that is as large as DeepSpeed's config says, 2 GB if it says nothing, whatever fills
+    it: in a small model it would hide all else, so it is in neither of the others."""
+
+
+class _WithoutBuckets(LiveMemory):
+    """Counts no tensors of so many elements."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self._sizes_of_buckets = {num_elements * each for each in (2, 4)} - {0}
+        self.bucket = 0
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        size = super().size_of(storage)
+        if size not in self._sizes_of_buckets:
+            return size
+        self.bucket = size
+        return 0
 
 
 def storages_now() -> set[int]:
@@ -42,7 +61,9 @@ def storages_now() -> set[int]:
     return {each._cdata for each in _storages()}
 
 
-def step_memory(step: Callable[[], object], layers: Collection[Any], before: Collection[int]) -> StepMemory:
+def step_memory(
+    step: Callable[[], object], layers: Collection[Any], before: Collection[int], bucket_elements: int = 0
+) -> StepMemory:
     """Run one more step of a variant, and count its tensors: not those of others that live in the same process.
 
     Counted are this thread and the tasks of our layers, in whatever thread they run.
@@ -51,9 +72,10 @@ def step_memory(step: Callable[[], object], layers: Collection[Any], before: Col
         step: of the variant, which has made some before.
         layers: the MoE layers of ours that it has.
         before: the storages that were there before the variant was made.
+        bucket_elements: the elements of DeepSpeed's buffers for gradients; 0: it has none.
     """
     gc.collect()
-    memory = LiveMemory()
+    memory = _WithoutBuckets(bucket_elements)
     memory.count(each for each in _storages() if each._cdata not in before)
     held = memory.live
     observers = [layer.pipeline.observer for layer in layers]
@@ -65,7 +87,7 @@ def step_memory(step: Callable[[], object], layers: Collection[Any], before: Col
         step()
     for layer, observer in zip(layers, observers, strict=True):
         layer.fsmoe.attach(layer.pipeline.window, observer)
-    return StepMemory(held, memory.peak)
+    return StepMemory(held, memory.peak, memory.bucket)
 
 
 def _storages() -> Iterator[torch.UntypedStorage]:
@@ -86,7 +108,7 @@ def write_memory(case: Case, memories: Mapping[str, StepMemory], file: Path) -> 
         memories: variant -> its memory on this rank, stock's among them.
         file: of the rows.
     """
-    most = torch.tensor([[each.held, each.peak] for each in memories.values()])
+    most = torch.tensor([[each.held, each.peak, each.bucket] for each in memories.values()])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if dist.get_rank():
         return
@@ -95,15 +117,17 @@ def write_memory(case: Case, memories: Mapping[str, StepMemory], file: Path) -> 
     rows = [
         made
         | {"variant": name, "unit": "MB", "held": f"{held / 1e6:.6g}", "peak": f"{peak / 1e6:.6g}"}
-        | {"times_stock": f"{peak / of_variants['stock'][1]:.4f}"}
-        for name, (held, peak) in of_variants.items()
+        | {"bucket": f"{bucket / 1e6:.6g}", "times_stock": f"{peak / of_variants['stock'][1]:.4f}"}
+        for name, (held, peak, bucket) in of_variants.items()
     ]
     append_rows(file, tuple(rows[0]), rows)
     width = max(len(f"{case.name}: tensors of"), *map(len, of_variants))
-    print(f"{case.name + ': tensors of':<{width}}  {'held MB':>9}  {'peak MB':>9}  times stock's peak")
+    print(
+        f"{case.name + ': tensors of':<{width}}  {'held MB':>9}  {'peak MB':>9}  {'bucket MB':>9}  times stock's peak"
+    )
     for row in rows:
-        held, peak = (f"{float(row[name]):>9.4g}" for name in ("held", "peak"))
-        print(f"{row['variant']:<{width}}  {held}  {peak}  {float(row['times_stock']):.2f}", flush=True)
+        sizes = "  ".join(f"{float(row[name]):>9.4g}" for name in ("held", "peak", "bucket"))
+        print(f"{row['variant']:<{width}}  {sizes}  {float(row['times_stock']):.2f}", flush=True)
 
 
 def paid_after_steps(outcome: Any, before_ms: float, now_ms: float) -> int | None:
