@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness.result_files import RESULTS
+from benchmarks.reporting import proportions
+from benchmarks.reporting.claims import PAGE
+from benchmarks.reporting.costs import memory, tuning
 from benchmarks.reporting.figures import NoRowError, Results
 from benchmarks.reporting.page import NAME, page
 from benchmarks.reporting.plots import draw_fits, draw_predictions, draw_ratios, draw_timelines
@@ -43,12 +46,18 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
         draw_ratios(found, picture)
     elif "step_predicted_ms" in columns:
         draw_predictions(newest(rows, ("layers", "S", "M", "H")), OF_AUTOTUNE, picture)
-    elif "bound_ms" in columns:
+    elif {"bound_ms", "measured_ms"} <= set(columns):
         rows = newest(rows, ("case", "variant"))
         yield f"### {name}\n\n{predictions(rows)}"
         draw_predictions(rows, OF_LAYERS, picture)
     elif "operation" in columns and "layout" in columns:
         yield f"### {name}\n\n{operations(newest(rows, ('case', 'layout', 'phase', 'operation')))}"
+        return
+    elif {"held", "peak"} <= set(columns):
+        yield f"### {name}\n\n{memory(rows)}"
+        return
+    elif "steps_of_trials" in columns:
+        yield f"### {name}\n\n{tuning(rows)}"
         return
     elif "loss" in columns:
         yield f"### {name}\n\n{losses(rows)}"
@@ -63,7 +72,8 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
 
 
 def write_page(results: Path) -> int:
-    """Write the page of the figures in README and docs/, and return the exit status: 2 if a figure has no row."""
+    """Write the page of the figures in README and docs/, and the tables that docs/ have of proportions; return the exit
+    status: 2 if a figure has no row."""
     try:
         text = page(Results(results))
     except NoRowError as error:
@@ -71,6 +81,10 @@ def write_page(results: Path) -> int:
         return 2
     (results / NAME).write_text(text)
     print(f"report: {results / NAME}")
+    if results == RESULTS:
+        docs = RESULTS.parents[1] / PAGE
+        proportions.write_into(docs, Results(results))
+        print(f"report: the tables of proportions in {docs}")
     return 0
 
 
@@ -80,7 +94,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="files of results, without .csv (all that can be shown)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--plots", type=Path, help="folder for the pictures (plots, beside the rows)")
-    parser.add_argument("--page", action="store_true", help="write the page that says where each figure is from, only")
+    parser.add_argument("--page", action="store_true", help="write the page that says where figures are from, only")
     args = parser.parse_args()
     if args.page:
         return write_page(args.results)
@@ -93,6 +107,9 @@ def main() -> int:
     plots = args.plots or args.results / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     for name in names:
+        if name == proportions.NAME:
+            print(f"### {name}\n\n{proportions.tables(Results(args.results))}\n")
+            continue
         for section in sections(name, read(args.results / f"{name}.csv"), plots):
             print(section, end="\n\n")
     return 0

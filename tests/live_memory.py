@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -65,6 +66,11 @@ class LiveMemory(TorchDispatchMode):
         """An observer of lanes that has their threads counted too."""
         return _Everywhere(self)
 
+    def count(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count these as well, which were there before, until they go."""
+        for storage in storages:
+            self._add(storage, self.size_of(storage))
+
     def begin_again(self) -> None:
         """Forget the peak so far."""
         with self._lock:
@@ -87,21 +93,29 @@ class LiveMemory(TorchDispatchMode):
             if not isinstance(leaf, torch.Tensor):
                 continue
             storage = leaf.untyped_storage()
-            key = storage._cdata
-            with self._lock:
-                if key in self._sizes:
-                    continue
-                self._sizes[key] = size = self.size_of(storage) if is_made else 0
-                self.live += size
-                if self._with_places and size:
-                    self._made[key] = Made(tuple(leaf.shape), leaf.dtype, operation, _place())
-                if self.live > self.peak:
-                    self.peak = self.live
-                    if self._with_places:
-                        self._look()
-            # Called when the memory goes, not this object: torch keeps the one with the other. Another storage may
-            # have the same key then.
-            weakref.finalize(storage, self._forget, key).atexit = False
+            if storage._cdata in self._sizes:
+                continue
+            made = None
+            if self._with_places and is_made:
+                made = Made(tuple(leaf.shape), leaf.dtype, operation, _place())
+            self._add(storage, self.size_of(storage) if is_made else 0, made)
+
+    def _add(self, storage: torch.UntypedStorage, size: int, made: Made | None = None) -> None:
+        key = storage._cdata
+        with self._lock:
+            if key in self._sizes:
+                return
+            self._sizes[key] = size
+            self.live += size
+            if made is not None and size:
+                self._made[key] = made
+            if self.live > self.peak:
+                self.peak = self.live
+                if self._with_places:
+                    self._look()
+        # Called when the memory goes, not this object: torch keeps the one with the other. Another storage may have
+        # the same key then.
+        weakref.finalize(storage, self._forget, key).atexit = False
 
     def _look(self) -> None:
         self._at_peak = {}

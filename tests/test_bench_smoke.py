@@ -20,12 +20,17 @@ from tests.built_ops import build_ops
 from tests.result_laws import broken, judged_by_few
 
 ROOT = Path(__file__).resolve().parents[1]
+ONE_WORD = {"stock", "ours", "deepspeed", "tutel", "pipemoe_lina", "fsmoe"}
 FEW = {"stock", "deepspeed", "best", "best, best layout"}
 VARIANTS = {
     "cases/bench_layer.py": {"layer": FEW, "layer_predicted": {"best"}},
     "cases/bench_models.py": {"models": FEW, "models_loss": FEW},
     "cases/bench_stages.py": {"stages": {"stock", "deepspeed", "tutel", "fsmoe", "best"}},
-    "cases/bench_one_word.py": {"one_word": {"stock", "ours", "deepspeed", "tutel", "pipemoe_lina", "fsmoe"}},
+    "cases/bench_one_word.py": {
+        "one_word": ONE_WORD,
+        "one_word_memory": ONE_WORD,
+        "one_word_tuning": {"ours", "fsmoe"},
+    },
     "cases/bench_gates.py": {"gates": {"stock", "ours", "ours, uncut", "stock, best layout", "ours, best layout"}},
     "cases/bench_interference.py": {"interference": {"alone", "uncoordinated", "on the lane"}},
     "cases/bench_timeline.py": {"timeline": {"deepspeed", "best"}},
@@ -39,7 +44,10 @@ JOBS = {
     "cases/bench_layer.py": (["--smoke"], ["layer", "layer_predicted"]),
     "cases/bench_models.py": (["--smoke"], ["models", "models_loss"]),
     "cases/bench_stages.py": (["--only", "tiny", "--blocks", "2"], ["stages", "stages_predicted"]),
-    "cases/bench_one_word.py": (["--only", "gpt", "--tiny", "--blocks", "2"], ["one_word", "one_word_operations"]),
+    "cases/bench_one_word.py": (
+        ["--only", "gpt", "--tiny", "--blocks", "2"],
+        ["one_word", "one_word_operations", "one_word_memory", "one_word_tuning"],
+    ),
     "cases/bench_operations.py": (["--smoke", "--steps", "2"], ["operations"]),
     "cases/bench_gates.py": (["--smoke", "--only", "xmoe"], ["gates"]),
     "cases/bench_interference.py": (["--steps", "3", "--tokens-bytes", "32768"], ["interference"]),
@@ -84,6 +92,9 @@ def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path
             assert judged_by_few(name, found) == []
         if name in VARIANTS.get(job, {}):
             assert {row["variant"] for row in found} - {AA, "AutoEP, best layout"} == VARIANTS[job][name]
+    if job == "cases/bench_one_word.py":
+        for row in rows["one_word_memory"]:
+            assert 0 < float(row["held"]) < float(row["peak"])
     if job == "cases/bench_layer.py":
         # What was predicted stands beside what was measured of the same.
         measured_ms = {row["variant"]: float(row["p50"]) for row in rows["layer"]}

@@ -10,8 +10,9 @@ engine: ours gathers parameters under the next forward, so the first step's are 
 before the clock stops, where in training all are hidden. AutoEP has a row where the
 installed transformers is one that it knows (5.22.2 or older), over the ranks of a node and over all.
 
-Rows go to ``benchmarks/results/one_word.csv``, what tuning took to ``one_word_tuning.csv``, what stock's step spends
-its time on to ``one_word_operations.csv``.
+Rows go to ``benchmarks/results/one_word.csv``, what stock's step spends its time on to ``one_word_operations.csv``,
+what each variant's tensors take, in one step that is not timed, to ``one_word_memory.csv``, and what tuning took, with
+after how many steps it has paid, to ``one_word_tuning.csv``.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from benchmarks.models.hugging_face import Model, made
 from benchmarks.models.layer_steps import wait_for_parameters
 from benchmarks.models.layers import StockGroups, ranks_per_node
 from benchmarks.models.operations import COMMUNICATION, OTHER, Operations
+from benchmarks.models.step_costs import StepMemory, step_memory, storages_now, write_memory, write_tuning
 
 NEWEST_FOR_AUTOEP = Version("5.22.2")
 PRESETS = ("deepspeed", "tutel", "pipemoe_lina", "fsmoe")
@@ -199,28 +201,6 @@ def configs(model: Whole) -> dict[str, dict[str, Any]]:
     return found
 
 
-def write_tuning(case: Case, named: dict[str, Training], file: Path) -> None:
-    """Append what tuning took of each engine that was tuned, and print it."""
-    for name, training in named.items():
-        tuner = getattr(getattr(training.engine, "fsmoe", None), "autotune", None)
-        if tuner is None or not tuner.outcome.num_steps:
-            continue
-        kept_ms = tuner.outcome.baseline_ms if tuner.outcome.is_stock else tuner.outcome.kept_ms
-        facts = {
-            "measured_s": f"{tuner.outcome.took_s:.1f}",
-            "operations": str(tuner.num_measured),
-            "steps_of_trials": str(tuner.outcome.num_steps),
-            # Of forwards and backwards of a step, as trials see them: without the optimizer and what follows it.
-            "predicted_ms": "" if tuner.step is None else f"{tuner.step.chosen_ms:.1f}",
-            "bound_ms": "" if tuner.step is None else f"{tuner.step.bound_ms:.1f}",
-            "in_trials_ms": "" if kept_ms is None else f"{kept_ms:.1f}",
-            "said": tuner.describe(),
-        }
-        row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": case.name, "variant": name} | facts
-        append_rows(file, tuple(row), [row])
-        print("  ".join((name, *(f"{key} {text}" for key, text in facts.items()))), flush=True)
-
-
 def write_operations(case: Case, file: Path) -> None:
     """Append what stock's step spends its time on, and print it. Collective."""
     stock = Training(case.settings, {"fsmoe": {"enabled": False}}, "stock", {})
@@ -256,23 +236,41 @@ def main() -> None:
         if args.tiny:
             case = Case("tiny", replace(case.settings, L=16, M=32, H=32, layers=1))
         named: dict[str, Training] = {}
+        memories: dict[str, StepMemory] = {}
         wanted = {
             name: more
             for name, more in configs(case.settings).items()
             if name == "stock" or args.variants is None or name in args.variants
         }
-        variants = [Variant(name, _made(more, name, named)) for name, more in wanted.items()]
+        variants = [Variant(name, _made(more, name, named, memories)) for name, more in wanted.items()]
         goals = [Goal("ours", at_least=0.98)] if args.blocks >= MIN_BLOCKS_TO_JUDGE and "ours" in wanted else []
         effort = Effort(args.blocks, args.steps, warmup=1, in_a_row=IN_A_ROW)
         write_operations(case, args.results / "one_word_operations.csv")
-        run_grid(Grid("one_word", (case,)), variants, "stock", effort, goals, args.results)
+        (result,) = run_grid(Grid("one_word", (case,)), variants, "stock", effort, goals, args.results)
+        write_memory(case, memories, args.results / "one_word_memory.csv")
         if dist.get_rank() == 0:
-            write_tuning(case, named, args.results / "one_word_tuning.csv")
+            engines = {name: training.engine for name, training in named.items()}
+            write_tuning(case, engines, result, args.results / "one_word_tuning.csv")
     dist.destroy_process_group()
 
 
-def _made(more: dict[str, Any], name: str, named: dict[str, Training]) -> Callable[[Whole], Training]:
-    return functools.partial(Training, more=more, name=name, named=named)
+def _made(
+    more: dict[str, Any], name: str, named: dict[str, Training], memories: dict[str, StepMemory]
+) -> Callable[[Whole], Training]:
+    """Return what makes a variant, and runs one step of it, before any is timed, whose memory is counted."""
+
+    def make(model: Whole) -> Training:
+        before = storages_now()
+        training = Training(model, more, name, named)
+        # The baseline is made twice.
+        if name not in memories:
+            state = getattr(training.engine, "fsmoe", None)
+            layers = [] if state is None else list(state.inner_layers.values())
+            memories[name] = step_memory(training, layers, before, training.engine.zero_reduce_bucket_size())
+            training.finish()
+        return training
+
+    return make
 
 
 if __name__ == "__main__":

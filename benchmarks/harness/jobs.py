@@ -56,6 +56,7 @@ _BY_THEMSELVES = (
     ("cases/bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
     ("cases/bench_experts.py", "--budget 1"),
     ("cases/bench_split_plan.py", "--quick"),
+    ("cases/bench_proportions.py", ""),
 )
 
 
@@ -110,7 +111,7 @@ def _jobs(is_full: bool) -> Iterator[Job]:
     for command in _ON_TWO_RANKS if is_full else ():
         yield Job(command, ranks=2)
     for name, short in _BY_THEMSELVES:
-        yield Job(name if is_full else f"{name} {short}")
+        yield Job(name if is_full else f"{name} {short}".strip())
 
 
 def _bed(**options: Any) -> Bed:

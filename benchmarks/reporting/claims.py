@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
+from benchmarks.reporting import proportions
 from benchmarks.reporting.figures import Claim, Excuse, Figure, Results, mean
 from benchmarks.reporting.rows import newest
 
@@ -32,6 +33,7 @@ def claims(of: Results) -> Iterator[Claim]:
     yield from _rows(of)
     yield from _stages(of)
     yield from _others(of)
+    yield from proportions.claims(of, PAGE)
 
 
 def _spread(of: Results, variant: str, other: str = "", form: str = ".2f") -> tuple[Figure, Figure]:
