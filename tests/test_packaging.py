@@ -133,9 +133,9 @@ def test_a_plain_wheel_holds_nothing_compiled(wheel: zipfile.ZipFile) -> None:
     assert not [name for name in wheel.namelist() if name.endswith(".so")]
 
 
-def test_only_numpy_and_scipy_are_needed_to_plan(metadata: Message) -> None:
+def test_only_numpy_scipy_and_rich_are_needed_to_plan(metadata: Message) -> None:
     found = [requirements.Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    assert {requirement.name for requirement in found if requirement.marker is None} == {"numpy", "scipy"}
+    assert {requirement.name for requirement in found if requirement.marker is None} == {"numpy", "rich", "scipy"}
     extras = {str(requirement.marker) for requirement in found if requirement.marker is not None}
     assert extras == {f'extra == "{name}"' for name in ("train", "hf", "plot", "mpi", "dev", "dev-planning")}
 

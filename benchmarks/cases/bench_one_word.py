@@ -73,13 +73,13 @@ class Whole(Model):
 CASES = {
     "gpt": Case("GPT, k 2, H 4 M", Whole("gpt", 3, B=2, L=128, M=256, H=1024, E=8, k=2, vocabulary=256, stage=1)),
     "mixtral": Case(
-        "Mixtral, k 2, H 3.5 M", Whole("mixtral", 2, B=4, L=128, M=128, H=448, E=8, k=2, stage=1, micro_batches=2)
+        "Mixtral, k 2, H 7/2 M", Whole("mixtral", 2, B=4, L=128, M=128, H=448, E=8, k=2, stage=1, micro_batches=2)
     ),
     "olmoe": Case(
-        "OLMoE, k 8, H 0.5 M", Whole("olmoe", 2, B=4, L=128, M=128, H=64, E=64, k=8, stage=2, micro_batches=2)
+        "OLMoE, k 8, H 1/2 M", Whole("olmoe", 2, B=4, L=128, M=128, H=64, E=64, k=8, stage=2, micro_batches=2)
     ),
     "qwen3": Case(
-        "Qwen3, k 8, H 0.75 M", Whole("qwen3", 2, B=4, L=128, M=128, H=96, E=32, k=8, stage=3, micro_batches=2)
+        "Qwen3, k 8, H 3/4 M", Whole("qwen3", 2, B=4, L=128, M=128, H=96, E=32, k=8, stage=3, micro_batches=2)
     ),
 }
 

@@ -9,7 +9,7 @@ from benchmarks.reporting.rows import Row, line, made_with_words, newest
 
 
 def memory(rows: Sequence[Row]) -> str:
-    """The tensors of one step of each variant, of the rank that has the most, without DeepSpeed's buffer for gradients."""
+    """The tensors of one step of each variant, of the rank with the most, without DeepSpeed's buffer for gradients."""
     rows = newest(rows, ("case", "variant"))
     lines = [
         line(

@@ -112,7 +112,8 @@ def draw_timelines(rows: Sequence[Row], file: Path) -> None:
             at.invert_yaxis()
             at.set_ylabel(variant)
         axes[0, 0].legend(fontsize=6, ncols=len(kinds), loc="lower center", bbox_to_anchor=(0.5, 1.15))
-        axes[0, 0].set_title(f"{rows[0]['case']}; {made_with_words(rows)}", fontsize=6)
+        made = f"{rows[0]['case']}; {made_with_words(rows)}"
+        axes[0, 0].set_title(textwrap.fill(made, 190), fontsize=6, loc="left")
         axes[-1, 0].set_xlabel("ms")
 
 

@@ -347,13 +347,9 @@ class MOELayer(nn.Module):
         self.gate = gate_impl
         self.experts = LocalExperts(expert_impl, num_experts // num_ranks)
         self.order = order_impl
-        self.callbacks = tuple(callbacks)
-        self.group = group
-        self.return_stats = return_stats
-        self.overlap = overlap
-        self.dispatch = dispatch
-        self._degrees = degrees
-        self._alltoall = alltoall_impl
+        self.callbacks, self.group = tuple(callbacks), group
+        self.return_stats, self.overlap, self.dispatch = return_stats, overlap, dispatch
+        self._degrees, self._alltoall = degrees, alltoall_impl
         self._running: tuple[Pipeline, ExpertSet] | None = None
         self._looked: set[bool] = set()
 
