@@ -8,11 +8,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.commands import simulate_paper
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.plan import Settings
@@ -21,6 +24,7 @@ from ds_fsmoe.planning.report import report
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, EXPERT_GRAD, GRAD, HOLD
 from ds_fsmoe.planning.timeline import Timeline
 from ds_fsmoe.planning.workload import Shape
+from ds_fsmoe.terminal.progress import Progress
 
 SMALL = ["--width", "64", "--hidden", "192", "--length", "60", "--layers", "3", "--heads", "8"]
 PLAN = ["plan", "--cluster", "testbed_b", *SMALL]
@@ -299,7 +303,9 @@ def test_a_cluster_of_ones_own_plans_and_a_missing_operation_is_named(capsys, tm
     assert f"{sentence} needs it: there are inter.all_to_all, " in capsys.readouterr().err
 
 
-def test_the_papers_evaluation_prints_ours_beside_the_papers(capsys, tmp_path) -> None:
+def test_the_papers_evaluation_prints_ours_beside_the_papers(capsys, tmp_path, monkeypatch) -> None:
+    hurried_s = count(step=60)  # a minute passes between two looks at the clock, so that every line is due
+    monkeypatch.setattr(simulate_paper, "Progress", partial(Progress, now_s=lambda: float(next(hurried_s))))
     result = tmp_path / "paper.json"
     arguments = ["--sample", "4", "--best-sample", "2", "--json", str(result)]
     assert cli.main(["simulate-paper", "--testbed", "b", *arguments]) == 0
