@@ -26,7 +26,7 @@ def choice(degree: int, time_ms: float, runner_up_ms: float, both_ms: float, run
 
 def notes(*choices: Choice, asked: tuple[int | None, int | None] = (None, None)) -> list[str]:
     row = Row(("L00",), made_up(), choices, asked, "flat", {"flat": 1.0}, ())
-    return [line for line in _plans([row], "best") if line.startswith("L00 ") and ": " in line]
+    return [line for line in map(str, _plans([row], "best")) if line.startswith("L00 ") and ": " in line]
 
 
 FINE = choice(2, 20.0, 21.0, 50.0, 51.0)
@@ -54,7 +54,7 @@ def test_a_runner_up_that_would_be_faster_has_its_reason(of_backward: Choice, se
 def test_what_the_host_needs_to_issue_is_said_where_it_was_measured() -> None:
     def said(profile: LayerProfile) -> list[str]:
         row = Row(("L00",), profile, (FINE, FINE), (None, None), "flat", {"flat": 1.0}, ())
-        return [line for line in _costs([row]) if "one thread issues all of it" in line]
+        return [line for line in map(str, _costs([row])) if "one thread issues all of it" in line]
 
     assert said(made_up()) == []
     operations = made_up().operations
@@ -84,7 +84,8 @@ def test_the_table_has_every_number_under_its_head() -> None:
     )
 
     # What a run records says the same.
-    stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8, tried=[])
+    untried: Any = {"tried": [], "outcome": SimpleNamespace(gain=None), "hints": []}
+    stage: Any = SimpleNamespace(rows=[row], step=step, took_s=1.0, num_measured=8, **untried)
     keys = ("phase", "degree", "late_dw", "predicted_ms", "isolated_ms", "runner_up", "runner_up_ms", "uncut_ms")
     recorded = plans_as_data({}, stage)
     assert [tuple(choice[key] for key in keys) for choice in recorded["choices"]] == [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def test_the_end_of_a_job_is_known_from_its_config() -> None:
     assert known_steps(recorded, decays) == 60
 
 
-def train(rank: int, world_size: int, block: dict[str, Any], steps: int, fails: bool = False) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, block: dict[str, Any], steps: int, fails: bool = False, is_training: bool = True
+) -> dict[str, Any]:
     import ds_fsmoe
 
     hurry()
@@ -83,7 +86,7 @@ def train(rank: int, world_size: int, block: dict[str, Any], steps: int, fails: 
     handler, logger = Said(), logging.getLogger("ds_fsmoe")
     logger.addHandler(handler)
     torch.manual_seed(0)
-    model = SmallModel(CASE, rank)
+    model = SmallModel(CASE, rank).train(is_training)
     config = CASE.ds_config(fsmoe={"enabled": True} | block)
     measured_at, measure = [], stage.measure
 
@@ -199,3 +202,11 @@ def resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         engine.destroy()
     stage.measure = measure
     return {"measured_at": measured_at}
+
+
+def test_training_in_evaluation_mode_is_warned_of_once_as_nothing_is_measured_in_it(tmp_path: Path) -> None:
+    found = run_on_ranks(partial(train, is_training=False), 2, tmp_path, {}, STEPS_BEFORE + 5)
+    warned = [[line for line in each["said"] if "evaluation mode" in line] for each in found]
+    assert [len(each) for each in warned] == [1, 0]
+    assert "call model.train()" in warned[0][0]
+    assert all(each["measured_at"] == [] for each in found)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,8 +121,10 @@ def test_memory_of_a_process_is_read_where_there_is_no_device() -> None:
     now_bytes, peak_bytes = read()
     assert what == OF_PROCESS
     assert 10**7 < now_bytes <= peak_bytes
-    kept = torch.ones(64 << 20, dtype=torch.uint8)
-    assert read()[0] >= now_bytes + kept.numel() // 2
+    # Of the kernel itself: an allocator may have memory to give that the process held all along.
+    with mmap.mmap(-1, 64 << 20) as kept:
+        kept.write(b"1" * len(kept))
+        assert read()[0] >= now_bytes + len(kept) // 2
 
 
 def test_memory_of_a_device_is_what_its_allocator_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-import sys
+from types import SimpleNamespace
 
 import pytest
 
 from ds_fsmoe.terminal import progress as progress_module
+from ds_fsmoe.terminal import screen, tables
 from ds_fsmoe.terminal.progress import NowAndThen, Progress, followed
 from ds_fsmoe.terminal.screen import RED, YELLOW, is_terminal, print_coloured, print_marked
 from ds_fsmoe.terminal.tables import Message, Table, print_parts, print_table
@@ -39,10 +40,11 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Standard output and standard error, on a terminal."""
+    """Standard output and standard error, on a terminal, for those who print. (The process's own are replaced once
+    more when a test begins.)"""
     found = Terminal()
-    monkeypatch.setattr(sys, "stdout", found)
-    monkeypatch.setattr(sys, "stderr", found)
+    for module in (progress_module, screen, tables):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(stdout=found, stderr=found))
     return found
 
 

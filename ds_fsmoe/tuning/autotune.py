@@ -35,7 +35,7 @@ from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
 from ds_fsmoe.tuning.stage_predictions import BatchPredictor, Candidate, Foreseen, rows_of_all_stages
-from ds_fsmoe.tuning.summary import Outcome, headline, hints, summarize, too_short
+from ds_fsmoe.tuning.summary import IN_EVALUATION, Outcome, headline, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, Told, describe, rows_of
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from ds_fsmoe.tuning.trials import Tried
@@ -143,6 +143,8 @@ class Autotune:
         """Take note that an optimizer step is over, outside of trials; tell whether the stage asks for itself now. The
         same on every rank."""
         self._steps_since += 1
+        if self._steps_since == 1 and not self._num_forwards:
+            log_on_rank_0(IN_EVALUATION, logging.WARNING)
         if not self._steps_before:
             return False
         self._steps_before -= 1

@@ -18,6 +18,10 @@ from ds_fsmoe.tuning.when import STEPS_BEFORE
 LITTLE = 0.03
 """The share of a step below which a part of it is not worth a hint."""
 _MOST_NAMES = 3
+IN_EVALUATION = (
+    "the model trains in evaluation mode, without its dropout, and nothing is measured or cut in it: call "
+    "model.train() before the first step (from_pretrained returns models in evaluation mode)"
+)
 
 
 @dataclass
