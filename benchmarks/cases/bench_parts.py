@@ -4,8 +4,9 @@
 ``cluster.py up --inter 100mbit --intra 400mbit``, then ``cluster.py run -- benchmarks/cases/bench_parts.py --only
 olmoe``. The models are those of ``bench_one_word.py``. The first table has ``ours`` as its baseline: what is left when
 a part is taken away, which is below 1 if the part gains. The second has ``nothing``, our layers with DeepSpeed's
-schedule and all parts off: what a part gains alone. Parts that a model cannot use (a layer that drops by capacity has
-slots, which cross no node once and are not split into halves) have no row there.
+schedule and all parts off: what a part gains alone. Parts that a model cannot use have no row there: the GPT drops by
+capacity, so that it has slots, which cross no node once and are not split into halves. The experts of Hugging Face's
+models always have rows; ``bench_rows.py`` compares rows with slots.
 
 Rows go to ``benchmarks/results/parts.csv``; the column ``over`` names the baseline.
 """
@@ -33,8 +34,6 @@ from benchmarks.harness.routing import parsed
 from ds_fsmoe.planning.block import BlockPlan
 
 OURS, NOTHING = "ours", "nothing"
-ROWS = "rows"
-"""The way to the experts that crosses to a node once and can be split into halves goes with rows alone."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ PARTS = (
     Part("parameters under the forward", {"gradient_partition": {"gather_parameters": "at_end"}}, only_without=True),
     Part("once per node", {"alltoall": "flat"}, needs_rows=True),
     Part("halves", {"split_batch": "off"}, needs_rows=True),
-    Part(ROWS, {"dispatch": "slots"}, needs_rows=True),
 )
 """Experts that move are measured in ``bench_placement.py``: they gain by skew, of which there is none here."""
 
@@ -76,7 +74,6 @@ ALONE: dict[str, dict[str, Any]] = {
     "gradients in windows": {"gradient_partition": {"mode": "adaptive"}},
     "once per node": {"alltoall": "once_per_node"},
     "halves": {"schedule": "best", "autotune": True, "num_chunks": {"max": 1}, "split_batch": "on"},
-    ROWS: {},
 }
 
 
@@ -111,14 +108,13 @@ def variants_of(model: Whole, cache: str) -> tuple[list[Variant], dict[str, list
 
     found = [made(OURS, tuned)]
     found += [made(f"without {part.name}", tuned | part.without, part) for part in parts]
-    off = {"enabled": True} | _OFF | ({"dispatch": "slots", "alltoall": "flat"} if has_rows else {})
+    off = {"enabled": True} | _OFF | ({"alltoall": "flat"} if has_rows else {})
     alone = []
     for part in (part for part in parts if not part.only_without):
-        with_rows = {"dispatch": ROWS} if part.needs_rows else {}
-        block = off | with_rows | ALONE[part.name]
+        block = off | ALONE[part.name]
         if block["autotune"]:
             block |= {"autotune": {"enabled": True, "cache_dir": cache}}
-        alone.append(made(f"{part.name} alone" if part.name == ROWS or not with_rows else f"rows, {part.name}", block))
+        alone.append(made(f"{part.name} alone", block))
     found += [made(NOTHING, off), *alone]
     return found, {NOTHING: [each.name for each in alone]}
 
