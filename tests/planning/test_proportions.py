@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``bench_proportions`` says of named systems: a step is divided among its parts, and gains come from its times."""
+"""What ``bench_proportions`` says of named systems: a step is divided among parts, and gains come from its times."""
 
 from __future__ import annotations
 
