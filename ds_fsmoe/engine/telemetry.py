@@ -17,11 +17,12 @@ from ds_fsmoe.observing.step_timer import most_of
 from ds_fsmoe.placement.events import Event, as_rows
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import cluster_as_json
+from ds_fsmoe.planning.recorded_data import job_as_data
 from ds_fsmoe.telemetry.events import named, of_placement, of_routers
 from ds_fsmoe.telemetry.record import Record
 from ds_fsmoe.telemetry.router_outputs import router_outputs
 from ds_fsmoe.telemetry.routers import RouterMetrics
-from ds_fsmoe.tuning.as_data import called_as_data, measured_as_data, plans_as_data
+from ds_fsmoe.tuning.as_data import called_as_data, measured_job, plans_as_data
 from ds_fsmoe.tuning.measure import Measured, tensors_of
 from ds_fsmoe.tuning.step_comparison import StepComparison
 
@@ -98,7 +99,7 @@ class Telemetry:
             if measured is not self._recorded:
                 of_run = state.block.schedule, tensors_of(state.reduction), micro_batches, choices
                 cluster = None if measured.cluster is None else cluster_as_json(measured.cluster)
-                record.measured(measured_as_data(measured, tuner.search, *of_run), cluster)
+                record.measured(job_as_data(measured_job(measured, tuner.search, *of_run)), cluster)
                 self._recorded = measured
         elif self._recorded is None and self._shapes:
             layers, mode = state.inner_layers, wanted_mode(state.block)

@@ -61,14 +61,14 @@ def plans_as_data(pipelines: Mapping[str, Pipeline], autotune: Autotune | None) 
     }
 
 
-def measured_as_data(
+def measured_job(
     measured: Measured,
     search: Search,
     schedule: str,
     tensors_bytes: Mapping[str, Sequence[int]],
     micro_batches: int,
     choices: Mapping[str, int | None],
-) -> dict[str, Any]:
+) -> RecordedJob:
     """Return all that the autotuner's search started from, so that it can be made again without the machine.
 
     Args:
@@ -85,7 +85,7 @@ def measured_as_data(
         for each in layer.gradients:
             gradients_bytes[each.kind] = gradients_bytes.get(each.kind, 0) + each.size_bytes
     settings = search.planner.settings
-    job = RecordedJob(
+    return RecordedJob(
         kinds=tuple(
             RecordedKind(
                 tuple(kind.labels),
@@ -113,7 +113,6 @@ def measured_as_data(
         chunk_bytes=settings.chunk_bytes,
         micro_batches=micro_batches,
     )
-    return job_as_data(job)
 
 
 def _rest_ms(work: BlockWork) -> float:

@@ -259,7 +259,7 @@ class Autotune:
             self._batches = BatchPredictor(stages, model, ends_ms, reduction is not None)
         stage = None if stages is None else stages.stage
         plans = self._foresee(self._on_first(lambda: model.search.to_try(stage)), is_sorted=True)
-        sharded = self._on_first(model.other_esp_sizes) if stages is None else {}
+        others = self._on_first(model.other_layouts) if stages is None else ({}, {})
         self.num_measured = measured.num_measured
         self._reduction = reduction
         self.outcome = Outcome()
@@ -267,7 +267,7 @@ class Autotune:
         if not self.rows:
             self._why_without = "no layer was called"
         self.took_s = self.outcome.took_s = time.perf_counter() - start_s
-        self._tell(measured, sharded)
+        self._tell(measured, *others)
 
     def trial_is_over(self) -> bool:
         """Take note that an optimizer step of a trial is over; tell whether a plan is settled on. Collective."""
@@ -344,12 +344,13 @@ class Autotune:
                 decided = [decide()]
         return from_first_rank(decided, self._group)[0]
 
-    def _tell(self, measured: Measured, sharded: Mapping[int, float]) -> None:
+    def _tell(self, measured: Measured, sharded: Mapping[int, float], spread: Mapping[int, float]) -> None:
         assert self.step is not None
         self._told = Told(
             step=self.step,
             slowed=measured.slowed,
             sharded_ms=sharded,
+            spread_ms=spread,
             esp_size=self._block.esp_size,
             schedule=self._block.schedule,
             why_again=self._why_again,

@@ -30,6 +30,7 @@ from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import layer_of_call
 from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.larger_ep import sizes_from
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.measured import REDUCE_SCATTER, LayerProfile, Slowdowns
 from ds_fsmoe.planning.phase_plan import PhasePlan, gradient_lanes
@@ -126,6 +127,13 @@ class Measured:
         return [found[id(self.kind_of[label])] for label in labels]
 
 
+def _may_be_spread_more(kinds: Sequence[LayerKind]) -> bool:
+    """Return whether the experts of all layers could be on more ranks than they are."""
+    found = {kind.pipeline.forward.groups.ep for kind in kinds}
+    num_experts = [kind.subject.num_experts for kind in kinds]
+    return len(found) == 1 and len(sizes_from(kinds[0].pipeline.forward.groups, num_experts)) > 1
+
+
 def _share(tensors_bytes: Sequence[int], count: int) -> tuple[int, ...]:
     """Return the bytes of the tensors in the middle one of so many equal parts, as all layers are taken to be alike."""
     share = sum(tensors_bytes) // count
@@ -185,8 +193,9 @@ def measure(
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
     # What a folder is called is each rank's own; whether there is one is what the first says.
     is_kept = from_first_rank(cache is not None)
-    # It takes as long as all the rest, and no plan follows from it.
+    # It takes as long as all the rest, and no plan follows from it: only whether experts are on the right ranks.
     wants_cluster = block.autotune.enabled is True or is_kept or block.record.dir is not None
+    wants_cluster = wants_cluster or (group is None and _may_be_spread_more(kinds))
     known, source = _known(everyone, cache if reads_cache else None, fingerprint)
     with progress_on_rank_0("autotune: measuring", unit="operations") as progress:
         for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))

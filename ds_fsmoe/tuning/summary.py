@@ -17,6 +17,8 @@ from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 LITTLE = 0.03
 """The share of a step below which a part of it is not worth a hint."""
+MUCH = 0.1
+"""The share of a step that another ``ep_size`` has to gain by what is predicted, as it needs another start."""
 _MOST_NAMES = 3
 IN_EVALUATION = (
     "the model trains in evaluation mode, without its dropout, and nothing is measured or cut in it: call "
@@ -226,7 +228,14 @@ def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
             f"{step.exposed_ms:.4g} ms of a step are gradients that find no idle link: more micro-batches per step "
             "(gradient_accumulation_steps) send them less often"
         )
-    best = min(told.sharded_ms.items(), key=lambda item: item[1], default=None)
+    if told.spread_ms:
+        (as_is, as_is_ms), (size, least_ms) = next(iter(told.spread_ms.items())), min(told.spread_ms.items(), key=_time)
+        if as_is_ms - least_ms > MUCH * as_is_ms:
+            found.append(
+                f"ep_size = {size}, experts over {size} ranks instead of {as_is}: a step is predicted to be "
+                f"{as_is_ms / least_ms:.2f} times as fast, by the cluster's numbers; checkpoints can be resumed with it"
+            )
+    best = min(told.sharded_ms.items(), key=_time, default=None)
     as_is = told.sharded_ms.get(told.esp_size)
     if best is not None and as_is is not None and as_is - best[1] > LITTLE * step.chosen_ms:
         found.append(
@@ -234,3 +243,7 @@ def hints(rows: Sequence[Row], told: Told, outcome: Outcome) -> list[str]:
             "numbers"
         )
     return found
+
+
+def _time(item: tuple[int, float]) -> float:
+    return item[1]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ds_fsmoe.measuring.link_times import Reduces
@@ -63,6 +63,8 @@ class Told:
     """The reason for measuring again."""
     is_tried: bool = False
     """Whether trials follow: steps with these and other plans, after which the fastest is kept."""
+    spread_ms: Mapping[int, float] = field(default_factory=dict)
+    """EP size -> the time of a step by the cluster's numbers: the current size first, then larger ones."""
 
 
 def rows_of(
@@ -277,6 +279,11 @@ def _step(told: Told) -> list[str]:
         lines.append(
             "  experts' parts of a step with another fsmoe.expert_tensor_parallel_size, by the cluster's numbers: "
             f"{sizes}"
+        )
+    if len(told.spread_ms) > 1:
+        sizes = ", ".join(f"{size} {time_ms:.3f} ms" for size, time_ms in told.spread_ms.items())
+        lines.append(
+            f"  a step with experts over more ranks (ep_size), by the cluster's numbers, as it is first: {sizes}"
         )
     return lines
 

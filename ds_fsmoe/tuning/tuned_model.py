@@ -13,12 +13,14 @@ from ds_fsmoe.observing.predicted import MeasuredPredictor
 from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.candidates import Search
 from ds_fsmoe.planning.gradient_plan import WindowBytes
+from ds_fsmoe.planning.larger_ep import larger_ep_sizes
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, Settings, mode_of
 from ds_fsmoe.planning.stage_batch import StageTimes
 from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
 from ds_fsmoe.planning.timeline import IDEAL
+from ds_fsmoe.tuning.as_data import measured_job
 from ds_fsmoe.tuning.measure import Measured
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class TunedModel:
         in_stages: bool = False,
     ) -> None:
         self.measured = measured
+        self._schedule = block.schedule
         self._layers = layers
         self.labels = [label for label in layers if label in measured.kind_of]
         contention = measured.slowed.contention()
@@ -166,15 +169,22 @@ class TunedModel:
         """Return what the busiest lane needs for a micro batch, whatever the plan."""
         return self.predict(plan).bound_ms
 
-    def other_esp_sizes(self) -> dict[int, float]:
-        """Predict the time of the experts' parts of a step with other numbers of shards."""
+    def other_layouts(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Predict what other layouts of the same ranks would take, by the cluster's numbers where those were measured.
+
+        Returns:
+            ESP size -> the time of the experts' parts of a step; EP size -> the time of a step, the size as it is
+            first, then larger ones.
+        """
         measured, search = self.measured, self.search
+        if world_size_now() == 1 or measured.cluster is None:
+            return {}, {}
         counted = [
             (len(kind.labels), kind.pipeline.forward.groups, kind.sizes, measured.costs_of(kind, next(iter(kind.ways))))
             for kind in measured.kinds
         ]
-        if world_size_now() == 1 or measured.cluster is None:
-            return {}
-        return other_esp_sizes(
-            search.planner, search.space, measured.cluster, counted, measured.topology.ranks_per_node
-        )
+        per_node = measured.topology.ranks_per_node
+        sharded = other_esp_sizes(search.planner, search.space, measured.cluster, counted, per_node)
+        choices = {label: measured.kind_of[label].subject.sizes.num_choices or None for label in self.labels}
+        job = measured_job(measured, search, self._schedule, {}, self._num_micro_batches, choices)
+        return sharded, larger_ep_sizes(job, measured.cluster)
