@@ -19,6 +19,8 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.versions import SUPPORTED, TESTED
 from tests.scripts import ROOT
 
+pytestmark = pytest.mark.pages
+
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("*.md"))}
 LAUNCHERS = ROOT / "examples" / "launchers"
 DOCKERFILE = (LAUNCHERS / "Dockerfile").read_text()

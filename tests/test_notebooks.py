@@ -12,6 +12,8 @@ import pytest
 from tests.scripts import ROOT
 from tools.notebooks import FOLDER, KEPT, bare, printed, run
 
+pytestmark = pytest.mark.pages
+
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 

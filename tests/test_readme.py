@@ -20,6 +20,8 @@ from ds_fsmoe.config.reading import ConfigError, read_block
 from tests.pages import FILE, files_of
 from tests.scripts import on_ranks
 
+pytestmark = pytest.mark.pages
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLLOWED = [f"docs/tutorials/{page.name}" for page in (ROOT / "docs" / "tutorials").glob("*.md")]
 """Pages whose files are written and whose commands are run in tests/test_tutorials.py."""

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from tests.pages import Reader, blocks_of, missing
 from tests.scripts import ROOT
 
+pytestmark = pytest.mark.pages
+
 TUTORIALS = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
 
 
