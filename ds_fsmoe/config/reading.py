@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.fields import example_of, words_for
 from ds_fsmoe.config.together import NotImported, not_imported, problems_together, unknown_keys_of_topk
-from ds_fsmoe.config.unknown_keys import block_at, field_at, known_keys, unknown_key
+from ds_fsmoe.config.unknown_keys import block_at, field_at, known_keys, near, unknown_key
 from ds_fsmoe.config.words import BLOCK, Words, shown, without_gone, words_of
 
 
@@ -172,6 +172,9 @@ def _sentences(errors: Iterable[Mapping[str, Any]], words: Words) -> list[str]:
         must = re.sub(r"^[Ii]nput should be |^must be ", "", must).replace("a valid ", "a ").replace("a int", "an int")
         start = f"{path} = {shown(error['input'])}: must be "
         musts.setdefault(start, {})[must] = None
+        if error["type"] == "literal_error":
+            words_of_field = re.findall(r"'([^']+)'", str(error["ctx"]["expected"]))
+            examples.setdefault(start, near(error["input"], words_of_field))
         if error["type"].endswith("_type"):  # of another kind, so one of the right kind says more
             examples.setdefault(start, f", for example {shown(_example_at(location))}")
     return [start + " or ".join(ends) + examples.get(start, "") for start, ends in musts.items()]

@@ -14,7 +14,7 @@ from typing import Any
 from ds_fsmoe import registry
 from ds_fsmoe.config.blocks import AutotuneBlock, FSMoEBlock, GateBlock
 from ds_fsmoe.config.placement import unfit_placement
-from ds_fsmoe.config.unknown_keys import elsewhere, known_keys, unknown_key
+from ds_fsmoe.config.unknown_keys import elsewhere, known_keys, near, unknown_key
 from ds_fsmoe.config.words import BLOCK, shown
 
 
@@ -221,7 +221,7 @@ def _missing_part(kind: str, path: str, name: str, own: str) -> list[str]:
     if name in names:
         return []
     choices = names if own in names else (own, *names)
-    return [f"{BLOCK}.{path} = {shown(name)}: no such part; the choices are {', '.join(choices)}"]
+    return [f"{BLOCK}.{path} = {shown(name)}: no such part; the choices are {', '.join(choices)}{near(name, choices)}"]
 
 
 def _missing_order(asked: Asked) -> list[str]:

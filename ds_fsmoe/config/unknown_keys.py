@@ -16,9 +16,12 @@ from ds_fsmoe.config.words import BLOCK, words_of
 
 # What other projects, or DeepSpeed's layer, call things that are not here under that name.
 _OF_THE_MODEL = "it is an argument of MoE(...), where the model is built"
+_EP_SIZE = (
+    "it is ep_size, an argument of MoE(...), where the model is built, or "
+    f"{BLOCK}.ep_size for the experts of a Hugging Face model"
+)
 _ELSEWHERE = {
-    "expert_model_parallel_size": "it is ep_size, an argument of MoE(...), where the model is built, or "
-    f"{BLOCK}.ep_size for the experts of a Hugging Face model",
+    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size", "autoep_size"), _EP_SIZE),
     "num_experts": _OF_THE_MODEL,
     "hidden_size": _OF_THE_MODEL,
     "use_residual": _OF_THE_MODEL,
@@ -38,10 +41,16 @@ def unknown_key(path: str, choices: list[tuple[str, ...]], is_listed: bool = Tru
     name = path.rpartition(".")[2]
     if hint := elsewhere(path):
         return f"{path}: unknown key; {hint}"
-    near = difflib.get_close_matches(name, [word for each in choices for word in each], n=1)
+    close = difflib.get_close_matches(name, [word for each in choices for word in each], n=1)
     keys = f"the keys are {', '.join(each[0] for each in choices)}" if is_listed else ""
-    hint = f"did you mean {near[0]!r}?{' ' if keys else ''}{keys[:1].upper()}{keys[1:]}" if near else keys
+    hint = f"did you mean {close[0]!r}?{' ' if keys else ''}{keys[:1].upper()}{keys[1:]}" if close else keys
     return f"{path}: unknown key" + (f"; {hint}" if hint else "")
+
+
+def near(value: Any, choices: Sequence[str]) -> str:
+    """Return the end of a sentence about a value that is none of the choices: the nearest one, if any is near."""
+    found = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def elsewhere(path: str) -> str | None:
