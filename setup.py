@@ -83,7 +83,7 @@ setup(
             "safetensors>=0.4.3",
         ],
         "hf": ["transformers>=5.12"],
-        "plot": ["altair>=6", "jinja2", "matplotlib", "vl-convert-python>=1.9"],
+        "plot": ["altair>=6", "jinja2", "vl-convert-python>=1.9"],
         "mpi": ["mpi4py"],
         "dev": [
             "ds_fsmoe[dev-planning,hf,mpi,plot]",

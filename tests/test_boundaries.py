@@ -139,7 +139,8 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("commands/convert.py", "ds_fsmoe.checkpoint_files"): "reads and writes checkpoints, where there is a torch",
     ("commands/profile.py", "ds_fsmoe.measuring.profile_job"): "measures, which takes all that training takes",
     ("commands/plan_model.py", "transformers"): "looks the configuration of a model up by its name, when asked to",
-    ("planning/draw.py", "matplotlib"): "draws, when it is asked to; all else there plans without",
+    ("planning/draw.py", "altair"): "draws, when it is asked to; all else there plans without",
+    ("planning/draw.py", "vl_convert"): "writes what altair has described",
 }
 # What must stay importable by someone who has no torch: to plan, to read configs, to be told what is missing.
 WITHOUT_TORCH = (

@@ -77,8 +77,7 @@ def package_rows() -> list[Row]:
     for name, purpose in (
         ("numpy", ""),
         ("scipy", ""),
-        ("matplotlib", "needed for pictures"),
-        *((name, "needed for pages of runs") for name in ("altair", "jinja2", "vl-convert-python")),
+        *((name, "needed for pictures and pages of runs") for name in ("altair", "jinja2", "vl-convert-python")),
         ("pydantic", "needed for training"),
     ):
         found = _installed(name)

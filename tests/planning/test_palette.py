@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every task has words and a colour, and colours that meet in one lane are told apart by the colour-blind as well."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from ds_fsmoe.planning import schedule as kinds
+from ds_fsmoe.planning.palette import (
+    DARK,
+    LANE_NAMES,
+    LANES,
+    LIGHT,
+    PALETTE,
+    RUN_COLOURS,
+    TASK_NAMES,
+    colour_of,
+    linear,
+    luminance,
+    name_of,
+    text_on,
+)
+
+IN_ONE_LANE = {
+    "compute": (
+        *(kinds.EXPERT, kinds.EXPERT_DX, kinds.EXPERT_DW, kinds.ATTENTION, kinds.SOFTMAX),
+        *(kinds.ROUTE, kinds.ORDER, kinds.RESTORE, kinds.REST),
+    ),
+    "intra": (
+        *(kinds.A2A_IN_NODE, kinds.A2A_OUT_NODE, kinds.GATHER, kinds.REDUCE, kinds.SPREAD, kinds.COLLECT),
+        *(kinds.MP_GATHER, kinds.MP_REDUCE, kinds.GRAD, kinds.EXPERT_GRAD),
+    ),
+    "inter": (kinds.A2A_IN, kinds.A2A_OUT, kinds.GATHER, kinds.REDUCE, kinds.GRAD, kinds.EXPERT_GRAD),
+}
+# Vienot, Brettel and Mollon, "Digital video colourmaps for checking the legibility of displays by dichromats" (1999):
+# linear red, green and blue as they are seen without one kind of cone.
+SEEN = {
+    "all cones": np.eye(3),
+    "no red": np.array([[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]]),
+    "no green": np.array([[0.29275, 0.70725, 0.0], [0.29275, 0.70725, 0.0], [-0.02234, 0.02234, 1.0]]),
+}
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(colour: str, seen: np.ndarray) -> np.ndarray:
+    """The colour in CIELAB, in which distances are about as large as they are seen."""
+    xyz = TO_XYZ @ np.clip(seen @ np.array(linear(colour)), 0.0, 1.0) / (TO_XYZ @ np.ones(3))
+    x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("lane", IN_ONE_LANE)
+def test_colours_that_meet_in_a_lane_differ_however_they_are_seen(lane: str, seen: str) -> None:
+    for one, other in combinations(dict.fromkeys(IN_ONE_LANE[lane]), 2):
+        apart = float(np.linalg.norm(lab(PALETTE[one], SEEN[seen]) - lab(PALETTE[other], SEEN[seen])))
+        assert apart > 7, (name_of(one), name_of(other), apart)
+
+
+def test_every_kind_of_task_has_words_and_a_colour() -> None:
+    assert TASK_NAMES.keys() == PALETTE.keys()
+    assert name_of("MY_OWN") == "my own"
+    assert colour_of("MY_OWN") not in PALETTE.values()
+    assert set(LANES) == set(LANE_NAMES)
+
+
+def test_runs_can_be_read_on_light_and_on_dark_paper() -> None:
+    for colour in RUN_COLOURS:
+        for paper in (LIGHT, DARK):
+            dark, light = sorted((luminance(colour), luminance(paper.ground)))
+            assert (light + 0.05) / (dark + 0.05) > 2.9, (colour, paper.ground)
+    assert len(set(RUN_COLOURS)) == len(RUN_COLOURS)
+
+
+@pytest.mark.parametrize("colour", ["#000000", "#ffffff", *sorted(set(PALETTE.values()))])
+def test_words_in_a_task_are_read_on_its_colour(colour: str) -> None:
+    dark, light = sorted((luminance(colour), luminance(text_on(colour))))
+    assert (light + 0.05) / (dark + 0.05) > 4.0
