@@ -40,6 +40,7 @@ _ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"nodes": 4}, "cases/bench_models.py --only mixtral"),
     *((_ALONE | {"inter": "100mbit"}, f"cases/bench_stages.py --only {name}") for name in STAGES),
     *(({"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_one_word.py --only {name}") for name in ONE_WORD),
+    *(({"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_parts.py --only {name}") for name in ("gpt", "olmoe")),
     *(
         ({"intra": "50mbit"}, f"cases/bench_layer.py --table2 --only {number}")
         for number in range(NUM_LAYERS_LIKE_TABLE_2)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import fmean
 
-from benchmarks.reporting import proportions
+from benchmarks.reporting import proportions, whole_models
 from benchmarks.reporting.figures import Claim, Excuse, Figure, Results, mean
 from benchmarks.reporting.rows import newest
 
@@ -26,8 +26,8 @@ def claims(of: Results) -> Iterator[Claim]:
     Raises:
         NoRowError: a figure has no row.
     """
-    yield from _front_page(of)
-    yield from _whole_models(of)
+    yield Claim(README, "`best` is {} times as fast as stock's program", (_mean(of, "best"),))
+    yield from whole_models.claims(of, README, PAGE)
     yield from _layout_of_the_paper(of)
     yield from _about_the_figures(of)
     yield from _halves(of)
@@ -48,76 +48,6 @@ def _spread(of: Results, variant: str, other: str = "", form: str = ".2f") -> tu
 def _mean(of: Results, variant: str, other: str = "", form: str = ".2f") -> Figure:
     what = f"{variant} over {other or 'stock'}: geometric mean over all layers"
     return of.computed(mean(of.of_cases("layer", variant, other)), form, "layer", what, {variant, other or "stock"})
-
-
-_WHOLE = {
-    "gpt": "GPT, k 2, H 4 M",
-    "mixtral": "Mixtral, k 2, H 7/2 M",
-    "olmoe": "OLMoE, k 8, H 1/2 M",
-    "qwen3": "Qwen3, k 8, H 3/4 M",
-}
-_OVER_ALL = "ours, over all ranks"
-_AUTO_EP = "AutoEP over 4"
-
-
-def _front_page(of: Results) -> Iterator[Claim]:
-    ours = of.of_cases("one_word", "ours")
-    gain = of.computed(mean(ours), ".2f", "one_word", "ours over stock: geometric mean of four models", {"ours"})
-    yield Claim(README, "**With one word in the config, for the same model: {} times.**", (gain,))
-    each = tuple(of.ratio_in("one_word", case, "ours") for case in _WHOLE.values())
-    yield Claim(
-        README, "the gain is {} (geometric mean of four models: GPT {}, Mixtral {}, OLMoE {}, Qwen3 {};", (gain, *each)
-    )
-    others = tuple(of.ratio_in("one_word", _WHOLE[name], _OVER_ALL) for name in ("mixtral", "olmoe", "qwen3"))
-    yield Claim(README, "is {} for Mixtral, {} for OLMoE and {} for Qwen3", others)
-    over = tuple(of.over("one_word", _WHOLE[name], _OVER_ALL, _AUTO_EP) for name in ("mixtral", "qwen3"))
-    yield Claim(README, "{} and {} times as fast as AutoEP over the same ranks", over)
-    shares = sorted((_communication(of, case) for case in _WHOLE.values()), key=lambda each: float(each.text[:-1]))
-    yield Claim(README, "what stock sends is {} to {} of its step", (shares[0], shares[-1]))
-    yield Claim(README, "`best` is {} times as fast as stock's program", (_mean(of, "best"),))
-
-
-def _whole_models(of: Results) -> Iterator[Claim]:
-    for short, case in _WHOLE.items():
-        asked = ["ours", *([_OVER_ALL] if short != "gpt" else []), "tutel", "pipemoe_lina", "fsmoe"]
-        asked += [_AUTO_EP] if short in ("mixtral", "qwen3") else []
-        again = of.ratio("one_word", case, "A/A")
-        yield Claim(
-            PAGE,
-            f"| {case} | {{}} | {{}} | {'{}' if short != 'gpt' else '-'} | {{}} | {{}} | {{}} | "
-            f"{'{}' if _AUTO_EP in asked else '-'} | {{}} |",
-            (_communication(of, case), *(of.ratio_in("one_word", case, each) for each in asked), again),
-        )
-    over = tuple(of.over("one_word", case, "ours", "tutel") for case in _WHOLE.values())
-    yield Claim(PAGE, "by one word is {}, {}, {} and {} times as fast as `tutel`", over)
-    over = tuple(of.over("one_word", _WHOLE[name], _OVER_ALL, _AUTO_EP) for name in ("mixtral", "qwen3"))
-    yield Claim(PAGE, "{} (Mixtral) and {} times (Qwen3) as fast as AutoEP over the same four ranks", over)
-    tuned = [row for row in newest(of.rows("one_word_tuning"), ("case", "variant")) if row["variant"] != "fsmoe"]
-    off = [abs(float(row["predicted_ms"]) / float(row["in_trials_ms"]) - 1) for row in tuned]
-    low, high = (format(end(float(row["measured_s"]) for row in tuned), ".0f") for end in (min, max))
-    few, many = (format(end(int(row["steps_of_trials"]) for row in tuned), "d") for end in (min, max))
-    figures = [
-        Figure(text, "one_word_tuning", tuple(tuned), f"best, all models: {what}")
-        for text, what in (
-            (low, "seconds of measuring, the least"),
-            (high, "seconds of measuring, the most"),
-            (few, "steps of trials, the fewest"),
-            (many, "steps of trials, the most"),
-            (format(fmean(off), ".0%"), "off its prediction, on average"),
-            (format(max(off), ".0%"), "off its prediction, at worst"),
-        )
-    ]
-    yield Claim(PAGE, "takes {} to {} s of measuring and {} to {} steps of trials", tuple(figures[:4]))
-    yield Claim(PAGE, "a step is off its prediction by {} on average and {} at worst", tuple(figures[4:]))
-
-
-def _communication(of: Results, case: str) -> Figure:
-    rows = newest([row for row in of.rows("one_word_operations") if row["case"] == case], ("operation",))
-    share = sum(float(row["share"]) for row in rows if row["operation"] in _SENT)
-    return Figure(f"{share:.0%}", "one_word_operations", tuple(rows), f"{case}: communication of stock's step")
-
-
-_SENT = ("all-to-all", "all-reduce", "all-gather", "reduce-scatter", "reduce", "broadcast")
 
 
 def _of(of: Results, variant: str) -> list[dict[str, str]]:
