@@ -16,7 +16,10 @@ from ds_fsmoe.planning.schedule import Lane
 
 _WIDTH_PX = 640
 """The pixels of what is drawn, beside which the names of cases have room."""
-_NAMES_PX = 220
+_NAMES_PX = 230
+_FEW_CASES = 8
+_SHAPES = ("circle", "diamond", "square")
+"""Of as many variants as there are colours, of the next ones, and so on."""
 
 
 def draw_ratios(found: Comparison, file: Path) -> None:
@@ -37,7 +40,14 @@ def draw_ratios(found: Comparison, file: Path) -> None:
     ends = [1.0, *(each["ratio"] for each in means), *(each[at] for each in points for at in ("low", "high"))]
     scale = alt.Scale(domain=[min(0.0, *ends), 1.04 * max(ends)], nice=False)
     one = alt.Chart(data_of([{"ratio": 1.0}])).mark_rule(color=LIGHT.ink).encode(x="ratio:Q")
-    names = {"title": None, "labelLimit": _NAMES_PX, "minExtent": _NAMES_PX, "maxExtent": _NAMES_PX, "ticks": False}
+    names = {
+        "title": None,
+        "labelLimit": _NAMES_PX,
+        "minExtent": _NAMES_PX,
+        "maxExtent": _NAMES_PX,
+        "ticks": False,
+        "labelFontSize": 10,
+    }
     y = alt.Y("name:N", sort=None, axis=alt.Axis(**names))
     bars = (
         alt.Chart(data_of(means))
@@ -52,10 +62,17 @@ def draw_ratios(found: Comparison, file: Path) -> None:
     x = alt.X("ratio:Q", scale=scale, title=f"times faster than {found.baseline}")
     y = alt.Y("case:N", sort=None, axis=alt.Axis(**names, grid=True, labelExpr=_wrapped(found.cases)))
     of_cases = alt.Chart(data_of(points)).encode(y=y, color=colour)
-    offset = alt.YOffset("name:N", sort=None, scale=alt.Scale(domain=variants, paddingOuter=0.3))
-    dots = of_cases.mark_circle(size=38, opacity=1).encode(x=x, yOffset=offset)
-    lines = of_cases.mark_rule(strokeWidth=1.6).encode(x=alt.X("low:Q", scale=scale), x2="high:Q", yOffset=offset)
-    height = max(34, 9 * len(variants)) * len(found.cases)
+    # Of many cases each has one line, so that they fit on a screen; of few each variant has its own.
+    apart = {"yOffset": alt.YOffset("name:N", sort=None, scale=alt.Scale(domain=variants, paddingOuter=0.3))}
+    apart, row_px = ({}, 24) if len(found.cases) > _FEW_CASES else (apart, max(34, 9 * len(variants)))
+    shape = alt.Shape(
+        "name:N",
+        scale=alt.Scale(domain=variants, range=[_SHAPES[i // len(RUN_COLOURS)] for i in range(len(variants))]),
+        legend=colour["legend"],
+    )
+    dots = of_cases.mark_point(size=38, opacity=1, filled=True).encode(x=x, shape=shape, **apart)
+    lines = of_cases.mark_rule(strokeWidth=1.6).encode(x=alt.X("low:Q", scale=scale), x2="high:Q", **apart)
+    height = row_px * len(found.cases)
     below = (lines + dots + one).properties(width=_WIDTH_PX, height=height)
     write_picture(alt.vconcat(above, below, spacing=14), file, below=made_with_words(list(found.rows.values())))
 
@@ -68,7 +85,7 @@ def _wrapped(cases: Sequence[str]) -> str:
     """Return the expression of labels that are cut into lines, which axes do not do by themselves."""
     found = "datum.label"
     for case in cases:
-        lines = textwrap.wrap(case, 38)
+        lines = textwrap.wrap(case, 46)
         if len(lines) > 1:
             found = f"datum.label == {_quoted(case)} ? [{', '.join(map(_quoted, lines))}] : {found}"
     return found
