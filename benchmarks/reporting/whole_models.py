@@ -32,6 +32,7 @@ def claims(of: Results, readme: str, page: str) -> Iterator[Claim]:
     """
     yield from _front_page(of, readme)
     yield from _page(of, page)
+    yield from _memory(of, page)
     yield from _parts(of, page)
 
 
@@ -83,6 +84,14 @@ def _page(of: Results, page: str) -> Iterator[Claim]:
     ]
     yield Claim(page, "takes {} to {} s of measuring and {} to {} steps of trials", tuple(figures[:4]))
     yield Claim(page, "a step is off its prediction by {} on average and {} at worst", tuple(figures[4:]))
+
+
+def _memory(of: Results, page: str) -> Iterator[Claim]:
+    asked = (("gpt", "ours"), ("olmoe", "ours"), ("olmoe", _OVER_ALL))
+    cells = (of.cell("one_word_memory", "times_stock", ".2f", case=_WHOLE[name], variant=each) for name, each in asked)
+    yield Claim(
+        page, "a step holds {} times stock's tensors in GPT, and {} times in OLMoE, {} times with", tuple(cells)
+    )
 
 
 def _communication(of: Results, case: str) -> Figure:
