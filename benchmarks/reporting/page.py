@@ -53,7 +53,8 @@ def _cells(figure: Figure, places: dict[tuple[str, ...], int]) -> list[str]:
     rows = figure.rows
     for row in rows:
         places.setdefault(_place(row), len(places) + 1)
-    at = "".join(f" [{number}]" for number in sorted({places[_place(row)] for row in rows}))
+    # In one pair of brackets: two in a row are a link in Markdown.
+    at = f" [{', '.join(str(number) for number in sorted({places[_place(row)] for row in rows}))}]"
     file = f"{figure.file}.csv" + (f", {len(rows)} rows" if len(rows) > 1 else "")
     commits, days = _some(row["commit"] for row in rows), _some(row["date"].split()[0] for row in rows)
     return [_escaped(figure.text), _escaped(figure.what), file, _interval(figure), f"{commits}, {days}{at}"]
