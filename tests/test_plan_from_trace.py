@@ -75,7 +75,10 @@ def test_what_the_autotuner_planned_is_planned_again_from_its_file(folder: Path,
     assert [list(kind.labels) for kind in job.kinds] == trained[1]
     found = calibrated(folder / "tuned")
     assert found.predicted.step_ms == pytest.approx(trained[0])
-    assert load_cluster(str(folder / "tuned" / CLUSTER)).num_nodes == 1
+    cluster = load_cluster(str(folder / "tuned" / CLUSTER))
+    assert cluster.num_nodes == 1
+    assert "measured by ds_fsmoe" in cluster.source
+    assert "2 ranks of" in cluster.source
 
 
 def test_predictions_are_held_against_what_the_run_took(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import platform
 import socket
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,27 @@ def cluster_fingerprint(
     if device.type == "cpu":
         found["threads"] = by_ranks([str(each["threads"]) for each in of_ranks])
     return found
+
+
+def source_of(fingerprint: Fingerprint, dtype: str) -> str:
+    """Return a sentence about the source of numbers that were measured under these conditions.
+
+    Args:
+        fingerprint: the conditions.
+        dtype: the type in which products were measured, by name.
+    """
+    devices = ", ".join(dict.fromkeys(fingerprint["devices"].values()))
+    threads = "/".join(dict.fromkeys(fingerprint.get("threads", {}).values()))
+    hosts = list(dict.fromkeys(fingerprint["hosts"].values()))
+    links = fingerprint["links"][hosts[0]]
+    parts = (
+        f"measured by ds_fsmoe {VERSION} on {datetime.now(UTC):%Y-%m-%d}",
+        f"{world_size_now()} ranks of {devices}{threads and f' ({threads} threads)'}, {dtype}",
+        f"hosts {', '.join(hosts[:8])}{' and more' if len(hosts) > 8 else ''}",
+        f"torch {fingerprint['versions']['torch']}, {fingerprint['backend']}",
+        *([f"links of {hosts[0]}: {' | '.join(links)}"] if links else []),
+    )
+    return "; ".join(parts)
 
 
 def by_ranks(values: Sequence[str]) -> dict[str, str]:

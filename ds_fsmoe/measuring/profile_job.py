@@ -22,7 +22,7 @@ from ds_fsmoe.distributed.topology import find_topology, rank_now, sizes_that_di
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.measuring.cache import write_measurements
 from ds_fsmoe.measuring.cluster_profile import profile_cluster
-from ds_fsmoe.measuring.fingerprint import Fingerprint, cluster_fingerprint
+from ds_fsmoe.measuring.fingerprint import Fingerprint, cluster_fingerprint, source_of
 from ds_fsmoe.measuring.hardware import link_facts
 from ds_fsmoe.measuring.measurements import Measurements, Measuring
 from ds_fsmoe.measuring.microbenchmarks import ProfileNames
@@ -30,7 +30,6 @@ from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.terminal.progress import Progress
-from ds_fsmoe.versions import VERSION
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK")
@@ -100,7 +99,7 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
                     max_bytes=max_bytes,
                     max_ctas=_MAX_CTAS,
                     name=out.stem,
-                    source=_source(fingerprint, dtype),
+                    source=source_of(fingerprint, dtype),
                 )
         finally:
             lanes.close()
@@ -169,19 +168,3 @@ def _why_not(ranks_per_node: int | None) -> str | None:
 
 def _host_of_rank_0(fingerprint: Fingerprint) -> str:
     return next(iter(fingerprint["hosts"].values()))
-
-
-def _source(fingerprint: Fingerprint, dtype: str) -> str:
-    """Return a sentence about the source of the numbers."""
-    devices = ", ".join(dict.fromkeys(fingerprint["devices"].values()))
-    threads = "/".join(dict.fromkeys(fingerprint.get("threads", {}).values()))
-    hosts = list(dict.fromkeys(fingerprint["hosts"].values()))
-    links = fingerprint["links"][hosts[0]]
-    parts = (
-        f"measured by ds_fsmoe {VERSION} on {datetime.now(UTC):%Y-%m-%d}",
-        f"{world_size_now()} ranks of {devices}{threads and f' ({threads} threads)'}, {dtype}",
-        f"hosts {', '.join(hosts[:8])}{' and more' if len(hosts) > 8 else ''}",
-        f"torch {fingerprint['versions']['torch']}, {fingerprint['backend']}",
-        *([f"links of {hosts[0]}: {' | '.join(links)}"] if links else []),
-    )
-    return "; ".join(parts)

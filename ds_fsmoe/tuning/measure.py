@@ -21,7 +21,7 @@ from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
 from ds_fsmoe.log import progress_on_rank_0
 from ds_fsmoe.measuring.cache import MeasurementCache
 from ds_fsmoe.measuring.cluster_profile import profile_cluster
-from ds_fsmoe.measuring.fingerprint import cluster_fingerprint
+from ds_fsmoe.measuring.fingerprint import cluster_fingerprint, source_of
 from ds_fsmoe.measuring.link_times import LinkTimes, Reduces, time_links
 from ds_fsmoe.measuring.measurements import Measurements, Measuring
 from ds_fsmoe.measuring.profiler import is_serial, issues_ahead, profile, slowdowns_of
@@ -201,7 +201,9 @@ def measure(
         for_all, of_stage = (Measuring(watch, known, progress) for watch in (everyone, stage))
         cluster = None
         if wants_cluster:
-            cluster = profile_cluster(for_all, topology, running.lanes, _dtype(kinds, group), max_ctas=max_ctas)
+            dtype = _dtype(kinds, group)
+            origin = source_of(fingerprint, str(dtype).removeprefix("torch."))
+            cluster = profile_cluster(for_all, topology, running.lanes, dtype, max_ctas=max_ctas, source=origin)
         if group is None:
             profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
         else:
