@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo    the main job, with stock DeepSpeed and with ours, and a table that compares them
 # make test    the tests (those marked slow left out); make test-full runs all of them. Those of the planner run in an
-#              environment of their own that has no torch: make test-planning. Those that run what the pages say are
-#              left out as well: make test-pages
+#              environment of their own that has no torch: make test-planning. Those that train much or run what
+#              the pages say are left out as well: make test-long
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
 # make bench   the benchmarks on that cluster, short (under ten minutes); make bench-full measures every case (hours),
 #              says how long, and goes on where it stopped
@@ -30,7 +30,7 @@ SIDE_BY_SIDE := -n $(shell python3 -c "import os; print(min(4, len(os.sched_geta
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-pages test-full docs lint format clean
+.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long test-full docs lint format clean
 
 setup: $(READY)
 
@@ -64,12 +64,12 @@ soak: $(READY)
 	@DS_ACCELERATOR=cpu $(RUN) $(VENV)/bin/deepspeed --num_accelerators 2 benchmarks/faults/soak_job.py
 
 test: $(READY) test-planning
-	@echo "== test: the test suite without what is slow or runs the pages (about eight minutes)"
-	@$(RUN) -m pytest -m "not slow and not pages" $(SIDE_BY_SIDE) --durations=10 --ignore tests/planning
+	@echo "== test: the test suite without what is marked long or slow (about seven minutes)"
+	@$(RUN) -m pytest -m "not slow and not long" $(SIDE_BY_SIDE) --durations=10 --ignore tests/planning
 
-test-pages: $(READY)
-	@echo "== test: what README, docs, tutorials and notebooks say, and reports in a browser (about three minutes)"
-	@$(RUN) -m pytest -m "pages and not slow" $(SIDE_BY_SIDE) --durations=10 --ignore tests/planning
+test-long: $(READY)
+	@echo "== test: long ones: whole trainings, what README, docs and notebooks say, reports in a browser (about nine minutes)"
+	@$(RUN) -m pytest -m "long and not slow" $(SIDE_BY_SIDE) --durations=10 --ignore tests/planning
 
 test-planning: $(PLANNING_READY)
 	@echo "== test: the planner, where there is no torch (about a minute)"

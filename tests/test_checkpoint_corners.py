@@ -20,6 +20,8 @@ from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, train_steps
 
+pytestmark = pytest.mark.long
+
 ADAM = {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}
 
 

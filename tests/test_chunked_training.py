@@ -24,6 +24,8 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch, train_steps
 
+pytestmark = pytest.mark.long
+
 STEPS = 2
 # Of the largest number of its kind, in float32 after some steps with a learning rate of 0.5.
 TOLERANCE = 2e-5

@@ -23,6 +23,8 @@ from tests.samples import sampled
 from tests.test_deadlocks_in_steps import check
 from tests.test_hugging_face import OfTwice, Twice, ds_config, engine_of, gradients
 
+pytestmark = pytest.mark.long
+
 AHEAD = {
     "overlap_comm": True,
     "stage3_max_live_parameters": 15000,

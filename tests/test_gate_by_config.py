@@ -21,6 +21,8 @@ from ds_fsmoe.layer.parts import LayerError, choose_parts
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
+pytestmark = pytest.mark.long
+
 
 class ScaledGate(LinearGate):
     """Another gate: the same choice, its scores scaled by a parameter of its own."""

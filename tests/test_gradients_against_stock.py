@@ -24,6 +24,8 @@ from tests.samples import sampled
 from tests.test_gradient_reducer import Wiretap
 from tests.waiting import pause
 
+pytestmark = pytest.mark.long
+
 # Of the largest number of its kind, in fp32 after some steps on four ranks.
 TOLERANCE = 2e-5
 STAGES = (0, 1, 2)

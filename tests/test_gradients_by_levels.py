@@ -26,6 +26,8 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_gradients_against_stock import BY_RULE, STAGES, TOLERANCE, Pair, check, with_mode_off, with_stock
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 
 

@@ -20,6 +20,8 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_hugging_face import TOLERANCE, ds_config, engine_of, furthest
 
+pytestmark = pytest.mark.long
+
 FAMILIES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe")
 SAMPLES = 3
 TWO_NODES = {"alltoall": "once_per_node", "topology": {"ranks_per_node": 2}}

@@ -19,7 +19,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.versions import SUPPORTED, TESTED
 from tests.scripts import ROOT
 
-pytestmark = pytest.mark.pages
+pytestmark = pytest.mark.long
 
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("*.md"))}
 LAUNCHERS = ROOT / "examples" / "launchers"

@@ -21,6 +21,8 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_hugging_face import ds_config, engine_of
 
+pytestmark = pytest.mark.long
+
 SEQUENCES = 4
 """Of all ranks, in every step."""
 

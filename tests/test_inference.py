@@ -26,6 +26,8 @@ from tests.inference_models import (
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
+pytestmark = pytest.mark.long
+
 
 def ways(rank: int, world_size: int, num_experts: int, k: int, experts: type[Experts], chunks: int) -> list[str]:
     """What differs from the plain forward, with as many tokens as a rank's number allows: none on the first."""

@@ -12,7 +12,7 @@ import pytest
 from tests.scripts import ROOT
 from tools.notebooks import FOLDER, KEPT, bare, printed, run
 
-pytestmark = pytest.mark.pages
+pytestmark = pytest.mark.long
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.samples import sampled
 
+pytestmark = pytest.mark.long
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "csrc" / "cuda"
 KERNELS = sorted(FOLDER.rglob("*.cu"))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 

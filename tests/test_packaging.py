@@ -20,6 +20,8 @@ import pytest
 
 from tests.samples import sampled
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("setuptools")
 requirements = pytest.importorskip("packaging.requirements")
 specifiers = pytest.importorskip("packaging.specifiers")

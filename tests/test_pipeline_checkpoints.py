@@ -27,6 +27,8 @@ from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, LENGTH, WIDTH
 from tests.test_pipeline_stages import Dense, WithExperts
 
+pytestmark = pytest.mark.long
+
 BEFORE, AFTER = 2, 2
 MICRO_BATCHES = 4
 """Of a step, on all ranks: so a step is the same on any number of them."""

@@ -22,6 +22,8 @@ from tests.hf_families import NUM_EXPERTS, WIDTH, config_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 
+pytestmark = pytest.mark.long
+
 STEPS, LENGTH, WORDS = 3, 8, 128
 OF_LOSSES, OF_WEIGHTS = 1e-5, 2e-5
 FAMILIES = {"olmoe": "Olmoe", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}

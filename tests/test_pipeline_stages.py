@@ -16,6 +16,8 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import BATCH, LENGTH, WIDTH
 
+pytestmark = pytest.mark.long
+
 STEPS = 3
 TOLERANCE = 1e-6
 # Stage of ZeRO, what each of the two pipeline stages has, what is asked for.

@@ -21,6 +21,8 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_moved_experts import drawn, everywhere
 
+pytestmark = pytest.mark.long
+
 
 def resumed(rank: int, world_size: int, folder: str, stage: int) -> list[str]:
     """A checkpoint between two moves; a job that resumes has the losses of the job that goes on."""

@@ -20,7 +20,7 @@ from ds_fsmoe.config.reading import ConfigError, read_block
 from tests.pages import FILE, files_of
 from tests.scripts import on_ranks
 
-pytestmark = pytest.mark.pages
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLLOWED = [f"docs/tutorials/{page.name}" for page in (ROOT / "docs" / "tutorials").glob("*.md")]

@@ -16,7 +16,7 @@ from tests.report_runs import record_both
 from tests.samples import sampled
 from tests.test_report_attacks import attacked
 
-pytestmark = pytest.mark.pages
+pytestmark = pytest.mark.long
 
 NUM_CHARTS = 13
 TITLE = "stock DeepSpeed and ds_fsmoe, best"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +18,8 @@ from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
+
+pytestmark = pytest.mark.long
 
 BEFORE, AFTER = 3, 2
 CUT = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 3}}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.pages import Reader, blocks_of, missing
 from tests.scripts import ROOT
 
-pytestmark = pytest.mark.pages
+pytestmark = pytest.mark.long
 
 TUTORIALS = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
 
