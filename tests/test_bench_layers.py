@@ -17,6 +17,8 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
 
+pytestmark = pytest.mark.long
+
 TWO_NODES = (0, 0, 1, 1)
 TOKENS, CHOICES, LAYERS = 2 * 16, 2, 2
 """Of a node, in a layer, and in all."""

@@ -32,6 +32,8 @@ from ds_fsmoe.planning.workload import kind_costs
 from tests.fake_clock import FakeClock
 from tests.ranks import COLLECTIVE_TIMEOUT_S, run_on_ranks
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 MAX_BYTES = 40_009
 INTER, INTRA, COMPUTE = Lane.INTER, Lane.INTRA, Lane.COMPUTE

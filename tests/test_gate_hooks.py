@@ -20,6 +20,8 @@ from ds_fsmoe.layer.stock_layer import FSMoEGate
 from tests.ranks import run_on_ranks
 from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch
 
+pytestmark = pytest.mark.long
+
 Put = Callable[[nn.Module, list], Any]
 """Puts a hook on a gate, which notes what it sees."""
 

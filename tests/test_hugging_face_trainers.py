@@ -19,6 +19,8 @@ pytest.importorskip("trl")
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT, free_port, launch
 
+pytestmark = pytest.mark.long
+
 SCRIPTS = ROOT / "examples" / "hf"
 EVERYWHERE = ("--logging_steps=1", "--report_to=none", "--learning_rate=1e-2", "--disable_tqdm=true")
 Run = tuple[str, ...]

@@ -18,6 +18,8 @@ from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, train_steps
 
+pytestmark = pytest.mark.long
+
 BEFORE, AFTER = 3, 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # (ranks, ep, esp, stage, dtype)

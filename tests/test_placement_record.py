@@ -23,6 +23,8 @@ from tests.ranks import run_on_ranks
 from tests.report_runs import charts_of, without_programs
 from tests.small_model import BATCH, NUM_EXPERTS, Case, SmallModel, batch
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

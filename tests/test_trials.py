@@ -17,6 +17,8 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 
+pytestmark = pytest.mark.long
+
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
 STEPS = 84
 """More than it takes to try all the plans that there may be, neighbours of the fastest too, and to plan gradients."""
