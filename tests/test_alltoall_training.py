@@ -107,8 +107,6 @@ WRONG = """
 from ds_fsmoe import register_alltoall
 from ds_fsmoe.components.hierarchical import HierarchicalAllToAll
 
-pytestmark = pytest.mark.long
-
 
 @register_alltoall("direct")
 class Direct(HierarchicalAllToAll):
