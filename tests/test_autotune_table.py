@@ -123,3 +123,6 @@ def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     assert describe_plan(labels, plan) == (
         "L00, L02, L03 2 and 2 chunks, links side by side; L01 2 and 3 chunks, links side by side"
     )
+    alike = planner.plan_options([{"flat": layer}] * 4, [two] * 4, "off")
+    assert describe_plan(labels, alike.sending_at_once()) == "2 and 2 chunks, links side by side, gradients at once"
+    assert describe_plan(labels, alike.sending_at_the_end()).endswith("links side by side, gradients at the end")

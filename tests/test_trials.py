@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.planning.block_times import Order
+from ds_fsmoe.planning.gradient_plan import BufferReadiness, plan_by_bytes
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
+from ds_fsmoe.planning.search import SearchSpace
+from ds_fsmoe.planning.workload import Gradient
 from ds_fsmoe.tuning.trials import Trials
+from ds_fsmoe.tuning.tuned_model import windows_of
 from tests.hurry import hurry
+from tests.planning.measured_layers import Machine, layer_of, made_up
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
@@ -156,7 +163,7 @@ def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation
     config = case.ds_config() if block is None else case.ds_config(fsmoe={"enabled": True} | block)
     initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
     engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    losses, degrees, windows = [], [], []
+    losses, degrees, windows, settled = [], [], [], []
     for step in range(STEPS * accumulation):
         torch.manual_seed(100 * step + rank)
         loss, _ = engine(*batch(step, rank, torch.float32))
@@ -167,7 +174,8 @@ def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation
             pipeline = next(iter(engine.fsmoe.layers.values())).deepspeed_moe.pipeline
             degrees.append((pipeline.forward.block.degree, pipeline.backward.block.degree))
             windows.append(foreseen_and_sent(engine.fsmoe.reduction))
-    found = {"losses": losses, "degrees": degrees, "windows": windows}
+            settled.append(engine.fsmoe.autotune.is_settled)
+    found = {"losses": losses, "degrees": degrees, "windows": windows, "settled": settled}
     if block is not None:
         found["open"] = engine.fsmoe.autotune.trials is not None
         found["is_stock"] = engine.fsmoe.autotune.outcome.is_stock
@@ -177,7 +185,7 @@ def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation
 
 def foreseen_and_sent(reduction: Any) -> tuple[list[float] | None, list[int] | None]:
     """The bytes of each window: as the plan of layers that is tried has foreseen it, and as gradients were sent."""
-    tried, plan, flats = reduction._tried, reduction.reducer.plan, reduction.reducer.flats
+    tried, plan, flats = reduction.foreseen, reduction.reducer.plan, reduction.reducer.flats
     foreseen = None
     if tried is not None:
         foreseen = [sum(size for _, size in part) for each in tried for part in (each.moe, each.dense)]
@@ -219,16 +227,31 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
         # DeepSpeed's schedule, with which all are compared, sends all at the end.
         assert any(sum(foreseen) == 0 for foreseen, _ in tried)
         assert any(sum(sent) for _, sent in tried[1:])
-        settled = len(windows) - windows[::-1].index(tried[-1])
+        # What stays is sent as it was tried; the first such step begins behind the one that decides.
+        settled = found["settled"][accumulation - 1 :: accumulation].index(True)
+        assert len({str(foreseen) for foreseen, _ in windows[settled:]}) == 1
+        assert len({str(sent) for _, sent in windows[settled + 1 :]}) == 1
         if found["is_stock"]:
-            # What has been tried is what runs: all at the end.
             assert all(sum(sent) == 0 for _, sent in windows[settled + 1 :])
-        else:
-            # What stays is planned by what is measured in its backwards.
-            assert windows[settled] == (None, None)
-            assert windows[-1][1] is not None
         # The step that decides has run its earlier micro batches with what was tried last.
         assert len(set(found["degrees"][accumulation * (settled + 1) - 1 :])) == 1
+
+
+def test_gradients_at_once_are_all_that_there_are_whatever_layers_were_thought_to_have() -> None:
+    gradients = tuple(Gradient(kind, (Lane.INTER,), size) for kind, size in ((GRAD, 400), (EXPERT_GRAD, 200)))
+    layer = layer_of(made_up())
+    plan = Machine().planner().plan_options([{"flat": layer}] * 2, SearchSpace.fixed(Order(2), Order(2)), "off")
+    plan = replace(plan, layers=(replace(layer, gradients=gradients),) * 2)
+    # Of the dense ones more exist before the first window than a layer's share, as the head comes there.
+    supplies = [BufferReadiness(EXPERT_GRAD, 4, (0, 40), 100), BufferReadiness(GRAD, 4, (120, 150), 200)]
+    sent = plan_by_bytes(supplies, windows_of(plan.sending_at_once()))
+    assert [[(each.kind, each.first, each.stop) for each in part] for part in sent.parts] == [
+        [(GRAD, 0, 120)],
+        [],
+        [(GRAD, 120, 150), (EXPERT_GRAD, 0, 40)],
+        [],
+    ]
+    assert plan_by_bytes(supplies, windows_of(plan.sending_at_the_end())).hidden() == 0
 
 
 def test_the_baseline_is_tried_in_every_round_and_what_is_kept_is_compared_with_it() -> None:

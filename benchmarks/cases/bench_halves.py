@@ -144,6 +144,8 @@ class Job:
                 if times_ms
             ]
         self.settled = rounds_kept(self.engine)
+        reduction = self.engine.fsmoe.reduction
+        self.settled_windows = None if reduction is None else reduction.foreseen
 
     def fastest(self, in_halves: bool) -> ModelPlan:
         """Return the plan whose trials took least, the same on every rank."""
@@ -162,6 +164,8 @@ class Job:
         state = self.engine.fsmoe
         for label, plan in self.settled.items():
             state.inner_layers[label].fsmoe.apply(plan)
+        if self.settled_windows is not None:
+            state.reduction.try_windows(self.settled_windows)
 
 
 def rounds_kept(engine: Any) -> dict[str, LayerPlan]:

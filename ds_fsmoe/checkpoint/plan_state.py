@@ -59,8 +59,8 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
         }
     reducer = None if state.reduction is None else state.reduction.reducer
     gradients = None
-    if reducer is not None and reducer.plan is not None:
-        gradients = reducer.memory() | {"plan": asdict(reducer.plan)}
+    if reducer is not None and reducer.coming_plan is not None:
+        gradients = reducer.memory() | {"plan": asdict(reducer.coming_plan)}
     watch = state.placement_watch
     placement = None if state.placement is None else {"layers": state.placement.as_data()}
     if placement is not None and watch is not None:

@@ -279,10 +279,8 @@ class FSMoEState:
             is_settled = self.autotune.trial_is_over()
             self._facts = {}
             if is_settled:
-                if self.reduction is not None and self.autotune.outcome.is_stock:
-                    self.reduction.stay()
-                elif self.reduction is not None:
-                    self.reduction.go_on()
+                if self.reduction is not None:
+                    self.reduction.plans_are_kept()
                 self.plans_changed()
             return None
         if self.autotune is not None and self.autotune.step_is_over():

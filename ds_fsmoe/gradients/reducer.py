@@ -359,10 +359,16 @@ class GradientReducer:
         self.plan, self._new_plan, self._parts = None, None, ()
         self._windows, self._passed = (), []
 
+    @property
+    def coming_plan(self) -> GradientPlan | None:
+        """The plan of the next round: the one in force, unless another waits for that round to begin."""
+        return self.plan if self._new_plan is None else self._new_plan
+
     def memory(self) -> dict[str, list]:
-        """Return what the plan in force rests on, as plain data: the layers whose windows it counts on, and how many
+        """Return what the coming plan rests on, as plain data: the layers whose windows it counts on, and how many
         windows had opened when each gradient came."""
-        return {"windows": list(self._windows), "ready_at": list(self._ready_at)}
+        windows = self._windows if self._new_plan is None else self._new_windows
+        return {"windows": list(windows), "ready_at": list(self._ready_at)}
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
         """Send by a plan from another run, of the same model on as many ranks; between two rounds.

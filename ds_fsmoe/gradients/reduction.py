@@ -133,9 +133,10 @@ class Reduction:
             looks=1 if self._by_rule else LOOKS,
             all_used=block.gradient_partition.all_used,
         )
-        self._tried: tuple[WindowBytes, ...] | None = None
-        """The bytes that are sent in each window of the plan of layers that is tried now."""
-        self._tried_levels: tuple[bool, ...] | None = None
+        self.foreseen: tuple[WindowBytes, ...] | None = None
+        """The bytes that are sent in each window, as the plan of layers has it; ``None``: idle times say how many."""
+        self._two_levels: tuple[bool, ...] | None = None
+        """The buffers that are then added up in two levels."""
         self._idle = IdleTimes(engine.device)
         self.reducer.on_finish = self._idle.next_round
         if mode == "micro_ops" and self._layers[0].fsmoe.running is not None:
@@ -145,52 +146,58 @@ class Reduction:
         log_on_rank_0(_memory_of(self.reducer.flats, engine.zero_optimization_partition_gradients()))
 
     def try_windows(self, windows: Sequence[WindowBytes]) -> None:
-        """Send as much in each window as a plan of layers has foreseen, while that is tried: each is judged with its
-        own. Until it is known what there is before which window, one more round is observed.
+        """Send from now on as much in each window as a plan of layers has foreseen. What was tried with those is kept
+        with them: windows that are planned anew, from the times that are left, were slower in whole steps.
+
+        Until it is known what there is before which window, one more round is observed.
 
         Args:
             windows: the windows in the order of the backward.
         """
-        is_first, self._tried = self._tried is None, tuple(windows)
+        is_first, self.foreseen = self.foreseen is None, tuple(windows)
         self.reducer.on_finish = None
         self._watch_no_more()
         if is_first:
             self.reducer.look_again(1)
-        self.reducer.try_plan(self._plan_tried)
+        self.reducer.try_plan(self._plan_foreseen)
+
+    def plans_are_kept(self) -> None:
+        """Say what is sent in the windows of the plan of layers that stays."""
+        plan = self.reducer.coming_plan
+        if self.foreseen is not None and plan is not None:
+            how = "as in the steps in which that was tried"
+            log_on_rank_0(_describe(plan, self.mode, self.reducer.flats, how))
 
     def go_on(self) -> None:
-        """Take note that plans are settled."""
-        if self._tried is not None:
-            self._tried = None
+        """Take note that plans are not tried any more, and none of them stays."""
+        if self.foreseen is not None:
             self.plan_anew()
-
-    def stay(self) -> None:
-        """Go on sending by the plan that was tried last."""
-        self._tried = None
 
     def plan_anew(self) -> None:
         """Measure the idle times of the layers' plans in the next backwards, and plan gradients from them."""
+        self.foreseen = None
         self.reducer.forget_plan()
         self._idle = IdleTimes(self._idle.device)
         self.reducer.on_finish = self._idle.next_round
         self.reducer.look_again(LOOKS)
         self.look_at_plans()
 
-    def _plan_tried(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
-        assert self._tried is not None
+    def _plan_foreseen(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
+        assert self.foreseen is not None
         # Which way is faster depends on the links alone.
-        if self._tried_levels is None:
-            self._tried_levels = self._costs()[1]
+        if self._two_levels is None:
+            self._two_levels = self._costs()[1]
         if self.mode == "micro_ops":
             # As many bytes as were foreseen, in slices of the tensors that there are.
-            room = [(_total(each.moe), _total(each.dense)) for each in self._tried]
+            room = [(_total(each.moe), _total(each.dense)) for each in self.foreseen]
             plan = plan_micro_ops(supplies, room, lambda each: _bytes_in(each, supplies), self._chunk_bytes)
         else:
-            plan = plan_by_bytes(supplies, self._tried)
-        return replace(plan, two_levels=self._tried_levels)
+            plan = plan_by_bytes(supplies, self.foreseen)
+        return replace(plan, two_levels=self._two_levels)
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
         """See :meth:`~ds_fsmoe.gradients.reducer.GradientReducer.go_on_with`."""
+        self.foreseen = None
         self.reducer.go_on_with(plan, windows, ready_at)
         self.reducer.on_finish = None
         self._watch_no_more()
@@ -218,8 +225,8 @@ class Reduction:
 
     def _plan(self, supplies: Sequence[BufferReadiness]) -> GradientPlan:
         """Return the plan, the same on every rank: rank 0 of those that share dense gradients decides."""
-        if self._tried is not None:
-            return self._plan_tried(supplies)
+        if self.foreseen is not None:
+            return self._plan_foreseen(supplies)
         self.reducer.on_finish = None
         self._watch_no_more()
         num_windows = len(supplies[-1].ready)
@@ -236,7 +243,9 @@ class Reduction:
         idle = self._idle.typical(num_windows, group)
         plan = self._plan_by_time(supplies, costs, idle)
         plan = from_first_rank(replace(plan, two_levels=two_levels), group)
-        log_on_rank_0(_describe(plan, supplies, idle, self.mode, self.reducer.flats))
+        windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
+        how = f"idle there were, inside and behind each MoE layer, {windows} ms"
+        log_on_rank_0(_describe(plan, self.mode, self.reducer.flats, how))
         return plan
 
     def _plan_by_time(
@@ -321,19 +330,13 @@ def _bytes_of(plan: GradientPlan, element_bytes: Sequence[int]) -> tuple[int, in
     return sum(numel * size for numel, size in zip(plan.sizes, element_bytes, strict=True)), early
 
 
-def _describe(
-    plan: GradientPlan,
-    supplies: Sequence[BufferReadiness],
-    idle: Sequence[Idle],
-    mode: Mode,
-    flats: Sequence[FlatGradients],
-) -> str:
-    total, early = _bytes_of(plan, [each.element_bytes for each in supplies])
-    windows = ", ".join(f"{each.moe_ms:.3g} + {each.dense_ms:.3g}" for each in idle)
+def _describe(plan: GradientPlan, mode: Mode, flats: Sequence[FlatGradients], how: str) -> str:
+    """Say what travels when, by which way, and how that was found."""
+    total, early = _bytes_of(plan, [each.element_bytes for each in flats])
+    ways = dict.fromkeys(str(flat.way_in(plan.is_in_levels(at))) for at, flat in enumerate(flats))
     return (
-        f"gradients ({mode}): {early / 1e6:.4g} of {total / 1e6:.4g} MB travel before the backward is over; idle there "
-        f"were, inside and behind each MoE layer, {windows} ms; they travel by "
-        + ", ".join(dict.fromkeys(str(flat.way_in(plan.is_in_levels(at))) for at, flat in enumerate(flats)))
+        f"gradients ({mode}): {early / 1e6:.4g} of {total / 1e6:.4g} MB travel before the backward is over; {how}; "
+        f"they travel by {', '.join(ways)}"
     )
 
 

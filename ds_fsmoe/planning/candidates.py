@@ -44,6 +44,8 @@ class Search:
     """For each layer, whether it may not be cut."""
     can_split: bool = False
     """Whether micro-batches may be run in two halves that take turns."""
+    may_send_anyhow: bool = False
+    """Whether gradients may also be sent at once or at the end, where whole steps show that to be faster."""
 
     def fastest(self, space: SearchSpace | None = None, planner: Planner | None = None) -> ModelPlan:
         """Return the plan with the shortest predicted time; one in halves where it gains more than
@@ -142,7 +144,9 @@ class Search:
 
     def refinements(self, kept: ModelPlan, forward: ModelPlan, backward: ModelPlan) -> list[ModelPlan]:
         """Return neighbours of the fastest plan tried, which comes first: one that combines the fastest forward with
-        the fastest backward, and plans where both defer more or fewer weight gradients.
+        the fastest backward, plans where both defer more or fewer weight gradients, and where that may be, the fastest
+        with all gradients at once and with all at the end: what they cost a layer beside them is predicted from two
+        operations at a time, and not what they fill between others.
 
         Args:
             kept: the fastest plan.
@@ -175,7 +179,10 @@ class Search:
         near = [*bases]
         for late_of in (lambda _: 0, lambda _: 1, lambda degree: degree):
             near += [[with_late(index, pair, late_of) for index, pair in enumerate(base)] for base in bases]
-        return _distinct([self._run_as(kept.alltoalls, orders, kept.in_halves) for orders in near])
+        found = _distinct([self._run_as(kept.alltoalls, orders, kept.in_halves) for orders in near])
+        if self.may_send_anyhow and kept.has_gradients:
+            found += [found[0].sending_at_once(), found[0].sending_at_the_end()]
+        return found
 
     def _again(self, plan: ModelPlan) -> ModelPlan:
         """Return the same plan with the times of this planner."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, model_schedule
 from ds_fsmoe.planning.cost import Cost
@@ -15,6 +16,8 @@ from ds_fsmoe.planning.schedule import Schedule, Task
 from ds_fsmoe.planning.search import Choice
 from ds_fsmoe.planning.timeline import IDEAL, Contention, Timeline, play
 from ds_fsmoe.planning.workload import Layer
+
+Sending = Literal["placed", "at_once", "at_the_end"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class ModelPlan:
     """Whether the two halves of a micro-batch take turns; the plans of layers are then those of one half."""
     turns: Turns = field(default=BY_BATCH, compare=False)
     """How they do."""
+    sending: Sending = "placed"
+    """How gradients got into windows: placed where they cost least; all that there are when one opens; or none, so that
+    they follow the backward."""
 
     def choices(self, index: int) -> tuple[Choice, Choice]:
         """Return how a layer, counted from the front, is run in forward and backward."""
@@ -45,6 +51,42 @@ class ModelPlan:
     def blocks(self, index: int) -> tuple[BlockPlan, BlockPlan]:
         """Return the forward and backward plans of a layer, counted from the front."""
         return self.forward[index], self.backward[-1 - index]
+
+    def sending_in_next(self, in_moe: float = 1.0) -> ModelPlan:
+        """Return the same plan with each layer's gradients sent beside the layer that comes next in a backward: a share
+        of them in its MoE part, the rest behind it."""
+
+        def slices(index: int, share: float) -> tuple[Slice, ...]:
+            gradients = self.layers[-1 - index].gradients if share else ()
+            return tuple(Slice(each.kind, each.lanes, share * each.size_bytes, index) for each in gradients)
+
+        backward = [
+            replace(
+                block,
+                moe_slices=slices(index - 1, in_moe) if index else (),
+                dense_slices=slices(index - 1, 1 - in_moe) if index else (),
+            )
+            for index, block in enumerate(self.backward)
+        ]
+        last = tuple(replace(each, newest_layer=-1) for each in slices(len(backward) - 1, 1.0))
+        return replace(self, backward=tuple(backward), tail=last)
+
+    def sending_at_once(self) -> ModelPlan:
+        """Return the same plan with all gradients that there are sent as soon as a layer's backward begins."""
+        return replace(self.sending_in_next(), sending="at_once")
+
+    def sending_at_the_end(self) -> ModelPlan:
+        """Return the same plan with all gradients sent after the backward."""
+        whole: dict[str, Slice] = {}
+        for each in (gradient for layer in self.layers for gradient in layer.gradients):
+            before = whole.get(each.kind, Slice(each.kind, each.lanes, 0))
+            whole[each.kind] = replace(before, size_bytes=before.size_bytes + each.size_bytes)
+        return replace(self.without_gradients(), tail=tuple(whole.values()), sending="at_the_end")
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients are summed over ranks in a step with this plan."""
+        return any(layer.gradients for layer in self.layers)
 
     def without_gradients(self) -> ModelPlan:
         """Return the same plan for layers whose gradients are not summed over ranks."""

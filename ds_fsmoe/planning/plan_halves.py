@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.degree import smallest_of_best
 from ds_fsmoe.planning.gradients import Mode
@@ -135,26 +134,7 @@ def _sendings(unsplit: Sequence[ModelPlan], mode: Mode) -> list[ModelPlan]:
 
     Where a half's traffic is hidden already, what fits into a window of a whole micro-batch may be too much at once.
     """
-    return [*unsplit, *(_in_next(unsplit[0], share) for share in IN_MOE if mode == "adaptive")]
-
-
-def _in_next(plan: ModelPlan, in_moe: float) -> ModelPlan:
-    """Return the plan with each layer's gradients in the next: a share of them in its MoE part, the rest behind it."""
-
-    def slices(index: int, share: float) -> tuple[Slice, ...]:
-        gradients = plan.layers[-1 - index].gradients if share else ()
-        return tuple(Slice(each.kind, each.lanes, share * each.size_bytes, index) for each in gradients)
-
-    backward = [
-        replace(
-            block,
-            moe_slices=slices(index - 1, in_moe) if index else (),
-            dense_slices=slices(index - 1, 1 - in_moe) if index else (),
-        )
-        for index, block in enumerate(plan.backward)
-    ]
-    last = tuple(replace(each, newest_layer=-1) for each in slices(len(backward) - 1, 1.0))
-    return replace(plan, backward=tuple(backward), tail=last)
+    return [*unsplit, *(unsplit[0].sending_in_next(share) for share in IN_MOE if mode == "adaptive")]
 
 
 def _namings(options: Sequence[Mapping[str, Layer]]) -> list[list[str]]:

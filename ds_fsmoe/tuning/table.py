@@ -114,6 +114,7 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
             *([f"{backward.late_dw} late dW"] if backward.late_dw else []),
             *([] if alltoall == "flat" else [alltoall]),
             *(["two halves in turns"] if plan.in_halves else []),
+            *([] if plan.sending == "placed" else [f"gradients {plan.sending.replace('_', ' ')}"]),
         ]
         texts.setdefault(", ".join(words), []).append(label)
     if len(texts) == 1:

@@ -17,6 +17,7 @@ from ds_fsmoe.planning.larger_ep import larger_ep_sizes
 from ds_fsmoe.planning.layer_plan import LayerPlan
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.plan import Planner, Settings, mode_of
+from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.planning.stage_batch import StageTimes
 from ds_fsmoe.planning.step_time import StepTimes, other_esp_sizes, predict_step
 from ds_fsmoe.planning.timeline import IDEAL
@@ -29,7 +30,14 @@ if TYPE_CHECKING:
 
 
 def windows_of(plan: ModelPlan) -> list[WindowBytes]:
-    """Return the gradients that a plan sends in each window, in the order of the backward."""
+    """Return the gradients that a plan sends in each window, in the order of the backward: at most those that there
+    are by then."""
+    if plan.sending == "at_once":
+        totals: dict[str, float] = {}
+        for each in (gradient for layer in plan.layers for gradient in layer.gradients):
+            totals[each.kind] = totals.get(each.kind, 0.0) + each.size_bytes
+        everything = tuple(totals.items())
+        return [WindowBytes(everything, everything)] * len(plan.backward)
 
     def bytes_of(slices: Sequence[Slice]) -> tuple[tuple[str, float], ...]:
         return tuple((each.kind, each.size_bytes) for each in slices)
@@ -111,6 +119,8 @@ class TunedModel:
             running.links,
             [layers[label].fsmoe.is_uncut for label in self.labels],
             can_split,
+            # A system that was named is run as it is.
+            may_send_anyhow=block.schedule == BEST and mode == "adaptive",
         )
 
     def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:

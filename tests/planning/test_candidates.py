@@ -9,11 +9,13 @@ import pytest
 
 from ds_fsmoe.planning.block_times import Order
 from ds_fsmoe.planning.candidates import TRIED_DEGREES, Search
+from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.measured import LayerProfile, Timing
 from ds_fsmoe.planning.model_plan import ModelPlan
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, Lane
 from ds_fsmoe.planning.search import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.timeline import Contention
-from ds_fsmoe.planning.workload import Layer
+from ds_fsmoe.planning.workload import Gradient, Layer
 from tests.planning.measured_layers import Machine, layer_of, made_up
 
 UNCUT = SearchSpace.of("deepspeed", 4)
@@ -132,6 +134,51 @@ def test_a_refinement_stays_within_what_may_be_chosen() -> None:
     for space in (SearchSpace.of("fsmoe", 8), SearchSpace.of("fsmoe_no_iio", 8)):
         for _, backward in near((THREE, THREE), (FOUR, FOUR), (FOUR, FOUR), space=space):
             assert backward.late_dw == 0
+
+
+DENSE = Gradient(GRAD, (Lane.INTER,), 1200)
+OF_EXPERTS = Gradient(EXPERT_GRAD, (Lane.INTER,), 700)
+
+
+def with_gradients(*gradients: Gradient) -> Layer:
+    layer = layer_of(made_up(0))
+    assert layer.costs is not None
+    of_grads = {each.kind: LinearCost(0.01, 1e-3) for each in gradients}
+    costs = replace(layer.costs, backward={**layer.costs.backward, **of_grads})
+    return replace(layer, gradients=gradients, costs=costs)
+
+
+def anyhow(*layers: Layer, may_send_anyhow: bool = True) -> list[ModelPlan]:
+    """The refinements of the fastest plan."""
+    search = replace(search_of(*({"flat": each} for each in layers)), may_send_anyhow=may_send_anyhow)
+    plan = search.fastest()
+    return search.refinements(plan, plan, plan)
+
+
+def bytes_of_windows(plan: ModelPlan) -> list[dict[str, float]]:
+    """The gradients of each window inside a layer and behind it, and those after the backward."""
+    windows = [each for block in plan.backward for each in (block.moe_slices, block.dense_slices)]
+    return [{each.kind: each.size_bytes for each in slices} for slices in (*windows, plan.tail)]
+
+
+def test_the_fastest_plan_is_also_tried_with_its_gradients_at_once_and_with_all_of_them_at_the_end() -> None:
+    layer = with_gradients(DENSE, OF_EXPERTS)
+    kept, *_, at_once, at_the_end = anyhow(layer, layer, layer)
+    of_layer, nothing = {GRAD: 1200, EXPERT_GRAD: 700}, {}
+    assert (at_once.sending, at_the_end.sending) == ("at_once", "at_the_end")
+    assert bytes_of_windows(at_once) == [nothing, nothing, of_layer, nothing, of_layer, nothing, of_layer]
+    whole = {kind: 3 * size for kind, size in of_layer.items()}
+    assert bytes_of_windows(at_the_end) == [*[nothing] * 6, whole]
+    for plan in (at_once, at_the_end):
+        assert [orders_of(plan, index) for index in range(3)] == [orders_of(kept, index) for index in range(3)]
+        # Nothing is sent before it exists, or the schedule could not be written.
+        for timeline in plan.timelines({}):
+            assert timeline.makespan_ms > 0
+
+
+def test_gradients_are_sent_as_placed_where_that_was_asked_for_or_there_are_none() -> None:
+    assert all(each.sending == "placed" for each in anyhow(with_gradients(DENSE), may_send_anyhow=False))
+    assert all(each.sending == "placed" for each in anyhow(layer_of(made_up(0))))
 
 
 def told(plan: ModelPlan) -> tuple:
