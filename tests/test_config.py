@@ -287,7 +287,7 @@ def test_every_field_is_used() -> None:
         "gradient_partition.gather_parameters",
     }
     used |= {"gradient_partition.mode", "gradient_partition.solver", "gradient_partition.chunk_bytes", "deterministic"}
-    used |= {"gradient_partition.all_used", "checkpoint.trusted"}
+    used |= {"gradient_partition.all_used", "gradient_partition.accumulate", "checkpoint.trusted"}
     used |= {"routing.record", "routing.weights", "routing.every", "routing.replay"}
     used |= {f"placement.{name}" for name in ("policy", "spare_experts", "every", "moves_per_step", "pays_within")}
     used |= {"placement.file", "placement.profile_paths"}

@@ -34,12 +34,23 @@ BY_RULE = (("deterministic", True),)
 """The same plan in every run: nothing is measured."""
 NO_CLIPPING = (("gradient_clipping", 0.0),)
 
+AFTER_SUM = (("gradient_partition.accumulate", "after_sum"),)
+"""At stage 2 every micro-batch is summed over ranks, as in stock."""
+
 Pair = tuple[Run, Run]
 """What is run, and what it is held against: stock, if that has no mode."""
 
 
 def with_stock(*runs: Run) -> list[Pair]:
-    return [(replace(run, block=run.block or BY_RULE), replace(run, mode="", block=())) for run in runs]
+    return [
+        (replace(run, block=(run.block or BY_RULE) + AFTER_SUM * _adds_up(run)), replace(run, mode="", block=()))
+        for run in runs
+    ]
+
+
+def _adds_up(run: Run) -> bool:
+    """Whether it has micro-batches that ours would add up before the sum over ranks; at stage 2 stock does not."""
+    return run.stage == 2 and (run.accumulation > 1 or run.loop == "by hand")
 
 
 def with_mode_off(*runs: Run) -> list[Pair]:
@@ -182,6 +193,87 @@ def covering(runs: list[Run]) -> list[Run]:
 @sampled(("first", "every"), [(2, 4), (0, 1)], kept=[0])
 def test_training_equals_stock_bit_for_bit(first: int, every: int, tmp_path: Path) -> None:
     check(with_stock(*covering(whole_list())[first::every]), 2, tmp_path)
+
+
+def adding_up_pairs(is_all: bool) -> list[Pair]:
+    """Stage 2, in which micro-batches are added up before the sum over ranks, as stock does at stage 1."""
+    runs = [
+        Run(2, accumulation=3),
+        Run(2, "bf16", "fixed_chunk", accumulation=3),
+        Run(2, mode="dense_only", loop="by hand", ep_size=1, features=frozenset({"sometimes", "twice"})),
+        Run(2, accumulation=2, loop="torch style", checkpointing="reentrant"),
+        Run(2, mode="dense_only", loop="retained", accumulation=2),
+        Run(2, ep_size=1, accumulation=2, config=(("zero_optimization.overlap_comm", True),)),
+        Run(
+            2,
+            mode="fixed_chunk",
+            ep_size=1,
+            accumulation=2,
+            config=(("zero_optimization.round_robin_gradients", True),),
+        ),
+    ]
+    runs = [each for run in runs for each in in_modes(run, *MODES)] if is_all else runs
+    pairs = [(replace(run, block=BY_RULE), replace(run, mode="", stage=1, config=())) for run in runs]
+    return [(replace(run, config=NO_CLIPPING + run.config), replace(other, config=NO_CLIPPING)) for run, other in pairs]
+
+
+@sampled("is_all", [False, True], kept=[0])
+def test_stage_2_adds_micro_batches_up_before_the_sum_over_ranks_as_stock_does_at_stage_1(
+    is_all: bool, tmp_path: Path
+) -> None:
+    check(adding_up_pairs(is_all), 2, tmp_path)
+
+
+def sums_of_a_step(rank: int, world_size: int) -> dict[str, int]:
+    """How many rounds of sums over ranks three steps of three micro-batches take."""
+    found = {}
+    for name, run in {
+        "auto": Run(2, accumulation=3, block=BY_RULE, steps=3),
+        "after_sum": Run(2, accumulation=3, block=BY_RULE + AFTER_SUM, steps=3),
+        "stage 1": Run(1, accumulation=3, block=BY_RULE, steps=3),
+        "in another type": Run(
+            2, "bf16", accumulation=3, block=BY_RULE, steps=3, config=(("data_types.grad_accum_dtype", "fp32"),)
+        ),
+    }.items():
+        found[name] = train(run, rank).rounds
+    return found
+
+
+def test_stage_2_sums_over_ranks_once_a_step_where_it_can(tmp_path: Path) -> None:
+    for found in run_on_ranks(sums_of_a_step, 2, tmp_path):
+        assert found == {"auto": 3, "after_sum": 9, "stage 1": 3, "in another type": 9}
+
+
+def refused_to_add_up(rank: int, world_size: int) -> list[str]:
+    """What is said where micro-batches cannot be added up as asked for."""
+    from ds_fsmoe.config.reading import ConfigError
+
+    before = (*BY_RULE, ("gradient_partition.accumulate", "before_sum"))
+    found = []
+    for run in (
+        Run(1, block=BY_RULE + AFTER_SUM),
+        Run(0, block=BY_RULE + AFTER_SUM),
+        Run(2, block=before, config=(("managed_gradient_accumulation", False),)),
+        Run(2, "bf16", block=before, config=(("data_types.grad_accum_dtype", "fp32"),)),
+        Run(2, block=before, config=(("zero_optimization.offload_optimizer.device", "cpu"),)),
+    ):
+        with pytest.raises(ConfigError) as error, training(run, rank):
+            pass
+        found.append(str(error.value))
+    return found
+
+
+def test_what_cannot_be_added_up_as_asked_for_is_said_on_every_rank(tmp_path: Path) -> None:
+    path = "fsmoe.gradient_partition.accumulate"
+    for found in run_on_ranks(refused_to_add_up, 2, tmp_path):
+        for said in found[:2]:
+            assert said.startswith(f'{path} = "after_sum": only at zero_optimization.stage 2')
+        for said, reason in zip(
+            found[2:], ("managed_gradient_accumulation", "grad_accum_dtype", "offload"), strict=True
+        ):
+            assert said.startswith(f'{path} = "before_sum": cannot be here, because')
+            assert reason in said
+            assert said.endswith('the choices are "auto" and "after_sum"')
 
 
 def restless_pairs() -> list[Pair]:

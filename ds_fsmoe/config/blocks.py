@@ -107,6 +107,12 @@ class GradientPartitionBlock(Block):
         description="when updated parameters travel at ZeRO 1 and 2: under the next forward or at the end of the step; "
         "auto: the former where gradients are ours to reduce",
     )
+    accumulate: Annotated[Literal["auto", "before_sum", "after_sum"], NullIsAuto()] = Field(
+        "auto",
+        description="at ZeRO 2 with gradient accumulation: add micro-batches up on each rank and sum over ranks once a "
+        "step, or sum each as DeepSpeed does; auto: the former where gradients are added up in the type and place that "
+        "they are computed in",
+    )
     all_used: bool = Field(
         False, description="every parameter gets its gradient once in every backward: ranks need not look for late ones"
     )

@@ -68,6 +68,7 @@ class Config(Written):
             collective: Literal["auto", "all_reduce", "reduce_scatter"] | None = ...,
             levels: Literal["auto", 1, 2] | None = ...,
             gather_parameters: Literal["auto", "overlapped", "at_end"] | None = ...,
+            accumulate: Literal["auto", "before_sum", "after_sum"] | None = ...,
             all_used: bool = ...,
         ) -> None:
             """
@@ -81,6 +82,9 @@ class Config(Written):
                 levels: 2: add up inside each node, then between nodes; auto: whichever is measured to be faster
                 gather_parameters: when updated parameters travel at ZeRO 1 and 2: under the next forward or at the end
                     of the step; auto: the former where gradients are ours to reduce
+                accumulate: at ZeRO 2 with gradient accumulation: add micro-batches up on each rank and sum over ranks
+                    once a step, or sum each as DeepSpeed does; auto: the former where gradients are added up in the
+                    type and place that they are computed in
                 all_used: every parameter gets its gradient once in every backward: ranks need not look for late ones
             """
 

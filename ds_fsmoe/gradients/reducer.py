@@ -77,10 +77,8 @@ class GradientReducer:
         """The layers that the observed rounds passed."""
         self.on_finish: Callable[[], None] | None = None
         """Called at the end of each backward, before the rest is sent."""
-        self.rounds = 0
-        """The number of finished rounds."""
-        self.sent_again = 0
-        """The number of gradients that had to travel twice, over all rounds."""
+        self.rounds, self.sent_again = 0, 0
+        """The number of finished rounds, and of gradients that had to travel twice in all of them."""
         self._backwards: set[int] = set()
         """Autograd's numbers of the backwards that have begun and not ended."""
         self._new_plan: GradientPlan | None = None
@@ -356,8 +354,7 @@ class GradientReducer:
 
     def forget_plan(self) -> None:
         """Send all at the end from the next round on, until there is another plan."""
-        self.plan, self._new_plan, self._parts = None, None, ()
-        self._windows, self._passed = (), []
+        self.plan, self._new_plan, self._parts, self._windows, self._passed = None, None, (), (), []
 
     @property
     def coming_plan(self) -> GradientPlan | None:
@@ -367,7 +364,7 @@ class GradientReducer:
     def memory(self) -> dict[str, list]:
         """Return what the coming plan rests on, as plain data: the layers whose windows it counts on, and how many
         windows had opened when each gradient came."""
-        windows = self._windows if self._new_plan is None else self._new_windows
+        windows = self._new_windows if self._new_plan else self._windows
         return {"windows": list(windows), "ready_at": list(self._ready_at)}
 
     def go_on_with(self, plan: GradientPlan, windows: Sequence[str], ready_at: Sequence[int]) -> None:
@@ -383,8 +380,7 @@ class GradientReducer:
         sizes = tuple(flat.numel for flat in self.flats)
         if plan.sizes != sizes or len(ready_at) != len(self._numbers):
             raise ValueError(f"a plan for buffers of {plan.sizes} elements and {len(ready_at)} parameters: has {sizes}")
-        self._looks_left = 0
-        self._ready_at = list(ready_at)
+        self._looks_left, self._ready_at = 0, list(ready_at)
         self._new_plan = plan
         self._new_windows = self._seen_windows = tuple(windows)
         self._begin()

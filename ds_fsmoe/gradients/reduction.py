@@ -122,7 +122,9 @@ class Reduction:
         self._chunk_bytes = slice_bytes(mode, self._asked.asked_bytes)
         self._layers = tuple(layers)
         self._by_rule = block.deterministic
-        self._door = (Stages1And2 if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) else Stage0)(engine)
+        accumulate = self._asked.accumulate
+        with_zero = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
+        self._door = Stages1And2(engine, accumulate) if with_zero else Stage0(engine, accumulate)
         self._beside = make_beside(engine.device) if beside else None
         self.reducer = GradientReducer(
             _flats(self._door, groups, block.gradient_partition, mode, self._beside),
@@ -288,6 +290,11 @@ class Reduction:
     @property
     def _everyone(self) -> dist.ProcessGroup:
         return self.reducer.flats[-1].group
+
+    @property
+    def sums_each(self) -> bool:
+        """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
+        return self._door.sums_each
 
     def bytes_of_plan(self) -> tuple[int, int]:
         """Return (all bytes, those that travel before the backward is over), once there is a plan."""

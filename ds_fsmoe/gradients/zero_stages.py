@@ -42,15 +42,25 @@ from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.distributed.groups import FSMoEGroups
+from ds_fsmoe.gradients.adding_up import refuse_before_stage_2, sums_every_micro_batch
 from ds_fsmoe.gradients.flat_buffers import Scaling
 from ds_fsmoe.gradients.reducer import GradientReducer
 from ds_fsmoe.gradients.ways import Stretch
 
 
 class Stage0:
-    """Handles gradients without ZeRO: DeepSpeed collects those of all parameters when the backward is over."""
+    """Handles gradients without ZeRO: DeepSpeed collects those of all parameters when the backward is over.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        engine: the engine, with its optimizer.
+        accumulate: the option of that name.
+    """
+
+    sums_each = False
+    """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
+
+    def __init__(self, engine: Any, accumulate: str = "auto") -> None:
+        refuse_before_stage_2(accumulate)
         self._engine = engine
         self.device = engine.device
         self._handles: list[Any] = []
@@ -153,11 +163,21 @@ def _as_deepspeed_has_it(parameter: nn.Parameter) -> Any:
 
 
 class Stages1And2:
-    """Handles gradients with ZeRO: its hooks announce them, and its buckets are filled with reduced ones."""
+    """Handles gradients with ZeRO: its hooks announce them, and its buckets are filled with reduced ones.
 
-    def __init__(self, engine: Any) -> None:
+    At stage 2 DeepSpeed sums over ranks in every micro-batch, so that a rank need not keep what others update. Here it
+    has room for all gradients anyway, so micro-batches can be added up in it first, and the sum over ranks taken once.
+
+    Args:
+        engine: the engine, with its optimizer.
+        accumulate: the option of that name.
+    """
+
+    def __init__(self, engine: Any, accumulate: str = "auto") -> None:
         self._engine = engine
         self.optimizer: DeepSpeedZeroOptimizer = engine.optimizer
+        self.sums_each = sums_every_micro_batch(engine, accumulate)
+        """Whether every micro-batch is summed over ranks, and not the last one of a step alone."""
         self.device = engine.device
         self._group_of = {
             id(parameter): index for index, group in enumerate(self.optimizer.bit16_groups) for parameter in group
@@ -186,7 +206,7 @@ class Stages1And2:
 
     def is_sending(self) -> bool:
         engine, optimizer = self._engine, self.optimizer
-        reduces = optimizer.partition_gradients or engine.is_gradient_accumulation_boundary()
+        reduces = self.sums_each or engine.is_gradient_accumulation_boundary()
         return reduces and not engine.inside_no_sync_ctxt and not optimizer._coalesce_grad_reduction
 
     def owners(self, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
@@ -237,8 +257,12 @@ class Stages1And2:
             optimizer.setup_buckets()
             if optimizer.use_grad_accum_attribute:
                 optimizer._fill_param_grad_accum_attribute(parameter)
-            if self.is_sending() and getattr(parameter, "ds_grad_is_ready", True):
+            if not getattr(parameter, "ds_grad_is_ready", True):
+                return
+            if self.is_sending():
                 reducer.ready(parameter)
+            elif optimizer.partition_gradients:
+                self._keep(parameter, reducer.place(parameter))
 
         def average_tensor(tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
             if not self._is_reduced:
@@ -253,8 +277,17 @@ class Stages1And2:
             optimizer._add_full_reduction_to_compact_grad_partition(reduced, communication_data_type)
 
         def epilogue() -> None:
-            self._hand_over(reducer)
+            if self.sums_each or self._engine.is_gradient_accumulation_boundary():
+                self._hand_over(reducer)
+                stock_epilogue()
+                return
+            # At its end ZeRO forgets gradients, and what it has been given itself is to be summed all the same.
+            kept = [(each, self.gradient_of(each)) for each in reducer.parameters]
+            for parameter, _ in kept:
+                self.replace(parameter, None)
             stock_epilogue()
+            for parameter, gradient in kept:
+                self.replace(parameter, gradient)
 
         def reduce_gradients(pipeline_parallel: bool = False) -> None:
             optimizer.setup_buckets()
@@ -270,6 +303,14 @@ class Stages1And2:
         optimizer.reduce_gradients = reduce_gradients
         # Behind ``coalesce_grad_reduction``, where stock fills ZeRO's buckets with gradients yet to be reduced.
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
+
+    def _keep(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        """Take a gradient that is not to be summed yet to its place, where later micro-batches add to it, and of which
+        there is no other copy."""
+        gradient = self.gradient_of(parameter)
+        if gradient is not None and gradient.dtype == place.dtype and gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
+            self.replace(parameter, place)
 
     def _hand_over(self, reducer: GradientReducer) -> None:
         """Pass everything that has a gradient on some rank through ZeRO's buckets, in one order on all ranks."""

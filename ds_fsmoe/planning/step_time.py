@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from ds_fsmoe.planning.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call
@@ -41,6 +41,10 @@ class StepTimes:
     def speedup(self) -> float:
         """Return how many times as fast as stock's schedule the chosen one is."""
         return self.deepspeed_ms / self.chosen_ms if self.chosen_ms else 1.0
+
+    def repeated(self, count: int) -> StepTimes:
+        """Return the times of so many of these, one after the other."""
+        return StepTimes(*(each if each is None else count * each for each in astuple(self)))
 
 
 def predict_step(

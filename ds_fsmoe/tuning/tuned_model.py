@@ -64,6 +64,7 @@ class TunedModel:
         can_split: whether batches may be cut into halves.
         num_micro_batches: of a step, the last of which sends the gradients.
         in_stages: whether these are the layers of a pipeline's stage, of whose batch a micro-batch alone is predicted.
+        sums_each: whether each micro-batch sends gradients, and not the last one alone.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class TunedModel:
         can_split: bool = False,
         num_micro_batches: int = 1,
         in_stages: bool = False,
+        sums_each: bool = False,
     ) -> None:
         self.measured = measured
         self._schedule = block.schedule
@@ -91,14 +93,16 @@ class TunedModel:
             chunk_bytes=block.gradient_partition.asked_bytes,
             is_serial=measured.is_serial,
             shared_link=running.one_link is not None,
-            num_micro_batches=num_micro_batches,
+            num_micro_batches=1 if sums_each else num_micro_batches,
         )
         costs = [next(iter(each.values())) for each in measured.options(self.labels[:1], (0.0, 0.0), {})]
         of_gradients = costs[0].costs.backward if costs and costs[0].costs else {}
         self._gradients_ms = sum(of_gradients[kind].ms(size) for kind, size in gradients if kind in of_gradients)
         # What was seen is the second backward, with the gradients only where a step ends there.
-        in_backward_ms = 0.0 if in_stages or num_micro_batches > FORWARDS_WATCHED else self._gradients_ms
-        self._num_micro_batches = 1 if in_stages else num_micro_batches
+        has_none = in_stages or (num_micro_batches > FORWARDS_WATCHED and not sums_each)
+        in_backward_ms = 0.0 if has_none else self._gradients_ms
+        self._num_micro_batches = 1 if in_stages or sums_each else num_micro_batches
+        self._num_steps = num_micro_batches if sums_each and not in_stages else 1
         self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
         rest_ms = self._rest_ms
         self._dense_ms = None if dense_ms is None else sum(rest_ms)
@@ -146,10 +150,9 @@ class TunedModel:
 
     def predict(self, plan: ModelPlan) -> StepTimes:
         """Predict what a step with a plan takes."""
-        search = self.search
-        return predict_step(
-            search.planner, plan, search.options, self._dense_ms, self._gradients_ms, self._num_micro_batches
-        )
+        search, count = self.search, self._num_micro_batches
+        step = predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms, count)
+        return step.repeated(self._num_steps)
 
     def micro_batch(self, plan: ModelPlan, is_isolated: bool = False) -> StageTimes:
         """Predict what a micro batch takes in a pipeline's stage with a plan: the first ones and the last one, and the
