@@ -266,6 +266,8 @@ def _made(
         if name not in memories:
             state = getattr(training.engine, "fsmoe", None)
             layers = [] if state is None else list(state.inner_layers.values())
+            # In the first step with it, a plan that was settled on moves what is there.
+            training()
             memories[name] = step_memory(training, layers, before, training.engine.zero_reduce_bucket_size())
             training.finish()
         return training

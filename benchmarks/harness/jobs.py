@@ -25,6 +25,7 @@ MODELS = ("gpt2", "mixtral", "short", "long")
 _ALONE: dict[str, Any] = {"nodes": 4, "ranks_per_node": 1, "inter": "50mbit"}
 _ONLY_IN_FULL = (
     *(f"cases/bench_models.py --judged --only {name}" for name in MODELS),
+    *(f"cases/bench_layer.py --best-layout --judged --sweep --only {number}" for number in JUDGED_LAYERS),
     *("cases/bench_layer.py --ablation --only 1 4 13", "cases/bench_layer.py --skew --only 2"),
     *("cases/bench_gates.py", "cases/bench_pipeline.py", "cases/bench_alltoall.py", "cases/bench_gradients.py"),
     *("cases/bench_autotune.py", "cases/bench_from_trace.py", "cases/bench_wire.py", "cases/bench_rows.py"),

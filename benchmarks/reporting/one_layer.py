@@ -32,7 +32,9 @@ def claims(of: Results, page: str) -> Iterator[Claim]:
             of.ratio_in(_FILE, case, "best", over="tutel"),
             of.ratio_in(_FILE, case, "A/A"),
         )
-        yield Claim(page, f"| {case.removesuffix(', all ranks')} | {' | '.join(['{}'] * len(figures))} |", figures)
+        # Its name has numbers, too.
+        name = Figure(case.removesuffix(", all ranks"), _FILE, figures[0].rows, "the layer")
+        yield Claim(page, f"| {' | '.join(['{}'] * (1 + len(figures)))} |", (name, *figures))
     means = [_mean(of, each) for each in (*_VARIANTS, "best")]
     quotients = of.of_cases(_FILE, "best", "tutel")
     over = of.computed(mean(quotients), ".2f", _FILE, "best over tutel: geometric mean", {"best", "tutel"})

@@ -107,7 +107,7 @@ class GradientReducer:
 
     def ready(self, parameter: nn.Parameter) -> None:
         """Take note that the gradient of a parameter is there. Otherwise it is looked for at the end."""
-        self._begin_if_over()
+        self.begin_if_over()
         self._note_backward()
         flat, index = self._places[id(parameter)]
         self._came_at[self._numbers[id(parameter)]] = self._opened
@@ -154,7 +154,7 @@ class GradientReducer:
         """Begin the window of a layer's backward; return what is to be sent in it, in this order."""
         if not self.is_sending():
             return ()
-        self._begin_if_over()
+        self.begin_if_over()
         self._note_backward()
         self._wait()
         self._layers.append(label)
@@ -198,7 +198,7 @@ class GradientReducer:
         Raises:
             RuntimeError: a gradient came too late although none was expected to; all messages have been sent.
         """
-        self._begin_if_over()
+        self.begin_if_over()
         if self.on_finish is not None:
             self.on_finish()
         self._wait()
@@ -236,7 +236,8 @@ class GradientReducer:
                 late[number] = float(has_own and self._sent[flat] > each.starts[index])
         return present + late
 
-    def _begin_if_over(self) -> None:
+    def begin_if_over(self) -> None:
+        """Begin a round behind the last one, by the plan that is due."""
         if self._is_over:
             self._begin()
 
@@ -334,8 +335,7 @@ class GradientReducer:
         self._looks_left -= 1
         if self._looks_left:
             return
-        last = self.flats[-1]
-        facts = on_every_rank((self._passed, self._ready_at), last.group)
+        facts = on_every_rank((self._passed, self._ready_at), self.flats[-1].group)
         self._ready_at = [max(each) for each in zip(*(ready_at for _, ready_at in facts), strict=True)]
         seen = {tuple(layers) for passed, _ in facts for layers in passed} or {self._windows}
         # Where not every backward passes the same layers, there is no telling when a window opens.

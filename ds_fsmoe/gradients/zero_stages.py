@@ -262,7 +262,7 @@ class Stages1And2:
             if self.is_sending():
                 reducer.ready(parameter)
             elif optimizer.partition_gradients:
-                self._keep(parameter, reducer.place(parameter))
+                self._keep(reducer, parameter)
 
         def average_tensor(tensor: torch.Tensor, communication_data_type: torch.dtype) -> None:
             if not self._is_reduced:
@@ -304,10 +304,12 @@ class Stages1And2:
         # Behind ``coalesce_grad_reduction``, where stock fills ZeRO's buckets with gradients yet to be reduced.
         self._engine._flush_coalesced_reduction_zero12 = lambda _: reduce_gradients()
 
-    def _keep(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+    def _keep(self, reducer: GradientReducer, parameter: nn.Parameter) -> None:
         """Take a gradient that is not to be summed yet to its place, where later micro-batches add to it, and of which
         there is no other copy."""
-        gradient = self.gradient_of(parameter)
+        # A plan that is due may have other places; gradients that are there would have to be copied for it.
+        reducer.begin_if_over()
+        gradient, place = self.gradient_of(parameter), reducer.place(parameter)
         if gradient is not None and gradient.dtype == place.dtype and gradient.data_ptr() != place.data_ptr():
             place.copy_(gradient)
             self.replace(parameter, place)
