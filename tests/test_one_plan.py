@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from ds_fsmoe import cli
 from ds_fsmoe.config.reading import read_block
@@ -29,6 +31,7 @@ from ds_fsmoe.planning.measured import Slowdowns
 from ds_fsmoe.planning.presets import NAMES
 from ds_fsmoe.planning.report import order_text
 from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.planning.workload import GEMMS, Layer, Shape, Work, kind_costs, layer_work
 from ds_fsmoe.tuning.measure import Measured
 from ds_fsmoe.tuning.tuned_model import TunedModel
@@ -168,7 +171,7 @@ def rest_ms(layer: Layer, costs: dict) -> tuple[float, float]:
     return forward, backward
 
 
-def engine_model(model: Model, name: str, folder: Path) -> tuple[TunedModel, dict[str, Applied]]:
+def engine_model(model: Model, name: str, folder: Path, **how: Any) -> tuple[TunedModel, dict[str, Applied]]:
     """The layers of an engine, as if they had been measured to cost what the file says."""
     shape, groups, cluster = model.shape, model.groups, load_cluster(str(cluster_file(model, folder)))
     costs = kind_costs(cluster, groups)
@@ -199,12 +202,27 @@ def engine_model(model: Model, name: str, folder: Path) -> tuple[TunedModel, dic
     forward_ms, backward_ms = rest_ms(layer, costs)
     running: Any = SimpleNamespace(one_link=None, links=planned_links(block))
     dense_ms = LAYERS * forward_ms, LAYERS * backward_ms + gradients_ms
-    made = TunedModel(block, running, layers, measured, gradients, tensors_bytes, dense_ms)  # type: ignore[arg-type]
+    of_model = measured, gradients, tensors_bytes, dense_ms
+    made = TunedModel(block, running, layers, *of_model, **how)  # type: ignore[arg-type]
     return made, {label: each.fsmoe for label, each in layers.items()}
 
 
 def as_printed(block: BlockPlan) -> tuple[int, str]:
     return block.degree, order_text(block)
+
+
+def test_a_step_whose_every_micro_batch_is_summed_is_so_many_steps_of_one(tmp_path: Path) -> None:
+    def predicted(**how: Any) -> tuple[StepTimes, StepTimes]:
+        model, _ = engine_model(next(iter(MODELS.values())), "best", tmp_path, **how)
+        search = model.search
+        return model.predict(search.candidates()[0]), model.predict(search.stock())
+
+    for one, last, each in zip(
+        predicted(), predicted(num_micro_batches=2), predicted(num_micro_batches=2, sums_each=True), strict=True
+    ):
+        assert astuple(each) == pytest.approx([2 * time_ms for time_ms in astuple(one)])
+        assert each.gradients_ms == 2 * last.gradients_ms > 0
+        assert one.chosen_ms < last.chosen_ms <= each.chosen_ms
 
 
 # Each preset with one of the models, in turns.
