@@ -129,7 +129,9 @@ def computed_again(rank: int, world_size: int, checkpointing: str) -> dict[str, 
     """What is measured while layers are computed again, in a first step of as many backwards as are observed."""
     import ds_fsmoe
 
-    run = Run(2, mode="unsaid", accumulation=3, checkpointing=checkpointing, block=SCHEDULE)
+    # So every micro-batch is a round.
+    block = (*SCHEDULE, ("gradient_partition.accumulate", "after_sum"))
+    run = Run(2, mode="unsaid", accumulation=3, checkpointing=checkpointing, block=block)
     torch.manual_seed(0)
     model = AwkwardModel(run, rank)
     config = run.ds_config() | {"fsmoe": run.fsmoe_block()}
