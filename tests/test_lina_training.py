@@ -222,7 +222,8 @@ def by_the_tuner(rank: int, world_size: int) -> list[Any]:
     model = SmallModel(case, rank)
     config = case.ds_config(fsmoe=block)
     engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    losses = train_steps(engine, rank, range(9))
+    # Enough to try its one plan and DeepSpeed's schedule, and to go on with the faster one.
+    losses = train_steps(engine, rank, range(20))
     degrees = [each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()]
     plan = engine.fsmoe.reduction.reducer.plan
     found = [degrees, engine.fsmoe.micro_ops is None, losses, None if plan is None else plan.moe]

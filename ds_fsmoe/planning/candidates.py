@@ -153,6 +153,12 @@ class Search:
             forward, backward: the plan with the fastest forward and the one with the fastest backward.
         """
 
+        def is_open(index: int, order: Order, backward: bool) -> bool:
+            # One of the two may be DeepSpeed's schedule, whose degree a schedule by name need not have.
+            layer = self.options[index][kept.alltoalls[index]]
+            ways = self.space.orders_of((layer.backward if backward else layer.forward).moe, backward)
+            return self.uncut[index] or kept.in_halves or order.degree in {each.degree for each in ways}
+
         def joined(index: int) -> _Orders:
             own, first, second = (each.choices(index) for each in (kept, forward, backward))
             pair = first[0].order, second[1].order
@@ -160,6 +166,9 @@ class Search:
             must_match = self.space.common_degree or bool(layer.costs and layer.costs.uses_rng)
             is_allowed = forward.alltoalls[index] == backward.alltoalls[index] == kept.alltoalls[index]
             is_allowed = is_allowed and forward.in_halves == backward.in_halves == kept.in_halves
+            is_allowed = is_allowed and all(
+                is_open(index, each, phase) for phase, each in zip((False, True), pair, strict=True)
+            )
             if not is_allowed or (must_match and pair[0].degree != pair[1].degree):
                 return own[0].order, own[1].order
             return pair

@@ -136,6 +136,18 @@ def test_a_refinement_stays_within_what_may_be_chosen() -> None:
             assert backward.late_dw == 0
 
 
+def test_a_phase_of_deepspeeds_schedule_is_joined_only_where_the_degree_is_open() -> None:
+    by_bytes = SearchSpace.of("lina", 8, micro_op_bytes=100)
+    layer = layer_of(made_up(0))
+    (given,) = {each.degree for backward in (False, True) for each in by_bytes.orders_of(layer.forward.moe, backward)}
+    assert given > 1
+    own, stock = Order(given, "shared"), Order(1, "shared")
+    for first, second in ((stock, stock), (own, stock), (stock, own)):
+        assert near((own, own), (first, first), (second, second), space=by_bytes) == [(own, own)]
+    both = near((THREE, THREE), (stock, stock), (stock, stock))
+    assert (stock, stock) in both, "where uncut is open it is joined"
+
+
 DENSE = Gradient(GRAD, (Lane.INTER,), 1200)
 OF_EXPERTS = Gradient(EXPERT_GRAD, (Lane.INTER,), 700)
 
