@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 from ds_fsmoe import cli
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.layer.runtime import planned_links
+from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.planning import cluster as clusters
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape
@@ -171,7 +172,9 @@ def rest_ms(layer: Layer, costs: dict) -> tuple[float, float]:
     return forward, backward
 
 
-def engine_model(model: Model, name: str, folder: Path, **how: Any) -> tuple[TunedModel, dict[str, Applied]]:
+def engine_model(
+    model: Model, name: str, folder: Path, wait_ms: float = 0.0, **how: Any
+) -> tuple[TunedModel, dict[str, Applied]]:
     """The layers of an engine, as if they had been measured to cost what the file says."""
     shape, groups, cluster = model.shape, model.groups, load_cluster(str(cluster_file(model, folder)))
     costs = kind_costs(cluster, groups)
@@ -201,7 +204,7 @@ def engine_model(model: Model, name: str, folder: Path, **how: Any) -> tuple[Tun
     gradients_ms = sum(costs[kind].ms(size) for kind, size in gradients)
     forward_ms, backward_ms = rest_ms(layer, costs)
     running: Any = SimpleNamespace(one_link=None, links=planned_links(block))
-    dense_ms = LAYERS * forward_ms, LAYERS * backward_ms + gradients_ms
+    dense_ms = DenseTimes(LAYERS * forward_ms, LAYERS * backward_ms + gradients_ms, wait_ms)
     of_model = measured, gradients, tensors_bytes, dense_ms
     made = TunedModel(block, running, layers, *of_model, **how)  # type: ignore[arg-type]
     return made, {label: each.fsmoe for label, each in layers.items()}
@@ -223,6 +226,20 @@ def test_a_step_whose_every_micro_batch_is_summed_is_so_many_steps_of_one(tmp_pa
         assert astuple(each) == pytest.approx([2 * time_ms for time_ms in astuple(one)])
         assert each.gradients_ms == 2 * last.gradients_ms > 0
         assert one.chosen_ms < last.chosen_ms <= each.chosen_ms
+
+
+def test_what_a_steps_first_forward_waits_is_in_it_once_whatever_the_plan(tmp_path: Path) -> None:
+    def predicted(**how: Any) -> list[dict[str, float]]:
+        model, _ = engine_model(next(iter(MODELS.values())), "best", tmp_path, **how)
+        plans = model.search.candidates()[0], model.search.stock()
+        return [asdict(model.predict(each)) for each in plans]
+
+    longer = {"chosen_ms", "isolated_ms", "deepspeed_ms", "dense_ms", "bound_ms"}
+    for how in ({"num_micro_batches": 2}, {"num_micro_batches": 3, "sums_each": True}):
+        for one, other in zip(predicted(**how), predicted(**how, wait_ms=7.0), strict=True):
+            assert other == pytest.approx({name: value + 7.0 * (name in longer) for name, value in one.items()})
+    (one, _), (other, _) = (predicted(in_stages=True, wait_ms=wait_ms) for wait_ms in (0.0, 7.0))
+    assert one == other, "stages are measured as whole batches"
 
 
 # Each preset with one of the models, in turns.

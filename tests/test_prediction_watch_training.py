@@ -57,7 +57,7 @@ class Planned:
         self.asked: list[tuple[int, str]] = []
         self.engine: Any = None
 
-    def counts_forward(self) -> bool:
+    def counts_forward(self, num_before: int) -> bool:
         return False
 
     def step_is_over(self) -> bool:

@@ -18,7 +18,7 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.observing.call_observer import CallObserver
-from ds_fsmoe.observing.step_timer import StepClock
+from ds_fsmoe.observing.step_timer import DenseTimes, StepClock
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape
@@ -165,9 +165,44 @@ def test_unasked_the_second_forward_and_its_backward_are_timed(model: Model) -> 
         model.backward(loss)
         seen[-1] = seen[-1][0], len(clock.read().runs)
     assert seen == [(False, 0), (True, 2), (False, 0), (False, 0)]
-    forward_ms, backward_ms = clock.dense_ms()
-    assert forward_ms == 0.0
+    forward_ms, backward_ms, wait_ms = clock.dense_ms()
+    assert forward_ms == wait_ms == 0.0
     assert backward_ms == pytest.approx(2 * DENSE_S * 1e3)
+
+
+@pytest.mark.parametrize(("num_micro_batches", "wait_ms"), [(1, 0.0), (2, 300.0), (3, 300.0), (5, 300.0)])
+def test_unasked_it_tells_how_much_longer_the_first_forward_after_a_step_is(
+    model: Model, num_micro_batches: int, wait_ms: float
+) -> None:
+    clock = model.clock
+    for number in range(3 * num_micro_batches):
+        is_first, is_last = number % num_micro_batches == 0, number % num_micro_batches == num_micro_batches - 1
+        clock.begin_forward()
+        loss = model.layer(model.rows()).sum()
+        model.host.sleep(0.3 * is_first)
+        clock.end_forward()
+        model.backward(loss)
+        if is_last:
+            clock.step_is_over()
+    # With one micro-batch the forward that was seen has waited too, and what waited is dense in it.
+    assert clock.dense_ms().wait_ms == pytest.approx(wait_ms)
+    assert clock.dense_ms().forward_ms == pytest.approx(300.0 - wait_ms)
+    clock.start()
+    for number in range(num_micro_batches):
+        model.backward(
+            model.forward(lambda x, number=number: (model.host.sleep(0.3 * (number == 0)), model.layer(x))[1])
+        )
+    assert clock.read() is not None
+    assert clock.dense_ms().wait_ms == 0.0, "a whole step's forwards have it among them"
+
+
+def test_a_forward_that_fails_after_a_step_tells_no_wait(model: Model) -> None:
+    clock = model.clock
+    for _ in range(2):
+        model.backward(model.forward())
+    clock.step_is_over()
+    clock.begin_forward()
+    assert clock.dense_ms().wait_ms == 0.0
 
 
 def test_after_a_start_nothing_is_timed_unasked(model: Model) -> None:
@@ -203,7 +238,7 @@ def test_what_was_read_last_tells_what_is_dense_when_there_is_nothing_newer(mode
         model.backward(model.forward())
     step = model.clock.read()
     model.clock.stop()
-    assert model.clock.dense_ms() == (step.dense_forward_ms / 2, step.dense_backward_ms / 2)
+    assert model.clock.dense_ms() == (step.dense_forward_ms / 2, step.dense_backward_ms / 2, 0.0)
 
 
 @NEEDS_GPU
@@ -232,7 +267,7 @@ def test_on_a_gpu_events_tell_the_same() -> None:
 # ---- ranks
 
 
-def dense_of_ranks(rank: int, world_size: int) -> list[tuple[float, float] | None]:
+def dense_of_ranks(rank: int, world_size: int) -> list[DenseTimes | None]:
     host = FakeClock()
     with closing(make_lanes(CPU)) as lanes:
         model = Model(StepClock(CPU, host), lanes, host)
@@ -256,7 +291,7 @@ def test_what_is_dense_is_the_most_of_all_ranks_and_none_where_one_has_not_both(
     one, other = run_on_ranks(dense_of_ranks, 2, tmp_path)
     assert one == other
     assert one[:3] == [None, None, None]
-    assert one[3] == pytest.approx((200 + 1e3 * DENSE_S, 300))
+    assert one[3] == pytest.approx((200 + 1e3 * DENSE_S, 300, 0))
 
 
 # ---- the trace

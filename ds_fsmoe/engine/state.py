@@ -33,7 +33,7 @@ from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.placement.watch import PlacementWatch
 from ds_fsmoe.planning.presets import BEST
 from ds_fsmoe.telemetry.paths import PathProfiler
-from ds_fsmoe.tuning.autotune import Autotune
+from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE, Autotune
 from ds_fsmoe.tuning.batch_drift import BatchWatch
 from ds_fsmoe.tuning.drift import PredictionWatch
 from ds_fsmoe.tuning.micro_ops import MicroOps, cuts_by_bytes
@@ -190,7 +190,7 @@ class FSMoEState:
         Raises:
             MeasuringError, DisagreementError: on every rank.
         """
-        if self.autotune is None or not self.autotune.counts_forward():
+        if self.autotune is None or not self.autotune.counts_forward(self._forwards_before()):
             return
         self.wait_for_parameters()
         clock = self.running.step_clock
@@ -204,6 +204,11 @@ class FSMoEState:
         if self.reduction is not None and self.autotune.trials is None:
             self.reduction.plan_anew()
         self.plans_changed()
+
+    def _forwards_before(self) -> int:
+        """Return the forwards in training that the measuring comes after: where parameters are gathered under the
+        forward, the first one that waits for them is among these."""
+        return FORWARDS_BEFORE if self.updated is None else max(FORWARDS_BEFORE, self.micro_batches() + 1)
 
     def keeps_batches_whole(self) -> bool:
         """Return whether batches are measured, recorded or replayed whole for now; the same on every rank."""
@@ -271,6 +276,8 @@ class FSMoEState:
             The comparison, if one was made.
         """
         self._cut_by_rule()
+        if self.running.step_clock is not None:
+            self.running.step_clock.step_is_over()
         if self.placement_watch is not None:
             tuner = self.autotune
             is_tuned = tuner is None or tuner.is_settled

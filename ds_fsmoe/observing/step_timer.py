@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,15 @@ class MeasuredStep:
         return max(0.0, whole_ms - inside_ms)
 
 
+class DenseTimes(NamedTuple):
+    """The time of all of a model but the experts' part of its layers, in milliseconds."""
+
+    forward_ms: float
+    backward_ms: float
+    wait_ms: float = 0.0
+    """The time by which a step's first forward is longer than the one that was seen: it waits for parameters."""
+
+
 @dataclass
 class _Stretch:
     in_backward: bool
@@ -105,7 +114,8 @@ class StepClock:
     """Times the forwards in training and the backwards that it is told of, between :meth:`start` and :meth:`stop`. On
     CUDA it only records events: only reading waits for the device.
 
-    Without being asked it also times the second forward in training and its backward, to know what is dense.
+    Without being asked it also times the second forward in training and its backward, to know what is dense, and the
+    first forward after an optimizer step, which may have to wait for updated parameters.
 
     Args:
         device: the device on which steps run.
@@ -121,6 +131,9 @@ class StepClock:
         """The number of forwards, counted only for the first ones."""
         self._is_asked = False
         self._last: MeasuredStep | None = None
+        self._second: _Stretch | None = None
+        self._after_step: _Stretch | None = None
+        self._is_after_step = False
         self.is_listening = False
         """Whether runs are to be reported, because a stretch under way is timed."""
         self._forget(is_on=False)
@@ -174,6 +187,15 @@ class StepClock:
                 self._forget(is_on=self._num_forwards == _FIRST)
         if self._is_on:
             self._begin(in_backward=False)
+            if self._num_forwards == _FIRST and not self._is_asked:
+                self._second = self._stretches[-1]
+        if self._is_after_step and self._second is not None:
+            self._is_after_step = False
+            self._after_step = self._stretches[-1] if self._is_on else _Stretch(False, self._stamp())
+
+    def step_is_over(self) -> None:
+        """Take note that an optimizer step is over: the next forward is the first one with new parameters."""
+        self._is_after_step = self._after_step is None
 
     def begin_backward(self) -> None:
         """Take note that the engine's backward begins."""
@@ -188,11 +210,15 @@ class StepClock:
 
     def end_forward(self) -> None:
         """Take note that the engine's forward has ended."""
+        self.end_backward()
+        if self._after_step is not None and self._after_step.end is None:
+            self._after_step.end = self._stamp()
+
+    def end_backward(self) -> None:
+        """Take note that the engine's backward has ended."""
         if self.is_listening:
             self._stretches[-1].end = self._stamp()
             self.is_listening = False
-
-    end_backward = end_forward
 
     def run(self, schedule: Schedule, label: str, about: Any = None, takes_turns: bool = False) -> Recorder | None:
         """Take note that a run of a layer begins, in the calling thread and on its stream.
@@ -265,9 +291,16 @@ class StepClock:
         (negative_ms,) = most_of([-end_ms], self.device)
         return reduction_ms, -negative_ms
 
-    def dense_ms(self, group: dist.ProcessGroup | None = None) -> tuple[float, float] | None:
-        """Return the dense part of (one forward, one backward): the largest over ranks of each, of what is recorded
-        now, or else of the last reading. Collective.
+    def _wait_ms(self) -> float:
+        """Return by how much a step's first forward is longer than the one that was timed unasked."""
+        first, other = self._after_step, self._second
+        if first is None or other is None or first.end is None or other.end is None:
+            return 0.0
+        return max(0.0, self._elapsed_ms(first.start, first.end) - self._elapsed_ms(other.start, other.end))
+
+    def dense_ms(self, group: dist.ProcessGroup | None = None) -> DenseTimes | None:
+        """Return the dense part of one forward and one backward: the largest over ranks of each, of what is recorded
+        now, or else of the last reading; and what a step's first forward waits. Collective.
 
         The others wait for the rank with the largest, but in their layers' runs, so their dense parts do not include
         that.
@@ -278,13 +311,15 @@ class StepClock:
         Returns:
             ``None`` on every rank if one rank lacks either.
         """
-        step, numbers = self.read(), [1.0, 0.0, 0.0]
+        step, numbers = self.read(), [1.0, 0.0, 0.0, 0.0]
         if step is None or not step.has_both:
             step = self._last
         if step is not None:
-            numbers = [0.0, step.dense_forward_ms / step.num_forwards, step.dense_backward_ms / step.num_backwards]
-        lacks, forward_ms, backward_ms = most_of(numbers, self.device, group)
-        return None if lacks else (forward_ms, backward_ms)
+            dense = step.dense_forward_ms / step.num_forwards, step.dense_backward_ms / step.num_backwards
+            # A whole step's forwards have it among them.
+            numbers = [0.0, *dense, self._wait_ms() if step.num_forwards == 1 else 0.0]
+        lacks, *times_ms = most_of(numbers, self.device, group)
+        return None if lacks else DenseTimes(*times_ms)
 
 
 def most_of(numbers: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:

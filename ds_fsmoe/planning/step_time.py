@@ -46,6 +46,17 @@ class StepTimes:
         """Return the times of so many of these, one after the other."""
         return StepTimes(*(each if each is None else count * each for each in astuple(self)))
 
+    def longer(self, dense_ms: float) -> StepTimes:
+        """Return the times with so much more that no schedule changes."""
+        return replace(
+            self,
+            chosen_ms=self.chosen_ms + dense_ms,
+            isolated_ms=self.isolated_ms + dense_ms,
+            deepspeed_ms=self.deepspeed_ms + dense_ms,
+            dense_ms=None if self.dense_ms is None else self.dense_ms + dense_ms,
+            bound_ms=self.bound_ms + dense_ms,
+        )
+
 
 def predict_step(
     planner: Planner,

@@ -28,6 +28,7 @@ from ds_fsmoe.distributed.stages import Stages
 from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.predicted import MeasuredPredictor
+from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.candidates import Search
 from ds_fsmoe.planning.model_plan import ModelPlan
@@ -66,7 +67,7 @@ class Autotune:
         self._block = block
         self._running = running
         self._group = group
-        self._num_forwards = 0
+        self._forwards_left: int | None = None
         self._is_wanted = block.autotune.enabled is True
         self._steps_before = 0 if self._is_wanted else STEPS_BEFORE
         """The optimizer steps until the stage asks for itself to be run."""
@@ -105,19 +106,18 @@ class Autotune:
         """What was measured, since the stage has run."""
         self.search: Search | None = None
         """The choices from which plans are made, since the stage has run."""
-        self.dense_ms: tuple[float, float] | None = None
-        """What the rest of the model takes, forward and backward, as it was told."""
+        self.dense_ms: DenseTimes | None = None
+        """What the rest of the model takes, as it was told."""
         self.stages: Stages | None = None
         """Where this rank is in a pipeline of stages; ``None``: there are none."""
         self.foreseen: Foreseen | None = None
         """The batches through stages as they are predicted with the plans that run now."""
         self._batches: BatchPredictor | None = None
 
-    def counts_forward(self) -> bool:
-        """Count a forward in training that is about to begin, and tell whether the stage is due ahead of it: the same
-        on every rank."""
-        self._num_forwards += 1
-        return self._is_wanted and self._num_forwards > FORWARDS_BEFORE
+    def counts_forward(self, num_before: int = FORWARDS_BEFORE) -> bool:
+        """Count a forward in training, and tell whether the stage is due ahead of it: the same on every rank."""
+        self._forwards_left = (num_before if self._forwards_left is None else self._forwards_left) - 1
+        return self._is_wanted and self._forwards_left < 0
 
     @property
     def is_waiting(self) -> bool:
@@ -143,7 +143,7 @@ class Autotune:
         """Take note that an optimizer step is over, outside of trials; tell whether the stage asks for itself now. The
         same on every rank."""
         self._steps_since += 1
-        if self._steps_since == 1 and not self._num_forwards:
+        if self._steps_since == 1 and self._forwards_left is None:
             log_on_rank_0(IN_EVALUATION, logging.WARNING)
         if not self._steps_before:
             return False
@@ -185,7 +185,7 @@ class Autotune:
 
     def _ask(self, reason: str | None, num_watched: int = 1) -> None:
         self._is_wanted, self._why_again, self._why_without = True, reason, ""
-        self._num_forwards = FORWARDS_BEFORE - num_watched
+        self._forwards_left = num_watched
         self.trials = None
         self._running.first_forwards.watch_again()
 
@@ -193,7 +193,7 @@ class Autotune:
         self,
         layers: Mapping[str, FSMoELayer],
         reduction: Reduction | None = None,
-        dense_ms: tuple[float, float] | None = None,
+        dense_ms: DenseTimes | None = None,
         can_split: bool = False,
         num_micro_batches: int = 1,
     ) -> bool:
@@ -202,7 +202,7 @@ class Autotune:
         Args:
             layers: the engine's layers, by label, in the order of the forward.
             reduction: the reduction of its gradients, if we do it.
-            dense_ms: what the rest of the model takes, forward and backward.
+            dense_ms: what the rest of the model takes.
             can_split: whether batches may be cut into halves.
             num_micro_batches: of an optimizer step, where there are no stages.
 
@@ -241,7 +241,7 @@ class Autotune:
         self,
         layers: Mapping[str, FSMoELayer],
         reduction: Reduction | None,
-        dense_ms: tuple[float, float] | None,
+        dense_ms: DenseTimes | None,
         can_split: bool,
         num_micro_batches: int,
     ) -> None:

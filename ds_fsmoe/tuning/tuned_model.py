@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.observing.predicted import MeasuredPredictor
+from ds_fsmoe.observing.step_timer import DenseTimes
 from ds_fsmoe.planning.block import Slice
 from ds_fsmoe.planning.candidates import Search
 from ds_fsmoe.planning.gradient_plan import WindowBytes
@@ -75,7 +76,7 @@ class TunedModel:
         measured: Measured,
         gradients: Sequence[tuple[str, int]],
         tensors_bytes: Mapping[str, Sequence[int]],
-        dense_ms: tuple[float, float] | None,
+        dense_ms: DenseTimes | None,
         can_split: bool = False,
         num_micro_batches: int = 1,
         in_stages: bool = False,
@@ -103,6 +104,8 @@ class TunedModel:
         in_backward_ms = 0.0 if has_none else self._gradients_ms
         self._num_micro_batches = 1 if in_stages or sums_each else num_micro_batches
         self._num_steps = num_micro_batches if sums_each and not in_stages else 1
+        # Where a step has one micro-batch, what was seen has waited too.
+        self._wait_ms = 0.0 if dense_ms is None or in_stages else dense_ms.wait_ms
         self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
         rest_ms = self._rest_ms
         self._dense_ms = None if dense_ms is None else sum(rest_ms)
@@ -152,7 +155,7 @@ class TunedModel:
         """Predict what a step with a plan takes."""
         search, count = self.search, self._num_micro_batches
         step = predict_step(search.planner, plan, search.options, self._dense_ms, self._gradients_ms, count)
-        return step.repeated(self._num_steps)
+        return step.repeated(self._num_steps).longer(self._wait_ms)
 
     def micro_batch(self, plan: ModelPlan, is_isolated: bool = False) -> StageTimes:
         """Predict what a micro batch takes in a pipeline's stage with a plan: the first ones and the last one, and the
