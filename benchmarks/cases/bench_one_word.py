@@ -189,7 +189,10 @@ class Training:
 def configs(model: Whole) -> dict[str, dict[str, Any]]:
     """Return what the config of each variant has besides, the baseline first."""
     found: dict[str, dict[str, Any]] = {"stock": {"fsmoe": {"enabled": False}}, "ours": {"fsmoe": {"enabled": True}}}
-    if model.family != "gpt":
+    if model.family == "gpt":
+        # Slots are what stock sends where tokens are dropped.
+        found["ours, rows"] = {"fsmoe": {"enabled": True, "dispatch": "rows"}}
+    else:
         found["ours, over all ranks"] = {"fsmoe": {"enabled": True, "ep_size": dist.get_world_size()}}
     for name in PRESETS:
         of_tuner = {"autotune": True} if name == "fsmoe" else {"autotune": False, "num_chunks": 2}
