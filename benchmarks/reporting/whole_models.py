@@ -92,6 +92,9 @@ def _memory(of: Results, page: str) -> Iterator[Claim]:
     yield Claim(
         page, "a step holds {} times stock's tensors in GPT, and {} times in OLMoE, {} times with", tuple(cells)
     )
+    asked = tuple((name, each) for name in ("mixtral", "qwen3") for each in ("ours", _OVER_ALL))
+    cells = (of.cell("one_word_memory", "times_stock", ".2f", case=_WHOLE[name], variant=each) for name, each in asked)
+    yield Claim(page, "in Mixtral {} and {} times, in Qwen3 {} and {} times", tuple(cells))
 
 
 def _communication(of: Results, case: str) -> Figure:
