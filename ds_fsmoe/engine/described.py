@@ -15,6 +15,9 @@ from ds_fsmoe.versions import VERSION
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState
 
+WORTH_SAYING = 0.1
+"""The share of slots that have to be empty for a word about it."""
+
 
 def summary(state: FSMoEState) -> Message:
     """Return what is on, as a table for the log."""
@@ -23,9 +26,21 @@ def summary(state: FSMoEState) -> Message:
 
 
 def describe_dispatch(state: FSMoEState) -> str:
-    """Return whether layers send slots or rows."""
-    sends = {layer.fsmoe.sends_rows(layer.gate) for layer in state.inner_layers.values()}
-    return "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
+    """Return whether layers send slots or rows, and where slots are sent that stay empty, what would send none."""
+    layers = state.inner_layers.values()
+    sends = {layer.fsmoe.sends_rows(layer.gate) for layer in layers}
+    words = "; ".join("rows" if each else "slots" for each in sorted(sends)) or state.block.dispatch
+    empty = min((_least_empty(layer.gate) for layer in layers if layer.fsmoe.could_send_rows(layer.gate)), default=0.0)
+    if state.block.dispatch != "auto" or empty < WORTH_SAYING:
+        return words
+    return f'{words}, of which at least {empty:.0%} are empty; "dispatch": "rows" sends none of these'
+
+
+def _least_empty(gate: Any) -> float:
+    """Return the share of a gate's slots that no token can take: its capacity is so much above what is chosen."""
+    factor = getattr(getattr(gate, "settings", gate), "capacity_factor", None)
+    # A gate of a user's own may mean anything by it.
+    return 1.0 - 1.0 / factor if isinstance(factor, (int, float)) and factor > 1.0 else 0.0
 
 
 def describe_alltoall(state: FSMoEState) -> str:

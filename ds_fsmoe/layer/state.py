@@ -103,6 +103,16 @@ class LayerState:
         assert self.pipeline is not None
         return self.duplicates is None and sends_rows(self.parts.dispatch, gate, self.pipeline.collectives)
 
+    def could_send_rows(self, gate: Any) -> bool:
+        """Whether slots travel and rows would, if they were asked for; the same on every rank.
+
+        Args:
+            gate: the gate of the layer.
+        """
+        assert self.pipeline is not None
+        could = self.duplicates is None and sends_rows("rows", gate, self.pipeline.collectives)
+        return could and not self.sends_rows(gate)
+
     @property
     def mp_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the table at the start says of slots that stay empty."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from deepspeed.moe.sharded_moe import TopKGate
+
+from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
+from ds_fsmoe.engine.described import describe_dispatch
+from ds_fsmoe.layer.state import LayerState
+
+
+def said(*gates: Any, dispatch: str = "auto", duplicates: Any = None) -> str:
+    alone = SimpleNamespace(collectives=SimpleNamespace(ep_group=None))
+    layers = {}
+    for gate in gates:
+        parts: Any = SimpleNamespace(dispatch=dispatch)
+        tensor_parallel: Any = None
+        state = LayerState(parts, parts, None, "L00", "moe", tensor_parallel, pipeline=alone, duplicates=duplicates)
+        layers[str(len(layers))] = SimpleNamespace(gate=gate, fsmoe=state)
+    engine: Any = SimpleNamespace(inner_layers=layers, block=SimpleNamespace(dispatch=dispatch))
+    return describe_dispatch(engine)
+
+
+def topk(factor: float, drops: bool = True) -> TopKGate:
+    return TopKGate(8, 4, k=2, capacity_factor=factor, drop_tokens=drops)
+
+
+def test_slots_that_stay_empty_are_named_with_the_word_that_sends_none_of_them() -> None:
+    hint = 'slots, of which at least 20% are empty; "dispatch": "rows" sends none of these'
+    assert said(topk(1.25)) == hint
+    assert said(topk(2.0), topk(1.25)) == hint
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.1])
+def test_slots_that_may_all_be_taken_are_only_called_slots(factor: float) -> None:
+    assert said(topk(factor)) == "slots"
+    assert said(topk(factor), topk(1.25)) == "slots"
+
+
+def test_what_was_asked_for_or_has_no_rows_is_only_named() -> None:
+    assert said(topk(1.25), dispatch="slots") == "slots"
+    assert said(topk(1.25), dispatch="rows") == "rows"
+    assert said(topk(1.25, drops=False)) == "rows"
+    assert said(ExpertChoiceGate(capacity_factor=2.0)) == "slots"
+    assert said(topk(1.25), duplicates=object()) == "slots"
+    assert said() == "auto"
