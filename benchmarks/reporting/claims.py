@@ -70,12 +70,14 @@ def _about_the_figures(of: Results) -> Iterator[Claim]:
     layers = "mixtral B 4 L 64 M 64 H {} no drop{}, all ranks"
     wide, narrow = ("64M", "1M E 16 k 8")
     cases = [layers.format(size, skew) for size in (wide, narrow) for skew in ("", ", hot expert")]
+    cases.append(layers.format("1M E 32 k 8", ""))
     figures = [each("layer_many", case, "best") for case in cases for each in (of.ratio, of.interval)]
     yield Claim(
         PAGE,
         "ours is {} times as fast (95%: {}) with 4 wide experts and k = 2, {} times ({}) with a hot one among them, "
-        "{} times ({}) with 16 narrow experts and k = 8, and as fast ({}) with a hot one among these",
-        tuple(figures[:6] + figures[7:]),
+        "{} times ({}) with 16 narrow experts and k = 8, {} times ({}) with a hot one among these, and {} times ({}) "
+        "with 32",
+        tuple(figures),
     )
     rows = [row for row in newest(of.rows("models_loss"), ("case", "variant", "step")) if _OF_TODAY in row["hardware"]]
     losses = {(row["case"], row["variant"], row["step"]): float(row["loss"]) for row in rows}
@@ -269,7 +271,7 @@ def _others(of: Results) -> Iterator[Claim]:
     )
     found = [of.ratio("layer_many", each, "best") for each in of.comparison("layer_many").cases]
     ends = min(found, key=lambda each: float(each.text)), max(found, key=lambda each: float(each.text))
-    yield Claim("docs/compatibility.md", "ours is {} to {} times as fast ([four cases]", ends)
+    yield Claim("docs/compatibility.md", "ours is {} to {} times as fast ([five cases]", ends)
     wide = {"case": "E 16, k 2, wide"}
     steps = (
         of.cell("lina_alltoalls", "step_ms", ".2f", 1e-3, **wide, variant="lina, not packed"),
@@ -286,6 +288,7 @@ NOT_MEASURED = (
     Excuse(PAGE, "over `deepspeed`, kappa 0.45 | over `tutel`, kappa 0.45", SIMULATED),
     Excuse(PAGE, "the goal of 10 and 20% is missed", "a goal"),
     Excuse(PAGE, "The goals, 1.35 over stock and 1.15 over `tutel`, are missed.", "goals"),
+    Excuse(PAGE, "The goals were 1.1, 1.5, 2 and 1.5 by lower ends: with k = 2 both are missed.", "goals"),
     Excuse(PAGE, "had `best` behind it by 3 to 6%", "benchmarks/LOG.md, of a version that is gone"),
     Excuse(
         PAGE, "if the two links do not know of each other (kappa 0) and if they slow each other down (0.45)", SIMULATED

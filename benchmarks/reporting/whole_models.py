@@ -17,6 +17,7 @@ _WHOLE = {
 }
 _OVER_ALL = "ours, over all ranks"
 _AUTO_EP = "AutoEP over 4"
+_IN_ROWS = "ours, rows"
 
 
 def claims(of: Results, readme: str, page: str) -> Iterator[Claim]:
@@ -67,6 +68,8 @@ def _page(of: Results, page: str) -> Iterator[Claim]:
     yield Claim(page, "by one word is {}, {}, {} and {} times as fast as `tutel`", over)
     over = tuple(of.over("one_word", _WHOLE[name], _OVER_ALL, _AUTO_EP) for name in ("mixtral", "qwen3"))
     yield Claim(page, "{} (Mixtral) and {} times (Qwen3) as fast as AutoEP over the same four ranks", over)
+    rows = of.ratio_in("one_word", _WHOLE["gpt"], _IN_ROWS)
+    yield Claim(page, '`"dispatch": "rows"` GPT gains {}', (rows,))
     tuned = [row for row in newest(of.rows("one_word_tuning"), ("case", "variant")) if row["variant"] != "fsmoe"]
     off = [abs(float(row["predicted_ms"]) / float(row["in_trials_ms"]) - 1) for row in tuned]
     low, high = (format(end(float(row["measured_s"]) for row in tuned), ".0f") for end in (min, max))
