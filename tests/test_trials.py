@@ -307,6 +307,20 @@ def test_the_least_time_beside_the_layers_is_kept() -> None:
     assert trials.least_dense_ms == 0.75
 
 
+def test_the_time_beside_the_layers_is_kept_of_the_baselines_steps_alone() -> None:
+    clock = Clock([4.0, 3.0], [0.0])
+    clock.read = lambda: Step(4.0, dense_forward_ms=clock.used[-1] + 1.0)  # type: ignore[method-assign]
+    trials: Any = Trials(["a", "stock"], 2, clock.used.append, clock, baseline=1)  # type: ignore[arg-type]
+    while trials.step_is_over() is None:
+        pass
+    assert trials.rest_ms == [2.5, 2.5]
+    clock.used.clear()
+    without: Any = Trials(["a", "b"], 2, clock.used.append, clock)  # type: ignore[arg-type]
+    while without.step_is_over() is None:
+        pass
+    assert without.rest_ms == []
+
+
 def test_what_lies_beside_halves_that_take_turns_is_not_what_is_dense() -> None:
     clock = Clock([5.0], [0.0])
     trials = Trials(["halves"], 1, clock.used.append, clock)

@@ -46,6 +46,18 @@ class StepTimes:
         """Return the times of so many of these, one after the other."""
         return StepTimes(*(each if each is None else count * each for each in astuple(self)))
 
+    def with_rest(self, rest_ms: float) -> StepTimes:
+        """Return the times with what is beside the layers as it was seen in whole steps.
+
+        Args:
+            rest_ms: of a step with DeepSpeed's schedule, whose gradients are summed when the backward is over, and are
+                among it.
+        """
+        if self.dense_ms is None:
+            return self
+        found = self.longer(rest_ms - self.dense_ms - self.gradients_ms)
+        return replace(found, dense_ms=max(0.0, rest_ms - self.gradients_ms))
+
     def longer(self, dense_ms: float) -> StepTimes:
         """Return the times with so much more that no schedule changes."""
         return replace(

@@ -250,8 +250,7 @@ class Autotune:
         measured = measure(self._running, layers, reduction, self._group, reads_cache=reads_cache, stages=stages)
         of_gradients = gradients_of(reduction), tensors_of(reduction)
         count = num_micro_batches if stages is None else stages.num_micro_batches
-        sums_each = reduction is not None and reduction.sums_each
-        how = dense_ms, can_split, count, stages is not None, sums_each
+        how = dense_ms, can_split, count, stages is not None, reduction is not None and reduction.sums_each
         model = TunedModel(self._block, self._running, layers, measured, *of_gradients, *how)
         self.measured, self.search, self.dense_ms = measured, model.search, dense_ms
         if stages is not None:
@@ -278,6 +277,7 @@ class Autotune:
         self.outcome.took_s += time.perf_counter() - start_s
         if is_settled:
             self.tried, self.trials = self.trials.rounds, None
+            self.step = self.outcome.seen(self.step)
             self._summarize()
         return is_settled
 

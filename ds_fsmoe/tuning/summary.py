@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ds_fsmoe.planning.cost import GOOD_SHARE
 from ds_fsmoe.planning.measured import Timing
 from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.step_time import StepTimes
 from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.tuning.table import PAYS, Row, Told, aligned, order_words, span
 from ds_fsmoe.tuning.trials import Gain, Tried
@@ -49,6 +51,13 @@ class Outcome:
     """Whether DeepSpeed's schedule stays."""
     tried: Sequence[Tried] = field(default_factory=list)
     """The turns in which it was found: what each plan took, the fastest first."""
+    rest_ms: list[float] = field(default_factory=list)
+    """The time of all but the layers' runs in each step with DeepSpeed's schedule; none where there are stages."""
+
+    def seen(self, step: StepTimes | None) -> StepTimes | None:
+        """Return the times of a step with what is beside its layers as it was in the trials: what was seen of that
+        before is a single forward and backward, and those of one step are far from those of another."""
+        return step.with_rest(statistics.median(self.rest_ms)) if step is not None and self.rest_ms else step
 
     def steps_to_pay(self) -> int | None:
         """Return after how many steps, from now on, the gain has made up for measuring and for trying slower plans;

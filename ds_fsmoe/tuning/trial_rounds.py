@@ -100,6 +100,7 @@ class TrialRounds:
         outcome.total_ms += trials.total_ms
         found = [each for each in (outcome.least_dense_ms, trials.least_dense_ms) if each is not None]
         outcome.least_dense_ms = min(found, default=None)
+        outcome.rest_ms += trials.rest_ms if self._phase_group is None else []
         outcome.is_stock = kept == trials.baseline
         if self._has_details:
             log_on_rank_0(trials.describe(kept))

@@ -100,6 +100,8 @@ class Trials:
         self._in_last_turn: list[int] = list(range(len(names)))
         self.least_dense_ms: float | None = None
         """The least time, over steps, of all but the layers' runs; ``None``: no step was seen whole."""
+        self.rest_ms: list[float] = []
+        """That of each step with the baseline."""
         self._use = use
         self._clock = clock
         self._group = group
@@ -128,6 +130,7 @@ class Trials:
                 self._phases_ms[self._trying].append((phases_ms[0], phases_ms[1]))
                 if dense_ms < math.inf:
                     self.least_dense_ms = min(dense_ms, self.least_dense_ms or dense_ms)
+                    self.rest_ms += [dense_ms] * (self._trying == self.baseline)
             self._clock.stop()
             self._tried.append(self._to_try.pop(0))
         if not self._to_try:
