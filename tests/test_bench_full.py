@@ -175,10 +175,12 @@ def test_full_judges_eight_layers_and_four_models_and_runs_each_job_once() -> No
     judged = [job.command for job in full if "--judged" in job.command]
     assert JUDGED_LAYERS == bench_layer.JUDGED
     assert len(set(JUDGED_LAYERS)) == 8
-    assert judged[:8] == [f"cases/bench_layer.py --judged --only {number}" for number in JUDGED_LAYERS]
+    assert judged[:8] == [f"cases/bench_layer.py --judged --sweep --only {number}" for number in JUDGED_LAYERS]
     assert judged[8:12] == [f"cases/bench_models.py --judged --only {name}" for name in MODELS]
     best = "cases/bench_layer.py --best-layout --judged --sweep --only"
-    assert judged[12:] == [f"{best} {number}" for number in JUDGED_LAYERS]
+    assert judged[12:20] == [f"{best} {number}" for number in JUDGED_LAYERS]
+    many = range(len(bench_layer.many_experts()))
+    assert judged[20:] == [f"cases/bench_layer.py --many --judged --only {number}" for number in many]
     plain = [f"cases/bench_layer.py --only {n}" for n in range(len(bench_layer.cases())) if n not in JUDGED_LAYERS]
     assert set(plain) <= {job.command for job in full}
     for job in (*full, *jobs(is_full=False)):

@@ -16,7 +16,7 @@ _ON_THE_BED = (
     ("cases/bench_interference.py", "--steps 20"),
     ("cases/bench_timeline.py", ""),
 )
-NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_CHOICES, NUM_INFERENCE, NUM_HALVES = 24, 12, 5, 6, 7
+NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_MANY, NUM_CHOICES, NUM_INFERENCE, NUM_HALVES = 24, 12, 8, 5, 6, 7
 JUDGED_LAYERS = (2, 4, 6, 9, 13, 15, 20, 23)
 """As in ``cases/bench_layer.py``, which takes torch to read."""
 STAGES = ("gpt2", "gpt2-long", "mixtral")
@@ -30,7 +30,8 @@ _ONLY_IN_FULL = (
     *("cases/bench_gates.py", "cases/bench_pipeline.py", "cases/bench_alltoall.py", "cases/bench_gradients.py"),
     *("cases/bench_autotune.py", "cases/bench_from_trace.py", "cases/bench_wire.py", "cases/bench_rows.py"),
     *("cases/bench_bed.py", "cases/bench_once.py", "cases/bench_levels.py", "cases/bench_fp8.py"),
-    *("cases/bench_lina.py", "cases/bench_layer.py --many", "cases/bench_hf.py"),
+    *("cases/bench_lina.py", "cases/bench_hf.py"),
+    *(f"cases/bench_layer.py --many --judged --only {number}" for number in range(NUM_MANY)),
     *(f"cases/bench_choice.py --only {number}" for number in range(NUM_CHOICES)),
     *(f"cases/bench_choice.py --old-grid --only {number}" for number in range(NUM_LAYERS)),
 )
@@ -104,7 +105,7 @@ def _jobs(is_full: bool) -> Iterator[Job]:
         # A job for each case, because of what the groups of earlier ones would cost.
         on_the_bed.remove("cases/bench_layer.py")
         for number in range(NUM_LAYERS):
-            on_the_bed.append(f"cases/bench_layer.py {'--judged ' * (number in JUDGED_LAYERS)}--only {number}")
+            on_the_bed.append(f"cases/bench_layer.py {'--judged --sweep ' * (number in JUDGED_LAYERS)}--only {number}")
         on_the_bed += _ONLY_IN_FULL
     for command in on_the_bed:
         yield Job(command, _bed())
