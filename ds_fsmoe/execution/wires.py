@@ -18,7 +18,6 @@ import torch
 
 Wire = Literal["model", "fp8"]
 """``"model"``: rows travel in the layer's own type."""
-WIRES: tuple[Wire, ...] = ("model", "fp8")
 FP8 = torch.float8_e4m3fn
 """Three bits of mantissa: with a scale for each row its range is enough for gradients, too."""
 _LARGEST = torch.finfo(FP8).max

@@ -112,11 +112,6 @@ class LayerProfile:
     """Whether the experts draw random numbers: then forward and backward must be cut alike."""
 
     @property
-    def has_separate_dw(self) -> bool:
-        """Whether weight gradients can be deferred."""
-        return DW in self.operations
-
-    @property
     def relative_residual(self) -> float:
         """Return the typical deviation of the planned operations from their fitted lines, as a share of their total
         time at the whole capacity: each is off by its own chance."""

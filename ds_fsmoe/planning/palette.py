@@ -97,8 +97,6 @@ OTHER = "#b5b8a0"
 
 RUN_COLOURS: tuple[str, ...] = ("#767b84", "#2a7fd4", "#d1631c", "#1f9a72", "#8f5fc4", "#b8860b", "#c4518f", "#4d6a2f")
 """Of what is compared: stock or whatever is the baseline, ours, and further ones; to be read on either paper."""
-NOTABLE = "#d1631c"
-"""What a reader has to see: a warning, or a point that misses its goal."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ds_fsmoe.planning.gradients import Mode, check_solver, partition
 from ds_fsmoe.planning.layer_costs import LayerCosts
 from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.phase_times import PhaseTimes
-from ds_fsmoe.planning.presets import BEST, Switches, preset
+from ds_fsmoe.planning.presets import BEST, preset
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
 from ds_fsmoe.planning.search import MIN_GAIN, Choice, SearchSpace, choose
 from ds_fsmoe.planning.timeline import IDEAL, Contention
@@ -373,13 +373,3 @@ def plan_by_name(planner: Planner, name: str, layers: Sequence[Layer], carried: 
 def mode_of(schedule: str) -> Mode:
     """Return when gradients are sent in a schedule by name."""
     return "adaptive" if schedule == BEST else preset(schedule).gradients
-
-
-def plan_by_switches(
-    planner: Planner, switches: Switches, layers: Sequence[Layer], carried: Sequence[Gradient] = ()
-) -> ModelPlan:
-    """Plan a step the way a system with these switches would."""
-    settings = planner.settings
-    space = SearchSpace.of_switches(switches, settings.max_degree, settings.micro_op_bytes)
-    space = replace(space, solver=settings.solver)
-    return planner.plan(layers, space, switches.gradients, carried)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -12,7 +14,10 @@ from ds_fsmoe.planning.block_times import BlockTimes, Order
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.degree import Load, Phase
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.model_plan import ModelPlan
 from ds_fsmoe.planning.phase_times import PhaseTimes
+from ds_fsmoe.planning.plan import Planner
+from ds_fsmoe.planning.presets import Switches
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -71,6 +76,13 @@ def layer_of(layout: str, shape: Shape = SHAPE, recompute: bool = False) -> Laye
 def grad_lanes_of(layout: str) -> tuple[Lane, ...]:
     """The links that dense gradients cross, or would cross."""
     return LAYOUTS[layout][0].placements["dp"].lanes or (Lane.INTER,)
+
+
+def plan_by_switches(planner: Planner, switches: Switches, layers: Sequence[Layer]) -> ModelPlan:
+    """The plan of a system with these switches, whether it is a preset or not."""
+    settings = planner.settings
+    space = SearchSpace.of_switches(switches, settings.max_degree, settings.micro_op_bytes)
+    return planner.plan(layers, replace(space, solver=settings.solver), switches.gradients)
 
 
 def random_costs(rng: random.Random, alphas: float = 0.3) -> dict[str, LinearCost]:

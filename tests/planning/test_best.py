@@ -15,13 +15,13 @@ from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.paper.grid import table_4
-from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name, plan_by_switches
+from ds_fsmoe.planning.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import PRESETS, Switches
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_DX, GRAD, ORDER, Lane
 from ds_fsmoe.planning.search import LANE_NAMES
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Shape, Work, kind_costs, layer_work
-from tests.planning.layers import LAYOUTS, SHAPE, choice_of, layer_of, random_costs
+from tests.planning.layers import LAYOUTS, SHAPE, choice_of, layer_of, plan_by_switches, random_costs
 
 TESTBEDS = {"a": Groups(48, 8, mp=8, esp=8, ep=6), "b": Groups(32, 4, mp=4, esp=4, ep=8)}
 KAPPAS = (0.0, 0.3, 0.6, 0.9, 1.2)

@@ -15,12 +15,12 @@ from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.paper.grid import MODELS, model, table_4
-from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name, plan_by_switches
+from ds_fsmoe.planning.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.presets import NAMES, PRESETS, Switches, preset
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_DW, EXPERT_GRAD, GRAD, HOLD, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import Layer, Shape, Work, kind_costs, layer_work
-from tests.planning.layers import SHAPE, layer_of, random_costs
+from tests.planning.layers import SHAPE, layer_of, plan_by_switches, random_costs
 
 TESTBEDS = {"a": Groups(48, 8, mp=8, esp=8, ep=6), "b": Groups(32, 4, mp=4, esp=4, ep=8)}
 # Experts on 2 of 16 ranks: dense gradients and eight replicas of every expert.

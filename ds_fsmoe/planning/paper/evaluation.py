@@ -33,8 +33,6 @@ TABLE_5 = {
     "b": {"tutel": 1.00, "tutel_improved": 1.08, "fsmoe_no_iio": 1.16, "fsmoe": 1.22},
 }
 """The average speedups over tutel, as printed."""
-OVER_TUTEL = {"tutel": 1.0, "tutel_improved": 1.19 / 1.12, "pipemoe_lina": 1.19 / 1.14, "fsmoe_no_iio": 1.19 / 1.07}
-"""The averages of figure 6 over tutel: fsmoe is 1.19 times tutel, 1.12, 1.14 and 1.07 times the others."""
 DEGREES_DIFFER = 912
 """The number of its 1458 configurations whose phases have different degrees."""
 Progress = Callable[[int, int], None]

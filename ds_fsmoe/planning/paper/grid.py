@@ -10,7 +10,6 @@ from typing import Any
 
 from ds_fsmoe.planning.workload import Shape
 
-NUM_LAYERS_OF_TABLE_4 = 1458
 DEFAULT_EXPERTS = 8
 """The number of experts of a model that does not state it."""
 
