@@ -144,7 +144,8 @@ def made_with_words(rows: Sequence[Row]) -> str:
     facts = []
     for column in ("hardware", "deepspeed", "torch", "allocator", "commit", "date"):
         values = sorted({row[column] for row in rows if row.get(column)})
-        facts.append(f"{column} {', '.join(values[:3])}{' and more' if len(values) > 3 else ''}")
+        if values:
+            facts.append(f"{column} {', '.join(values[:3])}{' and more' if len(values) > 3 else ''}")
     return "; ".join(facts)
 
 
