@@ -20,7 +20,7 @@ from tests.built_ops import build_ops
 from tests.result_laws import broken, judged_by_few
 
 ROOT = Path(__file__).resolve().parents[1]
-ONE_WORD = {"stock", "ours", "deepspeed", "tutel", "pipemoe_lina", "fsmoe"}
+ONE_WORD = {"stock", "ours", "ours, rows", "deepspeed", "tutel", "pipemoe_lina", "fsmoe"}
 FEW = {"stock", "deepspeed", "best", "best, best layout"}
 VARIANTS = {
     "cases/bench_layer.py": {"layer": FEW, "layer_predicted": {"best"}},
@@ -29,7 +29,7 @@ VARIANTS = {
     "cases/bench_one_word.py": {
         "one_word": ONE_WORD,
         "one_word_memory": ONE_WORD,
-        "one_word_tuning": {"ours", "fsmoe"},
+        "one_word_tuning": {"ours", "ours, rows", "fsmoe"},
     },
     "cases/bench_gates.py": {"gates": {"stock", "ours", "ours, uncut", "stock, best layout", "ours, best layout"}},
     "cases/bench_interference.py": {"interference": {"alone", "uncoordinated", "on the lane"}},

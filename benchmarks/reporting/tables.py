@@ -49,9 +49,11 @@ def predictions(rows: Sequence[Row]) -> str:
         gains = [
             (each["uncut_measured_ms"] / each["measured_ms"]) / (each["uncut_predicted_ms"] / each["predicted_ms"])
             for each in own
+            # Where all-to-alls are compared, there is no schedule that cuts nothing.
+            if "uncut_measured_ms" in each
         ]
-        gain = math.exp(fmean(map(math.log, gains)))
-        cells = [variant, str(len(own)), f"{fmean(off):.1%}", f"{max(off):.1%}", f"{bound:.2f}", f"{gain:.2f}"]
+        gain = f"{math.exp(fmean(map(math.log, gains))):.2f}" if gains else "-"
+        cells = [variant, str(len(own)), f"{fmean(off):.1%}", f"{max(off):.1%}", f"{bound:.2f}", gain]
         lines.append(line(cells))
     return "\n".join([made_with_words(rows), "", *lines])
 
