@@ -124,7 +124,7 @@ def test_no_row_that_was_published_is_said_to_have_an_interval_unless_it_is_of_t
         found = comparison(name, read(RESULTS / f"{name}.csv"))
         with_one[name] = any(found.interval(*at) for at in found.rows)
         assert ("95%" in found.markdown()) == with_one[name]
-    assert [name for name, has_one in with_one.items() if has_one] == ["bed", "ops"]
+    assert [name for name, has_one in with_one.items() if has_one] == ["layer", "bed", "ops"]
 
 
 def test_rows_without_a_baseline_are_refused() -> None:
