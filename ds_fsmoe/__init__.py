@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from ds_fsmoe.config.reading import ConfigError
     from ds_fsmoe.engine.convert_layers import MoE
     from ds_fsmoe.engine.entry_points import initialize, install, uninstall
+    from ds_fsmoe.engine.gathered_experts import whole_parameters, whole_weight
     from ds_fsmoe.engine.inference import inference
     from ds_fsmoe.engine.transformers_seams import own_experts
+    from ds_fsmoe.layer.expert_shard import own_experts_of, own_part
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
     from ds_fsmoe.layer.parts import LayerError
     from ds_fsmoe.layer.stock_layer import FSMoELayer
@@ -111,7 +113,11 @@ _MODULE_OF_NAME = {
     "register_order": "registry",
     "uninstall": "engine.entry_points",
     "update_gates": "components.gate",
+    "own_experts_of": "layer.expert_shard",
+    "own_part": "layer.expert_shard",
+    "whole_parameters": "engine.gathered_experts",
     "whole_state_dict": "checkpoint.whole_weights",
+    "whole_weight": "engine.gathered_experts",
 }
 
 # Written out, because type checkers read it.
@@ -160,6 +166,8 @@ __all__ = [
     "install",
     "load_ops",
     "own_experts",
+    "own_experts_of",
+    "own_part",
     "read_routing",
     "register_alltoall",
     "register_expert",
@@ -167,7 +175,9 @@ __all__ = [
     "register_order",
     "uninstall",
     "update_gates",
+    "whole_parameters",
     "whole_state_dict",
+    "whole_weight",
 ]
 
 

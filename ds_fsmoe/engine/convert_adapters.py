@@ -112,7 +112,8 @@ def convert_wrappers(
                 whole = linear.weight
                 linear.weight = cut_parameter(whole, part, state.group_name)
                 linear.out_features, linear.in_features = shape_of(linear.weight)
-                replaced[linear.weight] = whole
+                if linear.weight is not whole:
+                    replaced[linear.weight] = whole
         wrapper.num_experts = experts.num_local_experts
         wrapper.__class__ = _ours(type(wrapper))
     state.outermost = tuple(wrappers.values())[:1]

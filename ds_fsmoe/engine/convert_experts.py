@@ -34,6 +34,7 @@ from ds_fsmoe.engine.cut_parameters import cut_parameter, share_out, tag_as_expe
 from ds_fsmoe.engine.experts_shards import contract_of_shard, shards_of
 from ds_fsmoe.engine.packed_experts import packed_ep_size
 from ds_fsmoe.execution.tensor_parallel import PLAIN
+from ds_fsmoe.layer.expert_shard import replace as replace_parameter
 from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
 from ds_fsmoe.layer.parts import LayerError, Parts
@@ -206,7 +207,15 @@ def convert_experts(
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)
+    _replace(replaced, *next(iter((wrappers or {}).items()), (path, module)))
     return HuggingFaceLayer(module), replaced
+
+
+def _replace(replaced: Mapping[nn.Parameter, nn.Parameter], path: str, module: nn.Module) -> None:
+    """Make the use of what was replaced an error, which tells the parameter's name."""
+    for name, new in module.named_parameters():
+        if new in replaced:
+            replace_parameter(replaced[new], f"{path}.{name}")
 
 
 def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
@@ -241,8 +250,9 @@ def _cut(
     for name in contract.weights:
         whole = getattr(module, name)
         mine = cut_parameter(whole, replace(part, shard=shards[name]), group_name)
-        setattr(module, name, mine)
-        replaced[mine] = whole
+        if mine is not whole:
+            setattr(module, name, mine)
+            replaced[mine] = whole
     if hasattr(module, "num_experts"):
         module.num_experts = part.num_local
     return replaced

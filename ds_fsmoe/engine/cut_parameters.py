@@ -16,13 +16,17 @@ PLACEMENT = "autoep_expert"
 
 
 def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.Parameter:
-    """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts.
+    """Return this rank's part of a parameter, tagged for DeepSpeed as one of experts; the parameter itself, with all
+    that hangs on it, where that is all of it.
 
     Args:
         whole: the parameter, which zero.Init may have shared out over all ranks.
         part: which part this rank has.
         group_name: DeepSpeed's name of the ranks that share the experts.
     """
+    if part.num_parts == 1 and not is_shared_out(whole):
+        tag_as_experts(whole, part, group_name)
+        return whole
     with gathered([whole]):
         mine = nn.Parameter(part.cut(whole.data).clone(), requires_grad=whole.requires_grad)
     if not is_shared_out(whole):

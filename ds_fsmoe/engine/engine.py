@@ -44,6 +44,7 @@ from ds_fsmoe.engine.expert_groups import groups_of_trained
 from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.generation import generate_together
+from ds_fsmoe.engine.marked_experts import MarkedExperts, hooks_on, refuse_hooks
 from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, without_frozen_experts
 from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
@@ -91,6 +92,7 @@ class FSMoEEngine(SavingEngine):
         begin_placement(self, isinstance(self.module, PipelineModule))
         begin_splitting(self.module, self.fsmoe, isinstance(self.module, PipelineModule))
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
+        self._marked = MarkedExperts(self.module)
         log_on_rank_0(summary(self.fsmoe))
 
     def _take_over_reduction(self) -> None:
@@ -237,6 +239,8 @@ class FSMoEEngine(SavingEngine):
         """End the lanes, then what DeepSpeed ends."""
         if "fsmoe" in vars(self):
             self.fsmoe.close()
+        if "_marked" in vars(self):
+            self._marked.close()
         super().destroy()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -315,10 +319,12 @@ class FSMoEEngine(SavingEngine):
             stage_size //= num_stages
         check_experts(stock, stage_size, block.gate, block.esp_size)
         # Before any group is made: DeepSpeed would hang over models that differ.
-        facts = facts_of_layers({**stock, **with_wrappers(model, experts)}) | facts_of_config(alike(block))
+        called = with_wrappers(model, experts)
+        facts = facts_of_layers({**stock, **called}) | facts_of_config(alike(block))
         facts |= facts_of_versions(("torch", "deepspeed", *(("transformers",) if experts else ())))
         facts |= facts_of_tensor_parallel(stock, self.mpu)
         facts |= facts_of_experts(stock) if block.esp_size > 1 else {}
+        facts |= {f"gradient hooks in {path}": ", ".join(hooks_on(each)) or "none" for path, each in called.items()}
         check_agreement(facts | {"version of ds_fsmoe": VERSION}, stage_group, "model, config or versions")
         check_mpu(self.mpu)
         check_tensor_parallel(stock, dist.get_world_size(), sizes_of_mpu(self.mpu)[0], block.esp_size)
@@ -336,6 +342,8 @@ class FSMoEEngine(SavingEngine):
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
         as_run = type_of_run(self.config, device.type)
         ep_size = ep_size_of(block, experts, device, expert_before_data, as_run, num_stages)
+        for path, each in called.items() if ep_size * block.esp_size > 1 else ():
+            refuse_hooks(path, each)
         layers: dict[str, StockMoE | HuggingFaceLayer] = {}
         present = {name or type(model).__name__: module for name, module in model.named_modules()}
         names = [name for name in present if name in stock or name in experts]

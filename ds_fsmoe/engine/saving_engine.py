@@ -13,8 +13,11 @@ from ds_fsmoe.checkpoint.checkpoints import Checkpoints
 from ds_fsmoe.checkpoint.expert_files import write_parts
 from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
+from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.engine.marked_experts import refuse_parts
+from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.inference import refuse_within
 
 _LOAD_OPTIONS = (
@@ -97,6 +100,18 @@ class SavingEngine(DeepSpeedEngine):
         whole = whole_state_dict(self, exclude_frozen_parameters)
         with replaced(self, "module_state_dict", lambda **options: whole):
             return save(save_dir, save_filename, exclude_frozen_parameters)
+
+    def module_state_dict(self, *args: Any, **options: Any) -> Any:
+        """Return the state dict of the module for DeepSpeed's own saving.
+
+        Raises:
+            CheckpointError: a script asks, and experts are spread over ranks.
+        """
+        if self.spreads_experts and asking() not in TRUSTED:
+            for name, _, part in parts_in(self.module):
+                if part.num_parts > 1:
+                    refuse_parts(name)
+        return super().module_state_dict(*args, **options)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """Return all weights of ZeRO 3 on the first rank; experts are put together from those that share them."""

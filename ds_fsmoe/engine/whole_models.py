@@ -16,6 +16,7 @@ from torch import nn
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.engine.marked_experts import check_whole
 from ds_fsmoe.engine.saving_engine import SavingEngine
 
 
@@ -38,8 +39,10 @@ def _refusing(model: nn.Module, save: Any) -> Any:
         # Of a model with adapters only these are written.
         is_adapted = hasattr(model, "peft_config")
         parts = [name for name, each, _ in parts_in(model) if each.requires_grad or not is_adapted]
-        writes = options.get("is_main_process", True)
-        if parts and writes and options.get("state_dict") is None:
+        writes, given = options.get("is_main_process", True), options.get("state_dict")
+        if given is not None:
+            check_whole(given, model)
+        elif parts and writes:
             raise CheckpointError(
                 f"save_pretrained: this rank has only its own experts in {parts[0]}. Call "
                 "state_dict = ds_fsmoe.whole_state_dict(engine) on every rank, and on the first one "

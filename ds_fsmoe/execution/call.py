@@ -168,11 +168,12 @@ class _Whole(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_RM: torch.Tensor) -> _Gradients:
         call: Call = ctx.call
-        call.take_back(ctx)
-        call.begin_backward(dy_RM)
-        dx_RM, of_weights_R = call.end_backward()
-        gradients = call.experts.gradients()
-        call.drop()
+        with torch._C.DisableTorchFunctionSubclass():  # weights of experts may be marked
+            call.take_back(ctx)
+            call.begin_backward(dy_RM)
+            dx_RM, of_weights_R = call.end_backward()
+            gradients = call.experts.gradients()
+            call.drop()
         return dx_RM, of_weights_R, None, *gradients
 
 
@@ -207,8 +208,9 @@ class _Compute(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, nothing: torch.Tensor) -> _Gradients:
         call: Call = ctx.call
-        call.take_back(ctx)
-        gradients = call.go_on_backward()
+        with torch._C.DisableTorchFunctionSubclass():
+            call.take_back(ctx)
+            gradients = call.go_on_backward()
         if not ctx.needs_input_grad[0]:
             call.end_backward()
             call.drop()

@@ -208,6 +208,12 @@ class FSMoEExperts(nn.Module):
         def route(x_SM: torch.Tensor, used_token_S: torch.Tensor | None, group: dist.ProcessGroup | None) -> Routing:
             return replace(routing_of_choices(index_SK, weights_SK, state.total_experts), experts_KS=chosen_KS)
 
+        with torch._C.DisableTorchFunctionSubclass():  # the weights are marked, for scripts
+            return self._run(x_SM, route).view(shape).to(hidden_states.dtype)
+
+    def _run(self, x_SM: torch.Tensor, route: Route) -> torch.Tensor:
+        """Run the experts on tokens, [S, M]."""
+        state = self.fsmoe
         local = self.local_experts()
         placed = state.placed_call(local.parameters)
         group = state.capacity_group
@@ -228,7 +234,7 @@ class FSMoEExperts(nn.Module):
             in_rows=True,
             placed=placed,
         )
-        return result.output.view(shape).to(hidden_states.dtype)
+        return result.output
 
     def local_experts(self) -> StackedExperts:
         """Return the experts of this rank."""

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks the weights of experts that are spread over ranks, so that a script cannot take this rank's part for the whole.
+
+Such a parameter has the model's own name and the experts of this rank. What a script computes with it is what it would
+be of all experts, or an error that names the parameter:
+
+- Element by element, with scalars and with tensors of the same part: allowed; the result is marked, too.
+- A sum, a mean or a 2-norm with a gradient, such as a penalty on weights: added up over the ranks, value and gradient.
+- The same without a gradient, and other statistics: of this rank's part, with one warning.
+- Anything else, such as a copy onto all experts, an index of an expert, a broadcast or pickling: refused.
+
+DeepSpeed and this package see a plain parameter: whose code asks is told by the innermost frame outside of torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_fsmoe.checkpoint_files.expert_parts import LAYOUTS, ExpertPart, part_of
+from ds_fsmoe.layer.over_ranks import SumOverRanks
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.shard_functions import DIMS, ELEMENTWISE, METADATA, STATISTICS, SUMS
+from ds_fsmoe.log import logger
+
+TRUSTED = ("deepspeed", "ds_fsmoe")
+_INSTEAD = (
+    "Use instead: deepspeed.zero.GatheredParameters(parameter), within which it has all experts (modifier_rank=0 to "
+    "change them); ds_fsmoe.whole_parameters(engine), which walks over whole weights; ds_fsmoe.whole_weight(parameter) "
+    "in a loss. Every rank has to call these. This rank's experts alone: ds_fsmoe.own_part(parameter)"
+)
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Says of which weight a tensor is this rank's part."""
+
+    name: str
+    part: ExpertPart
+    group: dist.ProcessGroup
+    """The ranks that have the other parts."""
+
+    @property
+    def times(self) -> int:
+        """How many times as many elements the whole weight has."""
+        shard = self.part.shard
+        return self.part.ep_size * (1 if shard is None or shard.dim is None else shard.count)
+
+    def said(self) -> str:
+        """Return the parameter and what of it is here, for messages."""
+        first, last = self.part.experts[0], self.part.experts[-1]
+        which = f"expert {first}" if first == last else f"experts {first} to {last}"
+        return f"{self.name} has {which} of {self.part.num_experts} on this rank"
+
+
+class _Marked:
+    """Answers for tensors that are this rank's part of a weight."""
+
+    fsmoe_origin: Origin
+    fsmoe_dim: int | None
+    """The dimension of experts; ``None`` where it was flattened."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        asked_by = asking()
+        with torch._C.DisableTorchFunctionSubclass():
+            if asked_by in TRUSTED:
+                return func(*args, **(kwargs or {}))
+            return _answer(func, args, kwargs or {}, asked_by)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if asking() in TRUSTED:
+            return super().__reduce_ex__(protocol)  # type: ignore[misc]
+        raise LayerError(
+            f"pickle: {self.fsmoe_origin.said()}, and would be saved without the others: save "
+            "ds_fsmoe.whole_state_dict(engine), which every rank calls, or walk over ds_fsmoe.whole_parameters(engine)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The script gets a tensor of its own, without what DeepSpeed has hung on the parameter.
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = self.detach().clone()  # type: ignore[attr-defined]
+            memo[id(self)] = made = _mark(copied, self.fsmoe_origin, self.fsmoe_dim)
+        return made.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
+
+
+class ExpertShard(_Marked, nn.Parameter):
+    """Stands for a parameter of experts of which other ranks have other parts. Made by :func:`mark`."""
+
+
+class ShardValue(_Marked, torch.Tensor):
+    """Stands for what a script has computed from a part, expert by expert."""
+
+
+class ReplacedParameter(nn.Parameter):
+    """Stands for a parameter that a model had before ``initialize``, and that is no parameter of it any more."""
+
+    fsmoe_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if asking() in TRUSTED or func.__name__ in ("__hash__", "__repr__"):
+                return func(*args, **(kwargs or {}))
+        found = next(each for each in tensors_in((*args, kwargs or {})) if isinstance(each, ReplacedParameter))
+        raise LayerError(
+            f"{found.fsmoe_name}: this parameter was looked up before ds_fsmoe.initialize(), which has put a new one, "
+            "with the experts of this rank, in its place: look it up in engine.module after initialize()"
+        )
+
+
+def mark(parameter: nn.Parameter, name: str, group: dist.ProcessGroup) -> None:
+    """Mark a parameter of experts from now on.
+
+    Args:
+        parameter: one that says which part it is.
+        name: its name in the model.
+        group: the ranks that have the parts.
+    """
+    part = part_of(parameter)
+    assert part is not None
+    parameter.fsmoe_origin, parameter.fsmoe_dim = Origin(name, part, group), LAYOUTS.index(part.layout)
+    parameter.__class__ = ExpertShard
+
+
+def unmark(parameter: nn.Parameter) -> None:
+    """Make a marked parameter plain again."""
+    if isinstance(parameter, ExpertShard):
+        parameter.__class__ = nn.Parameter
+        del parameter.fsmoe_origin, parameter.fsmoe_dim
+
+
+def replace(parameter: nn.Parameter, name: str) -> None:
+    """Let the use of a parameter that a model no longer has be an error, and give its memory back."""
+    parameter.data = parameter.data.new_empty(0)
+    parameter.grad = None
+    parameter.fsmoe_name, parameter.__class__ = name, ReplacedParameter
+
+
+def origin_of(tensor: Any) -> Origin | None:
+    """Return of which weight a tensor is a part, ``None`` for a tensor that is whole."""
+    return tensor.fsmoe_origin if isinstance(tensor, _Marked) else None
+
+
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's experts of a weight as a plain tensor, which shares its memory.
+
+    Args:
+        parameter: of ``engine.module``; one that is whole is returned as it is, detached.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> ds_fsmoe.own_part(torch.nn.Parameter(torch.ones(4, 2))).shape
+        torch.Size([4, 2])
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach()
+
+
+def own_experts_of(parameter: torch.Tensor) -> range | None:
+    """Return the numbers of the experts of which this rank has a weight; ``None`` for a weight that is whole.
+
+    Args:
+        parameter: of ``engine.module``.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> ds_fsmoe.own_experts_of(torch.nn.Parameter(torch.ones(4, 2))) is None
+        True
+    """
+    origin = origin_of(parameter)
+    return None if origin is None else origin.part.experts
+
+
+def asking() -> str:
+    """Return the package whose code asks the caller: that of the innermost frame that is not torch's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "torch":
+            return package
+        frame = frame.f_back
+    return TRUSTED[0]  # a thread of torch's own
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors in a list, tuple or dict, and in those within it."""
+    for each in values.values() if isinstance(values, dict) else values:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (list, tuple, dict)):
+            yield from tensors_in(each)
+
+
+def _mark(value: Any, origin: Origin, dim: int | None) -> Any:
+    """Mark results of a function, those of several in a list or tuple too."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mark(each, origin, dim) for each in value)
+    if not isinstance(value, torch.Tensor) or isinstance(value, _Marked):
+        return value
+    marked = value.as_subclass(ShardValue)
+    marked.fsmoe_origin, marked.fsmoe_dim = origin, dim
+    return marked
+
+
+def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], asked_by: str) -> Any:
+    """Compute what a script asks for, or refuse."""
+    marked = next(each for each in tensors_in((*args, kwargs)) if isinstance(each, _Marked))
+    origin, dim, name = marked.fsmoe_origin, marked.fsmoe_dim, func.__name__
+    plain = name.removeprefix("_foreach_").strip("_")
+    if hasattr(marked, "ds_id") and not marked.numel():  # not gathered: as empty as any parameter at ZeRO 3
+        return func(*args, **kwargs)
+    if name in ("__get__", "__set__", "__delete__"):
+        return _attribute(func, args, marked)
+    if name.startswith("register_"):
+        return func(args[0], _seeing_parts(args[1], origin, dim), *args[2:], **kwargs)
+    if asked_by == "safetensors" and plain not in ("size", "dim"):
+        raise _refusal(name, marked)
+    if plain in METADATA:
+        return func(*args, **kwargs)
+    if name == "grad":
+        return _mark_like(func(*args, **kwargs), kwargs.get("inputs", args[1] if len(args) > 1 else ()))
+    if plain in ELEMENTWISE:
+        return _by_elements(func, args, kwargs, marked)
+    if name == "_foreach_norm":
+        more = {"ord": args[1] if len(args) > 1 else kwargs.get("ord", 2)}
+        return tuple(
+            _reduced(torch.linalg.vector_norm, (each,), more, each)
+            if isinstance(each, _Marked)
+            else torch.linalg.vector_norm(each, **more)
+            for each in args[0]
+        )
+    if plain in STATISTICS:
+        return _reduced(func, args, kwargs, marked)
+    return _viewed(func, plain, args, kwargs, marked)
+
+
+def _attribute(func: Any, args: Sequence[Any], marked: Any) -> Any:
+    """Return an attribute of a part, or set it."""
+    name, is_set = func.__self__.__name__, func.__name__ == "__set__"
+    if is_set and isinstance(args[1], torch.Tensor):
+        if args[1].shape != marked.shape:
+            raise _mixed(f"{name} =", marked, args[1])
+        return func(args[0], args[1].as_subclass(torch.Tensor))
+    if not is_set and name in ("T", "H", "mT", "mH") and (marked.ndim == 2 or name in ("T", "H")):
+        raise _refusal(name, marked)
+    return _mark(func(*args), marked.fsmoe_origin, marked.fsmoe_dim)
+
+
+def _seeing_parts(hook: Callable[[Any], Any], origin: Origin, dim: int | None) -> Callable[[Any], Any]:
+    """Return a script's hook for gradients of a part, which is given marked ones."""
+
+    def on_part(given: Any) -> Any:
+        made = hook(_mark(given, origin, dim))
+        return made.as_subclass(torch.Tensor) if isinstance(made, ShardValue) else made
+
+    return on_part
+
+
+def _mark_like(results: Any, inputs: Any) -> Any:
+    """Mark gradients of parts."""
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    return tuple(
+        _mark(value, each.fsmoe_origin, each.fsmoe_dim) if isinstance(each, _Marked) else value
+        for value, each in zip(results, inputs, strict=True)
+    )
+
+
+def _by_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> Any:
+    """Compute element by element, with what lies as the part does."""
+    name = func.__name__
+    if not name.startswith("_foreach_"):
+        _check_others(func, marked, (*args, kwargs))
+        result = func(*args, **kwargs)
+        changes_first = result is args[0] if args else False
+        return result if changes_first else _mark(result, marked.fsmoe_origin, marked.fsmoe_dim)
+    found = []
+    for together in zip(*(each for each in args if isinstance(each, (list, tuple))), strict=False):
+        found.append(next((each for each in together if isinstance(each, _Marked)), None))
+        if found[-1] is not None:
+            _check_others(func, found[-1], together)
+    results = func(*args, **kwargs)
+    return results and tuple(
+        value if each is None else _mark(value, each.fsmoe_origin, each.fsmoe_dim)
+        for value, each in zip(results, found, strict=True)
+    )
+
+
+def _check_others(func: Any, marked: Any, values: Any) -> None:
+    """Refuse tensors that do not lie as a part does: those of all experts, or of other ones.
+
+    Raises:
+        LayerError: names the parameter and what to use instead.
+    """
+    part, dim = marked.fsmoe_origin.part, marked.fsmoe_dim
+    for each in tensors_in(values):
+        if isinstance(each, _Marked):
+            fits = each.fsmoe_origin.part == part
+        elif each.ndim == 0 or dim is None:
+            fits = each.numel() in (1, marked.numel())
+        else:
+            at = each.ndim - (marked.ndim - dim)
+            fits = at < 0 or (each.ndim <= marked.ndim and each.shape[at] in (1, marked.shape[dim]))
+        if not fits:
+            raise _mixed(func.__name__, marked, each)
+
+
+def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> Any:
+    """Sum up, or find another statistic. Collective where a gradient is wanted and experts are added up."""
+    plain, origin = func.__name__.strip("_"), marked.fsmoe_origin
+    if any(isinstance(each, torch.Tensor) for each in args[1:]):
+        _check_others(func, marked, args)
+        if plain in ("max", "min"):
+            return _mark(func(*args, **kwargs), origin, marked.fsmoe_dim)
+    at = 2 if "norm" in plain else 1
+    dims = kwargs.get("dim", args[at] if len(args) > at else None)
+    dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    dims = dims if isinstance(dims, (list, tuple)) and dims else None
+    if dims and marked.fsmoe_dim == 0 and all(each % marked.ndim for each in dims):
+        return _mark(func(*args, **kwargs), origin, 0)
+    if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((*args, kwargs)))):
+        _warn(plain, origin)
+        return func(*args, **kwargs)
+    if plain in SUMS and (dims is None or (marked.fsmoe_dim == 0 and plain in ("sum", "mean"))):
+        return _summed(func, args, kwargs, marked)
+    raise _refusal(plain, marked)
+
+
+def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> torch.Tensor:
+    """Add up over all experts. Collective, forward and backward."""
+    plain, origin = func.__name__.strip("_"), marked.fsmoe_origin
+    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else 2))
+    if plain in ("sum", "mean"):
+        total = SumOverRanks.apply(func(*args, **kwargs), origin.group)
+        return total if plain == "sum" else total / origin.times
+    if plain == "mse_loss" and (how := kwargs.get("reduction", "mean")) in ("sum", "mean"):
+        square = (args[0] - args[1]).square()
+        total = SumOverRanks.apply(square.sum(), origin.group)
+        return total if how == "sum" else total / (origin.times * square.numel())
+    if "norm" in plain and order in (None, "fro", 1, 2):
+        powers = args[0].abs() if order == 1 else args[0].square()
+        total = SumOverRanks.apply(powers.sum(), origin.group)
+        return total if order == 1 else total.sqrt()
+    raise _refusal(plain, marked)
+
+
+def _warn(function: str, origin: Origin) -> None:
+    if function not in _warned:
+        _warned.add(function)
+        logger.warning(
+            "ds_fsmoe: %s, and torch.%s gives what these alone are, another value on each rank. That of all experts: "
+            "ds_fsmoe.gradient_norm(engine) for the norm of gradients, ds_fsmoe.whole_parameters(engine) for weights. "
+            "If this rank's is meant: ds_fsmoe.own_part(parameter)",
+            origin.said(),
+            function,
+        )
+
+
+def _viewed(func: Any, plain: str, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> Any:
+    """Return another view of a part, or a product expert by expert, in which experts stay apart.
+
+    Raises:
+        LayerError: they do not.
+    """
+    dim, origin = marked.fsmoe_dim, marked.fsmoe_origin
+    if plain in ("view", "reshape", "flatten", "ravel"):
+        result = func(*args, **kwargs)
+        if result.ndim == 1:
+            return _mark(result, origin, None if marked.ndim > 1 else dim)
+        if dim is not None and result.shape[: dim + 1] == marked.shape[: dim + 1]:
+            return _mark(result, origin, dim)
+    elif plain in ("getitem", "setitem") and args[0] is marked and dim == 0:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        first = index[0] if index else None
+        is_all = first is Ellipsis and len(index) <= marked.ndim
+        if is_all or (isinstance(first, slice) and first == slice(None)):
+            _check_others(func, marked, args[2:])
+            return _mark(func(*args, **kwargs), origin, 0)
+    elif plain in DIMS and dim == 0:
+        of_function = [args[at] for at in DIMS[plain] if len(args) > at]
+        touched = [kwargs[each] for each in ("dim", "dim0", "dim1") if each in kwargs] + of_function
+        if touched and all(isinstance(each, int) and each % marked.ndim for each in touched):
+            return _mark(func(*args, **kwargs), origin, 0)
+    elif plain in ("bmm", "matmul", "rmatmul") and dim == 0 and marked.ndim == 3:
+        _check_others(func, marked, args)
+        return _mark(func(*args, **kwargs), origin, 0)
+    raise _refusal(plain, marked)
+
+
+def _refusal(function: str, marked: Any) -> LayerError:
+    return LayerError(
+        f"{function}: {marked.fsmoe_origin.said()}, and ds_fsmoe cannot do with these alone what this would do with "
+        f"all. {_INSTEAD}"
+    )
+
+
+def _mixed(function: str, marked: Any, other: torch.Tensor) -> LayerError:
+    return LayerError(
+        f"{function}: {marked.fsmoe_origin.said()}, {list(marked.shape)}, and cannot be taken together with a tensor "
+        f"{list(other.shape)} of other experts. {_INSTEAD}"
+    )

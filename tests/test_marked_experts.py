@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script does with weights of experts that are spread over ranks is what stock DeepSpeed does, or an error."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import ds_fsmoe
+from tests.hf_families import batch, model_of
+from tests.logged import Said
+from tests.ranks import run_on_ranks
+from tests.test_hugging_face import ds_config, engine_of
+
+LAYOUTS = [(2, 2), (4, 2)]
+DOWN = "model.layers.0.mlp.experts.down_proj"
+EXPERTS = 4
+
+
+def make(stage: int, ep: int, lr: float = 0.1, enabled: bool = True, **block: Any) -> Any:
+    config = ds_config(stage, lr, **({"ep_size": ep} | block))
+    config["fsmoe"] = config["fsmoe"] if enabled else {"enabled": False}
+    return engine_of(model_of("olmoe").train(), config)
+
+
+def named(engine: Any) -> dict[str, nn.Parameter]:
+    return dict(engine.module.named_parameters())
+
+
+def whole_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole parameters of an engine of ours or of stock's, on every rank."""
+    return {name: each.clone() for name, each in ds_fsmoe.whole_parameters(engine)}
+
+
+def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(
+        ((found[name] - each).abs().max() / each.abs().max().clamp(min=1e-9)).item() for name, each in wanted.items()
+    )
+
+
+# ---- gathered, rank 0 changes
+
+
+def change_within(engine: Any, modifier: int | None) -> None:
+    from deepspeed import zero
+
+    parameters = list(engine.module.parameters())
+    with zero.GatheredParameters(parameters, modifier_rank=modifier), torch.no_grad():
+        shapes = {name: tuple(each.shape) for name, each in named(engine).items()}
+        assert shapes[DOWN][0] == EXPERTS
+        if dist.get_rank() == modifier:
+            for each in parameters:
+                each.data.mul_(0.5)
+            named(engine)[DOWN][EXPERTS - 1] += 1.0
+
+
+def changes(rank: int, world: int, ep: int) -> dict[str, float]:
+    found = {}
+    for stage in range(4):
+        for modifier in (0, world - 1):
+            engine = make(stage, ep)
+            wanted = {name: each * 0.5 for name, each in whole_of(engine).items() if ".experts." in name}
+            wanted[DOWN][EXPERTS - 1] += 1.0
+            change_within(engine, modifier)
+            now = whole_of(engine)
+            found[f"stage {stage} modifier {modifier}"] = furthest({name: now[name] for name in wanted}, wanted)
+            shape = named(engine)[DOWN].shape
+            assert shape[0] in (0, EXPERTS // ep), shape
+            engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("world", "ep"), LAYOUTS)
+def test_a_change_of_one_rank_to_gathered_experts_reaches_all_ranks(world: int, ep: int, tmp_path: Path) -> None:
+    for found in run_on_ranks(changes, world, tmp_path, ep):
+        assert max(found.values()) < 1e-6, found
+
+
+def reads(rank: int, world: int) -> None:
+    from deepspeed import zero
+
+    for stage in (1, 3):
+        engine = make(stage, 2)
+        wanted = whole_of(engine)
+        for name, parameter in named(engine).items():
+            with zero.GatheredParameters(parameter):
+                assert type(parameter.data) is torch.Tensor
+                assert torch.equal(parameter.data, wanted[name]), name
+        with pytest.raises(RuntimeError, match="stop"), zero.GatheredParameters(named(engine)[DOWN], modifier_rank=0):
+            raise RuntimeError("stop")
+        x = batch(rank, 1)
+        engine.backward(engine(input_ids=x, labels=x).loss)
+        engine.step()
+        engine.destroy()
+
+
+def test_gathered_experts_are_read_whole_and_an_error_within_leaves_the_part(tmp_path: Path) -> None:
+    run_on_ranks(reads, 2, tmp_path)
+
+
+# ---- a loss on weights
+
+
+def squares(name: str, weight: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (weight - origin).pow(2).sum()
+
+
+def norms(name: str, weight: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    far = nn.functional.mse_loss(weight, origin) + nn.functional.mse_loss(weight, origin, reduction="sum")
+    return weight.norm() + far + (weight * weight).mean() + torch.linalg.vector_norm(weight, 1) * 1e-3
+
+
+def across(name: str, weight: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    """Experts that are alike cost: no expert's term is its own."""
+    if ".experts." not in name:
+        return weight.new_zeros(())
+    rows = ds_fsmoe.whole_weight(weight).flatten(1)
+    return 1e-2 * (rows @ rows.T).square().sum()
+
+
+def lasso(name: str, weight: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    """Expert by expert, and all added up."""
+    return weight.pow(2).sum(dim=tuple(range(1, weight.ndim))).sqrt().sum() if weight.ndim > 2 else weight.abs().sum()
+
+
+Term = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+TERMS: list[Term] = [squares, norms, across, lasso]
+
+
+def train_with(engine: Any, term: Term, stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with a term on weights, which each rank weighs in its own way."""
+    from deepspeed import zero
+
+    losses, rank = [], dist.get_rank()
+    for step in range(3):
+        x = batch(10 * step + rank, 1)
+        loss = engine(input_ids=x, labels=x).loss
+        with zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
+            for name, each in named(engine).items():
+                loss = loss + (1 + rank) * term(name, each, torch.zeros_like(each))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses, whole_of(engine)
+
+
+def losses_on_weights(rank: int, world: int, ep: int, stages: list[int], chunks: bool) -> dict[str, float]:
+    found = {}
+    block = {"num_chunks": {"forward": 2, "backward": 3}, "autotune": {"enabled": False}} if chunks else {}
+    for stage in stages:
+        for term in TERMS:
+            if stage == 3 and term is across:
+                continue
+            results = []
+            for enabled in (False, True):
+                engine = make(stage, ep, 0.01, enabled, **block)
+                results.append(train_with(engine, term, stage))
+                engine.destroy()
+            (stock_losses, stock), (losses, ours) = results
+            found[f"{term.__name__} {stage}"] = furthest(ours, stock)
+            found[f"{term.__name__} {stage} loss"] = max(
+                abs(a - b) / abs(b) for a, b in zip(losses, stock_losses, strict=True)
+            )
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "ep", "chunks"), [(2, 2, True), (4, 2, False), (2, 1, False), (4, 4, False)])
+def test_a_loss_on_weights_has_the_value_and_gradient_that_stock_gives_it(
+    world: int, ep: int, chunks: bool, tmp_path: Path
+) -> None:
+    stages = [0, 1, 2, 3] if world == 2 else [0, 2, 3]
+    for found in run_on_ranks(losses_on_weights, world, tmp_path, ep, stages, chunks, limit_s=400):
+        assert max(found.values()) < 2e-5, found
+
+
+# ---- refused
+
+
+def refused(engine: Any) -> dict[str, Callable[[], Any]]:
+    """Uses that would take this rank's experts for all."""
+    p = named(engine)[DOWN]
+    slot = torch.zeros(EXPERTS, *ds_fsmoe.own_part(p).shape[1:])
+    several = [named(engine)[name] for name in (DOWN, DOWN.replace("down", "gate_up"))]
+    return {
+        "copy": lambda: slot.copy_(p),
+        "copy data": lambda: slot.data.copy_(p.data),
+        "copy a detached copy": lambda: slot.copy_(p.detach().clone().float()),
+        "average": lambda: slot.mul_(0.9).add_(p.detach(), alpha=0.1),
+        "average by lerp": lambda: slot.lerp_(p.data, 0.1),
+        "average all at once": lambda: torch._foreach_lerp_([slot], [p.data], 0.1),
+        "into a slice": lambda: slot.__setitem__(slice(None), p.data),
+        "from all": lambda: p.data.copy_(slot),
+        "set data": lambda: setattr(p, "data", slot),
+        "an expert": lambda: p[EXPERTS // 2 - 1],
+        "a set expert": lambda: p.data.__setitem__(0, 0.0),
+        "every expert": lambda: list(p),
+        "rows of experts": lambda: p.view(EXPERTS, -1),
+        "alike experts": lambda: p.flatten(1) @ p.flatten(1).T,
+        "a vector of parameters": lambda: nn.utils.parameters_to_vector(several),
+        "an importance of all": lambda: (slot * (p - 1.0) ** 2).sum(),
+        "initialised": lambda: nn.init.normal_(p),
+        "numpy": lambda: p.detach().cpu().numpy(),
+        "pickle": lambda: copy.copy(p),
+        "broadcast": lambda: dist.broadcast(p.data, 0),
+        "all_reduce": lambda: dist.all_reduce(p.data),
+        "masked gradient": lambda: masked(engine, p),
+    }
+
+
+def masked(engine: Any, p: nn.Parameter) -> None:
+    handle = p.register_hook(lambda gradient: gradient * torch.ones(EXPERTS, 1, 1))
+    try:
+        (p * 1.0).sum().backward()
+    finally:
+        handle.remove()
+
+
+def errors_of(rank: int, world: int) -> dict[str, str]:
+    found = {}
+    for stage in (0, 2):
+        engine = make(stage, 2)
+        before = whole_of(engine)
+        for what, use in refused(engine).items():
+            try:
+                use()
+                found[f"{what} {stage}"] = "nothing"
+            except Exception as error:
+                found[f"{what} {stage}"] = f"{type(error).__name__}: {error}"
+        assert furthest(whole_of(engine), before) == 0
+        engine.destroy()
+    return found
+
+
+def test_what_would_take_one_ranks_experts_for_all_is_an_error_that_names_the_parameter_and_what_to_call(
+    tmp_path: Path,
+) -> None:
+    for found in run_on_ranks(errors_of, 2, tmp_path):
+        for what, error in found.items():
+            assert re.match("(Layer|Checkpoint)Error", error), (what, error)
+            assert DOWN in error or DOWN.replace("down", "gate_up") in error, (what, error)
+            assert "ds_fsmoe." in error, (what, error)
+
+
+def allowed(rank: int, world: int, folder: str) -> None:
+    """Uses that mean the same for a part."""
+    engine = make(0, 2)
+    p = named(engine)[DOWN]
+    part, own = ds_fsmoe.own_part(p), ds_fsmoe.own_experts_of(p)
+    assert list(own) == [2 * rank, 2 * rank + 1]
+    whole = whole_of(engine)[DOWN]
+    assert type(part) is torch.Tensor
+    assert torch.equal(part, whole[own.start : own.stop])
+    average = copy.deepcopy(p)
+    average.mul_(0.9).add_(p.data, alpha=0.1)
+    assert torch.allclose(ds_fsmoe.own_part(average), part)
+    assert torch.equal(ds_fsmoe.own_part(p.transpose(1, 2).transpose(1, 2) * torch.ones(2, 1, 1)), part)
+    keys = engine.module.state_dict().keys()
+    assert DOWN in keys
+    with pytest.raises(ds_fsmoe.LayerError, match=re.escape(DOWN)):
+        nn.Parameter(torch.zeros(whole.shape)).data.copy_(engine.module.state_dict()[DOWN])
+    # Every rank has the whole, and takes its own.
+    engine.module.load_state_dict({DOWN: whole * 3}, strict=False)
+    assert torch.allclose(ds_fsmoe.own_part(p), part * 3 / 1)
+    engine.destroy()
+    assert type(p) is nn.Parameter
+
+
+def test_what_means_the_same_for_a_part_is_done(tmp_path: Path) -> None:
+    run_on_ranks(allowed, 2, tmp_path, str(tmp_path))
+
+
+def statistics(rank: int, world: int, folder: str) -> list[str]:
+    said = Said(logging.WARNING)
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    engine = make(0, 2)
+    for _ in range(2):
+        named(engine)[DOWN].data.norm()
+    engine.destroy()
+    return [each for each in said.lines if "torch.norm" in each]
+
+
+def test_a_norm_of_one_ranks_experts_is_given_with_one_warning(tmp_path: Path) -> None:
+    for lines in run_on_ranks(statistics, 2, tmp_path, str(tmp_path)):
+        assert len(lines) == 1
+        assert "ds_fsmoe.gradient_norm(engine)" in lines[0]
+
+
+# ---- saved
+
+
+def saved(rank: int, world: int, folder: str) -> None:
+    from safetensors.torch import save_file
+
+    engine = make(2, 2)
+    model, out = engine.module, Path(folder) / f"rank{rank}"
+    out.mkdir()
+    good = out / "good.pt"
+    good.write_text("good")
+    parts = {name: each.data.cpu().clone() for name, each in model.named_parameters()}
+    said = re.escape(DOWN.replace("down", "gate_up"))
+    for write in (
+        lambda: torch.save(model.state_dict(), good),
+        lambda: torch.save({"step": 1, "model": [parts]}, good),
+        lambda: save_file(parts, out / "good.safetensors"),
+        lambda: model.save_pretrained(out / "hf"),
+        lambda: model.save_pretrained(out / "hf", state_dict=parts),
+        lambda: model.save_pretrained(
+            out / "hf", state_dict={n: ds_fsmoe.own_part(p) for n, p in named(engine).items()}
+        ),
+        lambda: engine.module_state_dict(),
+    ):
+        with pytest.raises((ds_fsmoe.LayerError, RuntimeError), match=said):
+            write()
+    assert good.read_text() == "good"
+    assert [each.name for each in out.iterdir()] == ["good.pt"]
+    whole = whole_of(engine)
+    model.save_pretrained(out / "hf", state_dict=whole)
+    engine.destroy()
+    again = type(model).from_pretrained(out / "hf")
+    assert furthest(dict(again.named_parameters()), whole) == 0
+
+
+def test_parts_are_never_written_and_whole_weights_are(tmp_path: Path) -> None:
+    run_on_ranks(saved, 2, tmp_path, str(tmp_path))
+
+
+# ---- what was there before initialize
+
+
+def before(rank: int, world: int) -> None:
+    model = model_of("olmoe").train()
+    held = dict(model.named_parameters())
+    engine = engine_of(model, ds_config(1, ep_size=2))
+    with pytest.raises(ds_fsmoe.LayerError, match=f"{re.escape(DOWN)}.*before ds_fsmoe.initialize"):
+        held[DOWN].pow(2).sum()
+    with pytest.raises(ds_fsmoe.LayerError, match=re.escape(DOWN)):
+        held[DOWN].data.norm()
+    assert held["model.norm.weight"] is named(engine)["model.norm.weight"]
+    engine.destroy()
+    model = model_of("olmoe").train()
+    held = dict(model.named_parameters())
+    engine = engine_of(model, ds_config(1, ep_size=1))
+    assert held[DOWN] is named(engine)[DOWN]
+    engine.destroy()
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = model_of("olmoe").train()
+        getattr(dict(model.named_parameters())[DOWN], register)(lambda given: None)
+        with pytest.raises(ds_fsmoe.LayerError, match=f"{re.escape(DOWN)} has gradient hooks"):
+            engine_of(model, ds_config(1, ep_size=2))
+
+
+def test_a_parameter_from_before_is_the_models_or_an_error_and_its_hooks_are_refused(tmp_path: Path) -> None:
+    run_on_ranks(before, 2, tmp_path)
+
+
+def masks(rank: int, world: int, ep: int, stage: int, enabled: bool) -> dict[str, torch.Tensor]:
+    """Train two of four experts, by a hook that is put on where the experts are known."""
+    engine = make(stage, ep, enabled=enabled)
+    p = named(engine)[DOWN]
+    mask = torch.tensor([0.0, 1.0, 1.0, 0.0]).view(-1, 1, 1)
+    own = ds_fsmoe.own_experts_of(p) or range(EXPERTS)
+    p.register_hook(lambda gradient: gradient * mask[own.start : own.stop])
+    for step in range(2):
+        x = batch(10 * step + rank, 1)
+        engine.backward(engine(input_ids=x, labels=x).loss)
+        engine.step()
+    found = whole_of(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_hook_on_a_part_sees_the_experts_of_this_rank(stage: int, tmp_path: Path) -> None:
+    stock, ours = (run_on_ranks(masks, 2, tmp_path / str(on), 2, stage, on)[0] for on in (False, True))
+    assert furthest(ours, stock) < 1e-5
+    moved = (ours[DOWN] - dict(model_of("olmoe").named_parameters())[DOWN]).abs().amax(dim=(1, 2))
+    assert [each > 0 for each in moved.tolist()] == [False, True, True, False]
