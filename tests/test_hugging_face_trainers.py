@@ -198,6 +198,22 @@ def test_trl_trains_as_with_stock_deepspeed(stage: int, lora: bool, base: Path) 
     assert_alike(base / ours, base / stock)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_reference_that_trl_lets_follow_the_policy_is_that_of_stock(stage: int, base: Path) -> None:
+    off = json.loads((SCRIPTS / f"zero{stage}.json").read_text()) | {"fsmoe": {"enabled": False}}
+    (base / "off.json").write_text(json.dumps(off))
+    of_trl = ("--max_length=64", "--bf16=false", "--gradient_checkpointing=false", "--per_device_train_batch_size=2")
+    follows = ("--sync_ref_model=true", "--ref_model_sync_steps=2", "--max_steps=4", *of_trl, *EVERYWHERE)
+    for out, config in ((f"dpo{stage}stock", "off.json"), (f"dpo{stage}", f"{SCRIPTS}/zero{stage}.json")):
+        names = "--model_name_or_path=base", f"--output_dir={out}", f"--deepspeed={config}"
+        on_ranks(base, 2, [("dpo.py", *names, *follows)])
+    assert_alike(base / f"dpo{stage}", base / f"dpo{stage}stock")
+    stock, ours = (torch.load(base / f"dpo{stage}{each}" / "reference.pt") for each in ("stock", ""))
+    assert ours.keys() == stock.keys()
+    for name, each in stock.items():
+        torch.testing.assert_close(ours[name], each, rtol=1e-4, atol=1e-5, msg=name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("lora", ["attention", "experts"])
