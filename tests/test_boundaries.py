@@ -130,6 +130,7 @@ DEEPSPEED: dict[str, str] = {
     "distributed/partitioned.py": "gathers parameters that ZeRO 3 has shared out",
     "engine/own_experts.py": "keeps zero.Init from sharing out experts that have no weights yet",
     "engine/checkpointing_seams.py": "stands in for DeepSpeed's activation checkpointing",
+    "engine/whole_states.py": "stands in for the methods by which DeepSpeed's optimizers give and take single states",
     "engine/cut_parameters.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
 }
 # (file, imported module) -> why the rule of its room does not hold there.

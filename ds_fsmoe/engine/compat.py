@@ -110,6 +110,23 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.runtime.utils:combine_grad_norm_groups": ("norm_groups",),
     "deepspeed.runtime.utils:is_optimized_parameter": ("param",),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": None,
+    **{
+        f"deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.{name}": ("self", *parameters)
+        for name, parameters in {
+            "_fp32_state_allgather": ("param", "fp32_state_partition"),
+            "set_full_hp_param": ("value", "param", "optim_state_key"),
+            "set_fp32_grad_for_param": ("value", "param"),
+            "update_fp32_grad_for_param_vectorized": ("update_func", "param_list"),
+        }.items()
+    },
+    # DeepSpeed puts these on parameters.
+    "deepspeed.utils.mixed_precision_linkage:get_full_hp_param": ("self", "optim_state_key"),
+    "deepspeed.utils.mixed_precision_linkage:get_full_hp_grad": ("self",),
+    "deepspeed.utils.mixed_precision_linkage:set_full_hp_param": ("self", "value", "optim_state_key"),
+    "deepspeed.utils.mixed_precision_linkage:set_full_hp_grad": ("self", "value"),
+    "deepspeed.utils.mixed_precision_linkage:lazy_init_hp_params_optimizer_state": (
+        *("lp_param_list", "flat_hp_partition", "optimizer_state"),
+    ),
     "deepspeed.utils.groups:_get_expert_data_parallel_rank": ("group_name",),
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine.load": (
         "self",
@@ -151,6 +168,8 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
             "load_state_dict": (),
             "update_lp_params": (),
             "refresh_fp32_params": (),
+            "_link_all_hp_params": (),
+            "_lazy_init_hp_params_optimizer_state": (),
             "offload_states": (),
             "reload_states": (),
         }.items()

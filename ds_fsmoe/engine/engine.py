@@ -54,6 +54,7 @@ from ds_fsmoe.engine.stages import make_groups_on_every_stage
 from ds_fsmoe.engine.state import FSMoEState, alike
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.whole_models import save_whole_models
+from ds_fsmoe.engine.whole_states import show_whole_experts
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
@@ -84,6 +85,7 @@ class FSMoEEngine(SavingEngine):
         if self._hf_layers and self.zero_optimization_partition_weights():
             fence_gathers(self.optimizer, [each.deepspeed_moe for each in self._hf_layers])
         correct_norm(self)
+        show_whole_experts(self)
         if self.fsmoe.block.debug.check_results:
             self._watch_results()
         self.fsmoe.routing = RoutingData(
