@@ -29,9 +29,10 @@ BOTH = ("qwen3_moe", "gpt_oss")
 """Gate and value one behind the other, without bias; beside each other, transposed, with bias."""
 
 
-def own_part(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def seen(whole: torch.Tensor, parameter: torch.Tensor, stage: int) -> torch.Tensor:
+    """What DeepSpeed's functions return of a tensor: all of it, and without ZeRO this rank's part."""
     part = part_of(parameter)
-    return whole if part is None else part.cut(whole)
+    return whole if part is None or stage else part.cut(whole)
 
 
 def steps(rank: int, world_size: int, names: list[str], stage: int, ep_size: int, count: int) -> list[str]:
@@ -59,7 +60,7 @@ def steps(rank: int, world_size: int, names: list[str], stage: int, ep_size: int
                 if wanted[name].grad is None:
                     continue
                 found = safe_get_full_grad(parameter)
-                off = furthest(found, own_part(wanted[name].grad, parameter))
+                off = furthest(found, seen(wanted[name].grad, parameter, stage))
                 if not off <= TOLERANCE:
                     said.append(f"{family}: gradient of {name} is off by {off:.1e}")
             engine.step()
@@ -67,7 +68,7 @@ def steps(rank: int, world_size: int, names: list[str], stage: int, ep_size: int
         for name, parameter in engine.module.named_parameters():
             found = safe_get_full_fp32_param(parameter) if stage else parameter.detach()
             found = parameter.detach() if found is None else found
-            if not furthest(found, own_part(wanted[name].detach(), parameter)) <= TOLERANCE:
+            if not furthest(found, seen(wanted[name].detach(), parameter, stage)) <= TOLERANCE:
                 said.append(f"{family}: {name} is off")
         said += _whole(engine, wanted) if family == "gpt_oss" else []
         engine.destroy()
