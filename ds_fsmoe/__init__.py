@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.engine.entry_points import initialize, install, uninstall
     from ds_fsmoe.engine.gathered_experts import whole_parameters, whole_weight
     from ds_fsmoe.engine.inference import inference
+    from ds_fsmoe.engine.script_norms import gradient_norm
     from ds_fsmoe.engine.transformers_seams import own_experts
     from ds_fsmoe.layer.expert_shard import own_experts_of, own_part
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
@@ -101,6 +102,7 @@ _MODULE_OF_NAME = {
     "SwitchGate": "components.gates.switch",
     "TokenChoiceGate": "components.token_choice",
     "XMoEGate": "components.gates.xmoe",
+    "gradient_norm": "engine.script_norms",
     "inference": "engine.inference",
     "initialize": "engine.entry_points",
     "install": "engine.entry_points",
@@ -161,6 +163,7 @@ __all__ = [
     "TokenChoiceGate",
     "XMoEGate",
     "__version__",
+    "gradient_norm",
     "inference",
     "initialize",
     "install",

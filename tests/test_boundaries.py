@@ -131,6 +131,7 @@ DEEPSPEED: dict[str, str] = {
     "engine/own_experts.py": "keeps zero.Init from sharing out experts that have no weights yet",
     "engine/checkpointing_seams.py": "stands in for DeepSpeed's activation checkpointing",
     "engine/whole_states.py": "stands in for the methods by which DeepSpeed's optimizers give and take single states",
+    "engine/script_norms.py": "asks DeepSpeed's groups for the ranks whose experts count in a norm",
     "engine/cut_parameters.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
 }
 # (file, imported module) -> why the rule of its room does not hold there.

@@ -211,6 +211,8 @@ _PRIVATE_NAMES: dict[str, tuple[str, ...] | None] = {
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_group": ("mpu",),
     "deepspeed.utils.bwc:bwc_tensor_model_parallel_world_size": ("mpu",),
     "deepspeed.utils.bwc:bwc_pipeline_parallel_world_size": ("mpu",),
+    # clip_grad_norm_ looks it up among its module's globals.
+    "torch.nn.utils.clip_grad:_get_total_norm": ("tensors", "norm_type", "error_if_nonfinite", "foreach"),
 }
 
 
@@ -255,9 +257,10 @@ def check_private_names(expected: Mapping[str, tuple[str, ...] | None] = _PRIVAT
         if parameters:
             takes = tuple(inspect.signature(found).parameters)[: len(parameters)]
             if takes != parameters:
+                package = name.partition(".")[0]
                 raise IncompatibleError(
-                    f"deepspeed {version('deepspeed')}: {name} takes ({', '.join(takes)}), "
-                    f"not ({', '.join(parameters)}); ds_fsmoe works with deepspeed {SUPPORTED['deepspeed']}"
+                    f"{package} {version(package)}: {name} takes ({', '.join(takes)}), "
+                    f"not ({', '.join(parameters)}); ds_fsmoe works with {package} {SUPPORTED[package]}"
                 )
 
 
@@ -318,8 +321,9 @@ def _find(name: str) -> Any:
         for attribute in path.split("."):
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as error:
+        package = name.partition(".")[0]
         raise IncompatibleError(
-            f"deepspeed {version('deepspeed')} has no {name}; ds_fsmoe works with deepspeed {SUPPORTED['deepspeed']}"
+            f"{package} {version(package)} has no {name}; ds_fsmoe works with {package} {SUPPORTED[package]}"
         ) from error
     return found
 

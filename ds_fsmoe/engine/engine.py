@@ -49,6 +49,7 @@ from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, wit
 from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine
+from ds_fsmoe.engine.script_norms import count_all_experts
 from ds_fsmoe.engine.split_batch import begin_splitting
 from ds_fsmoe.engine.stages import make_groups_on_every_stage
 from ds_fsmoe.engine.state import FSMoEState, alike
@@ -86,6 +87,7 @@ class FSMoEEngine(SavingEngine):
             fence_gathers(self.optimizer, [each.deepspeed_moe for each in self._hf_layers])
         correct_norm(self)
         show_whole_experts(self)
+        count_all_experts(self)
         if self.fsmoe.block.debug.check_results:
             self._watch_results()
         self.fsmoe.routing = RoutingData(

@@ -27,7 +27,7 @@ from torch import nn
 from ds_fsmoe.distributed.fail_together import on_every_rank
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
+def norm_of_reduced(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
     """Return the 2-norm of the reduced gradients of a model, as a scalar. Collective.
 
     A dense gradient is the same on all ranks and counts here. Experts' gradients are summed over the ranks that hold
@@ -72,7 +72,7 @@ def _sum_of_squares(norms: list[torch.Tensor], device: torch.device | None) -> t
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, mpu: Any = None) -> torch.Tensor:
     """Scale gradients down to ``max_norm``, if they are above; return what their norm was."""
     parameters = [each for each in parameters if each.grad is not None]
-    norm = gradient_norm(parameters, mpu)
+    norm = norm_of_reduced(parameters, mpu)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for each in parameters:
         each.grad.mul_(factor)
@@ -92,7 +92,7 @@ def correct_norm(engine: Any) -> None:
     def unscale_and_clip_grads(total_norm: Any, apply_scale: bool = True) -> Any:
         # It comes here with the norm of the dense gradients alone, when all have been reduced.
         parameters = (each for group in optimizer.fp16_groups for each in group)
-        norm = gradient_norm(parameters, engine.mpu).item()
+        norm = norm_of_reduced(parameters, engine.mpu).item()
         optimizer._global_grad_norm = norm
         return stock_unscale(norm, apply_scale)
 

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes norms of gradients for scripts that clip by themselves: experts of all ranks count, whoever computes.
+
+Without ZeRO a script may call torch's ``clip_grad_norm_`` between backward and step. Each rank would find a norm of its
+own there, of its own experts, and would scale dense gradients by another factor than the others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups as stock_groups
+from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils.bwc import bwc_pipeline_parallel_world_size, bwc_tensor_model_parallel_world_size
+from torch import nn
+from torch.nn.utils import clip_grad
+
+from ds_fsmoe.checkpoint_files.expert_parts import part_of
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those whose gradients torch's norms are to know."""
+_torchs_norm: Callable[..., torch.Tensor]
+"""What ours has replaced, once there is an engine."""
+
+
+def count_all_experts(engine: Any) -> None:
+    """Let torch's ``clip_grad_norm_`` and ``get_total_norm`` count the experts of all ranks in gradients of an engine.
+
+    Args:
+        engine: our engine; with ZeRO nothing is changed, as parameters have no gradients there for a script to clip.
+    """
+    global _torchs_norm
+    if engine.zero_optimization() or _has_other_parts(engine):
+        return
+    _engines.add(engine)
+    # Looked up here by ``clip_grad_norm_`` at every call, so functions that a script has imported before are right, too.
+    if clip_grad._get_total_norm is not _total_norm:
+        _torchs_norm = clip_grad._get_total_norm
+        clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
+
+
+def gradient_norm(engine: Any, norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of all gradients, each counted once, between backward and step; collective over all ranks.
+
+    In the place of a sum over ``engine.module.parameters()``, which has the experts of one rank. At ZeRO 1 to 3 one
+    gradient after the other is gathered for it; ``engine.get_global_grad_norm()`` has the norm of the last step for
+    nothing.
+
+    Args:
+        engine: the engine that ``initialize`` has returned, with the block enabled or not.
+        norm_type: which norm, as of ``torch.nn.utils.get_total_norm``; ``float("inf")`` is the largest element.
+
+    Returns:
+        A scalar, the same on all ranks. In fp16 it has DeepSpeed's loss scale in it, as gradients have.
+
+    Raises:
+        ValueError: the engine has pipeline stages or tensor-parallel ranks.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> engine.backward(engine(torch.randn(2, 3, 8))[0].square().mean())
+        >>> norm = ds_fsmoe.gradient_norm(engine)
+        >>> torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), 1.0, norm)  # without ZeRO
+    """
+    if _has_other_parts(engine):
+        raise ValueError(
+            "ds_fsmoe.gradient_norm: the engine has pipeline stages or tensor-parallel ranks, whose gradients are not "
+            "added up here; engine.get_global_grad_norm() has the norm of the last step"
+        )
+    norms, own = [], {}
+    for parameter in engine.module.parameters():
+        gradient = safe_get_full_grad(parameter)
+        if gradient is None:
+            continue
+        if _is_spread(parameter) and (part_of(parameter) is None or not engine.zero_optimization()):
+            own[len(norms)] = parameter
+        norms.append(torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=torch.float32))
+    _combine(norms, own, norm_type)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+
+def _has_other_parts(engine: Any) -> bool:
+    mpu = engine.mpu
+    return mpu is not None and max(bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)) > 1
+
+
+def _is_spread(parameter: nn.Parameter) -> bool:
+    return is_moe_param(parameter) and stock_groups._get_expert_parallel_group(parameter.group_name).size() > 1
+
+
+@torch.no_grad()
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Do what torch's function does, with the norm over all ranks in the place of each gradient of experts.
+
+    A norm of norms is the norm of the whole. Collective, if such gradients are among the tensors.
+    """
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    of_engines = (each for engine in _engines for each in engine.module.parameters())
+    experts = {id(each.grad): each for each in of_engines if each.grad is not None and _is_spread(each)}
+    own = {at: experts[id(each)] for at, each in enumerate(tensors) if id(each) in experts}
+    norms = {at: torch.linalg.vector_norm(tensors[at], norm_type, dtype=torch.float32) for at in own}
+    _combine(norms, own, norm_type)
+    found = [norms[at].to(each.dtype) if at in norms else each for at, each in enumerate(tensors)]
+    return _torchs_norm(found, norm_type, error_if_nonfinite, foreach)
+
+
+def _combine(norms: Any, own: Mapping[int, nn.Parameter], norm_type: float) -> None:
+    """Replace norms of what this rank has of experts by those of what all have, in place. Collective.
+
+    Args:
+        norms: number -> norm.
+        own: number -> parameter, of those that have to be, in the same order on all ranks.
+        norm_type: which norm.
+    """
+    numbers: dict[str, list[int]] = defaultdict(list)
+    for number, parameter in own.items():
+        numbers[parameter.group_name].append(number)
+    for name in sorted(numbers):
+        group = stock_groups._get_expert_parallel_group(name)
+        of_rank = torch.stack([norms[each] for each in numbers[name]])
+        of_ranks = [torch.empty_like(of_rank) for _ in range(group.size())]
+        dist.all_gather(of_ranks, of_rank, group=group)
+        whole = torch.linalg.vector_norm(torch.stack(of_ranks), norm_type, dim=0)
+        for number, norm in zip(numbers[name], whole, strict=True):
+            norms[number] = norm

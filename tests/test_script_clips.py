@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts that clip by themselves find the same norm on every rank, that of stock, and keep dense weights alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# As early as scripts import them.
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.clip_grad import clip_grad_norm_ as of_module
+
+pytest.importorskip("transformers")
+
+from tests.hf_families import batch, model_of
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.test_hugging_face import ds_config, engine_of
+
+NORM_TYPES = (2.0, 1, float("inf"), 3.5, 0)
+EVERYTHING = "everything"
+CHOICES: dict[str, Callable[[str], bool]] = {
+    EVERYTHING: lambda name: True,
+    "experts alone": lambda name: ".experts." in name,
+    "all but experts": lambda name: ".experts." not in name,
+    "one weight of experts": lambda name: name.endswith("layers.1.mlp.experts.down_proj"),
+}
+
+
+def with_large_experts() -> nn.Module:
+    model = model_of("mixtral")
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each.mul_(4 if ".experts." in name else 1)
+    return model
+
+
+def backward(engine: Any, seed: int, rank: int, world_size: int) -> None:
+    x = batch(seed, world_size)[rank : rank + 1]
+    engine.backward(engine(input_ids=x, labels=x).loss)
+
+
+def chosen(engine: Any, choice: str) -> list[nn.Parameter]:
+    return [each for name, each in engine.module.named_parameters() if CHOICES[choice](name)]
+
+
+def norms_and_weights(engine: Any, rank: int, world_size: int) -> dict[str, Any]:
+    import ds_fsmoe
+
+    found: dict[str, Any] = {}
+    backward(engine, 0, rank, world_size)
+    for norm_type in NORM_TYPES:
+        for choice in CHOICES:
+            for foreach in (True, False) if norm_type == 2 else (None,):
+                # So large that nothing is clipped yet.
+                norm = clip_grad_norm_(chosen(engine, choice), 1e9, norm_type, True, foreach)
+                found[f"{choice}, {norm_type}, {foreach}"] = norm.item()
+        found[f"at once, {norm_type}"] = ds_fsmoe.gradient_norm(engine, norm_type).item()
+    gradients = [each.grad for each in engine.module.parameters()]
+    found["public"] = nn.utils.get_total_norm(gradients).item()
+    found["one tensor"] = nn.utils.get_total_norm(chosen(engine, "one weight of experts")[0].grad).item()
+    nn.utils.clip_grads_with_norm_(engine.module.parameters(), 1.0, ds_fsmoe.gradient_norm(engine))
+    found["clipped"] = of_module(engine.module.parameters(), 1e9).item()
+    engine.step()
+    for step in range(1, 5):
+        backward(engine, step, rank, world_size)
+        found[f"step {step}"] = clip_grad_norm_(engine.module.parameters(), 0.5).item()
+        engine.step()
+    found |= {n: each.detach().norm().item() for n, each in engine.module.named_parameters() if ".experts." not in n}
+    return found
+
+
+def compared(rank: int, world_size: int) -> list[dict[str, Any]]:
+    found = []
+    for block in ({"enabled": False}, {"enabled": True, "ep_size": 2}):
+        engine = engine_of(with_large_experts(), ds_config(0) | {"fsmoe": block})
+        found.append(norms_and_weights(engine, rank, world_size))
+        dense = [each.detach().view(-1) for each in chosen(engine, "all but experts")]
+        of_ranks = [None] * world_size
+        dist.all_gather_object(of_ranks, torch.cat(dense))
+        found[-1]["ranks apart"] = max((each - of_ranks[0]).abs().max().item() for each in of_ranks)
+        engine.destroy()
+    return found
+
+
+@sampled("world_size", [2, 4], kept=[1])
+def test_a_scripts_own_clipping_has_the_norms_of_stock_and_keeps_dense_weights_alike(
+    world_size: int, tmp_path: Path
+) -> None:
+    for stock, ours in run_on_ranks(compared, world_size, tmp_path):
+        assert ours == pytest.approx(stock, rel=2e-5, abs=1e-9)
+        assert ours["ranks apart"] == 0
+        # It is the experts' part that is in question, and everything is clipped.
+        assert stock["experts alone, 2.0, True"] > 0.05 * stock["everything, 2.0, True"]
+        assert stock["step 4"] > 0.5
+
+
+def at_a_stage(rank: int, world_size: int, stages: list[int]) -> list[list[float]]:
+    import ds_fsmoe
+
+    found = []
+    for stage in stages:
+        for block in ({"enabled": False}, {"enabled": True, "ep_size": 2}):
+            engine = engine_of(with_large_experts(), ds_config(stage) | {"fsmoe": block})
+            backward(engine, 0, rank, world_size)
+            norms = [ds_fsmoe.gradient_norm(engine, each).item() for each in (2.0, float("inf"))]
+            # Parameters have no gradients at these stages, so torch's function has nothing to do, here as there.
+            norms.append(clip_grad_norm_(engine.module.parameters(), 0.1).item())
+            engine.step()
+            found.append([*norms, float(engine.get_global_grad_norm())])
+            engine.destroy()
+    return found
+
+
+@sampled("stages", [[1], [2], [3]], kept=[2])
+def test_the_norm_of_all_gradients_is_that_of_stock_at_every_stage(stages: list[int], tmp_path: Path) -> None:
+    for of_rank in run_on_ranks(at_a_stage, 2, tmp_path, stages):
+        for stock, ours in zip(of_rank[::2], of_rank[1::2], strict=True):
+            assert ours == pytest.approx(stock, rel=2e-5)
+            assert ours[0] == pytest.approx(ours[3], rel=2e-5) and ours[2] == 0
+
+
+def not_finite(rank: int, world_size: int) -> list[str]:
+    """What a rank is told, and what other models are: an expert of the last rank alone has a gradient that is none."""
+    engine = engine_of(model_of("mixtral"), ds_config(0, ep_size=2))
+    backward(engine, 0, rank, world_size)
+    if rank == world_size - 1:
+        chosen(engine, "one weight of experts")[0].grad[0, 0, 0] = float("nan")
+    with pytest.raises(RuntimeError) as said:
+        clip_grad_norm_(engine.module.parameters(), 1.0, error_if_nonfinite=True)
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    norm = clip_grad_norm_(other.parameters(), 1.0) if rank == 0 else None  # one rank alone
+    engine.destroy()
+    return [str(said.value).split(" for")[0], norm is None or abs(norm.item() - 6**0.5) < 1e-6]
+
+
+def test_every_rank_is_told_of_a_norm_that_is_not_finite_and_other_models_have_their_own(tmp_path: Path) -> None:
+    found = run_on_ranks(not_finite, 2, tmp_path)
+    assert found == [["The total norm of order 2.0", True]] * 2
