@@ -132,6 +132,7 @@ DEEPSPEED: dict[str, str] = {
     "engine/checkpointing_seams.py": "stands in for DeepSpeed's activation checkpointing",
     "engine/whole_states.py": "stands in for the methods by which DeepSpeed's optimizers give and take single states",
     "engine/script_norms.py": "asks DeepSpeed's groups for the ranks whose experts count in a norm",
+    "engine/scheduler_groups.py": "overrides what DeepSpeed's engine does about groups of parameters",
     "engine/cut_parameters.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
 }
 # (file, imported module) -> why the rule of its room does not hold there.

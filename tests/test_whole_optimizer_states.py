@@ -144,7 +144,7 @@ def moved_and_refused(rank: int, world_size: int, stage: int) -> list[Any]:
     placements.go_home()
     said += [torch.equal(safe_get_full_fp32_param(each), 2 * before[name]) for name, each in experts.items()]
     name, first = next(iter(experts.items()))
-    with pytest.raises(ValueError, match="ds_fsmoe: a value of shape .* give that of all 4 experts"):
+    with pytest.raises(ValueError, match=r"ds_fsmoe: a value of shape .* give that of all 4 experts"):
         safe_set_full_fp32_param(first, before[name][:2])
     engine.destroy()
     return said

@@ -40,15 +40,14 @@ from ds_fsmoe.engine.convert_layers import (
     find_layers,
 )
 from ds_fsmoe.engine.described import summary
-from ds_fsmoe.engine.expert_groups import groups_of_trained
 from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
 from ds_fsmoe.engine.generation import generate_together
 from ds_fsmoe.engine.marked_experts import MarkedExperts, hooks_on, refuse_hooks
-from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, without_frozen_experts
 from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.saving_engine import SavingEngine
+from ds_fsmoe.engine.scheduler_groups import GroupsEngine
 from ds_fsmoe.engine.script_norms import count_all_experts
 from ds_fsmoe.engine.split_batch import begin_splitting
 from ds_fsmoe.engine.stages import make_groups_on_every_stage
@@ -72,7 +71,7 @@ from ds_fsmoe.tuning.when import needs_numbers, settled
 from ds_fsmoe.versions import VERSION
 
 
-class FSMoEEngine(SavingEngine):
+class FSMoEEngine(GroupsEngine, SavingEngine):
     """DeepSpeed's engine with our layers; ``engine.fsmoe`` says what is on."""
 
     fsmoe: FSMoEState
@@ -388,15 +387,6 @@ class FSMoEEngine(SavingEngine):
             # DeepSpeed counts its own two classes of layers.
             self.has_moe_layers = True
             self.num_experts.extend(each.num_experts for each in self._hf_layers)
-
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        """Make DeepSpeed's optimizer, with groups of experts; without experts to train it has none for them."""
-        if self._hf_layers:
-            client_optimizer, model_parameters = with_expert_groups(client_optimizer), with_names(model_parameters)
-        if self._hf_layers and self.zero_optimization():
-            model_parameters = without_frozen_experts(model_parameters)
-        with groups_of_trained(self, self._hf_layers):
-            super()._configure_optimizer(client_optimizer, model_parameters)
 
     def _validate_zero3_moe_compatibility(self) -> None:
         """Check what DeepSpeed asks of experts at stage 3; it knows those of AutoEP only."""

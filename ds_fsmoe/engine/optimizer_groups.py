@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits the groups of a script's own optimizer into those of experts and of all else, which DeepSpeed reduces apart.
+"""Splits the groups of an optimizer into those of experts and of all else, which DeepSpeed reduces apart.
 
 Scripts for Hugging Face models know nothing of experts: Trainer makes two groups, with and without weight decay. The
 group of experts that comes off one has its options, and follows it: schedulers, and scripts, go on to change the
-options of the groups that they know.
+options of the groups that they know. DeepSpeed splits the groups of the optimizers that it makes itself; the rest is
+the same for these.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +22,10 @@ from ds_fsmoe.checkpoint_files.expert_parts import part_of
 
 _OWN = ("params", "name", "moe")
 """What a group of experts does not take over from the one that it came off."""
+
+
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, ScriptGroups] = weakref.WeakKeyDictionary()
+"""Optimizers whose groups are others than those of their scripts."""
 
 
 def with_expert_groups(client: Any) -> Any:
@@ -62,6 +69,36 @@ def without_frozen_experts(parameters: Any) -> Any:
     return [each for each in kept if isinstance(each["params"], torch.Tensor) or each["params"]]
 
 
+def numbers_of(parameters: Any) -> dict[int, int]:
+    """Return id of a parameter -> number of its group, of parameters or groups of them that DeepSpeed is given."""
+    given = [parameters] if isinstance(parameters, dict) else list(parameters or ())
+    groups = [each["params"] for each in given] if given and isinstance(given[0], dict) else [given]
+    held = [[each] if isinstance(each, torch.Tensor) else each for each in groups]
+    return {id(each): number for number, group in enumerate(held) for each in group}
+
+
+def follow_groups(optimizer: Any, numbers: Mapping[int, int]) -> None:
+    """Have the groups of experts that DeepSpeed has taken out of a script's follow these.
+
+    Args:
+        optimizer: what DeepSpeed has made.
+        numbers: as :func:`numbers_of` returns it, of what it was made from.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    groups = optimizer.param_groups
+    groups[:] = [each for each in groups if each["params"]]  # as DeepSpeed does next
+    of_script: dict[Any, list[int]] = {}
+    for at, group in enumerate(groups):
+        # Of a script's group DeepSpeed makes two for Muon: of matrices, which come first, and of all else.
+        key = numbers.get(id(group["params"][0]), len(numbers)), not group.get("use_muon", True)
+        of_script.setdefault(key, []).append(at)
+    # A group of experts alone has nothing to follow; in several pieces, the first leads.
+    made = [sorted(of_script[key], key=lambda at: groups[at].get("moe", False)) for key in sorted(of_script)]
+    came_off = {other: leader for leader, *others in made for other in others}
+    _remember(optimizer, [leader for leader, *_ in made], came_off)
+
+
 def _split(optimizer: torch.optim.Optimizer) -> None:
     """Take the experts out of groups that have others too; a group of experts alone is marked."""
     groups = optimizer.param_groups
@@ -87,28 +124,81 @@ def _split(optimizer: torch.optim.Optimizer) -> None:
         came_off[len(groups)] = number
         groups.append(group | marks | {"params": experts})
     if came_off:
-        all_groups = _Groups(optimizer)
-        optimizer.register_step_pre_hook(_following(all_groups, came_off))
+        of_script = _remember(optimizer, [each for each in known if isinstance(each, int)], came_off)
         for scheduler in list(_schedulers_of(optimizer)):
-            scheduler.optimizer = _Known(optimizer, all_groups, known)
+            scheduler.optimizer = _Known(optimizer, of_script, known)
 
 
-class _Groups:
-    """Knows all groups of an optimizer: loading makes others, and DeepSpeed takes steps with one group at a time.
+def _remember(optimizer: torch.optim.Optimizer, known: list[int], came_off: dict[int, int]) -> ScriptGroups | None:
+    """Remember which groups a script knows, and have the others follow; ``None`` if it knows all, in their order."""
+    if known == list(range(len(optimizer.param_groups))):
+        return None
+    found = ScriptGroups(optimizer, known)
+    _known[optimizer] = found
+    if came_off:
+        optimizer.register_step_pre_hook(_following(found, came_off))
+    return found
+
+
+def base_of(optimizer: Any) -> Any:
+    """Return torch's optimizer of what a scheduler is made for: itself, or inside one of DeepSpeed's."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optimizer", None)
+
+
+@contextmanager
+def as_script_knows(optimizer: Any) -> Iterator[None]:
+    """Have an optimizer show the groups of its script meanwhile, and no others.
+
+    Args:
+        optimizer: torch's or one of DeepSpeed's; one whose groups have not been split is left alone.
+    """
+    base = base_of(optimizer)
+    found = _known.get(base) if isinstance(base, torch.optim.Optimizer) else None
+    if found is None:
+        yield
+        return
+    everything = base.param_groups
+    base.param_groups = found.known()
+    try:
+        yield
+    finally:
+        base.param_groups = everything
+
+
+def show_scripts_groups(scheduler: Any) -> None:
+    """Have a scheduler go on to see the groups of its script.
+
+    Args:
+        scheduler: one that was made within :func:`as_script_knows`, or anything else, which is left alone.
+    """
+    optimizer = getattr(scheduler, "__dict__", {}).get("optimizer")
+    found = _known.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    if found is not None:
+        scheduler.optimizer = _Known(optimizer, found, found.numbers)
+
+
+class ScriptGroups:
+    """Knows all groups of an optimizer, and which are its script's: loading makes others, and DeepSpeed takes steps
+    with one group at a time.
 
     Args:
         optimizer: the optimizer.
+        numbers: the numbers of those that the script knows, in its order.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.now = list(optimizer.param_groups)
+    def __init__(self, optimizer: torch.optim.Optimizer, numbers: list[int]) -> None:
+        self.now, self.numbers = list(optimizer.param_groups), numbers
         optimizer.register_load_state_dict_post_hook(self._look)
+
+    def known(self) -> list[dict[str, Any]]:
+        """Return the script's groups as they are now."""
+        return [self.now[each] for each in self.numbers]
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         self.now = list(optimizer.param_groups)
 
 
-def _following(groups: _Groups, came_off: dict[int, int]) -> Callable[..., None]:
+def _following(groups: ScriptGroups, came_off: dict[int, int]) -> Callable[..., None]:
     """Return what lets groups of experts follow those that they came off, before every step.
 
     Args:
@@ -133,13 +223,22 @@ class _Known:
         known: the numbers of those that were there; one that was empty is there itself.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: _Groups, known: list[int | dict[str, Any]]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, groups: ScriptGroups, known: Sequence[int | dict[str, Any]]
+    ) -> None:
         self._optimizer, self._groups, self._known = optimizer, groups, known
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups, as they are now."""
         return [self._groups.now[each] if isinstance(each, int) else each for each in self._known]
+
+    def __eq__(self, other: object) -> bool:
+        # SequentialLR compares the optimizers of its schedulers.
+        return other is self._optimizer or (isinstance(other, _Known) and other._optimizer is self._optimizer)
+
+    def __hash__(self) -> int:
+        return hash(self._optimizer)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":  # while it is copied

@@ -39,7 +39,7 @@ def count_all_experts(engine: Any) -> None:
     if engine.zero_optimization() or _has_other_parts(engine):
         return
     _engines.add(engine)
-    # Looked up here by ``clip_grad_norm_`` at every call, so functions that a script has imported before are right, too.
+    # ``clip_grad_norm_`` looks it up here at every call, so what a script has imported before is right, too.
     if clip_grad._get_total_norm is not _total_norm:
         _torchs_norm = clip_grad._get_total_norm
         clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
