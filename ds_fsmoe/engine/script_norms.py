@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from ds_fsmoe.checkpoint_files.expert_parts import part_of
+from ds_fsmoe.layer.expert_shard import origin_of
 
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 """Those whose gradients torch's norms are to know."""
@@ -82,8 +83,10 @@ def gradient_norm(engine: Any, norm_type: float = 2.0) -> torch.Tensor:
         gradient = safe_get_full_grad(parameter)
         if gradient is None:
             continue
-        if _is_spread(parameter) and (part_of(parameter) is None or not engine.zero_optimization()):
-            own[len(norms)] = parameter
+        # With ZeRO that of experts of a Hugging Face model has been put together.
+        group = _ranks_of(parameter)
+        if group is not None and (part_of(parameter) is None or not engine.zero_optimization()):
+            own[len(norms)] = group
         norms.append(torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=torch.float32))
     _combine(norms, own, norm_type)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
@@ -94,8 +97,10 @@ def _has_other_parts(engine: Any) -> bool:
     return mpu is not None and max(bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)) > 1
 
 
-def _is_spread(parameter: nn.Parameter) -> bool:
-    return is_moe_param(parameter) and stock_groups._get_expert_parallel_group(parameter.group_name).size() > 1
+def _ranks_of(parameter: nn.Parameter) -> dist.ProcessGroup | None:
+    """Return the ranks over which experts are spread, ``None`` for what is none of theirs."""
+    group = stock_groups._get_expert_parallel_group(parameter.group_name) if is_moe_param(parameter) else None
+    return group if group is not None and group.size() > 1 else None
 
 
 @torch.no_grad()
@@ -110,31 +115,40 @@ def _total_norm(
     A norm of norms is the norm of the whole. Collective, if such gradients are among the tensors.
     """
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    of_engines = (each for engine in _engines for each in engine.module.parameters())
-    experts = {id(each.grad): each for each in of_engines if each.grad is not None and _is_spread(each)}
-    own = {at: experts[id(each)] for at, each in enumerate(tensors) if id(each) in experts}
+    experts = {
+        id(each.grad): group
+        for engine in _engines
+        for each in engine.module.parameters()
+        if each.grad is not None and (group := _ranks_of(each)) is not None
+    }
+    own: dict[int, dist.ProcessGroup] = {}
+    for at, each in enumerate(tensors):
+        # What a script gets from a marked parameter says itself what it is.
+        origin = origin_of(each)
+        if origin is not None or id(each) in experts:
+            own[at] = experts[id(each)] if origin is None else origin.group
     norms = {at: torch.linalg.vector_norm(tensors[at], norm_type, dtype=torch.float32) for at in own}
     _combine(norms, own, norm_type)
     found = [norms[at].to(each.dtype) if at in norms else each for at, each in enumerate(tensors)]
     return _torchs_norm(found, norm_type, error_if_nonfinite, foreach)
 
 
-def _combine(norms: Any, own: Mapping[int, nn.Parameter], norm_type: float) -> None:
+def _combine(norms: Any, own: Mapping[int, dist.ProcessGroup], norm_type: float) -> None:
     """Replace norms of what this rank has of experts by those of what all have, in place. Collective.
 
     Args:
         norms: number -> norm.
-        own: number -> parameter, of those that have to be, in the same order on all ranks.
+        own: number -> the ranks that have the rest, in the same order on all ranks.
         norm_type: which norm.
     """
-    numbers: dict[str, list[int]] = defaultdict(list)
-    for number, parameter in own.items():
-        numbers[parameter.group_name].append(number)
-    for name in sorted(numbers):
-        group = stock_groups._get_expert_parallel_group(name)
-        of_rank = torch.stack([norms[each] for each in numbers[name]])
+    numbers: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
+    for number, group in own.items():
+        numbers[group].append(number)
+    # A rank is in one group of each size, so all ranks have the same order.
+    for group in sorted(numbers, key=dist.ProcessGroup.size):
+        of_rank = torch.stack([norms[each] for each in numbers[group]])
         of_ranks = [torch.empty_like(of_rank) for _ in range(group.size())]
         dist.all_gather(of_ranks, of_rank, group=group)
         whole = torch.linalg.vector_norm(torch.stack(of_ranks), norm_type, dim=0)
-        for number, norm in zip(numbers[name], whole, strict=True):
+        for number, norm in zip(numbers[group], whole, strict=True):
             norms[number] = norm
