@@ -28,8 +28,8 @@ from ds_fsmoe.checkpoint.plan_state import RankState, go_on_with, read_paths, re
 from ds_fsmoe.checkpoint.ranks import Ranks
 from ds_fsmoe.checkpoint.saving import Saving, sizes_of, state_file, states_file, warn_of_what_is_lost
 from ds_fsmoe.checkpoint.stages import tie, without_tying
+from ds_fsmoe.checkpoint_files import guards, tags
 from ds_fsmoe.checkpoint_files import manifest as manifests
-from ds_fsmoe.checkpoint_files import tags
 from ds_fsmoe.checkpoint_files.manifest import Manifest
 from ds_fsmoe.checkpoint_files.pieces import Index, read_index
 from ds_fsmoe.checkpoint_files.publishing import recover
@@ -106,13 +106,8 @@ class Checkpoints:
         """
         ranks = self._ranks
         with_optimizer = asked.get("load_optimizer_states", True) and not asked.get("load_module_only", False)
-        if tag is None:
-            ranks.together(f"looking for {folder}", lambda: tags.check_there(folder))
         with_optimizer = with_optimizer and self._engine.optimizer is not None
-        found = self.check(folder, tag, asked)
-        if found is None:
-            return read(str(folder), None, **asked)
-        tag, manifest = found
+        tag, manifest = self.check(folder, tag, asked, with_optimizer)
         place = folder / tag
         reading = ranks.together(f"reading {place}", lambda: Reading(self._engine, place, manifest))
         index = ranks.together(f"reading {place}", lambda: read_index(place))
@@ -142,8 +137,13 @@ class Checkpoints:
         dtype = sizes_of(self._engine).dtype
         sharper = moved and manifest is not None and manifest.sizes.dtype != dtype == "float32"
         own = None if asked.get("load_module_only", False) else self._read_state(place, manifest, layout)
-        with reading.in_use(layout.is_recut, sharper, strict, relaid), without_tying(self._engine):
+        with (
+            reading.in_use(layout.is_recut, sharper, strict, relaid, with_optimizer),
+            without_tying(self._engine),
+        ):
             result = ranks.together(f"reading {place}", lambda: read(str(folder), tag, **asked))
+        if result[1] is not None:
+            result[1].pop(guards.KEY, None)  # where another reader than ours has left it in
         tie(self._engine)
         if not with_optimizer or moved:
             ranks.together(f"reading {place}", lambda: refresh_masters(self._engine))
@@ -163,27 +163,29 @@ class Checkpoints:
         if client_state is not None:
             client_state.pop("optimizer", None)
 
-    def check(self, folder: Path, tag: str | None, asked: dict[str, Any]) -> tuple[str, Manifest | None] | None:
-        """Find out, before anything is read, which tag to read, and check that it is whole.
+    def check(
+        self, folder: Path, tag: str | None, asked: dict[str, Any], with_optimizer: bool
+    ) -> tuple[str, Manifest | None]:
+        """Find out, before anything is read, which tag to read, and check that what is to be read of it is whole.
 
         Args:
             folder: the folder of all tags.
             tag: the tag, or ``None`` for what ``latest`` names.
             asked: which parts of it to read.
+            with_optimizer: whether states of the optimizer are among them.
 
         Returns:
-            The tag and what was read of it before loading; ``None`` if there is no tag to read.
+            The tag and what was read of it before loading.
 
         Raises:
             CheckpointError: on every rank, with what is wrong with which file.
         """
         ranks = self._ranks
-        wanted = ranks.together(f"reading {folder / tags.LATEST}", lambda: tags.latest(folder) if tag is None else tag)
+        what = f"reading {folder / tags.LATEST}"
+        wanted = ranks.together(what, lambda: tags.latest_there(folder) if tag is None else tag)
         # A function has no text that is the same on every rank.
         facts = {name: each if not callable(each) else "a function" for name, each in asked.items()}
         ranks.agree("what to load", {"tag": wanted} | facts)
-        if wanted is None:
-            return None
         place = folder / wanted
         ranks.on_leaders(f"looking for {place}", lambda: _recover(folder, wanted))
         manifest = ranks.together(f"reading {place}", lambda: manifests.read_manifest(place))
@@ -192,7 +194,7 @@ class Checkpoints:
         ranks.on_leaders(f"checking {place}", lambda: _check_all_is_named(place, manifest))
         if manifest is not None:
             ranks.together(f"checking {place}", lambda: check_model(self._engine, place, manifest))
-            ranks.together(f"checking {place}", lambda: self._check_files(place, manifest))
+            ranks.together(f"checking {place}", lambda: self._check_files(place, manifest, with_optimizer))
         return wanted, manifest
 
     def _read_state(self, place: Path, manifest: Manifest | None, layout: Comparison) -> RankState | None:
@@ -299,8 +301,8 @@ class Checkpoints:
                 f"{error}. Load it with load_optimizer_states=False, which takes the weights, or in the layout of then"
             ) from error
 
-    def _check_files(self, place: Path, manifest: Manifest) -> None:
-        names, rank, size = sorted(manifest.files), dist.get_rank(), dist.get_world_size()
+    def _check_files(self, place: Path, manifest: Manifest, with_optimizer: bool) -> None:
+        names, rank, size = manifests.names_read(manifest, with_optimizer), dist.get_rank(), dist.get_world_size()
         if self._engine.use_node_local_storage():
             # Of the files of other nodes nothing can be said here.
             names, rank, size = [each for each in names if (place / each).exists()], self._engine.local_rank, 1
@@ -308,7 +310,7 @@ class Checkpoints:
         progress = progress_on_rank_0(f"checking {place.name}", len(mine), "files")
         found = manifests.faults(place, manifest.files, followed(mine, progress))
         if found:
-            raise CheckpointError("; ".join(found))
+            raise CheckpointError("; ".join(found) + manifests.advice(manifest, found, with_optimizer))
 
 
 def _tell_versions(place: Path, manifest: Manifest) -> None:
@@ -324,7 +326,7 @@ def _recover(folder: Path, tag: str) -> None:
     if recover(folder, tag):
         log_on_rank_0(f"{folder / tag} was put back: a save over it was killed", logging.WARNING)
     if not (folder / tag).is_dir():
-        raise CheckpointError(f"{folder / tag}: no such checkpoint; there are: {tags.known_tags(folder)}")
+        raise CheckpointError(f"{folder / tag}: no such checkpoint; {tags.found_in(folder)}")
 
 
 def _check_all_is_named(place: Path, manifest: Manifest | None) -> None:

@@ -16,10 +16,11 @@ from deepspeed.utils import groups as stock_groups
 from ds_fsmoe.checkpoint.shared_out import FROZEN
 from ds_fsmoe.checkpoint.stages import stage_of
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_name, part_of, parts_file, parts_in
-from ds_fsmoe.checkpoint_files.manifest import PartSizes
+from ds_fsmoe.checkpoint_files.guards import guarded
+from ds_fsmoe.checkpoint_files.manifest import STAGE_3, PartSizes
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 
-_FROZEN_SHAPES = "frozen_param_shapes"
+_SHAPES, _FROZEN_SHAPES = "param_shapes", "frozen_param_shapes"
 
 
 def parts_of(engine: Any) -> dict[str, PartSizes]:
@@ -66,7 +67,7 @@ def write_parts(engine: Any, place: Path, exclude_frozen: bool) -> None:
         for name, (parameter, part) in parts.items()
         if parameter.requires_grad or not exclude_frozen
     }
-    engine.checkpoint_engine.save(state, str(place / parts_file(number, stage_of(engine))))
+    engine.checkpoint_engine.save(guarded(state), str(place / parts_file(number, stage_of(engine))))
 
 
 def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
@@ -82,6 +83,26 @@ def without_parts(state: dict[str, Any], names: set[str]) -> dict[str, Any]:
         if isinstance(state.get(each), dict)
     }
     return state | kept
+
+
+def misleads_others(engine: Any) -> bool:
+    """Return whether DeepSpeed's own readers would take parts of experts for whole ones, or find some nowhere."""
+    is_below_3 = engine.zero_optimization_stage() < STAGE_3
+    return any(
+        part.num_parts > 1 or (is_below_3 and not parameter.requires_grad)
+        for _, parameter, part in parts_in(engine.module)
+    )
+
+
+def for_others(state: dict[str, Any], is_misleading: bool) -> dict[str, Any]:
+    """Return what DeepSpeed writes beside weights so that its own readers read it rightly, or not at all."""
+    # Where a model has experts, DeepSpeed makes tuples of these shapes, and its reader of ZeRO 3 asks them for numel().
+    groups, frozen = state.get(_SHAPES), state.get(_FROZEN_SHAPES)
+    shapes = {
+        _SHAPES: groups and [{name: torch.Size(each) for name, each in group.items()} for group in groups],
+        _FROZEN_SHAPES: frozen and {name: torch.Size(each) for name, each in frozen.items()},
+    }
+    return guarded(state | shapes) if is_misleading else state | shapes
 
 
 def with_parts(state: dict[str, Any], parts: Mapping[str, torch.Tensor], frozen: set[str]) -> dict[str, Any]:

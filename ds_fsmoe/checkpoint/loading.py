@@ -21,6 +21,7 @@ from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.relaid import Relaid
 from ds_fsmoe.checkpoint.saving import stock_layers
 from ds_fsmoe.checkpoint.stages import stage_of
+from ds_fsmoe.checkpoint_files import guards
 from ds_fsmoe.checkpoint_files.expert_parts import parts_file, whole_name
 from ds_fsmoe.checkpoint_files.manifest import NAME, Manifest
 from ds_fsmoe.checkpoint_files.numbering import ExpertName, Numbering, cut_out, expert_file, expert_name
@@ -62,7 +63,7 @@ class Reading:
         return self._whole
 
     @contextmanager
-    def in_use(self, recut: bool, sharper: bool, strict: bool, relaid: bool = False) -> Iterator[None]:
+    def in_use(self, recut: bool, sharper: bool, strict: bool, relaid: bool, with_optimizer: bool) -> Iterator[None]:
         """Make DeepSpeed load through this reader within the block.
 
         Args:
@@ -71,13 +72,18 @@ class Reading:
             sharper: whether this job's weights have more digits than the saved ones; the optimizer's copies have them.
             relaid: whether weights lie otherwise in the files than this job's would: experts spread over other ranks,
                 or ZeRO 3 on one side.
+            with_optimizer: whether states of the optimizer are to be loaded; without them its files need not be there.
         """
         files = self._engine.checkpoint_engine
         if type(files) is not TorchCheckpointEngine:
-            yield
+            with replaced(guards, guards.use_ds_fsmoe_convert.__name__, guards.passed_over):
+                yield
             return
 
-        own = Relaid(self._engine, self.whole, self._sharp if sharper else self.whole.weights) if relaid else None
+        own = None
+        if relaid:
+            read = self._sharp if sharper else self.whole.weights
+            own = Relaid(self._engine, self.whole, read, with_optimizer)
         frozen = {name for name, each in self._engine.module.named_parameters() if not each.requires_grad}
 
         main = main_file(stage_of(self._engine))

@@ -34,14 +34,16 @@ class Relaid:
         engine: our engine.
         whole: the checkpoint.
         read: returns a parameter's weights by its name in the model.
+        with_optimizer: whether the files of its states may be read where weights are elsewhere.
 
     Attributes:
         main_file: the file of this rank's stage that DeepSpeed is to read, from which all else is made.
         main_files: those of all stages, of which DeepSpeed picks this rank's.
     """
 
-    def __init__(self, engine: Any, whole: Whole, read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, engine: Any, whole: Whole, read: Callable[[str], torch.Tensor], with_optimizer: bool) -> None:
         self._engine, self._whole, self._read = engine, whole, read
+        self._has_masters = with_optimizer or whole.is_shared_out
         self._parts = live_parts(engine)
         self._is_shared_out = bool(engine.zero_optimization_partition_weights())
         stage = stage_of(engine)
@@ -111,5 +113,5 @@ class Relaid:
         return self._engine.optimizer.state_dict() | {FLAT: flat}
 
     def _master(self, name: str) -> torch.Tensor:
-        found = self._whole.state(name, MASTER)
+        found = self._whole.state(name, MASTER) if self._has_masters else self._whole.weights(name)
         return self._parts[name][1].cut(found) if name in self._parts else found

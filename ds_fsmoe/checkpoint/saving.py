@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import groups as stock_groups
 
-from ds_fsmoe.checkpoint.expert_files import parts_of, without_parts
+from ds_fsmoe.checkpoint.expert_files import for_others, misleads_others, parts_of, without_parts
 from ds_fsmoe.checkpoint.optimizer_states import index_of
 from ds_fsmoe.checkpoint.plan_state import STATE_FORMAT, is_settled, plans_of
 from ds_fsmoe.checkpoint.ranks import Ranks, replaced
@@ -147,12 +147,15 @@ class Saving:
         """Note the files that this rank writes, as it has to sync them: another host may not have them in memory.
         What is of one rank alone does not go into the file of all."""
         parts, own_main_file = set(parts_of(self._engine)), main_file(stage_of(self._engine))
+        is_misleading = misleads_others(self._engine)
 
         def noted(state_dict: Any, path: str, *args: Any, **options: Any) -> Any:
             if Path(path).name == own_main_file and parts:
                 state_dict = without_parts(state_dict, parts)
             elif isinstance(state_dict, dict) and state_dict.get(FROZEN):
                 self._frozen_file = Path(path).name
+            if parts and isinstance(state_dict, dict) and "module" in state_dict:
+                state_dict = for_others(state_dict, is_misleading)
             result = save(state_dict, path, *args, **options)
             self._written.append(Path(path))
             return result

@@ -27,6 +27,8 @@ NAME = "fsmoe.json"
 OURS = "fsmoe_"
 """The prefix of the names of our other files."""
 FORMAT = 1
+_STATES = "optim_states.pt"
+"""The end of the names of files with states of the optimizer."""
 _WEIGHTS = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 FIRST = "first"
 STAGE_3 = 3
@@ -199,6 +201,26 @@ def names_in(folder: Path) -> list[str]:
         for each in folder.rglob("*")
         if each.is_file() and each.name not in (NAME, OWNER)
     )
+
+
+def names_read(manifest: Manifest, with_optimizer: bool) -> list[str]:
+    """Return the files that a load reads, sorted. Below ZeRO 3 only states of the optimizer are in files of their own.
+
+    Args:
+        manifest: the manifest of the checkpoint.
+        with_optimizer: whether states of the optimizer are to be loaded.
+    """
+    is_needed = with_optimizer or manifest.sizes.zero_stage >= STAGE_3
+    return sorted(each for each in manifest.files if is_needed or not each.endswith(_STATES))
+
+
+def advice(manifest: Manifest, found: Sequence[str], with_optimizer: bool) -> str:
+    """Return what to add to faults that were found in files of the optimizer's states alone."""
+    if not all(f"{_STATES} " in each for each in found):
+        return ""
+    if manifest.sizes.zero_stage >= STAGE_3:
+        return ": at ZeRO 3 the weights are in these files, too, and nothing can be loaded without them"
+    return ": load_optimizer_states=False loads the weights without them" if with_optimizer else ""
 
 
 def faults(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import _weights_only_unpickler
 
+from ds_fsmoe.checkpoint_files.guards import KEY, PASSED_OVER
 from ds_fsmoe.checkpoint_files.numpy_pickles import BYTES, NUMPY, STAND_INS, Anything
 from ds_fsmoe.checkpoint_files.plain_files import problem_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
@@ -30,6 +31,7 @@ PLAIN: tuple[Any, ...] = (
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     slice,
     *BYTES,
+    PASSED_OVER,
 )
 
 # What DeepSpeed's own files name: a class or two with numbers in it.
@@ -69,7 +71,7 @@ def read_file(
         if names_numpy:
             _go_through(path, trusted)
         with _allowed(*PLAIN, *trusted, *(NUMPY if names_numpy else ())):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
+            found = torch.load(path, map_location=map_location, weights_only=True, mmap=in_place)
     except pickle.UnpicklingError as error:
         named = _strangers(path, trusted)
         if not named:
@@ -80,6 +82,9 @@ def read_file(
         ) from error
     except Exception as error:  # a damaged file brings up anything
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if isinstance(found, dict):
+        found.pop(KEY, None)
+    return found
 
 
 def _trusted_by_script() -> list[Any]:

@@ -16,6 +16,7 @@ LATEST = "latest"
 _TAKEN = (LATEST, f"{LATEST}{SAVING}", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _UNFINISHED = re.compile(rf"\.[0-9a-f]{{8}}({re.escape(SAVING)}|{re.escape(BEFORE)})$")
 _MOST_BYTES = 4096
+_NO_TAGS = "none"
 
 
 class CheckpointError(RuntimeError):
@@ -99,21 +100,34 @@ def latest(folder: Path) -> str | None:
     return tag
 
 
-def check_there(folder: Path) -> None:
-    """Refuse to load from a folder that is not there, as nobody can have saved in it. One without ``latest`` is left to
-    DeepSpeed, which warns: a job that goes on by itself may be started for the first time.
+def latest_there(folder: Path) -> str:
+    """Return what ``latest`` names. Where there is no such file, DeepSpeed warns, and the run would begin anew.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: there is none, or it cannot be read.
     """
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder}: there is no such folder, so no checkpoint to go on from; to begin a run, call load_checkpoint "
-            "only where the folder is there, or make it first"
-        )
+    tag = latest(folder)
+    if tag is None:
+        raise CheckpointError(f"{folder}: {found_in(folder)}")
+    return tag
+
+
+def found_in(folder: Path) -> str:
+    """Return what a folder holds in which a checkpoint was not found, and what to do, for messages."""
+    if any(folder.glob("*mp_rank_*_model_states.pt")):
+        own = folder.absolute()
+        return f"this is the folder of one checkpoint: call load_checkpoint({str(own.parent)!r}, tag={own.name!r})"
+    known = known_tags(folder)
+    if known != _NO_TAGS:
+        return f"name a tag; there are: {known}"
+    what = "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder"
+    return (
+        f"{what}, so no checkpoint to go on from; to begin a run, call load_checkpoint only where {folder / LATEST} is "
+        "there"
+    )
 
 
 def known_tags(folder: Path) -> str:
     """Return the names of the existing folders, for messages."""
     names = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-    return ", ".join(each for each in names if not _UNFINISHED.search(each)) or "none"
+    return ", ".join(each for each in names if not _UNFINISHED.search(each)) or _NO_TAGS

@@ -59,7 +59,7 @@ class Whole:
         self._trusted = trusted
         self._open: OrderedDict[str, Any] = OrderedDict()
         self.manifest: Manifest | None = read_manifest(place) if place.is_dir() else None
-        there = sorted(each.name for each in self.files())
+        there = sorted(each.name for each in self._listed())
         names = [each for each in there if each.endswith("_model_states.pt")]
         self.is_shared_out = DENSE_FILE not in names and SHARED_OUT_FILE in names
         self.main_file = SHARED_OUT_FILE if self.is_shared_out else DENSE_FILE
@@ -124,16 +124,17 @@ class Whole:
         Raises:
             CheckpointError: one of them must not be opened.
         """
+        for each in self._listed():
+            if (problem := problem_of(each, self.place)) is not None:
+                raise CheckpointError(problem)
+            yield each
+
+    def _listed(self) -> list[Path]:
         if self.manifest is not None:
             found = [self.place / each for each in self.manifest.files]
         else:
             found = [each for each in self.place.iterdir() if not each.is_dir()] if self.place.is_dir() else []
-        for each in found:
-            if each.name.startswith(OURS):
-                continue
-            if (problem := problem_of(each, self.place)) is not None:
-                raise CheckpointError(problem)
-            yield each
+        return [each for each in found if not each.name.startswith(OURS)]
 
     def names(self) -> Iterator[str]:
         """The names of all parameters and buffers; what several stages share is named once."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_fsmoe.checkpoint.checkpoints import Checkpoints
 from ds_fsmoe.checkpoint.expert_files import write_parts
 from ds_fsmoe.checkpoint.ranks import replaced
+from ds_fsmoe.checkpoint.saving import stock_layers
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
+from ds_fsmoe.checkpoint_files.guards import write_script
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.engine.marked_experts import refuse_parts
@@ -129,7 +132,10 @@ class SavingEngine(DeepSpeedEngine):
         self, save_dir: str, tag: str, client_state: Any = None, exclude_frozen_parameters: bool = False
     ) -> None:
         """Save the experts of Hugging Face models beside those that DeepSpeed knows."""
-        super()._save_moe_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
+        with ExitStack() as stack:
+            for layer in stock_layers(self).values():
+                stack.enter_context(replaced(layer, "state_dict", _only_experts(layer.state_dict)))
+            super()._save_moe_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
         write_parts(self, Path(save_dir) / tag, exclude_frozen_parameters)
 
     def _checkpoint_tag_validation(self, tag: str) -> None:
@@ -138,9 +144,11 @@ class SavingEngine(DeepSpeedEngine):
             super()._checkpoint_tag_validation(tag)
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Copy DeepSpeed's ``zero_to_fp32.py`` beside a checkpoint, unless it would put experts together wrongly."""
+        """Write a script ``zero_to_fp32.py`` beside a checkpoint: ours where DeepSpeed's knows nothing of parts."""
         if not self.spreads_experts:
             super()._copy_recovery_script(save_path)
+        else:
+            write_script(Path(save_path))
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
         """Load DeepSpeed's checkpoint from checked files; random generators and plans go on as they were.
@@ -153,7 +161,8 @@ class SavingEngine(DeepSpeedEngine):
         if self.load_universal_checkpoint():
             raise CheckpointError(
                 f"{load_dir}: checkpoint.load_universal = true: DeepSpeed has no universal form of MoE layers, and its "
-                "reading of that form runs what files ask for; checkpoints move to another layout without it"
+                "reading of that form runs what files ask for. Leave it out of the config, and load the checkpoint "
+                "that was saved: ds_fsmoe moves it to another layout by itself"
             )
         asked = dict(zip(_LOAD_OPTIONS, others, strict=False)) | options
         tag = None if tag is None else str(tag)
@@ -189,3 +198,16 @@ class SavingEngine(DeepSpeedEngine):
         for name in [each for each in full_state_dict if expert_name(each) is not None]:
             full_state_dict.pop(name)
         return full_state_dict
+
+
+def _only_experts(state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return a layer's ``state_dict`` that has experts alone where DeepSpeed looks for them, and all in a state dict of
+    the model. DeepSpeed takes whatever has "expert" in its name for one, and asks for its number."""
+
+    def found(*args: Any, **options: Any) -> dict[str, Any]:
+        state = state_dict(*args, **options)
+        if args or options:
+            return state
+        return {name: each for name, each in state.items() if expert_name(f".{name}") is not None}
+
+    return found

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes files whose experts only ds_fsmoe can put together refuse to be read by others, with the command to use.
+
+DeepSpeed's ``zero_to_fp32`` and ``ds_to_universal`` would take a rank's experts for all of them. They, and stock's
+engine, unpickle a whole file, and a guard in it is an error when it is unpickled. Our own reader passes it over.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.files.whole_files import write_whole
+
+KEY = "read_by_ds_fsmoe_only"
+"""The key of the guard in a file; the first, so that no tensor is read before the error."""
+_SENTENCE = (
+    "ds_fsmoe has saved this checkpoint, with experts that are spread over ranks, and other programs would put them "
+    "together wrongly. Run 'ds_fsmoe convert CHECKPOINTS FOLDER --to fp32' for fp32 weights, '--to huggingface' "
+    "for what from_pretrained reads, '--to stock' for a checkpoint of weights that stock DeepSpeed loads. To train on "
+    "with other ranks, another ep_size or ZeRO stage, load it as it is with ds_fsmoe"
+)
+_SCRIPT = '''#!/usr/bin/env python
+"""Writes fp32 weights: python zero_to_fp32.py . FOLDER [--tag TAG] is ds_fsmoe convert . FOLDER [--tag TAG] --to fp32.
+
+DeepSpeed's script of this name would take the experts of one rank for all of them.
+"""
+import sys
+
+from ds_fsmoe.cli import main
+
+given = ["--tag" if each == "-t" else each for each in sys.argv[1:] if each != "--safe_serialization"]
+raise SystemExit(main(["convert", *given, "--to", "fp32"]))
+'''
+
+
+def use_ds_fsmoe_convert(sentence: str) -> None:
+    """Refuse to be unpickled: files name this function.
+
+    Raises:
+        CheckpointError: always.
+    """
+    raise CheckpointError(sentence)
+
+
+def passed_over(sentence: str) -> None:
+    """Do nothing, where our own reader unpickles a guard."""
+
+
+PASSED_OVER = (passed_over, f"{__name__}.{use_ds_fsmoe_convert.__name__}")
+"""What our reader calls instead, and the name in files."""
+
+
+class _Guard:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return use_ds_fsmoe_convert, (_SENTENCE,)
+
+
+def guarded(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file is to hold, with a guard in front."""
+    return {KEY: _Guard()} | state
+
+
+def write_script(folder: Path) -> None:
+    """Write a script into a folder of checkpoints that makes fp32 weights of them, under the name of DeepSpeed's."""
+    script = folder / "zero_to_fp32.py"
+    write_whole(script, _SCRIPT)
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other programs make the right model of a checkpoint whose experts are spread over ranks, or it is our error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("transformers")
+
+from ds_fsmoe.checkpoint_files import guards
+from ds_fsmoe.checkpoint_files.guards import guarded
+from ds_fsmoe.checkpoint_files.reading import read_file
+from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from tests.ranks import run_on_ranks
+from tests.test_hugging_face_files import Layout, make, train
+
+ROOT = Path(__file__).parents[1]
+ON_2 = [Layout(2, 2, 1), Layout(2, 2, 2), Layout(2, 2, 3), Layout(2, 1, 1), Layout(2, 1, 3)]
+ON_4 = [Layout(4, 2, 1), Layout(4, 2, 3)]
+
+
+def save(rank: int, world_size: int, layouts: list[Layout], folder: str) -> list[str]:
+    """Save each layout, and its whole weights; load it with stock DeepSpeed. What that says."""
+    import deepspeed
+
+    import ds_fsmoe
+    from tests.hf_families import model_of
+    from tests.test_hugging_face import ds_config
+
+    said = []
+    for layout in layouts:
+        engine = make(layout)
+        train(engine, 0, 2)
+        engine.save_checkpoint(f"{folder}/{layout.name}", "tag")
+        whole = ds_fsmoe.whole_state_dict(engine)
+        if rank == 0:
+            torch.save(whole, f"{folder}/{layout.name}/whole.pt")
+        engine.destroy()
+        if layout.ep > 1:
+            model = model_of(layout.family)
+            config = {name: each for name, each in ds_config(layout.stage).items() if name != "fsmoe"}
+            engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+            with pytest.raises(CheckpointError) as caught:
+                engine.load_checkpoint(f"{folder}/{layout.name}", "tag", load_module_strict=False)
+            said.append(str(caught.value))
+            engine.destroy()
+    return said
+
+
+def names_the_command(error: BaseException | str) -> bool:
+    return "ds_fsmoe convert" in str(error) and "--to fp32" in str(error)
+
+
+def fp32(folder: Path) -> dict[str, torch.Tensor]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return get_fp32_state_dict_from_zero_checkpoint(str(folder), "tag")
+
+
+def fp32_files(folder: Path) -> dict[str, torch.Tensor]:
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    convert_zero_checkpoint_to_fp32_state_dict(str(folder), str(folder / "files"), safe_serialization=True, tag="tag")
+    return load_file(folder / "files" / "model.safetensors")
+
+
+def universal(folder: Path) -> dict[str, torch.Tensor]:
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    options = workers | {"strict": True, "inject_missing_state": True}
+    places = {"input_folder": str(folder / "tag"), "output_folder": str(folder / "universal")}
+    main(argparse.Namespace(**places, **options))
+    found = {}
+    for each in (folder / "universal" / "zero").glob("*/fp32.pt"):
+        state = torch.load(each, weights_only=False)
+        found[each.parent.name] = state["param"] if isinstance(state, dict) else state
+    return found
+
+
+def opened(folder: Path) -> dict[str, torch.Tensor]:
+    from deepspeed.checkpoint import DeepSpeedCheckpoint
+
+    return {"opened": torch.tensor(len(DeepSpeedCheckpoint(str(folder / "tag")).mp_rank_files))}
+
+
+READERS: tuple[Callable[[Path], dict[str, torch.Tensor]], ...] = (fp32, fp32_files, universal)
+
+
+def check_refused(saved: Path, layout: Layout) -> None:
+    readers = READERS if layout.stage == 3 else (*READERS, opened)  # which looks for mp_rank_* first
+    for read in readers:
+        with pytest.raises(CheckpointError) as caught:
+            read(saved / layout.name)
+        assert names_the_command(caught.value), (layout, read, caught.value)
+    assert not list((saved / layout.name).glob("universal/zero/*"))
+    for path in (saved / layout.name / "tag").glob("*model_states.pt"):
+        with pytest.raises(CheckpointError):
+            torch.load(path, weights_only=False)
+        with pytest.raises(pickle.UnpicklingError, match="use_ds_fsmoe_convert"):
+            torch.load(path, weights_only=True)
+
+
+def check_script(folder: Path) -> None:
+    """The script beside the checkpoint writes the right weights, as the sentence's command does."""
+    assert os.access(folder / "zero_to_fp32.py", os.X_OK)
+    (folder / "latest").write_text("tag")
+    command = [sys.executable, "zero_to_fp32.py", ".", "out", "-t", "tag", "--safe_serialization"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found, right = load_file(folder / "out" / "model.safetensors"), torch.load(folder / "whole.pt")
+    assert found.keys() == right.keys()
+    assert all(torch.equal(found[name], each) for name, each in right.items())
+
+
+def check_right(folder: Path, read: Callable[[Path], dict[str, torch.Tensor]]) -> None:
+    found, right = read(folder), torch.load(folder / "whole.pt")
+    assert found.keys() >= right.keys()
+    for name, each in right.items():
+        assert torch.equal(found[name].reshape(-1), each.reshape(-1)), (read, name)
+
+
+@pytest.mark.long
+def test_deepspeeds_readers_refuse_spread_experts_with_the_command_and_read_whole_ones(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    said = run_on_ranks(save, 2, tmp_path / "ranks", ON_2, str(saved))
+    assert len(said[0]) == 3
+    assert all(names_the_command(each) for every in said for each in every)
+    for layout in ON_2:
+        if layout.ep > 1:
+            check_refused(saved, layout)
+    check_script(saved / ON_2[2].name)
+    # With all experts on every rank nothing is spread.
+    below_3, at_3 = (saved / each.name for each in ON_2[3:])
+    check_right(below_3, universal)
+    for read in (fp32, fp32_files, universal):
+        check_right(at_3, read)
+    with pytest.raises(CheckpointError) as caught:
+        fp32(below_3)
+    assert names_the_command(caught.value)
+
+
+@pytest.mark.long
+def test_deepspeeds_readers_refuse_experts_that_are_spread_over_replicas_too(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    said = run_on_ranks(save, 4, tmp_path / "ranks", ON_4, str(saved))
+    assert len(said[0]) == 2
+    assert all(names_the_command(each) for every in said for each in every)
+    for layout in ON_4:
+        check_refused(saved, layout)
+    check_script(saved / ON_4[1].name)
+
+
+def test_a_guard_is_an_error_before_any_tensor_is_read_and_our_reader_passes_it_over(tmp_path: Path) -> None:
+    state = {"module": {"w": torch.arange(3.0)}, "mine": [1, 2]}
+    torch.save(guarded(state), tmp_path / "guarded.pt")
+    found = read_file(tmp_path / "guarded.pt")
+    assert found.keys() == state.keys()
+    assert torch.equal(found["module"]["w"], state["module"]["w"])
+    read: list[Any] = []
+
+    def note(storage: Any, location: str) -> Any:
+        read.append(location)
+        return storage
+
+    with pytest.raises(CheckpointError, match="ds_fsmoe convert CHECKPOINTS FOLDER --to fp32"):
+        torch.load(tmp_path / "guarded.pt", map_location=note, weights_only=False)
+    assert read == []
+    assert guards.KEY not in state
