@@ -53,18 +53,26 @@ def train(engine: Any, rank: int, first: int, steps: int = 2) -> list[float]:
     return train_steps(engine, rank, range(first, first + steps))
 
 
+def said_where(engine: Any, folder: str, tag: str | None = None) -> str:
+    """What a load says of a folder that is not one of checkpoints."""
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder, tag)
+    return str(caught.value)
+
+
 def fail_alone(rank: int, world_size: int, folder: str) -> list[str]:
     hurry()
     engine = make(rank, Case(ep_size=2, stage=1, k=2))
     said = []
-    with pytest.raises(CheckpointError) as caught:
-        engine.load_checkpoint(folder)
-    missing = str(caught.value)
+    missing = [said_where(engine, folder)]
     torch.distributed.barrier()
-    # A folder in which nobody has saved yet is where a job begins that goes on by itself.
     Path(folder).mkdir(exist_ok=True)
-    assert engine.load_checkpoint(folder) == (None, None)
+    missing.append(said_where(engine, folder))
     train(engine, rank, 0)
+    engine.save_checkpoint(folder, "good", save_latest=False)
+    missing.append(said_where(engine, folder))
+    missing += [said_where(engine, f"{folder}/good"), said_where(engine, f"{folder}/good", "good")]
+    assert engine.load_checkpoint(folder, "good")[0] is not None
     engine.save_checkpoint(folder, "good")
     with pytest.raises(CheckpointError) as caught:
         engine.save_checkpoint(folder, "bad", client_state={"mine": lambda: None})  # rank 0 writes it
@@ -104,7 +112,7 @@ def fail_alone(rank: int, world_size: int, folder: str) -> list[str]:
     assert own.exists()
     assert engine.load_checkpoint(folder)[0] is not None
     engine.destroy()
-    return [*said, missing]
+    return [*said, *missing]
 
 
 def test_what_fails_on_one_rank_is_an_error_on_all_and_the_good_tag_stays(tmp_path: Path) -> None:
@@ -113,7 +121,14 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_the_good_tag_stays(tmp_pa
     assert "lambda" in first[0]
     assert "No space left" in first[1]
     assert "Input/output error" in first[2]
-    assert first[3].startswith(f"{tmp_path / 'saved'}: there is no such folder, so no checkpoint to go on from")
+    saved = tmp_path / "saved"
+    begin = f"{saved}: no tag was given, and no latest names one; "
+    assert first[3].startswith(f"{begin}there is no such folder, so no checkpoint to go on from")
+    assert first[4].startswith(f"{begin}there is no checkpoint in this folder, so no checkpoint to go on from")
+    assert first[5] == f"{begin}there are: good"
+    of_a_tag = f"this is the folder of one checkpoint: call load_checkpoint('{saved}', tag='good')"
+    assert first[6] == f"{begin.replace(str(saved), str(saved / 'good'))}{of_a_tag}"
+    assert first[7] == f"{saved / 'good' / 'good'}: no such checkpoint; {of_a_tag}"
     assert (tmp_path / "saved" / "latest").read_text() == "good"
 
 

@@ -108,7 +108,7 @@ def latest_there(folder: Path) -> str:
     """
     tag = latest(folder)
     if tag is None:
-        raise CheckpointError(f"{folder}: {found_in(folder)}")
+        raise CheckpointError(f"{folder}: no tag was given, and no {LATEST} names one; {found_in(folder)}")
     return tag
 
 
@@ -119,7 +119,7 @@ def found_in(folder: Path) -> str:
         return f"this is the folder of one checkpoint: call load_checkpoint({str(own.parent)!r}, tag={own.name!r})"
     known = known_tags(folder)
     if known != _NO_TAGS:
-        return f"name a tag; there are: {known}"
+        return f"there are: {known}"
     what = "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder"
     return (
         f"{what}, so no checkpoint to go on from; to begin a run, call load_checkpoint only where {folder / LATEST} is "
