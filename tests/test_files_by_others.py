@@ -58,6 +58,20 @@ def save(rank: int, world_size: int, layouts: list[Layout], folder: str) -> list
     return said
 
 
+def load_otherwise(rank: int, world_size: int, layout: Layout, folder: str) -> list[str]:
+    """The client state after a load by another checkpoint engine than DeepSpeed's default, which unpickles all."""
+    import ds_fsmoe
+
+    engine = make(layout, scale=1.5)
+    other = type("Other", (type(engine.checkpoint_engine),), {})
+    engine.checkpoint_engine.__class__ = other
+    _, state = engine.load_checkpoint(f"{folder}/{layout.name}", "tag")
+    found, right = ds_fsmoe.whole_state_dict(engine), torch.load(f"{folder}/{layout.name}/whole.pt")
+    assert rank > 0 or all(torch.equal(found[name], each) for name, each in right.items())
+    engine.destroy()
+    return list(state)
+
+
 def names_the_command(error: BaseException | str) -> bool:
     return "ds_fsmoe convert" in str(error) and "--to fp32" in str(error)
 
@@ -144,6 +158,8 @@ def test_deepspeeds_readers_refuse_spread_experts_with_the_command_and_read_whol
         if layout.ep > 1:
             check_refused(saved, layout)
     check_script(saved / ON_2[2].name)
+    states = run_on_ranks(load_otherwise, 2, tmp_path / "others", ON_2[2], str(saved))
+    assert guards.KEY not in states[0]
     # With all experts on every rank nothing is spread.
     below_3, at_3 = (saved / each.name for each in ON_2[3:])
     check_right(below_3, universal)

@@ -195,7 +195,7 @@ def train(
         wrong.stamp()
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     # All ranks have met in initialize, and none has saved since.
-    if (folder / "checkpoints").is_dir():
+    if (folder / "checkpoints" / "latest").is_file():
         engine.load_checkpoint(str(folder / "checkpoints"))
     wrong.prepare(engine)
     losses = folder / "losses" / f"rank{rank}.txt"
