@@ -21,6 +21,8 @@ from ds_fsmoe.checkpoint_files.manifest import STAGE_3, PartSizes
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 
 _SHAPES, _FROZEN_SHAPES = "param_shapes", "frozen_param_shapes"
+_TOPS = {"module", "optimizer", "optimizer_state_dict"}
+"""The keys by one of which files of weights and of the optimizer's states are known."""
 
 
 def parts_of(engine: Any) -> dict[str, PartSizes]:
@@ -95,14 +97,17 @@ def misleads_others(engine: Any) -> bool:
 
 
 def for_others(state: dict[str, Any], is_misleading: bool) -> dict[str, Any]:
-    """Return what DeepSpeed writes beside weights so that its own readers read it rightly, or not at all."""
+    """Return what DeepSpeed writes into a file so that its own readers read it rightly, or not at all."""
+    if not _TOPS & state.keys():  # one layer of a pipeline, or one expert of DeepSpeed's
+        return state
     # Where a model has experts, DeepSpeed makes tuples of these shapes, and its reader of ZeRO 3 asks them for numel().
     groups, frozen = state.get(_SHAPES), state.get(_FROZEN_SHAPES)
     shapes = {
         _SHAPES: groups and [{name: torch.Size(each) for name, each in group.items()} for group in groups],
         _FROZEN_SHAPES: frozen and {name: torch.Size(each) for name, each in frozen.items()},
     }
-    return guarded(state | shapes) if is_misleading else state | shapes
+    state = state | {name: each for name, each in shapes.items() if each}
+    return guarded(state) if is_misleading else state
 
 
 def with_parts(state: dict[str, Any], parts: Mapping[str, torch.Tensor], frozen: set[str]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Saving:
                 state_dict = without_parts(state_dict, parts)
             elif isinstance(state_dict, dict) and state_dict.get(FROZEN):
                 self._frozen_file = Path(path).name
-            if parts and isinstance(state_dict, dict) and "module" in state_dict:
+            if parts and isinstance(state_dict, dict):
                 state_dict = for_others(state_dict, is_misleading)
             result = save(state_dict, path, *args, **options)
             self._written.append(Path(path))
