@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.engine.entry_points import initialize, install, uninstall
     from ds_fsmoe.engine.inference import inference
     from ds_fsmoe.engine.transformers_seams import own_experts
+    from ds_fsmoe.engine.way_back import make_whole
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
     from ds_fsmoe.layer.parts import LayerError
     from ds_fsmoe.layer.stock_layer import FSMoELayer
@@ -103,6 +104,7 @@ _MODULE_OF_NAME = {
     "initialize": "engine.entry_points",
     "install": "engine.entry_points",
     "load_ops": "ops",
+    "make_whole": "engine.way_back",
     "own_experts": "engine.transformers_seams",
     "read_routing": "routes.recorded",
     "register_alltoall": "registry",
@@ -159,6 +161,7 @@ __all__ = [
     "initialize",
     "install",
     "load_ops",
+    "make_whole",
     "own_experts",
     "read_routing",
     "register_alltoall",

@@ -8,6 +8,7 @@ the optimizer is not.
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from ds_fsmoe.engine.split_batch import begin_splitting
 from ds_fsmoe.engine.stages import make_groups_on_every_stage
 from ds_fsmoe.engine.state import FSMoEState, alike
 from ds_fsmoe.engine.telemetry import Telemetry
+from ds_fsmoe.engine.way_back import refuse_while_shared_out
 from ds_fsmoe.engine.whole_models import save_whole_models
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
@@ -169,6 +171,8 @@ class FSMoEEngine(SavingEngine):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward, with the trace and the comparison of ranks at the start of a step."""
+        if self.fsmoe.running.is_over:
+            return super().forward(*inputs, **kwargs)
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
@@ -234,9 +238,11 @@ class FSMoEEngine(SavingEngine):
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     def destroy(self) -> None:
-        """End the lanes, then what DeepSpeed ends."""
-        if "fsmoe" in vars(self):
+        """End the lanes, then what DeepSpeed ends. Layers run on as they lie, without the engine."""
+        if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
             self.fsmoe.close()
+            if self.zero_optimization_partition_weights():
+                refuse_while_shared_out(self.module, self.fsmoe.running)
         super().destroy()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -334,6 +340,7 @@ class FSMoEEngine(SavingEngine):
         for sentence in sentences:
             log_on_rank_0(words.as_written(sentence), logging.WARNING)
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
+        running.engine = weakref.ref(self)
         as_run = type_of_run(self.config, device.type)
         ep_size = ep_size_of(block, experts, device, expert_before_data, as_run, num_stages)
         layers: dict[str, StockMoE | HuggingFaceLayer] = {}
@@ -356,8 +363,7 @@ class FSMoEEngine(SavingEngine):
         agree_on_forms(self._hf_layers, stage_group)
         log_table(self._hf_layers, model, len(stock), num_stages is not None)
         if ep_size * block.esp_size > 1:
-            save_whole_models(model)
-            generate_together(model)
+            running.put_on_model += [save_whole_models(model), generate_together(model)]
         if num_stages is not None:
             make_groups_on_every_stage(model, layers, running)
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group, self.gradient_accumulation_steps)

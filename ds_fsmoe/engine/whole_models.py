@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,18 +17,23 @@ from torch import nn
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.engine.generation import put_over
 from ds_fsmoe.engine.saving_engine import SavingEngine
 
 
-def save_whole_models(model: nn.Module) -> None:
+def save_whole_models(model: nn.Module) -> Callable[[], None]:
     """Let what saves a model save all of its experts, or refuse.
 
     Args:
         model: a model whose experts are spread over ranks.
+
+    Returns:
+        What undoes it on the model.
     """
     _let_accelerate_gather()
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _refusing(model, model.save_pretrained)
+    if not hasattr(model, "save_pretrained"):
+        return lambda: None
+    return put_over(model, "save_pretrained", _refusing(model, model.save_pretrained))
 
 
 def _refusing(model: nn.Module, save: Any) -> Any:
