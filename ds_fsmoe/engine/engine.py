@@ -54,7 +54,7 @@ from ds_fsmoe.engine.stages import make_groups_on_every_stage
 from ds_fsmoe.engine.state import FSMoEState, alike
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.way_back import refuse_while_shared_out
-from ds_fsmoe.engine.whole_models import save_whole_models
+from ds_fsmoe.engine.whole_models import refuse_copies, save_whole_models
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
@@ -362,6 +362,7 @@ class FSMoEEngine(SavingEngine):
         self.spreads_experts = bool(self._hf_layers) if num_stages is None else any(on_every_rank(bool(experts)))
         agree_on_forms(self._hf_layers, stage_group)
         log_table(self._hf_layers, model, len(stock), num_stages is not None)
+        running.put_on_model.append(refuse_copies(model))
         if ep_size * block.esp_size > 1:
             running.put_on_model += [save_whole_models(model), generate_together(model)]
         if num_stages is not None:

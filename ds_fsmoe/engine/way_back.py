@@ -28,7 +28,7 @@ _USES = (
     *("save_checkpoint", "load_checkpoint", "save_16bit_model"),
 )
 """What an engine is asked for that has lost its model."""
-_OF_STAGE_3 = ("_external_params", "all_parameters", "_original_parameters")
+_OF_STAGE_3 = ("_external_params", "all_parameters", "_original_parameters", "pre_bwd_fn", "post_bwd_fn")
 """Attributes of modules that DeepSpeed puts there at ZeRO 3, besides those that begin with ``ds_``."""
 
 
@@ -122,6 +122,11 @@ def take_back(model: nn.Module, ds_config: Mapping[str, Any], is_enabled: bool) 
         unshare(model)
     for name, experts in () if is_enabled else _experts_in(model):
         take_up(experts, wrappers_around(model, name).values())
+    for layer in (each for each in model.modules() if isinstance(each, StockMoE)) if is_enabled else stock.values():
+        # DeepSpeed refuses to give a layer another group.
+        for holder in (layer.deepspeed_moe, layer.deepspeed_moe.gate):
+            if hasattr(holder, "ep_group"):
+                holder.ep_group = None
 
 
 def refuse_while_shared_out(model: nn.Module, running: LayerRuntime) -> None:
@@ -155,8 +160,8 @@ def unshare(model: nn.Module) -> None:
         strip(parameter, keeps=OURS)
         parameter.data = whole
     for module in model.modules():
-        if hasattr(module, "_original_parameters"):  # DeepSpeed's own container is in their place
-            module._parameters = type(module._original_parameters)(module._parameters)
+        if hasattr(module, "_original_parameters"):  # a container of DeepSpeed's is in their place
+            module._parameters = type(nn.Module()._parameters)(module._parameters)
         for name in [each for each in vars(module) if each in _OF_STAGE_3 or each.startswith("ds_")]:
             delattr(module, name)
 

@@ -19,6 +19,7 @@ from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.engine.generation import put_over
 from ds_fsmoe.engine.saving_engine import SavingEngine
+from ds_fsmoe.layer.parts import refuse_copy
 
 
 def save_whole_models(model: nn.Module) -> Callable[[], None]:
@@ -34,6 +35,20 @@ def save_whole_models(model: nn.Module) -> Callable[[], None]:
     if not hasattr(model, "save_pretrained"):
         return lambda: None
     return put_over(model, "save_pretrained", _refusing(model, model.save_pretrained))
+
+
+def refuse_copies(model: nn.Module) -> Callable[[], None]:
+    """Let a model say that it cannot be copied or pickled, before any of it has been; see :func:`refuse_copy`.
+
+    Args:
+        model: a model with an engine.
+
+    Returns:
+        What undoes it.
+    """
+    name = type(model).__name__
+    # Looked for on the object by copy and by pickle.
+    return put_over(model, "__reduce_ex__", lambda protocol: refuse_copy(name))
 
 
 def _refusing(model: nn.Module, save: Any) -> Any:
