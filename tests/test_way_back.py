@@ -60,14 +60,20 @@ def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], t
     return shapes or [name for name in found if furthest(found[name], wanted[name].float()) > tolerance]
 
 
-def left_on(model: nn.Module) -> dict[str, Any]:
+def left_on(model: nn.Module) -> set[tuple[str, Any]]:
     """What hangs on a model: classes, attributes and hooks of its modules and parameters."""
-    found: dict[str, Any] = {}
+    found: set[tuple[str, Any]] = set()
     for name, module in model.named_modules():
-        hooks = {each: len(value) for each, value in vars(module).items() if each.endswith("_hooks")}
-        found[name] = type(module), {*vars(module)} - {"_z3_leaf"}, hooks, type(module._parameters)
+        found |= {(name, type(module)), (name, type(module._parameters))}
+        found |= {(name, each) for each in vars(module) if each != "_z3_leaf"}
+        found |= {(name, (each, len(value))) for each, value in vars(module).items() if each.endswith("_hooks")}
     for name, each in model.named_parameters():
-        found[f"parameter {name}"] = type(each), {*vars(each)}, each.requires_grad, tuple(each.shape)
+        found |= {
+            (name, type(each)),
+            (name, each.requires_grad),
+            (name, each.shape),
+            *((name, of) for of in vars(each)),
+        }
     return found
 
 
@@ -181,12 +187,7 @@ def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block:
         engine(input_ids=batch(0, 1))
     ds_fsmoe.make_whole(model)  # changes nothing
     said = [f"state dict: {each}" for each in differing(model.state_dict(), told[0])]
-    wanted = left_on(fresh)
-    said += [
-        f"left on {name}: {each} for {wanted.get(name)}"
-        for name, each in left_on(model).items()
-        if each != wanted.get(name)
-    ]
+    said += [f"on the model: {each}" for each in left_on(model) ^ left_on(fresh)]
     if rank == 0:  # alone
         loss_of(model.train(), batch(5, 1)).backward()
         model.save_pretrained(folder)

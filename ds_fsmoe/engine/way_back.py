@@ -28,7 +28,10 @@ _USES = (
     *("save_checkpoint", "load_checkpoint", "save_16bit_model"),
 )
 """What an engine is asked for that has lost its model."""
-_OF_STAGE_3 = ("_external_params", "all_parameters", "_original_parameters", "pre_bwd_fn", "post_bwd_fn")
+_OF_STAGE_3 = (
+    *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
+    *("post_bwd_fn", "pre_bwd_fn"),
+)
 """Attributes of modules that DeepSpeed puts there at ZeRO 3, besides those that begin with ``ds_``."""
 
 
