@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import threading
 from pathlib import Path
@@ -425,3 +426,40 @@ def loaded_by_parts(rank: int, world_size: int) -> list[int]:
 
 def test_a_model_that_was_loaded_by_parts_is_never_whole_between_two_engines(tmp_path: Path) -> None:
     assert [each[0] for each in run_on_ranks(loaded_by_parts, 2, tmp_path)] == [4, 4]
+
+
+TWO_TRAINERS = """
+import json, sys
+import torch
+from transformers import Trainer, TrainingArguments
+from tests.hf_families import model_of
+
+tokens = torch.randint(3, 100, (24, 12), generator=torch.Generator().manual_seed(0))
+rows = [{"input_ids": each, "labels": each} for each in tokens]
+model, losses = model_of("mixtral"), []
+ds = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
+ds |= {"zero_optimization": {"stage": 2}, "fsmoe": json.loads(sys.argv[1])}
+for number in range(2):
+    given = dict(max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, report_to=[], seed=3)
+    given |= dict(save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", deepspeed=ds)
+    trainer = Trainer(model, TrainingArguments("out", **given), train_dataset=rows)
+    trainer.train()
+    losses += [each["loss"] for each in trainer.state.log_history if "loss" in each]
+if trainer.is_world_process_zero():
+    open(sys.argv[2], "w").write(json.dumps(losses))
+"""
+
+
+@pytest.mark.long
+def test_two_trainers_one_after_the_other_on_one_model_have_stocks_losses(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from tests.test_hugging_face_trainers import on_ranks
+
+    script = tmp_path / "two_trainers.py"
+    script.write_text(TWO_TRAINERS)
+    blocks = {"stock": STOCK, "ours": {"enabled": True}}
+    runs = [(str(script), json.dumps(block), str(tmp_path / side)) for side, block in blocks.items()]
+    on_ranks(tmp_path, 2, runs)
+    stock, ours = (json.loads((tmp_path / side).read_text()) for side in blocks)
+    assert len(ours) == len(stock) == 6
+    assert ours == pytest.approx(stock, rel=1e-5)

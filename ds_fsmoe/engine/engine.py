@@ -241,8 +241,7 @@ class FSMoEEngine(SavingEngine):
         """End the lanes, then what DeepSpeed ends. Layers run on as they lie, without the engine."""
         if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
             self.fsmoe.close()
-            if self.zero_optimization_partition_weights():
-                refuse_while_shared_out(self.module, self.fsmoe.running)
+            refuse_while_shared_out(self.module, self.fsmoe.running)
         super().destroy()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -41,7 +41,7 @@ def make_whole(model: nn.Module) -> nn.Module:
 
     Experts are put together weight by weight, so that no second copy of the model is held. Afterwards nothing of ours
     or of the engine is on the model: one rank alone runs, saves, copies and pickles it, and it can be given to
-    ``initialize`` again. Parameters of experts are new objects where ranks had parts of them.
+    ``initialize`` again. Weights of experts are [E, ...] again, and new objects where ranks had parts of them.
 
     Args:
         model: the model that was given to ``initialize``, or its engine, after ``engine.destroy()``. A model that is
@@ -136,9 +136,11 @@ def refuse_while_shared_out(model: nn.Module, running: LayerRuntime) -> None:
     """Let a model whose engine of ZeRO 3 has ended say so when it is called while nothing gathers its parameters.
 
     Args:
-        model: the model.
+        model: the model, of any stage.
         running: what its layers share.
     """
+    if not any(map(is_shared_out, model.parameters())):
+        return
 
     def refuse(module: nn.Module, inputs: Any) -> None:
         if any(is_shared_out(each) and each.numel() != each.ds_numel for each in module.parameters()):
