@@ -438,7 +438,7 @@ tokens = torch.randint(3, 100, (24, 12), generator=torch.Generator().manual_seed
 rows = [{"input_ids": each, "labels": each} for each in tokens]
 model, losses = model_of("mixtral"), []
 ds = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
-ds |= {"zero_optimization": {"stage": 2}, "fsmoe": json.loads(sys.argv[1])}
+ds |= {"zero_optimization": {"stage": 2}, "fsmoe": json.loads(sys.argv[-2])}
 for number in range(2):
     given = dict(max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, report_to=[], seed=3)
     given |= dict(save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", deepspeed=ds)
@@ -446,7 +446,7 @@ for number in range(2):
     trainer.train()
     losses += [each["loss"] for each in trainer.state.log_history if "loss" in each]
 if trainer.is_world_process_zero():
-    open(sys.argv[2], "w").write(json.dumps(losses))
+    open(sys.argv[-1], "w").write(json.dumps(losses))
 """
 
 
