@@ -44,7 +44,7 @@ from ds_fsmoe.engine.described import summary
 from ds_fsmoe.engine.expert_groups import groups_of_trained
 from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
-from ds_fsmoe.engine.generation import generate_together
+from ds_fsmoe.engine.generation import put_over
 from ds_fsmoe.engine.optimizer_groups import with_expert_groups, with_names, without_frozen_experts
 from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
@@ -54,7 +54,7 @@ from ds_fsmoe.engine.stages import make_groups_on_every_stage
 from ds_fsmoe.engine.state import FSMoEState, alike
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.engine.way_back import refuse_while_shared_out
-from ds_fsmoe.engine.whole_models import refuse_copies, save_whole_models
+from ds_fsmoe.engine.whole_models import keep_whole
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
 from ds_fsmoe.gradients.updated_parameters import UpdatedParameters
@@ -247,7 +247,8 @@ class FSMoEEngine(SavingEngine):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as DeepSpeed does, but leave out our layers: a compiler cannot handle lanes."""
         for inner in self.fsmoe.inner_layers.values():
-            inner.forward = torch.compiler.disable(inner.forward)
+            disabled = put_over(inner, "forward", torch.compiler.disable(inner.forward))
+            self.fsmoe.running.put_on_model.append(disabled)
         super().compile(*args, **kwargs)
 
     def fsmoe_dummy_forward(self) -> torch.Tensor:
@@ -361,9 +362,7 @@ class FSMoEEngine(SavingEngine):
         self.spreads_experts = bool(self._hf_layers) if num_stages is None else any(on_every_rank(bool(experts)))
         agree_on_forms(self._hf_layers, stage_group)
         log_table(self._hf_layers, model, len(stock), num_stages is not None)
-        running.put_on_model.append(refuse_copies(model))
-        if ep_size * block.esp_size > 1:
-            running.put_on_model += [save_whole_models(model), generate_together(model)]
+        running.put_on_model += keep_whole(model, ep_size * block.esp_size > 1)
         if num_stages is not None:
             make_groups_on_every_stage(model, layers, running)
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group, self.gradient_accumulation_steps)

@@ -46,8 +46,6 @@ def leave(module: FSMoEExperts) -> None:
         around.__class__ = type(around).__mro__[2]
         around = around.base_layer
     module.__class__ = own_class_of(module)
-    # What a compiler was kept from calls our forward.
-    vars(module).pop("forward", None)
     del module.fsmoe
     places = None
     if state.placed is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ds_fsmoe.checkpoint_files.expert_parts import part_of
@@ -14,7 +15,6 @@ from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.engine.convert_adapters import wrappers_around
 from ds_fsmoe.engine.convert_layers import check_left, restore
 from ds_fsmoe.engine.left_experts import OURS, is_left, leave, strip, take_up
-from ds_fsmoe.engine.saving_engine import SavingEngine
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.own_experts_marks import loaded_in
 from ds_fsmoe.layer.parts import LayerError
@@ -66,7 +66,7 @@ def make_whole(model: nn.Module) -> nn.Module:
         >>> type(model.deepspeed_moe)  # stock's layer again
         <class 'deepspeed.moe.sharded_moe.MOELayer'>
     """
-    if isinstance(model, SavingEngine):
+    if isinstance(model, DeepSpeedEngine):
         model = model.module
     for name, _, part in loaded_in(model):
         raise LayerError(
@@ -74,7 +74,7 @@ def make_whole(model: nn.Module) -> nn.Module:
             'load it within ds_fsmoe.own_experts({"fsmoe": {"enabled": False}})'
         )
     runtimes = _runtimes(model)
-    if any(not each.is_over for each in runtimes):
+    if _alive(runtimes):
         raise RuntimeError(
             "make_whole: the engine of this model has not ended: call engine.destroy() on every rank first, or "
             "ds_fsmoe.whole_state_dict(engine) for its weights alone"
@@ -113,7 +113,7 @@ def take_back(model: nn.Module, ds_config: Mapping[str, Any], is_enabled: bool) 
                 "false needs all of them: call engine.destroy() and ds_fsmoe.make_whole(model) on every rank first, "
                 "and give initialize() the parameters that it has then"
             )
-    alive = [engine for each in runtimes if not each.is_over and (engine := each.engine()) is not None]
+    alive = _alive(runtimes)
     for engine in alive:
         if engine.fsmoe.placement is not None:
             engine.fsmoe.placement.go_home()
@@ -121,7 +121,7 @@ def take_back(model: nn.Module, ds_config: Mapping[str, Any], is_enabled: bool) 
     for engine in alive:
         engine.destroy()
     _take_off(model, runtimes, "was given to another engine by ds_fsmoe.initialize(): use that one")
-    if runtimes and (ds_config.get("zero_optimization") or {}).get("stage", 0) != 3:
+    if (runtimes or _experts_in(model)) and (ds_config.get("zero_optimization") or {}).get("stage", 0) != 3:
         unshare(model)
     for name, experts in () if is_enabled else _experts_in(model):
         take_up(experts, wrappers_around(model, name).values())
@@ -177,6 +177,12 @@ def _runtimes(model: nn.Module) -> list[LayerRuntime]:
     return list({id(each.fsmoe.running): each.fsmoe.running for each in inner if each.fsmoe.running}.values())
 
 
+def _alive(runtimes: Iterable[LayerRuntime]) -> list[Any]:
+    """Return the engines that have not ended; of one that was never complete only its layers are left."""
+    engines = [each.engine() for each in runtimes if not each.is_over]
+    return [each for each in engines if each is not None and "fsmoe" in vars(each)]
+
+
 def _experts_in(model: nn.Module) -> list[tuple[str, Any]]:
     """Return (name, module) of the experts that have, or had, an engine of ours."""
     return [(name, each) for name, each in model.named_modules() if isinstance(each, FSMoEExperts) or is_left(each)]
@@ -199,6 +205,8 @@ def _take_off(model: nn.Module, runtimes: Iterable[LayerRuntime], why: str) -> N
         raise RuntimeError(f"this engine has no model any more, which {why}")
 
     for running in runtimes:
+        if not running.is_over:
+            running.close()
         while running.put_on_model:
             running.put_on_model.pop()()
         engine = running.engine()
