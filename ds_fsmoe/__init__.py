@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.engine.inference import inference
     from ds_fsmoe.engine.script_norms import gradient_norm
     from ds_fsmoe.engine.transformers_seams import own_experts
+    from ds_fsmoe.engine.way_back import make_whole
     from ds_fsmoe.layer.expert_shard import own_experts_of, own_part
     from ds_fsmoe.layer.moe_layer import MOELayer, MoEOutput
     from ds_fsmoe.layer.parts import LayerError
@@ -107,6 +108,7 @@ _MODULE_OF_NAME = {
     "initialize": "engine.entry_points",
     "install": "engine.entry_points",
     "load_ops": "ops",
+    "make_whole": "engine.way_back",
     "own_experts": "engine.transformers_seams",
     "read_routing": "routes.recorded",
     "register_alltoall": "registry",
@@ -168,6 +170,7 @@ __all__ = [
     "initialize",
     "install",
     "load_ops",
+    "make_whole",
     "own_experts",
     "own_experts_of",
     "own_part",

@@ -101,28 +101,6 @@ def test_our_moe_refuses_sizes_that_do_not_fit(arguments: dict, sentence: str) -
         ds_fsmoe.MoE(7, nn.Linear(7, 7), **arguments)
 
 
-def initialize_twice(rank: int, world_size: int) -> list[str]:
-    messages = []
-    for second_block in ({"enabled": True}, {"enabled": False}):
-        model = SmallModel(Case(ep_size=2), rank)
-        engine, *_ = ds_fsmoe.initialize(
-            model=model, model_parameters=model.parameters(), config=Case().ds_config(**ENABLED)
-        )
-        with pytest.raises(ValueError, match="process group already") as caught:
-            ds_fsmoe.initialize(model=model, config=Case().ds_config(fsmoe=second_block))
-        messages.append(str(caught.value))
-        engine.destroy()
-    return messages
-
-
-def test_a_second_initialize_on_the_same_model_is_refused(tmp_path: Path) -> None:
-    for messages in run_on_ranks(initialize_twice, 2, tmp_path):
-        assert messages == 2 * [
-            "moes.0 has a process group already: this model was given to initialize() before; build a new model for "
-            "every call"
-        ]
-
-
 def one_rank_is_wrong(rank: int, world_size: int) -> str:
     """Nothing is exchanged before the checks, so ranks with equal configs fail alike and none is left waiting."""
     with pytest.raises(ValueError, match="ep_size") as caught:

@@ -111,6 +111,7 @@ DEEPSPEED: dict[str, str] = {
     "engine/checks_at_start.py": "knows DeepSpeed's models in pipeline stages from others",
     "engine/compat.py": "holds and checks every private name of DeepSpeed",
     "engine/inference.py": "knows DeepSpeed's models in pipeline stages from others",
+    "engine/way_back.py": "knows DeepSpeed's engines from models",
     "engine/run_record.py": "finds the layers of DeepSpeed's own engine",
     "gradients/reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
     "gradients/zero_stages.py": "has in itself the methods of DeepSpeed's optimizers that it replaces",

@@ -277,8 +277,13 @@ def allowed(rank: int, world: int, folder: str) -> None:
     # Every rank has the whole, and takes its own.
     engine.module.load_state_dict({DOWN: whole * 3}, strict=False)
     assert torch.allclose(ds_fsmoe.own_part(p), whole[own.start : own.stop] * 3)
+    model = engine.module
     engine.destroy()
-    assert type(p) is nn.Parameter
+    with pytest.raises(ds_fsmoe.LayerError, match=re.escape(DOWN)):  # it is still a part
+        p[0]
+    assert type(dict(ds_fsmoe.make_whole(model).named_parameters())[DOWN]) is nn.Parameter
+    with pytest.raises(ds_fsmoe.LayerError, match=f"{re.escape(DOWN)}: this parameter was looked up before"):
+        p.sum()
 
 
 def test_what_means_the_same_for_a_part_is_done(tmp_path: Path) -> None:
@@ -348,7 +353,7 @@ def before(rank: int, world: int) -> None:
     model = model_of("olmoe").train()
     held = dict(model.named_parameters())
     engine = engine_of(model, ds_config(1, ep_size=2))
-    with pytest.raises(ds_fsmoe.LayerError, match=f"{re.escape(DOWN)}.*before ds_fsmoe.initialize"):
+    with pytest.raises(ds_fsmoe.LayerError, match=f"{re.escape(DOWN)}.*before ds_fsmoe.initialize\\("):
         held[DOWN].pow(2).sum()
     with pytest.raises(ds_fsmoe.LayerError, match=re.escape(DOWN)):
         held[DOWN].data.norm()

@@ -28,8 +28,8 @@ PROMISED = (
     "GPTFeedForward GShardGate GateBase LayerError LinearGate MOELayer MixtralFeedForward MixtralGate MoE "
     "MoEOutput OptionError OrderBase QwenGate Routing RoutingBase SigmoidGate SimpleOrder SlotRouting "
     "SoftMoEGate SwitchGate TokenChoiceGate XMoEGate __version__ gradient_norm inference initialize install load_ops "
-    "own_experts own_experts_of own_part read_routing register_alltoall register_expert register_gate register_order "
-    "uninstall update_gates whole_parameters whole_state_dict whole_weight"
+    "make_whole own_experts own_experts_of own_part read_routing register_alltoall register_expert register_gate "
+    "register_order uninstall update_gates whole_parameters whole_state_dict whole_weight"
 )
 NAMES = PROMISED.split(" ")
 OBJECTS = [name for name in NAMES if name != "__version__"]
@@ -110,7 +110,7 @@ SHAPED = [
     for name in OBJECTS
     if name.endswith(("Gate", "GateBase", "Order", "OrderBase", "AllToAll", "AllToAllBase", "Routing", "RoutingBase"))
     or name.endswith(("FeedForward", "ExpertBase", "ExpertArgs", "Wire", "FramesAsTokens", "CallbackBase", "Layer"))
-    or name in ("MoE", "MoEOutput", "read_routing", "whole_state_dict")
+    or name in ("MoE", "MoEOutput", "make_whole", "read_routing", "whole_state_dict")
 ]
 
 
@@ -144,6 +144,7 @@ NEED_A_RANK = [
     "inference",
     "initialize",
     "install",
+    "make_whole",
     "own_experts",
     "uninstall",
     "whole_parameters",

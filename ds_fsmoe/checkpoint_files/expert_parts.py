@@ -168,6 +168,18 @@ class ExpertPart:
             return torch.cat(parts)
         return torch.cat([each.unflatten(1, (-1, self.num_local)) for each in parts], dim=2).flatten(1)
 
+    def in_order(self, whole: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        """Return a whole parameter whose experts lie elsewhere in the model's own order, in new memory.
+
+        Args:
+            whole: as :meth:`join` returns it.
+            places: [E]: where in it each expert lies.
+        """
+        dim = LAYOUTS.index(self.layout)
+        sizes = (self.num_experts, -1) if self.layout == "stacked" else (-1, self.num_experts)
+        chosen = torch.tensor(places, device=whole.device)
+        return whole.unflatten(dim, sizes).index_select(2 * dim, chosen).flatten(dim, dim + 1)
+
     def of_rank(self, ep_rank: int) -> ExpertPart:
         """Return the description of another rank's part of the same parameter."""
         return replace(self, ep_rank=ep_rank)

@@ -20,7 +20,7 @@ from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine import compat
 from ds_fsmoe.engine.convert_adapters import wrappers_around
 from ds_fsmoe.engine.convert_experts import chosen_ep_size, num_experts_of
-from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, check_unused, find_layers
+from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, find_layers
 from ds_fsmoe.engine.experts_checks import check_experts_modules, check_hugging_face, find_experts
 from ds_fsmoe.engine.experts_shards import check_shards_of_experts
 from ds_fsmoe.layer.expert_container import check_containers
@@ -58,7 +58,6 @@ def check_before_any_group(block: FSMoEBlock, ds_config: Mapping[str, Any], mode
     check_hugging_face(block, ds_config, experts, layers, isinstance(model, PipelineModule), mpu, adapted)
     check_shards_of_experts(block, ds_config, experts, adapted)
     check_layers(layers, block.gate)
-    check_unused(layers)
     # Under a launcher that sets no WORLD_SIZE the engine checks again, as soon as the ranks have found each other.
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 0))
     if isinstance(model, PipelineModule):

@@ -110,10 +110,11 @@ def convert_wrappers(
             part = ExpertPart(layout, state.total_experts, state.ep_size, ep_rank)
             for linear in modules.values():
                 whole = linear.weight
-                linear.weight = cut_parameter(whole, part, state.group_name)
-                linear.out_features, linear.in_features = shape_of(linear.weight)
-                if linear.weight is not whole:
-                    replaced[linear.weight] = whole
+                mine = cut_parameter(whole, part, state.group_name)
+                if mine is not whole:
+                    linear.weight = mine
+                    linear.out_features, linear.in_features = shape_of(mine)
+                    replaced[mine] = whole
         wrapper.num_experts = experts.num_local_experts
         wrapper.__class__ = _ours(type(wrapper))
     state.outermost = tuple(wrappers.values())[:1]

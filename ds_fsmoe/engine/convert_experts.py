@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
 from ds_fsmoe.components.expert_compute.contract import (
     Contract,
     contract_of,
@@ -32,12 +32,13 @@ from ds_fsmoe.distributed.topology import find_topology, world_size_now
 from ds_fsmoe.engine.convert_adapters import adapters_of, convert_wrappers, wrappers_around
 from ds_fsmoe.engine.cut_parameters import cut_parameter, share_out, tag_as_experts
 from ds_fsmoe.engine.experts_shards import contract_of_shard, shards_of
+from ds_fsmoe.engine.left_experts import take_up
 from ds_fsmoe.engine.packed_experts import packed_ep_size
 from ds_fsmoe.execution.tensor_parallel import PLAIN
-from ds_fsmoe.layer.expert_shard import replace as replace_parameter
-from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer
+from ds_fsmoe.layer.experts_layer import ExpertsState, FSMoEExperts, GivenRouter, HuggingFaceLayer, own_class_of
 from ds_fsmoe.layer.own_experts_marks import loaded_part, unmark
 from ds_fsmoe.layer.parts import LayerError, Parts
+from ds_fsmoe.layer.replaced_parameters import replace_all
 from ds_fsmoe.layer.router_choice import RouterWatch
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
@@ -146,8 +147,9 @@ def refuse_ep_size(block: FSMoEBlock) -> None:
 
 
 def num_experts_of(module: nn.Module) -> int:
-    """Return the number of experts of all ranks, of a module that has all of them or was loaded with a part."""
-    part = loaded_part(module)
+    """Return the number of experts of all ranks, of a module that has all of them, or a part since it was loaded or had
+    an engine."""
+    part = loaded_part(module) or part_of(module.down_proj)
     return (shape_of(module.down_proj) or (0,))[0] if part is None else part.num_experts
 
 
@@ -193,8 +195,11 @@ def convert_experts(
     index = running.shard_index(ep_size)
     state.contract = contract_of_shard(contract, index)
     part = ExpertPart("stacked", num_experts, ep_size, running.ep_rank(ep_size))
+    shards = shards_of(contract, state.esp_size, index)
+    wanted = {name: replace(part, shard=shard) for name, shard in shards.items()}
+    before = take_up(module, (wrappers or {}).values(), wanted)
     if loaded_part(module) is None:
-        replaced = _cut(module, contract, part, shards_of(contract, state.esp_size, index), state.group_name)
+        replaced = _cut(module, wanted, state.group_name)
     else:
         replaced = {}
         _take_loaded(module, contract, part, state.group_name, path)
@@ -207,15 +212,9 @@ def convert_experts(
     if any(map(is_shared_out, replaced.values())):
         running.groups(ep_size)
         share_out(replaced)
-    _replace(replaced, *next(iter((wrappers or {}).items()), (path, module)))
-    return HuggingFaceLayer(module), replaced
-
-
-def _replace(replaced: Mapping[nn.Parameter, nn.Parameter], path: str, module: nn.Module) -> None:
-    """Make the use of what was replaced an error, which tells the parameter's name."""
-    for name, new in module.named_parameters():
-        if new in replaced:
-            replace_parameter(replaced[new], f"{path}.{name}")
+    found = {new: before.get(old, old) for new, old in replaced.items()}
+    replace_all(found, *next(iter((wrappers or {}).items()), (path, module)))
+    return HuggingFaceLayer(module), found
 
 
 def watch_router(model: nn.Module, path: str, module: FSMoEExperts) -> None:
@@ -242,14 +241,12 @@ def _ours(own_class: type[nn.Module]) -> type[nn.Module]:
     return _classes[own_class]
 
 
-def _cut(
-    module: nn.Module, contract: Contract, part: ExpertPart, shards: Mapping[str, Shard | None], group_name: str
-) -> dict[nn.Parameter, nn.Parameter]:
+def _cut(module: nn.Module, parts: Mapping[str, ExpertPart], group_name: str) -> dict[nn.Parameter, nn.Parameter]:
     """Put this rank's experts, or shards of them, in the place of all of them, one weight at a time."""
     replaced = {}
-    for name in contract.weights:
+    for name, part in parts.items():
         whole = getattr(module, name)
-        mine = cut_parameter(whole, replace(part, shard=shards[name]), group_name)
+        mine = cut_parameter(whole, part, group_name)
         if mine is not whole:
             setattr(module, name, mine)
             replaced[mine] = whole
@@ -312,11 +309,6 @@ def agree_on_forms(layers: Sequence[HuggingFaceLayer], group: dist.ProcessGroup 
         if any(is_called):
             module = layer.deepspeed_moe
             module.fsmoe.own_forward = _eager_forward(module, own_class_of(module))
-
-
-def own_class_of(module: FSMoEExperts) -> type[nn.Module]:
-    """Return the class that a converted module had before."""
-    return type(module).__mro__[2]
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -28,6 +28,9 @@ from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE, StockMOE
 from ds_fsmoe.layer.unsharded import UnshardedExperts
 from ds_fsmoe.log import log_on_rank_0
 
+_OF_BLOCK = "fsmoe_of_block"
+"""The attribute of a gate with the block that it was made by."""
+
 
 def find_layers(model: nn.Module, has_others: bool = False) -> dict[str, StockMoE]:
     """Return name -> every ``deepspeed.moe.layer.MoE`` of a model (or of this rank's stage), in module order.
@@ -65,7 +68,7 @@ def check_layers(layers: dict[str, StockMoE], gate: GateBlock | None) -> None:
             )
         if inner.use_tutel:
             raise LayerError(f"{name}: use_tutel = True runs Tutel's kernels, which ds_fsmoe replaces; leave it out")
-        if gate is not None and type(inner.gate) not in (StockTopKGate, FSMoEGate):
+        if gate is not None and not _has_gate(layer, gate) and type(inner.gate) not in (StockTopKGate, FSMoEGate):
             raise LayerError(
                 f"{name} has a gate of its own, a {type(inner.gate).__name__}, which fsmoe.gate would not reach: leave "
                 "fsmoe.gate out, or give the layer stock's gate"
@@ -115,17 +118,28 @@ def check_shards(layers: dict[str, StockMoE], esp_size: int) -> None:
                 raise LayerError(f"fsmoe.expert_tensor_parallel_size = {esp_size}: {name}: {error}") from error
 
 
-def check_unused(layers: dict[str, StockMoE]) -> None:
-    """Refuse a model that already has an engine: its layers hold that engine's process groups.
+def check_left(layers: dict[str, StockMoE], is_enabled: bool = True) -> None:
+    """Refuse layers that cannot be used as an engine of ours has left them.
+
+    Args:
+        layers: the layers, by name.
+        is_enabled: whether ours run them.
 
     Raises:
-        LayerError: a layer is in use; names the layer.
+        LayerError: names the layer and the reason.
     """
     for name, layer in layers.items():
-        if getattr(layer.deepspeed_moe, "ep_group", None) is not None:
+        state = layer.deepspeed_moe.fsmoe
+        why = ""
+        if state.running.block.esp_size > 1:
+            why = "a shard of each of its experts (fsmoe.expert_tensor_parallel_size)"
+        elif state.placed is not None and not state.placed.placement.is_at_start:
+            why = "its experts where fsmoe.placement had moved them; engine.fsmoe.placement.go_home() moves them back"
+        elif not is_enabled and not isinstance(layer.deepspeed_moe.gate, StockTopKGate):
+            why = "a gate of fsmoe.gate, which DeepSpeed's own layer does not run"
+        if why:
             raise LayerError(
-                f"{name} has a process group already: this model was given to initialize() before; build a new model "
-                "for every call"
+                f"{name}: an engine of ds_fsmoe has left it {why}: build a new model and load a checkpoint"
             )
 
 
@@ -198,8 +212,15 @@ def _shard_experts(layer: StockMoE, running: LayerRuntime) -> dict[nn.Parameter,
     return replaced
 
 
+def _has_gate(layer: StockMoE, gate: GateBlock) -> bool:
+    """Return whether a layer has this gate since an engine before."""
+    return getattr(layer.deepspeed_moe.gate, _OF_BLOCK, None) == gate
+
+
 def _take_over_gate(layer: StockMoE, gate: GateBlock | None) -> dict[nn.Parameter, nn.Parameter]:
     inner = layer.deepspeed_moe
+    if gate is not None and _has_gate(layer, gate):
+        return {}
     if gate is not None and gate.type != "topk":
         return _replace_gate(layer, gate)
     if type(inner.gate) is StockTopKGate:
@@ -219,6 +240,7 @@ def _replace_gate(layer: StockMoE, gate: GateBlock) -> dict[nn.Parameter, nn.Par
         with torch.no_grad():
             own.weight.copy_(stock.wg.weight)
     layer.deepspeed_moe.gate = ours
+    setattr(ours, _OF_BLOCK, gate)
     return dict.fromkeys(ours.parameters(), stock.wg.weight)
 
 
@@ -287,7 +309,7 @@ def check_parts(block: FSMoEBlock, layers: dict[str, StockMoE]) -> None:
     parts = choose_parts(block.model_copy(update={"ops": "reference"}), "cpu")
     for name, layer in layers.items():
         gate = layer.deepspeed_moe.gate
-        if block.gate is not None and block.gate.type != "topk":
+        if block.gate is not None and block.gate.type != "topk" and not _has_gate(layer, block.gate):
             with torch.device("meta"):
                 gate = _make_gate(layer, block.gate, name)
         parts.order_for(gate)
@@ -347,14 +369,15 @@ class MoE(StockMoE):
         if not 1 <= k <= num_experts:
             raise LayerError(f"MoE: k = {k}: must be between 1 and num_experts ({num_experts})")
         super().__init__(hidden_size, expert, num_experts, ep_size, k, *args, **kwargs)
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self._sums_gradients = sequence_parallel, False
         convert(self, choose_parts(FSMoEBlock(ops="reference"), "cpu"))
 
     def set_deepspeed_parallelism(self, *args: Any, **kwargs: Any) -> None:
         """Make the process groups of the layer; DeepSpeed's engine calls this."""
         super().set_deepspeed_parallelism(*args, **kwargs)
         mp_group = self.deepspeed_moe.fsmoe.mp_group if isinstance(self.deepspeed_moe, FSMoELayer) else None
-        if self.sequence_parallel and mp_group is not None:
+        if self.sequence_parallel and mp_group is not None and not self._sums_gradients:
+            self._sums_gradients = True
             experts = {id(each) for each in self.deepspeed_moe.experts.parameters()}
             alike = (each for each in self.parameters() if id(each) not in experts and not _is_split(each))
             sum_gradients(alike, mp_group)

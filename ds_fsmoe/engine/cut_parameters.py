@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from deepspeed.utils import groups as stock_groups
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as, part_of
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 
 PLACEMENT = "autoep_expert"
@@ -24,7 +26,7 @@ def cut_parameter(whole: nn.Parameter, part: ExpertPart, group_name: str) -> nn.
         part: which part this rank has.
         group_name: DeepSpeed's name of the ranks that share the experts.
     """
-    if part.num_parts == 1 and not is_shared_out(whole):
+    if part_of(whole) == part or (part.num_parts == 1 and not is_shared_out(whole)):
         tag_as_experts(whole, part, group_name)
         return whole
     with gathered([whole]):
@@ -40,6 +42,25 @@ def tag_as_experts(mine: nn.Parameter, part: ExpertPart, group_name: str) -> Non
     mine.allreduce, mine.group_name = False, group_name
     mine.ds_zero_placement_family, mine.ds_zero_partition_group_name = PLACEMENT, group_name
     describe_as(mine, part)
+
+
+def join_parts(parameter: nn.Parameter, places: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the whole of a parameter of which ranks have parts, on each of them. Collective over these ranks.
+
+    Args:
+        parameter: tagged as one of experts; not shared out at the time.
+        places: where each expert lies among those of all ranks, see
+            :meth:`~ds_fsmoe.checkpoint_files.expert_parts.ExpertPart.in_order`; ``None``: in the model's own order.
+    """
+    part = part_of(parameter)
+    assert part is not None
+    own = parameter.detach().contiguous()
+    parts = [own]
+    if part.num_parts > 1:
+        parts = [torch.empty_like(own) for _ in range(part.num_parts)]
+        dist.all_gather(parts, own, group=stock_groups._get_expert_parallel_group(parameter.group_name))
+    whole = part.join(parts)
+    return whole if places is None else part.in_order(whole, places)
 
 
 def share_out(replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -8,6 +8,7 @@ the optimizer is not.
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from ds_fsmoe.engine.convert_layers import (
 from ds_fsmoe.engine.described import summary
 from ds_fsmoe.engine.expert_placing import begin_placement
 from ds_fsmoe.engine.experts_checks import find_experts
-from ds_fsmoe.engine.generation import generate_together
+from ds_fsmoe.engine.generation import put_over
 from ds_fsmoe.engine.marked_experts import MarkedExperts, hooks_on, refuse_hooks
 from ds_fsmoe.engine.packed_experts import type_of_run
 from ds_fsmoe.engine.routing_data import RoutingData
@@ -53,7 +54,8 @@ from ds_fsmoe.engine.split_batch import begin_splitting
 from ds_fsmoe.engine.stages import make_groups_on_every_stage
 from ds_fsmoe.engine.state import FSMoEState, alike
 from ds_fsmoe.engine.telemetry import Telemetry
-from ds_fsmoe.engine.whole_models import save_whole_models
+from ds_fsmoe.engine.way_back import refuse_while_shared_out
+from ds_fsmoe.engine.whole_models import keep_whole
 from ds_fsmoe.engine.whole_states import show_whole_experts
 from ds_fsmoe.gradients.norm import clip_by_norm, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to, wanted_mode
@@ -95,7 +97,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         begin_placement(self, isinstance(self.module, PipelineModule))
         begin_splitting(self.module, self.fsmoe, isinstance(self.module, PipelineModule))
         self.fsmoe.telemetry = Telemetry(self, self.fsmoe)
-        self._marked = MarkedExperts(self.module)
+        self.fsmoe.running.put_on_model.append(MarkedExperts(self.module).close)
         log_on_rank_0(summary(self.fsmoe))
 
     def _take_over_reduction(self) -> None:
@@ -174,6 +176,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DeepSpeed's forward, with the trace and the comparison of ranks at the start of a step."""
+        if self.fsmoe.running.is_over:
+            return super().forward(*inputs, **kwargs)
         self.fsmoe.at_step(self.global_steps)
         if self.fsmoe.reduction is not None:
             self.fsmoe.reduction.reducer.forget_if_broken_off()
@@ -239,17 +243,17 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     def destroy(self) -> None:
-        """End the lanes, then what DeepSpeed ends."""
-        if "fsmoe" in vars(self):
+        """End the lanes, then what DeepSpeed ends. Layers run on as they lie, without the engine."""
+        if "fsmoe" in vars(self) and not self.fsmoe.running.is_over:
             self.fsmoe.close()
-        if "_marked" in vars(self):
-            self._marked.close()
+            refuse_while_shared_out(self.module, self.fsmoe.running)
         super().destroy()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as DeepSpeed does, but leave out our layers: a compiler cannot handle lanes."""
         for inner in self.fsmoe.inner_layers.values():
-            inner.forward = torch.compiler.disable(inner.forward)
+            disabled = put_over(inner, "forward", torch.compiler.disable(inner.forward))
+            self.fsmoe.running.put_on_model.append(disabled)
         super().compile(*args, **kwargs)
 
     def fsmoe_dummy_forward(self) -> torch.Tensor:
@@ -343,6 +347,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         for sentence in sentences:
             log_on_rank_0(words.as_written(sentence), logging.WARNING)
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
+        running.engine = weakref.ref(self)
         as_run = type_of_run(self.config, device.type)
         ep_size = ep_size_of(block, experts, device, expert_before_data, as_run, num_stages)
         for path, each in called.items() if ep_size * block.esp_size > 1 else ():
@@ -366,9 +371,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         self.spreads_experts = bool(self._hf_layers) if num_stages is None else any(on_every_rank(bool(experts)))
         agree_on_forms(self._hf_layers, stage_group)
         log_table(self._hf_layers, model, len(stock), num_stages is not None)
-        if ep_size * block.esp_size > 1:
-            save_whole_models(model)
-            generate_together(model)
+        running.put_on_model += keep_whole(model, ep_size * block.esp_size > 1)
         if num_stages is not None:
             make_groups_on_every_stage(model, layers, running)
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group, self.gradient_accumulation_steps)

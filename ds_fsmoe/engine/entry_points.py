@@ -36,11 +36,12 @@ from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.engine import compat, transformers_seams
 from ds_fsmoe.engine.checks_at_start import check_before_any_group
-from ds_fsmoe.engine.convert_layers import check_unused, restore
+from ds_fsmoe.engine.convert_layers import restore
 from ds_fsmoe.engine.engine import FSMoEEngine
 from ds_fsmoe.engine.pipeline_engine import FSMoEPipelineEngine
 from ds_fsmoe.engine.run_record import watch_ours, watch_stock
 from ds_fsmoe.engine.stages import check_stages, refused_on_all_stages
+from ds_fsmoe.engine.way_back import take_back
 from ds_fsmoe.layer.stock_layer import StockMoE
 from ds_fsmoe.log import log_on_rank_0, logger
 
@@ -144,8 +145,10 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
     model, mpu = arguments["model"], arguments["mpu"]
     if model is None:
         return _call_beneath(arguments)
-    if block is None or not block.enabled:
-        _make_stock(model, block is not None, mpu)
+    is_enabled = block is not None and block.enabled
+    take_back(model, ds_config, is_enabled)
+    if not is_enabled:
+        _make_stock(model, mpu)
         made = _call_beneath(arguments)
         if block is not None:
             watch_stock(made[0], block)
@@ -250,11 +253,9 @@ def _rename_expert_groups(holders: Iterable[Any], esp_size: int) -> None:
                 group["name"] = stock_names(int(found[1]), esp_size).expert_group_name
 
 
-def _make_stock(model: nn.Module, has_block: bool, mpu: Any) -> None:
+def _make_stock(model: nn.Module, mpu: Any) -> None:
     """Turn layers written as ``ds_fsmoe.MoE`` into stock's, for a config that is not enabled."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, StockMoE)}
-    if has_block:
-        check_unused(layers)
     check_sequence_parallel(layers, sizes_of_mpu(mpu)[0])
     for layer in layers.values():
         restore(layer)

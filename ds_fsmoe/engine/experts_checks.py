@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_fsmoe.checkpoint_files.expert_parts import part_of
 from ds_fsmoe.checks.preflight import check_zero_stage
 from ds_fsmoe.components.expert_compute.contract import ContractError, contract_of, follows_contract, shape_of
 from ds_fsmoe.config.blocks import FSMoEBlock
@@ -15,7 +16,6 @@ from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
 from ds_fsmoe.distributed.groups import sizes_of_mpu
 from ds_fsmoe.engine.convert_adapters import check_wrappers, wrappers_around
 from ds_fsmoe.engine.convert_experts import num_experts_of, refuse_ep_size
-from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.layer.own_experts_marks import loaded_part
 from ds_fsmoe.layer.parts import LayerError
 
@@ -74,8 +74,6 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
         raise LayerError(f"{wrapper}: give initialize() the model itself, DeepSpeed shares it out")
     owners: dict[int, str] = {}
     for name, module in experts.items():
-        if isinstance(module, FSMoEExperts):
-            raise LayerError(f"{name} was given to initialize() before; build a new model for every call")
         for parameter_name, parameter in module.named_parameters():
             path = f"{name}.{parameter_name}"
             if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
@@ -96,7 +94,8 @@ def check_experts_modules(model: nn.Module, experts: Mapping[str, nn.Module], st
             raise LayerError(
                 f"{name}, a {type(module).__name__}, follows the contract of transformers' experts by name, but {error}"
             ) from error
-        check_wrappers(wrappers, contract, num_experts_of(module))
+        part = part_of(module.down_proj)
+        check_wrappers(wrappers, contract, num_experts_of(module) if part is None else part.num_local)
 
 
 def check_hugging_face(

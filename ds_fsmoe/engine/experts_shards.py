@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_fsmoe.checkpoint_files.expert_parts import Shard
+from ds_fsmoe.checkpoint_files.expert_parts import Shard, part_of
 from ds_fsmoe.components.expert_compute.contract import Contract, contract_of, shape_of
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.config.blocks import FSMoEBlock
@@ -82,6 +82,14 @@ def check_shards_of_experts(
             )
         if contract.has_post_expert_norm:
             raise LayerError(f"{said}: {name} norms the results of its experts, which shards have in parts; use 1")
+        part = part_of(getattr(module, contract.down))
+        if part is not None and part.shard is not None:
+            if part.shard.count == count:
+                continue  # tried when they were cut
+            raise LayerError(
+                f"{said}: an engine has left {name} in {part.shard.count} shards: call ds_fsmoe.make_whole(model) on "
+                "every rank first, and give initialize() its parameters"
+            )
         down = shape_of(getattr(module, contract.down)) or (0, 0, 0)
         hidden = down[1] if contract.is_transposed else down[2]
         if hidden % count:

@@ -4,21 +4,36 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 
-def generate_together(model: nn.Module) -> None:
+def put_over(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Put a method over that of a module's class, and return what takes it off again."""
+    setattr(module, name, method)
+
+    def take_off() -> None:
+        if vars(module).get(name) is method:
+            delattr(module, name)
+
+    return take_off
+
+
+def generate_together(model: nn.Module) -> Callable[[], None]:
     """Let every rank take part in all forwards of a generation, as transformers does by itself at ZeRO 3 only.
 
     Args:
         model: a model whose experts are spread over ranks.
+
+    Returns:
+        What undoes it.
     """
     for module in model.modules():
         if any(base.__name__ == "GenerationMixin" for base in type(module).__mro__):
-            module.generate = _together(module.generate)
-            return
+            return put_over(module, "generate", _together(module.generate))
+    return lambda: None
 
 
 def _together(generate: Any) -> Any:

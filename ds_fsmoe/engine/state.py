@@ -322,7 +322,9 @@ class FSMoEState:
         }
 
     def close(self) -> None:
-        """Give back the reduction of gradients, and end what runs."""
+        """Give back the reduction of gradients, and end what runs: layers run on without the engine. Once."""
+        if self.running.is_over:
+            return
         if self.autotune is not None:
             self.autotune.close()
         if self.telemetry is not None:
@@ -335,6 +337,8 @@ class FSMoEState:
             self.updated.close()
         if self.reduction is not None:
             self.reduction.close()
+        for layer in self.inner_layers.values():
+            layer.fsmoe.run_on_without_engine()
         self.running.close()
 
     @property

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.hooks import RemovableHandle
+
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.gradients.reduction import wanted_mode
 from ds_fsmoe.layer.experts_layer import HuggingFaceLayer
@@ -54,6 +56,7 @@ class Telemetry:
         self.routers: RouterMetrics | None = None
         self._layers = {each.deepspeed_moe.label: each for each in state.layers.values()}
         self._decided: list[dict[str, Any]] = []
+        self._hooks: list[RemovableHandle] = []
         self._shapes: dict[str, CallShape] = {}
         """Label of a layer -> the sizes of its first call in training, for the record."""
         self._recorded: Measured | dict[str, CallShape] | None = None
@@ -118,7 +121,7 @@ class Telemetry:
         }
         found = router_outputs(self._engine.module, experts) if experts else {}
         for label, output in found.items():
-            self.routers.watch(output, experts[label], label)
+            self._hooks.append(self.routers.watch(output, experts[label], label))
         if silent := [label for label in experts if label not in found]:
             log_on_rank_0(
                 f"router_entropy is without {', '.join(silent)}: {type(self._engine.module).__name__} does not declare "
@@ -214,7 +217,9 @@ class Telemetry:
         self._record_costs()
 
     def close(self) -> None:
-        """Take note that the run is over."""
+        """Take note that the run is over, and look at routers no more."""
+        for hook in self._hooks:
+            hook.remove()
         if self.record is not None:
             self.record.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,19 +17,40 @@ from torch import nn
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.engine.generation import generate_together, put_over
 from ds_fsmoe.engine.marked_experts import check_whole
 from ds_fsmoe.engine.saving_engine import SavingEngine
+from ds_fsmoe.layer.parts import refuse_copy
 
 
-def save_whole_models(model: nn.Module) -> None:
-    """Let what saves a model save all of its experts, or refuse.
+def keep_whole(model: nn.Module, is_spread: bool) -> list[Callable[[], None]]:
+    """Put over methods of a model what keeps its experts together: copies are refused, and of a model whose experts are
+    spread over ranks whole ones are saved, and all ranks generate.
 
     Args:
-        model: a model whose experts are spread over ranks.
+        model: a model with an engine.
+        is_spread: whether ranks have parts of its experts.
+
+    Returns:
+        What undoes it.
     """
+    undo = [_refuse_copies(model)]
+    return [*undo, _save_whole_models(model), generate_together(model)] if is_spread else undo
+
+
+def _save_whole_models(model: nn.Module) -> Callable[[], None]:
+    """Let what saves a model save all of its experts, or refuse."""
     _let_accelerate_gather()
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _refusing(model, model.save_pretrained)
+    if not hasattr(model, "save_pretrained"):
+        return lambda: None
+    return put_over(model, "save_pretrained", _refusing(model, model.save_pretrained))
+
+
+def _refuse_copies(model: nn.Module) -> Callable[[], None]:
+    """Let a model say that it cannot be copied or pickled, before any of it has been."""
+    name = type(model).__name__
+    # Looked for on the object by copy and by pickle.
+    return put_over(model, "__reduce_ex__", lambda protocol: refuse_copy(name))
 
 
 def _refusing(model: nn.Module, save: Any) -> Any:

@@ -101,25 +101,6 @@ class ShardValue(_Marked, torch.Tensor):
     """Stands for what a script has computed from a part, expert by expert."""
 
 
-class ReplacedParameter(nn.Parameter):
-    """Stands for a parameter that a model had before ``initialize``, and that is no parameter of it any more."""
-
-    fsmoe_name: str
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if asking() in TRUSTED or func.__name__ in ("__hash__", "__repr__"):
-                return func(*args, **(kwargs or {}))
-        found = next(each for each in tensors_in((*args, kwargs or {})) if isinstance(each, ReplacedParameter))
-        raise LayerError(
-            f"{found.fsmoe_name}: this parameter was looked up before ds_fsmoe.initialize(), which has put a new one, "
-            "with the experts of this rank, in its place: look it up in engine.module after initialize()"
-        )
-
-
 def mark(parameter: nn.Parameter, name: str, group: dist.ProcessGroup) -> None:
     """Mark a parameter of experts from now on.
 
@@ -139,13 +120,6 @@ def unmark(parameter: nn.Parameter) -> None:
     if isinstance(parameter, ExpertShard):
         parameter.__class__ = nn.Parameter
         del parameter.fsmoe_origin, parameter.fsmoe_dim
-
-
-def replace(parameter: nn.Parameter, name: str) -> None:
-    """Let the use of a parameter that a model no longer has be an error, and give its memory back."""
-    parameter.data = parameter.data.new_empty(0)
-    parameter.grad = None
-    parameter.fsmoe_name, parameter.__class__ = name, ReplacedParameter
 
 
 def origin_of(tensor: Any) -> Origin | None:

@@ -25,7 +25,7 @@ from ds_fsmoe.components.expert_compute.stacked_forms import OwnForward
 from ds_fsmoe.components.routing import Given, Routing
 from ds_fsmoe.distributed.groups import stock_names
 from ds_fsmoe.layer.moe_layer import token_path
-from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.parts import LayerError, refuse_copy
 from ds_fsmoe.layer.recomputed import is_kept, keep, runs_again
 from ds_fsmoe.layer.replay import ReplayError
 from ds_fsmoe.layer.router_choice import RouterChoice, RouterWatch
@@ -84,6 +84,23 @@ class ExpertsState(LayerState):
         """What is added to weights in the call under way, as the modules around this one say."""
         return _adapters.get().get(id(self), ())
 
+    @property
+    def is_a_part_without_engine(self) -> bool:
+        """Whether this rank has a part of the experts, and the engine that could reduce their gradients has ended."""
+        return self.running is not None and self.running.is_over and self.ep_size * self.esp_size > 1
+
+    def refuse_gradient(self, gradient: torch.Tensor) -> None:
+        """Refuse a backward whose gradients would be the tokens' of other ranks, as a hook on the layer's output.
+
+        Raises:
+            LayerError: always.
+        """
+        raise LayerError(
+            f"{self.path}: a backward after engine.destroy(): ds_fsmoe has left this rank its own experts only, whose "
+            "gradients hold the tokens of other ranks, and nothing reduces them. Call ds_fsmoe.make_whole(model) on "
+            "every rank before such a forward, or give the model to ds_fsmoe.initialize again"
+        )
+
     def begin_choice(self) -> None:
         """Begin to watch the router, if its choice is given, or has to be known as it makes it."""
         self.end_choice()
@@ -134,6 +151,14 @@ class FSMoEExperts(nn.Module):
 
     fsmoe: ExpertsState
     num_experts: int
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled, alone or with the model around.
+
+        Raises:
+            LayerError: always.
+        """
+        refuse_copy(self.fsmoe.path)
 
     @property
     def label(self) -> str:
@@ -209,7 +234,10 @@ class FSMoEExperts(nn.Module):
             return replace(routing_of_choices(index_SK, weights_SK, state.total_experts), experts_KS=chosen_KS)
 
         with torch._C.DisableTorchFunctionSubclass():  # the weights are marked, for scripts
-            return self._run(x_SM, route).view(shape).to(hidden_states.dtype)
+            output = self._run(x_SM, route).view(shape).to(hidden_states.dtype)
+        if output.requires_grad and state.is_a_part_without_engine:
+            output.register_hook(state.refuse_gradient)
+        return output
 
     def _run(self, x_SM: torch.Tensor, route: Route) -> torch.Tensor:
         """Run the experts on tokens, [S, M]."""
@@ -297,6 +325,11 @@ class FSMoEExperts(nn.Module):
         """Make the process groups. DeepSpeed comes here layer by layer on every rank."""
         if self.fsmoe.running is not None:
             self.fsmoe.connect(self.fsmoe.ep_size, self.gate)
+
+
+def own_class_of(module: FSMoEExperts) -> type[nn.Module]:
+    """Return the class that a converted module had before."""
+    return type(module).__mro__[2]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.alltoall import AllToAllBase
@@ -30,6 +30,22 @@ class LayerError(ValueError):
         ...     print(error)
         MoE: num_experts = 4 is not divisible by ep_size = 3; for 4 experts the sizes are 1, 2, 4
     """
+
+
+def refuse_copy(path: str) -> NoReturn:
+    """Refuse a copy or a pickle of a layer that has an engine, or is what an engine has left.
+
+    Args:
+        path: the path of the layer in its model.
+
+    Raises:
+        LayerError: always.
+    """
+    raise LayerError(
+        f"{path}: a model that was given to ds_fsmoe.initialize cannot be copied or pickled, as this rank has its own "
+        "part of it. Copy it before initialize and load ds_fsmoe.whole_state_dict(engine) into the copy, or call "
+        "engine.destroy() and ds_fsmoe.make_whole(model) on every rank first"
+    )
 
 
 @dataclass(frozen=True)

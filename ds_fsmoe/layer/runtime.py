@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,6 +115,12 @@ class LayerRuntime:
         self._said: set[str] = set()
         self.checks: list[Check] = []
         """The checks that are shown all layers before their calls."""
+        self.engine: Callable[[], Any] = lambda: None
+        """Returns the engine as long as it is there."""
+        self.is_over = False
+        """Whether the engine has ended: layers run without it."""
+        self.put_on_model: list[Callable[[], None]] = []
+        """What takes off again what lies on the model besides its layers, when it is given back."""
         self._watchdog = Watchdog(self.lanes, block.debug.hang_timeout_s)
         if self.tracer is not None:
             self._watchdog.at_end.append(self.tracer.save)
@@ -236,8 +243,11 @@ class LayerRuntime:
             self.tracer.step(number)
 
     def close(self) -> None:
-        """End the watchdog and the lanes, and write what was recorded of a trace."""
+        """End the watchdog and the lanes, and write what was recorded of a trace. Layers are looked at no more."""
         self._watchdog.close()
         if self.tracer is not None:
             self.tracer.close()
         self.lanes.close()
+        self.is_over, self.records_routing = True, False
+        self.checks.clear()
+        self.instruments.clear()

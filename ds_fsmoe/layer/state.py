@@ -198,6 +198,11 @@ class LayerState:
         """Run the layer without an engine of ours: one task after another, among the ranks of ``group``."""
         self.pipeline = pipeline_without_engine(self.parts.alltoall, group, SerialLanes())
 
+    def run_on_without_engine(self) -> None:
+        """Run the layer from its next call on in one chunk, one task after another, in the groups that it has."""
+        if self.pipeline is not None:
+            self.pipeline = replace(self.pipeline.uncut(), lanes=SerialLanes(), window=None, observer=None, on_call=())
+
     def apply(self, plan: LayerPlan) -> None:
         """Run the layer by a plan from its next call on. Collective: an all-to-all may make communicators.
 

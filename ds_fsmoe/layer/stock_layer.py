@@ -34,7 +34,7 @@ from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.layer.expert_container import is_like_stocks, whole_experts, why_called
 from ds_fsmoe.layer.moe_layer import token_path
-from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.parts import LayerError, refuse_copy
 from ds_fsmoe.layer.recomputed import remembering
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.observing.instruments import LayerCall
@@ -140,6 +140,14 @@ class FSMoELayer(StockMOELayer):
 
     fsmoe: LayerState
     """All of our state; without it a layer is stock's again."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the layer, unless it has an engine.
+
+        Raises:
+            LayerError: it has one.
+        """
+        return super().__reduce_ex__(protocol) if self.fsmoe.running is None else refuse_copy(self.fsmoe.path)
 
     @property
     def label(self) -> str:

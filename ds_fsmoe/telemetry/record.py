@@ -84,7 +84,8 @@ class Record:
             write_json(self._folder / RUN, self._facts)
         file = None if self._folder is None else self._folder / STEPS
         # Where reading a time makes nobody wait, a process that is killed leaves all its steps.
-        tokens = TokenCount(first_layer) if file is not None and first_layer is not None else None
+        counts = file is not None and first_layer is not None
+        self._tokens = tokens = TokenCount(first_layer) if counts else None
         self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, tokens)
         self.steps.at_stop = self.close
         atexit.register(self._at_exit)
@@ -135,6 +136,8 @@ class Record:
     def _close(self, how: Mapping[str, str]) -> None:
         atexit.unregister(self._at_exit)
         self.steps.write()
+        if self._tokens is not None:
+            self._tokens.hook.remove()
         self._try(lambda folder: write_json(folder / RUN, self._facts | how))
         self._folder = None
         self.is_open = False

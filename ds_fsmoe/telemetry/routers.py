@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.router import entropy_of
@@ -132,7 +133,7 @@ class RouterMetrics:
 
         return counted
 
-    def watch(self, output: RouterOutput, experts: torch.nn.Module, label: str) -> None:
+    def watch(self, output: RouterOutput, experts: torch.nn.Module, label: str) -> RemovableHandle:
         """Count the entropies of a router that is the model's own, in what a module of its returns, from now on and
         while they are asked about.
 
@@ -140,6 +141,9 @@ class RouterMetrics:
             output: where its logits come out.
             experts: the experts that it decides for.
             label: the label of their layer.
+
+        Returns:
+            The handle of the hook on that module.
         """
         place = self._places[self._prefix + label]
         first = place.first + place.num_experts + _ENTROPY
@@ -154,7 +158,7 @@ class RouterMetrics:
                 entropy = entropy_of(probabilities_of(logits), None).to(self._counts)
                 self._counts[first : first + 2] += torch.stack([entropy, entropy.new_ones(())])
 
-        output.module.register_forward_hook(count)
+        return output.module.register_forward_hook(count)
 
     @torch.no_grad()
     def _count(self, routing: RoutingBase, place: _Place) -> None:

@@ -27,7 +27,7 @@ class TokenCount:
 
     def __init__(self, layer: nn.Module) -> None:
         self._num_tokens = 0
-        layer.register_forward_pre_hook(self._count, with_kwargs=True)
+        self.hook = layer.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not layer.training or in_backward():

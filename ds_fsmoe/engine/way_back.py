@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives a model back when its engine has ended: whole, to a script; as it lies, to the next engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from ds_fsmoe.checkpoint_files.expert_parts import part_of
+from ds_fsmoe.config.reading import BLOCK
+from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
+from ds_fsmoe.engine.convert_adapters import wrappers_around
+from ds_fsmoe.engine.convert_layers import check_left, restore
+from ds_fsmoe.engine.left_experts import OURS, is_left, leave, strip, take_up
+from ds_fsmoe.layer.experts_layer import FSMoEExperts
+from ds_fsmoe.layer.own_experts_marks import loaded_in
+from ds_fsmoe.layer.parts import LayerError
+from ds_fsmoe.layer.replaced_parameters import replace_all
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.layer.stock_layer import FSMoEGate, FSMoELayer, StockMoE
+
+_HOOKS = "module_forward_pre_hook", "module_forward_post_hook"
+"""The hooks that DeepSpeed's engine puts on its model, and leaves there."""
+_USES = (
+    *("forward", "backward", "step", "train_batch", "eval_batch"),
+    *("save_checkpoint", "load_checkpoint", "save_16bit_model"),
+)
+"""What an engine is asked for that has lost its model."""
+_OF_STAGE_3 = (
+    *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
+    *("post_bwd_fn", "pre_bwd_fn"),
+)
+"""Attributes of modules that DeepSpeed puts there at ZeRO 3, besides those that begin with ``ds_``."""
+
+
+def make_whole(model: nn.Module) -> nn.Module:
+    """Make a model whole again on every rank when its engine has ended: plain modules with all experts, trained, and
+    plain parameters at every stage of ZeRO. Collective over all ranks.
+
+    Experts are put together weight by weight, so that no second copy of the model is held. Afterwards nothing of ours
+    or of the engine is on the model: one rank alone runs, saves, copies and pickles it, and it can be given to
+    ``initialize`` again. Weights of experts are [E, ...] again, and new objects where ranks had parts of them.
+
+    Args:
+        model: the model that was given to ``initialize``, or its engine, after ``engine.destroy()``. A model that is
+            whole already stays as it is.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        RuntimeError: its engine has not ended; raised on every rank.
+        LayerError: it has experts that are not put together: sharded or moved ones of a ``deepspeed.moe.layer.MoE``, or
+            those of a model that was loaded by parts and has had no engine.
+
+    Examples:
+        >>> import torch, ds_fsmoe
+        >>> model = ds_fsmoe.MoE(8, torch.nn.Linear(8, 8), num_experts=4, k=2)
+        >>> ds_config = {"train_micro_batch_size_per_gpu": 2, "fsmoe": {"enabled": True, "ops": "reference"}}
+        >>> ds_config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        >>> engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        >>> engine.destroy()
+        >>> model = ds_fsmoe.make_whole(model)
+        >>> type(model.deepspeed_moe)  # stock's layer again
+        <class 'deepspeed.moe.sharded_moe.MOELayer'>
+    """
+    if isinstance(model, DeepSpeedEngine):
+        model = model.module
+    for name, _, part in loaded_in(model):
+        raise LayerError(
+            f"make_whole: {name} was loaded with {part.num_local} of {part.num_experts} experts and has had no engine: "
+            'load it within ds_fsmoe.own_experts({"fsmoe": {"enabled": False}})'
+        )
+    runtimes = _runtimes(model)
+    if _alive(runtimes):
+        raise RuntimeError(
+            "make_whole: the engine of this model has not ended: call engine.destroy() on every rank first, or "
+            "ds_fsmoe.whole_state_dict(engine) for its weights alone"
+        )
+    stock = _stock_layers(model)
+    check_left(stock)
+    _take_off(model, runtimes, "was made whole by ds_fsmoe.make_whole(): call the model itself")
+    unshare(model)
+    for name, experts in _experts_in(model):
+        wrappers = wrappers_around(model, name)
+        replace_all(take_up(experts, wrappers.values()), *next(iter(wrappers.items()), (name, experts)))
+    for layer in stock.values():
+        if isinstance(layer.deepspeed_moe.gate, FSMoEGate):  # with a gate of ours it runs on as ours
+            restore(layer)
+    _take_deepspeeds_off(model)
+    return model
+
+
+def take_back(model: nn.Module, ds_config: Mapping[str, Any], is_enabled: bool) -> None:
+    """Take a model from the engine that it was given to before, so that it can be given to another one; an engine that
+    has not ended is destroyed. Experts stay as they lie. Collective where there was one.
+
+    Args:
+        model: the model.
+        ds_config: the config of the next engine.
+        is_enabled: whether that one is ours.
+
+    Raises:
+        LayerError: the next engine could not take the model as it lies; says what to call first.
+    """
+    runtimes = _runtimes(model)
+    stock = _stock_layers(model)
+    for name, experts in () if is_enabled else _experts_in(model):
+        if part_of(experts.down_proj).num_parts > 1:
+            raise LayerError(
+                f"{name} has this rank's experts only, as an engine of ds_fsmoe has left it, and {BLOCK}.enabled = "
+                "false needs all of them: call engine.destroy() and ds_fsmoe.make_whole(model) on every rank first, "
+                "and give initialize() the parameters that it has then"
+            )
+    alive = _alive(runtimes)
+    for engine in alive:
+        if engine.fsmoe.placement is not None:
+            engine.fsmoe.placement.go_home()
+    check_left(stock, is_enabled)
+    for engine in alive:
+        engine.destroy()
+    _take_off(model, runtimes, "was given to another engine by ds_fsmoe.initialize(): use that one")
+    if (runtimes or _experts_in(model)) and (ds_config.get("zero_optimization") or {}).get("stage", 0) != 3:
+        unshare(model)
+    for name, experts in () if is_enabled else _experts_in(model):
+        take_up(experts, wrappers_around(model, name).values())
+    for layer in (each for each in model.modules() if isinstance(each, StockMoE)) if is_enabled else stock.values():
+        # DeepSpeed refuses to give a layer another group.
+        for holder in (layer.deepspeed_moe, layer.deepspeed_moe.gate):
+            if hasattr(holder, "ep_group"):
+                holder.ep_group = None
+
+
+def refuse_while_shared_out(model: nn.Module, running: LayerRuntime) -> None:
+    """Let a model whose engine of ZeRO 3 has ended say so when it is called while nothing gathers its parameters.
+
+    Args:
+        model: the model, of any stage.
+        running: what its layers share.
+    """
+    if not any(map(is_shared_out, model.parameters())):
+        return
+
+    def refuse(module: nn.Module, inputs: Any) -> None:
+        if any(is_shared_out(each) and each.numel() != each.ds_numel for each in module.parameters()):
+            raise LayerError(
+                f"{type(module).__name__}: its engine has ended, and ZeRO 3 has left each rank a part of every "
+                "parameter: call ds_fsmoe.make_whole(model) on every rank first"
+            )
+
+    running.put_on_model.append(model.register_forward_pre_hook(refuse, prepend=True).remove)
+
+
+def unshare(model: nn.Module) -> None:
+    """Make plain parameters of what ZeRO 3 has shared out, in place, one at a time. Collective over those that share.
+    A part of the experts stays a part.
+
+    Args:
+        model: a model without an engine.
+    """
+    for parameter in filter(is_shared_out, model.parameters()):
+        with gathered([parameter]):
+            whole = parameter.data.clone()
+        strip(parameter, keeps=OURS)
+        parameter.data = whole
+    for module in model.modules():
+        if hasattr(module, "_original_parameters"):  # a container of DeepSpeed's is in their place
+            module._parameters = type(nn.Module()._parameters)(module._parameters)
+        for name in [each for each in vars(module) if each in _OF_STAGE_3 or each.startswith("ds_")]:
+            delattr(module, name)
+
+
+def _runtimes(model: nn.Module) -> list[LayerRuntime]:
+    """Return what the engines that a model was given to have put into its layers, those that have ended too."""
+    inner = (each for each in model.modules() if isinstance(each, (FSMoEExperts, FSMoELayer)))
+    return list({id(each.fsmoe.running): each.fsmoe.running for each in inner if each.fsmoe.running}.values())
+
+
+def _alive(runtimes: Iterable[LayerRuntime]) -> list[Any]:
+    """Return the engines that have not ended; of one that was never complete only its layers are left."""
+    engines = [each.engine() for each in runtimes if not each.is_over]
+    return [each for each in engines if each is not None and "fsmoe" in vars(each)]
+
+
+def _experts_in(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return (name, module) of the experts that have, or had, an engine of ours."""
+    return [(name, each) for name, each in model.named_modules() if isinstance(each, FSMoEExperts) or is_left(each)]
+
+
+def _stock_layers(model: nn.Module) -> dict[str, StockMoE]:
+    """Return name -> the layers of DeepSpeed's kind that have, or had, an engine of ours."""
+    named = ((name, each) for name, each in model.named_modules() if isinstance(each, StockMoE))
+    return {
+        name: each
+        for name, each in named
+        if isinstance(each.deepspeed_moe, FSMoELayer) and each.deepspeed_moe.fsmoe.running is not None
+    }
+
+
+def _take_off(model: nn.Module, runtimes: Iterable[LayerRuntime], why: str) -> None:
+    """Take all of ours off a model; its experts stay as they lie. What asks for an engine of its hears why not."""
+
+    def refuse(*args: Any, **options: Any) -> NoReturn:
+        raise RuntimeError(f"this engine has no model any more, which {why}")
+
+    for running in runtimes:
+        if not running.is_over:
+            running.close()
+        while running.put_on_model:
+            running.put_on_model.pop()()
+        engine = running.engine()
+        for name in _HOOKS if engine is not None else ():
+            if (hook := vars(engine).get(name)) is not None:  # through it the model would hold the engine
+                hook.remove()
+                setattr(engine, name, None)
+        for name in _USES if engine is not None else ():
+            setattr(engine, name, refuse)
+    for _, experts in _experts_in(model):
+        if not is_left(experts):
+            leave(experts)
+
+
+def _take_deepspeeds_off(model: nn.Module) -> None:
+    """Take off parameters what an engine has put on them, and out of the buffers in which it had them side by side."""
+    for parameter in model.parameters():
+        # By these DeepSpeed knows the experts of its own layers.
+        strip(parameter, keeps=("allreduce", "group_name"))
+        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+            parameter.data = parameter.data.clone()

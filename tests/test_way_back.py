@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model outlives its engine: it runs on, is made whole, and is given to another engine, as with stock DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import ds_fsmoe
+from tests.hf_families import batch, model_of
+from tests.hf_lora import lora_of, trained
+from tests.ranks import run_on_ranks
+from tests.samples import sampled
+from tests.small_model import Case, SmallModel
+from tests.small_model import batch as small_batch
+from tests.test_hugging_face import ds_config, engine_of, furthest
+
+STOCK = {"enabled": False}
+EXACT = 1e-6
+
+
+def config(stage: int, **block: Any) -> dict[str, Any]:
+    return ds_config(stage, lr=0.2, **block)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=x, labels=x).loss
+
+
+def train(engine: Any, rank: int, world_size: int, first: int, steps: int = 2) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def logits_of(model: nn.Module, seed: int = 9) -> torch.Tensor:
+    with torch.no_grad():
+        model.eval()
+        return model(input_ids=batch(seed, 1)).logits
+
+
+def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = EXACT) -> list[str]:
+    if found.keys() != wanted.keys():
+        return [f"names {sorted(found.keys() ^ wanted.keys())}"]
+    shapes = [f"{name} is {list(found[name].shape)}" for name in found if found[name].shape != wanted[name].shape]
+    return shapes or [name for name in found if furthest(found[name], wanted[name].float()) > tolerance]
+
+
+def left_on(model: nn.Module) -> set[tuple[str, Any]]:
+    """What hangs on a model: classes, attributes and hooks of its modules and parameters."""
+    found: set[tuple[str, Any]] = set()
+    for name, module in model.named_modules():
+        found |= {(name, type(module)), (name, type(module._parameters))}
+        found |= {(name, each) for each in vars(module) if each != "_z3_leaf"}
+        found |= {(name, (each, len(value))) for each, value in vars(module).items() if each.endswith("_hooks")}
+    for name, each in model.named_parameters():
+        found |= {
+            (name, type(each)),
+            (name, each.requires_grad),
+            (name, each.shape),
+            *((name, of) for of in vars(each)),
+        }
+    return found
+
+
+def run_on(rank: int, world_size: int, stage: int, chunks: int) -> list[str]:
+    """What differs from stock of a model that is used when its engine has ended."""
+    said, found = [], {}
+    for side, block in (("stock", STOCK), ("ours", {"num_chunks": chunks})):
+        engine = engine_of(model_of("mixtral"), config(stage, **block))
+        train(engine, rank, world_size, 0)
+        engine.destroy()
+        model = engine.module
+        generated = model.eval().generate(batch(rank, 1, 3 + rank), max_new_tokens=4, do_sample=False)
+        with torch.no_grad():
+            through_engine = engine(input_ids=batch(9, 1)).logits
+        found[side] = logits_of(model, rank), generated, through_engine
+        if side == "ours":
+            with pytest.raises(ds_fsmoe.LayerError, match=r"experts: a backward after engine.destroy\(\).*make_whole"):
+                loss_of(model.train(), batch(rank, 1)).backward()
+    for ours, theirs in zip(found["ours"], found["stock"], strict=True):
+        if ours.shape != theirs.shape or furthest(ours, theirs.float()) > 1e-5:
+            said.append(f"{list(ours.shape)} of {list(theirs.shape)} is off by {furthest(ours, theirs.float())}")
+    return said
+
+
+@sampled(("stage", "chunks"), [(0, 1), (1, 2), (2, 2)], kept=[1])
+def test_after_destroy_a_model_runs_and_generates_on_all_ranks_as_stocks_does(
+    stage: int, chunks: int, tmp_path: Path
+) -> None:
+    assert run_on_ranks(run_on, 2, tmp_path, stage, chunks) == [[], []]
+
+
+Again = tuple[int, int, bool, dict[str, Any], dict[str, Any]]
+
+
+def again(rank: int, world_size: int, cases: list[Again], family: str = "mixtral") -> list[str]:
+    """What differs from stock of a model that is given to one engine after the other."""
+    said = []
+    for first, second, ends, block, next_block in cases:
+        losses = {}
+        for side, blocks in (("stock", (STOCK, STOCK)), ("ours", (block, next_block))):
+            model = model_of(family)
+            engine = engine_of(model, config(first, **blocks[0]))
+            losses[side] = train(engine, rank, world_size, 0)
+            if ends or side == "stock":
+                engine.destroy()
+            later = engine_of(model, config(second, **blocks[1]))
+            losses[side] += train(later, rank, world_size, 2)
+            if side == "ours":
+                with pytest.raises(RuntimeError, match="given to another engine by ds_fsmoe"):
+                    engine(input_ids=batch(0, 1))
+            later.destroy()
+        if furthest(torch.tensor(losses["ours"]), torch.tensor(losses["stock"])) > EXACT:
+            said.append(f"{first, second, ends, block, next_block}: {losses['ours']} for {losses['stock']}")
+    return said
+
+
+def test_a_second_engine_trains_on_with_the_trained_weights_as_stocks_does(tmp_path: Path) -> None:
+    cases = [(0, 0, False, {}, {}), (1, 2, True, {"num_chunks": 2}, {}), (2, 1, False, {}, {"ep_size": 1})]
+    assert run_on_ranks(again, 2, tmp_path, cases) == [[], []]
+
+
+def from_stage_3(rank: int, world_size: int, cases: list[tuple[int, int, int, int]]) -> list[str]:
+    """What differs from one process, where stock leaves parameters shared out that stages below 3 cannot take."""
+    said = []
+    for first, second, ep, next_ep in cases:
+        reference = model_of("gpt_oss")
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.2)
+        model = copy.deepcopy(reference)
+        for at, (stage, ep_size) in enumerate(((first, ep), (second, next_ep))):
+            engine = engine_of(model, config(stage, ep_size=ep_size))
+            for step in (2 * at, 2 * at + 1):
+                x = batch(step, world_size)
+                losses = [loss_of(reference, each[None]) for each in x]
+                optimizer.zero_grad()
+                torch.stack(losses).mean().backward()
+                optimizer.step()
+                (loss,) = train(engine, rank, world_size, step, 1)
+                if abs(loss - losses[rank].item()) > 1e-5 * losses[rank].item():
+                    said.append(f"{first, second, ep, next_ep}: loss {step} is {loss} for {losses[rank].item()}")
+        engine.destroy()
+        whole = ds_fsmoe.make_whole(model)
+        said += [
+            f"{first, second, ep, next_ep}: {each}"
+            for each in differing(dict(whole.named_parameters()), dict(reference.named_parameters()), 1e-5)
+        ]
+    return said
+
+
+def test_stages_and_the_ranks_that_share_experts_may_change_between_two_engines(tmp_path: Path) -> None:
+    cases = [(3, 3, 2, 2), (3, 2, 2, 4), (2, 3, 4, 2), (3, 3, 2, 4)]
+    assert run_on_ranks(from_stage_3, 4, tmp_path, cases) == [[]] * 4
+
+
+def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block: dict[str, Any]) -> list[str]:
+    """What differs of a model that was made whole from what its engine had."""
+    made = {"lora": lambda: lora_of("mixtral", ("up", "down")), "plain": lambda: model_of("gpt_oss")}[kind]
+    model, fresh = made(), made()
+    engine = engine_of(model, config(stage, **block), trained(model))
+    train(engine, rank, world_size, 0)
+    with pytest.raises(RuntimeError, match=r"make_whole: the engine .* has not ended: call engine.destroy\(\)"):
+        ds_fsmoe.make_whole(engine)
+    wanted_logits = logits_of(engine)
+    told = [ds_fsmoe.whole_state_dict(engine)]
+    dist.broadcast_object_list(told)
+    engine.destroy()
+    if stage == 3:
+        with pytest.raises(ds_fsmoe.LayerError, match=r"ZeRO 3 has left each rank a part.*make_whole"):
+            model(input_ids=batch(0, 1))
+    assert ds_fsmoe.make_whole(engine) is model
+    with pytest.raises(RuntimeError, match="made whole by ds_fsmoe"):
+        engine(input_ids=batch(0, 1))
+    ds_fsmoe.make_whole(model)  # changes nothing
+    said = [f"state dict: {each}" for each in differing(model.state_dict(), told[0])]
+    said += [f"on the model: {each}" for each in left_on(model) ^ left_on(fresh)]
+    if rank == 0:  # alone
+        loss_of(model.train(), batch(5, 1)).backward()
+        model.save_pretrained(folder)
+        for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            if furthest(logits_of(copied), wanted_logits) > EXACT:
+                said.append(f"logits are off by {furthest(logits_of(copied), wanted_logits)}")
+        loss_of(fresh, batch(5, 1)).backward()
+        grads = [{n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, fresh)]
+        said += [] if grads[0].keys() == grads[1].keys() else ["other parameters have gradients"]
+    dist.barrier()
+    return said
+
+
+@sampled(
+    ("world_size", "kind", "stage", "block"),
+    [
+        (2, "plain", 0, {}),
+        (2, "plain", 1, {"num_chunks": 2}),
+        (2, "lora", 2, {}),
+        (2, "lora", 3, {}),
+        (2, "plain", 2, {"esp_size": 2}),
+        (4, "plain", 3, {"ep_size": 2}),
+        (4, "lora", 1, {"ep_size": 2}),
+        (4, "plain", 1, {"ep_size": 2, "esp_size": 2}),
+    ],
+    kept=[1, 3, 5, 7],
+)
+def test_make_whole_leaves_a_model_as_if_it_had_never_had_an_engine(
+    world_size: int, kind: str, stage: int, block: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run_on_ranks(whole, world_size, tmp_path / "ranks", str(tmp_path / "saved"), kind, stage, block)
+    assert found == [[]] * world_size
+    if kind == "plain":
+        from transformers import AutoModelForCausalLM
+
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert sum(each.numel() for each in read.parameters()) == sum(
+            p.numel() for p in model_of("gpt_oss").parameters()
+        )
+
+
+def adapters_again(rank: int, world_size: int) -> list[str]:
+    """Adapters of experts in one engine after the other; the same parameters where ranks keep their experts."""
+    said, losses = [], {}
+    for side, blocks in (("stock", (STOCK, STOCK, STOCK)), ("ours", ({"ep_size": 2}, {"ep_size": 2}, {"ep_size": 4}))):
+        model, losses[side] = lora_of("mixtral", ("up", "down")), []
+        for number, block in enumerate(blocks):
+            given = trained(model)
+            engine = engine_of(model, config(2, **block), given)
+            if number == 1 and {*map(id, given)} != {*map(id, trained(model))}:
+                said.append("parameters that lie as they are to lie were replaced")
+            losses[side] += train(engine, rank, world_size, 2 * number)
+            engine.destroy()
+    if furthest(torch.tensor(losses["ours"]), torch.tensor(losses["stock"])) > 1e-5:
+        said.append(f"{losses}")
+    return said
+
+
+def test_adapters_of_experts_go_from_engine_to_engine(tmp_path: Path) -> None:
+    assert run_on_ranks(adapters_again, 4, tmp_path) == [[]] * 4
+
+
+def counts() -> dict[str, int]:
+    return {
+        "process groups": len(dist.distributed_c10d._world.pg_map),
+        "threads": sum(each.name.startswith("fsmoe") for each in threading.enumerate()),
+    }
+
+
+def piles(rank: int, world_size: int, stage: int) -> list[str]:
+    """What there is more of with every engine that a model is given to."""
+    model, found = model_of("qwen3_moe"), []
+    for number in range(4):
+        engine = engine_of(model, config(stage, metrics="detailed", num_chunks=2, split_batch="on"))
+        train(engine, rank, world_size, number)
+        hooks = sum(len(value) for each in model.modules() for name, value in vars(each).items() if "_hooks" in name)
+        grads = sum(len(each._post_accumulate_grad_hooks or ()) for each in model.parameters())
+        depth, method = 0, model.save_pretrained
+        while method := getattr(method, "__wrapped__", None):
+            depth += 1
+        found.append(counts() | {"hooks": hooks, "hooks of parameters": grads, "save_pretrained": depth})
+    engine.destroy()
+    return [f"{found[1]} became {found[-1]}"] if found[1] != found[-1] else []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_engines_one_after_the_other_leave_no_more_on_a_model_than_one(stage: int, tmp_path: Path) -> None:
+    assert run_on_ranks(piles, 2, tmp_path, stage) == [[], []]
+
+
+def copied(rank: int, world_size: int) -> list[str]:
+    """What a copy of a converted model says."""
+    said = []
+    engine = engine_of(model_of("mixtral"), config(1))
+    for ended in (False, True):
+        for copy_of, part in (
+            *((each, engine.module) for each in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel)),
+            (copy.deepcopy, engine.module.model),
+        ):
+            with pytest.raises(ds_fsmoe.LayerError, match=r"cannot be copied or pickled.*make_whole"):
+                copy_of(part)
+        engine.destroy()
+        said += (
+            [f"{ended}"] if not isinstance(copy.deepcopy(SmallModel(Case(), rank, ds_fsmoe.MoE)), SmallModel) else []
+        )
+    native = SmallModel(Case(ep_size=2), rank)
+    engine_of(native, Case(ep_size=2).ds_config(fsmoe={"enabled": True}))
+    for each in (native, native.moes):
+        with pytest.raises(ds_fsmoe.LayerError, match=r"cannot be copied or pickled"):
+            pickle.dumps(each)
+    return said
+
+
+def test_a_copy_of_a_converted_model_is_refused_by_name_and_one_made_before_is_not(tmp_path: Path) -> None:
+    assert run_on_ranks(copied, 2, tmp_path) == [[], []]
+
+
+def steps_of_small(engine: Any, rank: int, first: int) -> list[float]:
+    losses = []
+    for step in (first, first + 1):
+        loss, _ = engine(*small_batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def of_deepspeeds_kind(rank: int, world_size: int, gate: dict[str, Any]) -> list[str]:
+    """What differs from one engine of layers of DeepSpeed's kind that go from engine to engine, the last one stock's.
+
+    Stock itself refuses them a second time: "Attempting to override an existing ep_group"."""
+    case, ours = Case(ep_size=2, stage=1, moe_options=(("use_rts", False),)), {"enabled": True} | gate
+
+    def seen(model: nn.Module) -> float:
+        return model(*small_batch(50, rank, torch.float32))[0].item()
+
+    other = SmallModel(case, rank)
+    engine = engine_of(other, case.ds_config(fsmoe=ours if gate else STOCK))
+    wanted = [*steps_of_small(engine, rank, 0), seen(other), *steps_of_small(engine, rank, 2), seen(other)]
+    model, found = SmallModel(case, rank), []
+    for first, block in ((0, ours), (2, ours | {"num_chunks": 2})):
+        engine = engine_of(model, case.ds_config(fsmoe=block))
+        found += steps_of_small(engine, rank, first)
+        engine.destroy()
+        found.append(seen(model))
+    if gate:
+        with pytest.raises(ds_fsmoe.LayerError, match="which DeepSpeed's own layer does not run"):
+            engine_of(model, case.ds_config(fsmoe=STOCK))
+    else:
+        wanted += steps_of_small(
+            other_engine := engine_of(ds_fsmoe.make_whole(other), case.ds_config(fsmoe=ours)), rank, 4
+        )
+        found += steps_of_small(engine_of(model, case.ds_config(fsmoe=STOCK)), rank, 4)
+        other_engine.destroy()
+    kinds = {type(each.deepspeed_moe).__module__.split(".")[0] for each in ds_fsmoe.make_whole(model).moes}
+    said = [] if kinds == {"ds_fsmoe" if gate else "deepspeed"} else [f"{kinds}"]
+    return said + ([f"{found} for {wanted}"] if furthest(torch.tensor(found), torch.tensor(wanted)) > 1e-5 else [])
+
+
+@pytest.mark.parametrize("gate", [{}, {"gate": {"type": "sigmoid"}}])
+def test_layers_of_deepspeeds_kind_outlive_their_engine(gate: dict[str, Any], tmp_path: Path) -> None:
+    assert run_on_ranks(of_deepspeeds_kind, 2, tmp_path, gate) == [[], []]
+
+
+def moved(rank: int, world_size: int, stage: int) -> list[str]:
+    """What differs of a model whose experts were elsewhere when its engine ended, made whole or given on."""
+    from tests.test_moved_experts import drawn, placements_of
+
+    said = []
+    for way in ("whole", "again", "alive"):
+        model = lora_of("mixtral", ("up", "down")) if stage == 2 else model_of("gpt_oss")
+        engine = engine_of(model, config(stage, placement={"policy": "balanced", "every": 1000}), trained(model))
+        train(engine, rank, world_size, 0)
+        placements = placements_of(engine)
+        told = [ds_fsmoe.whole_state_dict(engine)]
+        dist.broadcast_object_list(told)
+        placements.go_to({label: drawn(now, at + 3) for at, (label, now) in enumerate(placements.now.items())})
+        if all(each.is_at_start for each in placements.now.values()):
+            said.append("nothing has moved")
+        if way != "alive":
+            engine.destroy()
+        if way != "whole":
+            engine_of(model, config(stage), trained(model)).destroy()
+        said += [f"{way}: {each}" for each in differing(ds_fsmoe.make_whole(model).state_dict(), told[0])]
+    return said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_experts_that_had_moved_are_at_home_in_a_whole_model_and_in_the_next_engine(stage: int, tmp_path: Path) -> None:
+    assert run_on_ranks(moved, 2, tmp_path, stage) == [[], []]
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """What a model says that one engine has left and another one has not taken."""
+    model = model_of("mixtral")
+    engine = engine_of(model, config(0))
+    with pytest.raises(ds_fsmoe.LayerError, match=r"experts has this rank's experts only.*make_whole\(model\)"):
+        ds_fsmoe.initialize(model=model, config=config(0, enabled=False))
+    train(engine, rank, world_size, 0)  # it has not lost its model
+    told = [ds_fsmoe.whole_state_dict(engine)]
+    dist.broadcast_object_list(told)
+    with pytest.raises(ds_fsmoe.ConfigError, match="ep_size"):
+        engine_of(model, config(0, ep_size=3))
+    with pytest.raises(ds_fsmoe.LayerError, match="has this rank's experts only and no engine any more"):
+        model(input_ids=batch(0, 1))
+    engine_of(ds_fsmoe.make_whole(model), config(0, enabled=False)).destroy()
+    return differing(model.state_dict(), told[0])
+
+
+def test_a_model_between_two_engines_says_what_it_needs(tmp_path: Path) -> None:
+    assert run_on_ranks(refused, 2, tmp_path) == [[], []]
+
+
+def loaded_by_parts(rank: int, world_size: int) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    from tests.hf_families import config_of
+
+    with ds_fsmoe.own_experts(config(1)):
+        model = AutoModelForCausalLM.from_config(config_of("mixtral"))
+    with pytest.raises(ds_fsmoe.LayerError, match=r"make_whole: .* 2 of 4 experts and has had no engine"):
+        ds_fsmoe.make_whole(model)
+    seen = []
+    for number in range(2):
+        given = list(model.parameters())
+        engine = engine_of(model, config(1))
+        train(engine, rank, world_size, number)
+        engine.destroy()
+        seen.append([each is other for each, other in zip(given, model.parameters(), strict=True)])
+    assert all(map(all, seen))
+    assert model.get_submodule("model.layers.0.mlp.experts").down_proj.shape[0] == 2
+    ds_fsmoe.make_whole(model)
+    return list(model.get_submodule("model.layers.0.mlp.experts").down_proj.shape)
+
+
+def test_a_model_that_was_loaded_by_parts_is_never_whole_between_two_engines(tmp_path: Path) -> None:
+    assert [each[0] for each in run_on_ranks(loaded_by_parts, 2, tmp_path)] == [4, 4]
+
+
+TWO_TRAINERS = """
+import json, sys
+import torch
+from transformers import Trainer, TrainingArguments
+from tests.hf_families import model_of
+
+tokens = torch.randint(3, 100, (24, 12), generator=torch.Generator().manual_seed(0))
+rows = [{"input_ids": each, "labels": each} for each in tokens]
+model, losses = model_of("mixtral"), []
+ds = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
+ds |= {"zero_optimization": {"stage": 2}, "fsmoe": json.loads(sys.argv[-2])}
+for number in range(2):
+    given = dict(max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, report_to=[], seed=3)
+    given |= dict(save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", deepspeed=ds)
+    trainer = Trainer(model, TrainingArguments("out", **given), train_dataset=rows)
+    trainer.train()
+    losses += [each["loss"] for each in trainer.state.log_history if "loss" in each]
+if trainer.is_world_process_zero():
+    open(sys.argv[-1], "w").write(json.dumps(losses))
+"""
+
+
+@pytest.mark.long
+def test_two_trainers_one_after_the_other_on_one_model_have_stocks_losses(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from tests.test_hugging_face_trainers import on_ranks
+
+    script = tmp_path / "two_trainers.py"
+    script.write_text(TWO_TRAINERS)
+    blocks = {"stock": STOCK, "ours": {"enabled": True}}
+    runs = [(str(script), json.dumps(block), str(tmp_path / side)) for side, block in blocks.items()]
+    on_ranks(tmp_path, 2, runs)
+    stock, ours = (json.loads((tmp_path / side).read_text()) for side in blocks)
+    assert len(ours) == len(stock) == 6
+    assert ours == pytest.approx(stock, rel=1e-5)
