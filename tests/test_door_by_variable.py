@@ -77,11 +77,9 @@ def begin_on_the_first_rank_only(rank: int, world_size: int, stage: int) -> tupl
     logger.addHandler(said)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     config["optimizer"] = {"type": "Adam", "params": {"torch_adam": True}}
-    model = MoE(7, torch.nn.Linear(7, 7), num_experts=2, ep_size=2)
+    model = MoE(7, torch.nn.Linear(7, 7), num_experts=2)
     if rank == world_size - 1:
-        # What a rank without the variable does: it knows nothing of us, and waits for the others in its collectives.
-        torch.distributed.get_process_group_ranks(None)
-        return "", ""
+        return "", ""  # DeepSpeed's own initialize would know nothing of us, and wait for the others in its collectives
     config["fsmoe"] = {"enabled": True, "debug": {"hang_timeout_s": 2.0}}
     ds_fsmoe.install()
     with pytest.raises(DisagreementError) as caught:
@@ -95,3 +93,94 @@ def test_ranks_that_do_not_honour_the_block_are_named_on_all_that_do(tmp_path: P
         assert raised.startswith("rank 2 of 3 did not come to initialize with ds_fsmoe and an enabled block, and rank")
         assert "Every rank needs DS_FSMOE=1 in its environment" in raised
         assert ("rank 2 of 3 did not come to initialize" in said) == (rank == 0)
+
+
+# ---- frameworks with a launcher of their own
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: false}
+num_machines: 1
+num_processes: 2
+"""
+DATA = [{"text": f"{number} and {number % 7} are {number + number % 7}"} for number in range(32)]
+
+
+def losses_of_trl(folder: Path, site: Path, out: str, **variables: str) -> tuple[list[float], str]:
+    """The losses of ``trl sft``, started as its users start it, and what it printed."""
+    words = {"model_name_or_path": "base", "dataset_name": "data", "output_dir": out, "max_steps": 4, "save_steps": 4}
+    words |= {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none"}
+    words |= {"max_length": 64, "bf16": False, "gradient_checkpointing": False}
+    (folder / "train.json").write_text(json.dumps(words))  # JSON is YAML
+    environment = {name: value for name, value in os.environ.items() if name != "DS_FSMOE"} | variables
+    environment |= {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    command = ["trl", "sft", "--config", "train.json", "--accelerate_config", "accelerate.yaml"]
+    command += ["--main_process_port", str(free_port())]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    history = json.loads((folder / out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    return [each["loss"] for each in history if "loss" in each], done.stdout
+
+
+@pytest.mark.slow
+def test_trls_command_trains_as_it_is_with_the_losses_of_stock_deepspeed(site: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    with (site / "sitecustomize.py").open("a") as file:
+        file.write(f"import runpy; runpy.run_path({str(ROOT / 'examples' / 'on_cpu' / 'sitecustomize.py')!r})\n")
+    (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, DATA)))
+    (tmp_path / "ds.json").write_text((ROOT / "examples" / "hf" / "zero2.json").read_text())
+    subprocess.run(
+        [sys.executable, ROOT / "examples" / "hf" / "make_model.py", "base"], cwd=tmp_path, check=True, timeout=600
+    )
+    stock, said_by_stock = losses_of_trl(tmp_path, site, "stock")
+    ours, said = losses_of_trl(tmp_path, site, "ours", DS_FSMOE="1")
+    assert "is on for 2 MoE layer(s)" in said
+    assert "ds_fsmoe" not in said_by_stock
+    assert len(stock) == 4
+    assert ours == pytest.approx(stock, rel=2e-5)
+
+
+SHOW = "import sys; print(__name__, sys.argv)"
+
+
+@pytest.mark.slow
+def test_run_gives_a_script_and_a_module_the_arguments_that_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
+    (tmp_path / "shown").mkdir()
+    for name in ("show.py", "shown/__init__.py", "shown/by_module.py"):
+        (tmp_path / name).write_text("" if name.endswith("__init__.py") else SHOW)
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    for options in ((), ("--no_local_rank",)):
+        for by_launcher, by_us in (("show.py", ["show.py"]), ("shown.by_module", ["--module", "shown.by_module"])):
+            module = ["--module"] if "." in by_launcher.removesuffix(".py") else []
+            stock = launch(tmp_path, *options, *module, by_launcher, "sft", "--x", "1", **paths)
+            ours = launch(tmp_path, *options, "--module", "ds_fsmoe.run", *by_us, "sft", "--x", "1", **paths)
+            wanted = re.findall(r"__main__ \[.*\]", stock)
+            assert len(wanted) == 2
+            assert sorted(re.findall(r"__main__ \[.*\]", ours)) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--module", "no.such"], "ds_fsmoe.run: no.such: no such module"),
+        (["--module"], "ds_fsmoe.run: no module given"),
+    ],
+)
+def test_run_names_a_module_that_is_not_there(arguments: list[str], sentence: str, site: Path) -> None:
+    command = f"import runpy, sys; sys.argv = ['run', '--local_rank=0', *{arguments!r}]; "
+    done = python(site, command + "runpy.run_module('ds_fsmoe.run', run_name='__main__')")
+    assert done.returncode == 1
+    assert sentence in done.stderr
+
+
+def test_run_runs_a_module_as_python_does(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(SHOW + "\nimport deepspeed; " + WHOSE)
+    command = [sys.executable, "-m", "ds_fsmoe.run", "--module", "shown", "sft", "--module", "x"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    shown = f"__main__ ['{tmp_path}/shown.py', 'sft', '--module', 'x']"
+    assert [each for each in (shown, "True") if each not in done.stdout.splitlines()] == [], done.stderr
