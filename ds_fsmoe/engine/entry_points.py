@@ -109,6 +109,7 @@ def initialize(
         ConfigError: the block is wrong, or DeepSpeed blocks do not go with it.
         LayerError: the model's layers cannot be made ours.
         IncompatibleError: the installed versions do not work together.
+        DisagreementError: some ranks train with stock DeepSpeed; names them.
 
     Examples:
         >>> import torch, ds_fsmoe
