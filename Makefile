@@ -8,6 +8,8 @@
 #              says how long, and goes on where it stopped
 # make soak    faults of all kinds that jobs survive, and thousands of steps after which nothing has grown (half an hour)
 # make docs    the pages of docs/ as a site in site/, strictly: a dead link or an undocumented public name fails
+# make try-llamafactory  LLaMA-Factory's own command, unmodified, with and without DS_FSMOE=1: the losses of four families
+#              (not in CI; an environment of its own, as it pins older versions)
 # make lint    ruff: rules and layout; clang-format for csrc/. make format puts right what can be
 # Each sets up .venv first, if that is not there or the requirements have changed.
 
@@ -17,6 +19,8 @@ PLANNING := .venv-planning
 PLANNING_READY := $(PLANNING)/.ready
 DOCS := .venv-docs
 DOCS_READY := $(DOCS)/.ready
+LLAMAFACTORY := .venv-llamafactory
+LLAMAFACTORY_READY := $(LLAMAFACTORY)/.ready
 # With its folder on the PATH, for the launcher and for ninja.
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 
@@ -30,7 +34,7 @@ SIDE_BY_SIDE := -n $(shell python3 -c "import os; print(min(4, len(os.sched_geta
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long test-full docs lint format clean
+.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long test-full docs try-llamafactory lint format clean
 
 setup: $(READY)
 
@@ -87,6 +91,15 @@ docs: $(DOCS_READY)
 	@echo "== docs: the pages as a site in site/ (some seconds)"
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict # not --quiet, which hides warnings from --strict
 
+$(LLAMAFACTORY_READY): setup.py ds_fsmoe/versions.py tools/setup_venv.sh
+	@echo "== setup: a virtual environment with LLaMA-Factory in $(LLAMAFACTORY) (some minutes, once)"
+	@tools/setup_venv.sh llamafactory
+
+try-llamafactory: $(LLAMAFACTORY_READY)
+	@echo "== try-llamafactory: four families on two ranks, stock DeepSpeed and ours (about ten minutes)"
+	@$(LLAMAFACTORY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	@$(LLAMAFACTORY)/bin/python tools/try_llamafactory.py
+
 lint: $(READY)
 	@echo "== lint: ruff, clang-format"
 	@$(RUN) -m ruff check .
@@ -99,4 +112,4 @@ format: $(READY)
 	@$(VENV)/bin/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(PLANNING) $(DOCS) site build dist runs *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PLANNING) $(DOCS) $(LLAMAFACTORY) site build dist runs *.egg-info .pytest_cache .ruff_cache

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 VERSIONS = runpy.run_path(str(ROOT / "ds_fsmoe" / "versions.py"))
@@ -44,7 +45,18 @@ def compiled_ops() -> dict[str, Any]:
     return {"ext_modules": [b.builder() for b in builders], "cmdclass": {"build_ext": BuildExtension}}
 
 
+class BuildWithDoor(build_py):
+    """Builds the packages and puts the file for ``DS_FSMOE`` beside them, where an interpreter that starts reads it."""
+
+    def run(self) -> None:
+        super().run()
+        # An editable wheel has nothing of what is built, but what lies where it is packed.
+        folder = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
+        self.copy_file(str(ROOT / "ds_fsmoe" / "ds_fsmoe_door.pth"), folder)
+
+
 readme = ROOT / "README.md"
+ops = compiled_ops()
 setup(
     name="ds_fsmoe",
     version=VERSIONS["VERSION"],
@@ -82,7 +94,7 @@ setup(
             "pydantic>=2",
             "safetensors>=0.4.3",
         ],
-        "hf": ["transformers>=5.12"],
+        "hf": ["transformers>=5.6"],
         "plot": ["altair>=6", "jinja2", "vl-convert-python>=1.9"],
         "mpi": ["mpi4py"],
         "dev": [
@@ -123,5 +135,6 @@ setup(
     include_package_data=False,
     entry_points={"console_scripts": ["ds_fsmoe = ds_fsmoe.cli:main"]},
     zip_safe=False,
-    **compiled_ops(),
+    cmdclass={"build_py": BuildWithDoor, **ops.pop("cmdclass", {})},
+    **ops,
 )

@@ -3,7 +3,8 @@
 
 Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported when it is
 first used. In a process that a launcher has started, it asks NCCL for the order in which collectives begin: that has to
-be done ahead of the first process group (see ``distributed/launch_order.py``).
+be done ahead of the first process group (see ``distributed/launch_order.py``). It also has DeepSpeed's engines looked
+at, once DeepSpeed is imported: one that does not read an enabled block says so (see ``door.py``).
 
 Public is what ``__all__`` lists, and what a gate of one's own is made with: ``TokenChoiceGate``'s module and
 ``components/gate_settings.py``. All else is internal and may change with any version.
@@ -15,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.distributed.launch_order import ask_as_rank as _ask_as_rank
+from ds_fsmoe.door import watch_engines as _watch_engines
 from ds_fsmoe.versions import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -188,6 +190,7 @@ __all__ = [
 
 
 _ask_as_rank()
+_watch_engines()
 
 
 def _find(name: str) -> Any:

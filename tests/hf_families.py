@@ -89,6 +89,7 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 8,
         "n_groups": 1,
     },
+    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 8},
     "deepseek_ocr2_text": {"mlp_layer_types": ["sparse", "sparse"]},
     "ernie4_5_vl_moe_text": {

@@ -63,7 +63,7 @@ def test_no_block_is_none() -> None:
     assert read_block({"train_batch_size": 8}) is None
 
 
-@pytest.mark.parametrize("block", [{}, {"enabled": False}, {"enabled": False, "schedule": "tutel", "order": "einsum"}])
+@pytest.mark.parametrize("block", [{"enabled": False}, {"enabled": False, "schedule": "tutel", "order": "einsum"}])
 def test_a_disabled_block_is_not_asked_what_this_version_can_do(block: dict) -> None:
     assert read_block({"fsmoe": block}).enabled is False
 
@@ -76,6 +76,7 @@ def test_a_disabled_block_is_not_asked_what_this_version_can_do(block: dict) -> 
         ({"enabled": False, "gat": 3}, "fsmoe.gat: unknown key; did you mean 'gate'?"),
         ({"enabled": False, "schedule": "a newer one"}, 'fsmoe.schedule = "a newer one": must be'),
         ({"schedule": "best"}, 'fsmoe.enabled is missing: write "enabled": true, or false for stock DeepSpeed'),
+        ({}, 'fsmoe.enabled is missing: write "enabled": true, or false for stock DeepSpeed'),
     ],
 )
 def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence: str) -> None:
@@ -345,7 +346,9 @@ def test_half_precision_on_a_cpu_is_said_to_be_untested(blocks: dict, device_typ
     assert [each.startswith(words) for each in said] == [True] * bool(words)
 
 
-@pytest.mark.parametrize("key", ["fs_moe", "fsMoE", "FSMOE", "fs-moe", "fsmo", "fmoe", "ds_fsmoe", "fsmoe_config"])
+@pytest.mark.parametrize(
+    "key", ["fs_moe", "fsMoE", "FSMOE", "fs-moe", "fsmeo", "fsmo", "fmoe", "ds_fsmoe", "fsmoe_config"]
+)
 def test_a_misspelt_block_is_an_error(key: str) -> None:
     with pytest.raises(ConfigError, match='did you mean "fsmoe"'):
         read_block({key: {"enabled": True}})

@@ -98,7 +98,7 @@ def test_run_and_install_refuse_a_wrong_block_before_the_script_begins(
     script.write_text("raise AssertionError('the script has begun')")
     for arguments, sentence in (
         (["--fsmoe", '{"enabled": true, "gat": 1}', str(script)], '"gat": 1}: fsmoe.gat: unknown key; did you mean'),
-        (["--fsmoe", "{}", str(script)], 'ds_fsmoe.run: --fsmoe {}: fsmoe = {}: write "enabled": true'),
+        (["--fsmoe", "{}", str(script)], 'ds_fsmoe.run: --fsmoe {}: fsmoe.enabled is missing: write "enabled": true'),
         (["--fsmoe", "absent.json", str(script)], "absent.json: no such file"),
         (["--fsmoe", ENABLED, "--fsmoe", ENABLED, str(script)], "--fsmoe is given twice"),
         (["--fsmoe"], "--fsmoe needs a value"),
@@ -113,6 +113,7 @@ def test_run_and_install_refuse_a_wrong_block_before_the_script_begins(
         ds_fsmoe.install({"enabled": True, "gat": 1})
     assert deepspeed.initialize is not ds_fsmoe.initialize
     assert run.split_arguments(["--local_rank=0", str(script), "--fsmoe", "x"])[1:] == (
+        False,
         ["--local_rank=0", "--fsmoe", "x"],
         None,
     )

@@ -179,7 +179,16 @@ def test_blocks_that_drop_out_or_are_checkpointed_otherwise_stay_whole() -> None
     assert splitter.num_runs == 0
     plain = Model([])
     plain.blocks[1].gradient_checkpointing = True
-    assert "it is checkpointed by itself" in split(plain).why_not
+    assert split(plain).why_not.endswith("it is checkpointed by itself, and runs again alone")
+
+
+def test_blocks_that_an_older_transformers_checkpoints_stay_whole_and_its_version_is_named(monkeypatch) -> None:
+    # Before 5.23 the wrapper was around __call__ and not around forward.
+    monkeypatch.setattr(Block, "forward", PlainBlock.forward)
+    model = model_of([])
+    monkeypatch.setattr("ds_fsmoe.halves.blocks.version", {"transformers": "5.17.0"}.get)
+    said = "runs again alone, as blocks of transformers before 5.23 do (5.17.0 is installed)"
+    assert said in split(model).why_not
 
 
 @sampled(("stage", "block"), [(1, {}), (2, BY_DEGREES), (3, {"recompute": True}), (0, {})], kept=[2], ids=str)

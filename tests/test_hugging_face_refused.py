@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 
 pytest.importorskip("transformers")
 
 from tests.hf_families import NUM_EXPERTS, WIDTH, model_of
+from tests.ranks import run_on_ranks
 from tests.test_hugging_face import ds_config, engine_of
 
 
@@ -39,6 +43,27 @@ def more_weights(model: nn.Module) -> None:
 def of_transformers_4(model: nn.Module) -> None:
     block = model.model.layers[0].mlp
     block.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+def refused_with_sequence_parallel_ranks(rank: int, world_size: int) -> str:
+    """What is said to the mpu that DeepSpeed's Ulysses makes."""
+    import ds_fsmoe
+
+    deepspeed.init_distributed()
+    parallel_state_sp.initialize_sequence_parallel(2)
+    model = model_of("olmoe")
+    with pytest.raises(ds_fsmoe.LayerError) as caught:
+        ds_fsmoe.initialize(
+            model=model, model_parameters=model.parameters(), config=ds_config(1), mpu=parallel_state_sp
+        )
+    return str(caught.value)
+
+
+def test_sequence_parallel_ranks_are_refused_by_that_name_and_not_as_tensor_parallel_ones(tmp_path: Path) -> None:
+    for said in run_on_ranks(refused_with_sequence_parallel_ranks, 2, tmp_path):
+        assert said.startswith("mpu: sequence parallelism, here over 2 ranks, is not supported with experts of Hugging")
+        assert "leave mpu and sequence_parallel_size out, or sp_size 1" in said
+        assert "tensor" not in said
 
 
 @pytest.mark.parametrize(

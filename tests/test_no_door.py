@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import deepspeed
+import pytest
 import torch
 
 import ds_fsmoe
+from ds_fsmoe.checks import no_door
 from tests.logged import Said
 from tests.ranks import run_on_ranks
+from tests.scripts import ROOT
 from tests.small_model import BATCH, LENGTH, WIDTH, Case, SmallModel
 
 
@@ -64,6 +70,56 @@ def test_training_without_a_door_is_warned_of_once_and_on_the_first_rank(tmp_pat
         "no door, trained on": 1,
     }
     assert set(second.values()) == {0}
+
+
+def warnings_about_blocks(rank: int, world_size: int) -> list[list[str]]:
+    """What is said, in a process of each, when an engine of DeepSpeed's own is made with a config."""
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    heard: list[list[str]] = []
+    for initialize, written in (
+        (deepspeed.initialize, {"fsmoe": {"enabled": False}}),
+        (deepspeed.initialize, {}),
+        (ds_fsmoe.initialize, {}),
+        (ds_fsmoe.initialize, {"fsmoe": {"enabled": True, "ops": "reference"}}),
+        (deepspeed.initialize, {"fsmoe": {"enabled": True}}),
+        (deepspeed.initialize, {"fsmoe": {}}),
+        (deepspeed.initialize, {"fsmeo": {"enabled": True}}),
+    ):
+        said.lines.clear()
+        no_door._is_said = False
+        for _ in range(2):
+            case = Case(ep_size=world_size)
+            model = SmallModel(case, rank, deepspeed.moe.layer.MoE)
+            initialize(model=model, model_parameters=model.parameters(), config=case.ds_config(**written))
+        heard.append([line for line in said.lines if "block" in line and " is on for " not in line])
+    return heard
+
+
+def test_a_block_that_is_not_read_is_said_once_by_the_first_rank_with_all_ways_in(tmp_path: Path) -> None:
+    first, second = run_on_ranks(warnings_about_blocks, 2, tmp_path)
+    off, none, none_by_ours, ours, *unread = first
+    assert off == none == ours == []
+    assert none_by_ours == ["the config has no fsmoe block: stock DeepSpeed trains the model"] * 2
+    assert [len(each) for each in unread] == [1, 1, 1]
+    for (line,), beginning in zip(
+        unread,
+        ("the config has an fsmoe block", "the config has an fsmoe block", "fsmeo = ...: no such block in a DeepSpeed"),
+        strict=True,
+    ):
+        assert line.startswith(beginning)
+        for way in ("ds_fsmoe.initialize", "ds_fsmoe.install()", "ds_fsmoe.run", "DS_FSMOE=1"):
+            assert way in line
+    assert second == [[]] * 7
+
+
+@pytest.mark.parametrize("order", ["import ds_fsmoe, deepspeed", "import deepspeed, ds_fsmoe"])
+def test_engines_are_looked_at_whichever_is_imported_first_and_deepspeeds_functions_stay_its_own(order: str) -> None:
+    code = f"{order}, inspect; engine = deepspeed.DeepSpeedEngine.__init__; print(engine.__name__, 'args' in "
+    code += "inspect.signature(engine).parameters, engine.__globals__['__name__'], deepspeed.initialize.__module__)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.stdout.split()[-4:] == ["__init__", "True", "ds_fsmoe.door", "deepspeed"], done.stderr
 
 
 def test_a_layer_without_any_engine_is_nobodys_mistake() -> None:

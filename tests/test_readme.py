@@ -159,7 +159,7 @@ MEASURE_FOR_MINUTES = tuple(
         "recording",
     )
 )
-NOT_IN_CI = ("make soak", "make bench", "make cluster-demo", "make docs")
+NOT_IN_CI = ("make soak", "make bench", "make cluster-demo", "make docs", "make try-llamafactory")
 """Half an hour, minutes of a bed, or another environment to install: what they call has tests of its own."""
 
 

@@ -3,6 +3,7 @@
 # Makes .venv with everything that the Makefile's commands need, on a machine that has nothing but Python.
 #   tools/setup_venv.sh planning                       .venv-planning instead: what planning needs, and no torch
 #   tools/setup_venv.sh docs                           .venv-docs: what make docs needs, neither torch nor this package
+#   tools/setup_venv.sh llamafactory                   .venv-llamafactory: what make try-llamafactory needs, for CPUs
 #   PYTHON=/path/to/python3.11 tools/setup_venv.sh     to choose the interpreter
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +13,8 @@ cpu_index="https://download.pytorch.org/whl/cpu"
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
-case "${1:-}" in "" | planning | docs) ;; *) fail "unknown argument $1: the choices are planning, docs, or nothing" ;; esac
+case "${1:-}" in "" | planning | docs | llamafactory) ;;
+*) fail "unknown argument $1: the choices are planning, docs, llamafactory, or nothing" ;; esac
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
 
 python=""
@@ -49,6 +51,29 @@ if [ "${1:-}" = planning ]; then
     exit
 fi
 
+install_cpu_torch() {
+    say "installing $cpu_torch"
+    # A configured wheel folder or mirror may have it; PyTorch's own index of CPU builds does.
+    pip install --quiet "$cpu_torch" 2>/dev/null || pip install --quiet "$cpu_torch" --index-url "$cpu_index" ||
+        fail "no CPU build of torch 2.13.0 for this Python, neither from the configured indexes nor from $cpu_index"
+}
+if [ "${1:-}" = llamafactory ]; then
+    say "making $venv"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || fail "$no_venv"
+    install_cpu_torch
+    # Its interface for browsers and its readers of pictures, films and sound are left out: they take gigabytes.
+    pip install --quiet "transformers==5.6.0" "trl==0.24.0" "accelerate==1.11.0" "peft==0.18.1" "datasets==4.0.0" \
+        "tyro<0.9" omegaconf einops fire sentencepiece tiktoken pandas protobuf pyyaml scipy
+    pip install --quiet --no-deps "llamafactory==0.9.5"
+    pip install --quiet ".[train,hf]"
+    # It imports torchaudio whatever it trains, and there is no build of that for CPUs beside this torch.
+    : >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchaudio.py"
+    touch "$venv/.ready"
+    say "done"
+    exit
+fi
+
 # Read to its end: with pipefail, a grep that stops at the first of many GPUs would make the listing a failure.
 has_gpu() { command -v nvidia-smi >/dev/null && [[ $(nvidia-smi -L 2>/dev/null) == *"GPU "* ]]; }
 # "train" needs a torch in this range; an image that brings one keeps it.
@@ -77,10 +102,7 @@ if [ -z "$shared" ] && has_gpu; then
     say "installing $torch_range (GPU build; several GB)"
     pip install --quiet "$torch_range"
 elif [ -z "$shared" ]; then
-    say "installing $cpu_torch (no GPU here)"
-    # A configured wheel folder or mirror may have it; PyTorch's own index of CPU builds does.
-    pip install --quiet "$cpu_torch" 2>/dev/null || pip install --quiet "$cpu_torch" --index-url "$cpu_index" ||
-        fail "no CPU build of torch 2.13.0 for this Python, neither from the configured indexes nor from $cpu_index"
+    install_cpu_torch
 fi
 say "installing ds_fsmoe with DeepSpeed and the tools of the tests"
 pip install --quiet -e '.[train,dev]'

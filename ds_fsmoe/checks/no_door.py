@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warns where layers of ours are trained by an engine that knows nothing of us, so that the block is never read."""
+"""Warns where an engine is made that knows nothing of us, so that the block is never read."""
 
 from __future__ import annotations
 
-import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ds_fsmoe.config.reading import BLOCK, ConfigError, refuse_misspelt_block
 from ds_fsmoe.log import log_on_rank_0
+
+_DOORS = (
+    "Make the engine with ds_fsmoe.initialize, or call ds_fsmoe.install() before it is made, or start the script with "
+    "deepspeed --module ds_fsmoe.run, or any launcher with DS_FSMOE=1 in the environment of every rank"
+)
+_is_said = False
+"""Whether it has been said: once in a process, however many layers and engines there are."""
 
 
 def warn_without_door(layer: Any, x: torch.Tensor) -> None:
@@ -21,15 +29,35 @@ def warn_without_door(layer: Any, x: torch.Tensor) -> None:
     """
     if layer.training:
         layer.fsmoe.checks_without_engine.remove(warn_without_door)
-        _warn()
+        _warn("ds_fsmoe.MoE layers are trained by")
 
 
-@functools.cache  # once in a process, however many layers and engines there are
-def _warn() -> None:
-    log_on_rank_0(
-        "ds_fsmoe.MoE layers are trained by an engine of DeepSpeed's own, which does not read the fsmoe block: nothing "
-        "is cut, overlapped, measured or checked. Make the engine with ds_fsmoe.initialize, or call ds_fsmoe.install() "
-        "before it is made, or start the script with deepspeed --module ds_fsmoe.run (with fsmoe.enabled = false each "
-        "of these turns the layers into DeepSpeed's)",
-        logging.WARNING,
-    )
+def warn_of_unread_block(engine: Any) -> None:
+    """Say that an engine does not read the block of its config, unless it is one of ours or the block is off.
+
+    Args:
+        engine: an engine of DeepSpeed's that has been made.
+    """
+    ds_config = getattr(getattr(engine, "_config", None), "_param_dict", None)
+    is_ours = any(each.__module__.startswith("ds_fsmoe.") for each in type(engine).mro())
+    if is_ours or not isinstance(ds_config, Mapping):
+        return
+    try:
+        refuse_misspelt_block(ds_config)
+    except ConfigError as error:
+        _warn(f"{error} The model is trained by")
+        return
+    block = ds_config.get(BLOCK, {"enabled": False})
+    if not isinstance(block, Mapping) or block.get("enabled") is not False:
+        _warn("the config has an fsmoe block, and the model is trained by")
+
+
+def _warn(whose: str) -> None:
+    global _is_said
+    if not _is_said:
+        log_on_rank_0(
+            f"{whose} an engine of DeepSpeed's own, which does not read the fsmoe block: nothing is cut, overlapped, "
+            f"measured or checked. {_DOORS} (with fsmoe.enabled = false each of these trains as stock DeepSpeed does)",
+            logging.WARNING,
+        )
+    _is_said = True

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class Finder:
     """Finds what the other finders find, and has one module changed as soon as it has run.
 
     Args:

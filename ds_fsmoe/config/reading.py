@@ -45,7 +45,7 @@ def read_block(ds_config: Mapping[str, Any]) -> FSMoEBlock | None:
     Raises:
         ConfigError: the block is misspelt or wrong, or asks for what this version cannot do; one line for each mistake.
     """
-    _refuse_misspelt_block(ds_config)
+    refuse_misspelt_block(ds_config)
     if BLOCK not in ds_config:
         return None
     written = ds_config[BLOCK]
@@ -110,7 +110,7 @@ def join_problems(problems: Iterable[str]) -> str:
     return problems[0] if len(problems) == 1 else "\n".join([f"{len(problems)} problems:", *problems])
 
 
-def _refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
+def refuse_misspelt_block(ds_config: Mapping[str, Any]) -> None:
     """Refuse a misspelt block: DeepSpeed silently accepts unknown top-level keys, so it would do nothing, unnoticed."""
     for key in ds_config:
         letters = re.sub(r"[^a-z]", "", str(key).lower())
@@ -133,7 +133,7 @@ def _missing_switch(written: Mapping[str, Any]) -> list[str]:
     """Return a sentence where nothing says whether the block is on, unless a misspelt key was meant to."""
     keys = [word for words in known_keys(FSMoEBlock) for word in words]
     misspelt = [difflib.get_close_matches(str(each), keys, n=1) for each in set(written) - set(keys)]
-    if not written or "enabled" in written or ["enabled"] in misspelt:
+    if "enabled" in written or ["enabled"] in misspelt:
         return []
     return [f'{BLOCK}.enabled is missing: write "enabled": true, or false for stock DeepSpeed']
 

@@ -254,6 +254,17 @@ def sizes_of_mpu(mpu: Any) -> tuple[int, int]:
     return bwc_tensor_model_parallel_world_size(mpu), bwc_pipeline_parallel_world_size(mpu)
 
 
+def sequence_ranks_of_mpu(mpu: Any) -> int:
+    """Return the number of ranks that share each sequence, by the ``mpu`` of DeepSpeed's Ulysses; 1 for any other.
+
+    It calls them model-parallel too, for which DeepSpeed itself tells it by the lack of data-parallel ranks.
+    """
+    has_data = hasattr(mpu, "get_data_parallel_world_size")
+    if has_data or not hasattr(mpu, "get_sequence_parallel_world_size"):
+        return 1
+    return mpu.get_sequence_parallel_world_size()
+
+
 def has_neighbours(mpu: Any) -> bool:
     """Return whether this rank's tensor-parallel ranks are the run of neighbours that :func:`layout` expects."""
     size, _ = sizes_of_mpu(mpu)

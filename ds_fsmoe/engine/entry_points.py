@@ -30,11 +30,12 @@ from ds_fsmoe.checks.preflight import (
 from ds_fsmoe.components.expert_compute.contract import follows_contract
 from ds_fsmoe.config import accelerate
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.config.reading import BLOCK, ConfigError, read_block
+from ds_fsmoe.config.reading import BLOCK, read_block
 from ds_fsmoe.config.words import words_of
 from ds_fsmoe.distributed import launch_order
 from ds_fsmoe.distributed.groups import sizes_of_mpu, stock_names
 from ds_fsmoe.engine import compat, transformers_seams
+from ds_fsmoe.engine.arrivals import wait_for_all_ranks
 from ds_fsmoe.engine.checks_at_start import check_before_any_group
 from ds_fsmoe.engine.convert_layers import restore
 from ds_fsmoe.engine.engine import FSMoEEngine
@@ -109,6 +110,7 @@ def initialize(
         ConfigError: the block is wrong, or DeepSpeed blocks do not go with it.
         LayerError: the model's layers cannot be made ours.
         IncompatibleError: the installed versions do not work together.
+        DisagreementError: some ranks train with stock DeepSpeed; names them.
 
     Examples:
         >>> import torch, ds_fsmoe
@@ -152,8 +154,11 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
         made = _call_beneath(arguments)
         if block is not None:
             watch_stock(made[0], block)
+        elif _given is None:
+            log_on_rank_0("the config has no fsmoe block: stock DeepSpeed trains the model")
         return made
     if isinstance(model, PipelineModule):
+        wait_for_all_ranks("initialize", block.debug.hang_timeout_s)
         # The stages have found each other when they were built, on the devices that they were put on.
         get_accelerator().set_device(model.local_rank)
         with refused_on_all_stages():
@@ -163,6 +168,14 @@ def _initialize_by(block: FSMoEBlock | None, arguments: dict[str, Any], ds_confi
         check_before_any_group(block, ds_config, model, mpu)
     launch_order.ask()
     compat.check_initialize(_function_beneath(), _said(arguments))
+    if not isinstance(model, PipelineModule):
+        # As DeepSpeed's function does it, which then finds it done.
+        deepspeed.init_distributed(
+            get_accelerator().communication_backend_name(),
+            distributed_port=arguments["distributed_port"],
+            dist_init_required=arguments["dist_init_required"],
+        )
+        wait_for_all_ranks("initialize", block.debug.hang_timeout_s)
     if block.esp_size > 1:
         _rename_expert_groups((arguments["optimizer"], arguments["model_parameters"]), block.esp_size)
     with _our_engine():
@@ -295,8 +308,6 @@ def install(block: Mapping[str, Any] | None = None) -> None:
     """
     global _given, _replaced
     if block is not None:
-        if not block:
-            raise ConfigError(f'{BLOCK} = {{}}: write "enabled": true, or false for stock DeepSpeed')
         read_block({BLOCK: block})
     found = deepspeed.initialize
     if found is not initialize:

@@ -13,7 +13,7 @@ from ds_fsmoe.checks.preflight import check_zero_stage
 from ds_fsmoe.components.expert_compute.contract import ContractError, contract_of, follows_contract, shape_of
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import BLOCK, ConfigError, shown
-from ds_fsmoe.distributed.groups import sizes_of_mpu
+from ds_fsmoe.distributed.groups import sequence_ranks_of_mpu, sizes_of_mpu
 from ds_fsmoe.engine.convert_adapters import check_wrappers, wrappers_around
 from ds_fsmoe.engine.convert_experts import num_experts_of, refuse_ep_size
 from ds_fsmoe.layer.own_experts_marks import loaded_part
@@ -146,6 +146,12 @@ def check_hugging_face(
             )
     if has_stages:
         _check_in_stages(block, experts, adapted)
+    if (size := sequence_ranks_of_mpu(mpu)) > 1:
+        raise LayerError(
+            f"mpu: sequence parallelism, here over {size} ranks, is not supported with experts of Hugging Face models "
+            f"({first}): train with whole sequences (leave mpu and sequence_parallel_size out, or sp_size 1 where "
+            f"Accelerate or Trainer makes it), or set {BLOCK}.enabled to false for stock DeepSpeed"
+        )
     if sizes_of_mpu(mpu)[0] > 1:
         raise LayerError(f"mpu: tensor-parallel ranks are not supported with experts of Hugging Face models ({first})")
     for name, value, wanted in (

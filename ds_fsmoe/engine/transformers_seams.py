@@ -22,6 +22,7 @@ from typing import Any
 from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.config.reading import BLOCK, ConfigError
 from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.arrivals import wait_for_all_ranks
 from ds_fsmoe.engine.expert_tensors import read_own
 from ds_fsmoe.engine.own_experts import DEVICE, Build, Wanted, block_of, find_ranks
 from ds_fsmoe.layer.own_experts_marks import loaded_in
@@ -169,7 +170,13 @@ def _begin(modeling: ModuleType) -> Build | None:
         wanted = None
     if wanted is None or find_ranks() == 1:
         return None
+    _meet(wanted.block.debug.hang_timeout_s)
     return Build(wanted, modeling.is_deepspeed_zero3_enabled())
+
+
+@functools.cache  # once: with its groups made, one rank may read another model alone
+def _meet(limit_s: float) -> None:
+    wait_for_all_ranks("from_pretrained", limit_s)
 
 
 @contextmanager

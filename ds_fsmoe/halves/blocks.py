@@ -7,6 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -59,6 +60,12 @@ class Block:
         if inside is None or wrapper.__globals__.get("__name__") != "transformers.modeling_layers":
             return None
         return types.MethodType(inside, self.module)
+
+    def why_alone(self) -> str:
+        """Return the version of transformers that a checkpointed block is alone because of, in words; empty if not."""
+        if not any(each.__module__ == "transformers.modeling_layers" for each in type(self.module).mro()):
+            return ""
+        return f", as blocks of transformers before 5.23 do ({version('transformers')} is installed)"
 
     def is_looked_at(self) -> bool:
         """Return whether others than DeepSpeed see what the block returns, or is called with: it has to be there."""

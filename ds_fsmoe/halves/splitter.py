@@ -307,7 +307,7 @@ def _check_again(block: Block) -> None:
     if is_kept():
         raise CannotSplitError("what is around it is checkpointed, and runs again alone")
     if block.runs_again and block.forward_alone() is None:
-        raise CannotSplitError("it is checkpointed by itself, and runs again alone")
+        raise CannotSplitError(f"it is checkpointed by itself, and runs again alone{block.why_alone()}")
     if block.runs_again and _drop_out([block]):
         raise CannotSplitError("it drops out at random and is checkpointed: in turns it would draw other masks again")
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the door to DeepSpeed from the environment, and watches for engines that were made without one.
+
+The wheel puts ``ds_fsmoe_door.pth`` beside the package. With ``DS_FSMOE`` set, an interpreter that starts comes here by
+it; without the variable it imports nothing. All that waits until DeepSpeed is imported: by then ``install()`` has to be
+done, and no sooner, as it takes torch and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+from typing import Any
+
+from ds_fsmoe.config.imported_later import Finder
+
+VARIABLE = "DS_FSMOE"
+_ON, _OFF = ("1", "true"), ("", "0", "false")
+
+
+def open_by_variable() -> None:
+    """Do ``install()`` as soon as DeepSpeed has been imported, if ``DS_FSMOE`` says so."""
+    if os.environ.get(VARIABLE, "").lower() not in _OFF:
+        Finder("deepspeed", _install).begin()
+
+
+def _install(deepspeed: ModuleType) -> None:
+    value = os.environ.get(VARIABLE, "")
+    if value.lower() not in (*_ON, *_OFF):
+        # Raised only here: an error of a .pth file is printed by every interpreter that starts, and ends none.
+        raise ValueError(
+            f"ds_fsmoe: {VARIABLE} = {value!r} in the environment: write 1 to have deepspeed.initialize honour the "
+            "fsmoe block, or 0 for stock DeepSpeed"
+        )
+    from ds_fsmoe.engine.entry_points import install
+
+    install()
+
+
+def watch_engines() -> None:
+    """Look at each engine of DeepSpeed's own from now on: one that does not read an enabled block says so."""
+    _watch.begin()
+
+
+def _look_at_engines(module: ModuleType) -> None:
+    engine = module.DeepSpeedEngine
+    if "_fsmoe_looks" in vars(engine):
+        return
+    init = engine.__init__
+
+    @functools.wraps(init)
+    def look(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        from ds_fsmoe.checks.no_door import warn_of_unread_block
+
+        warn_of_unread_block(self)
+
+    engine.__init__, engine._fsmoe_looks = look, True
+
+
+_watch = Finder("deepspeed.runtime.engine", _look_at_engines)

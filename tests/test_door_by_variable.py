@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DS_FSMOE in the environment: what an interpreter does about it, what ranks compare, and that TRL's command trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+
+import ds_fsmoe
+from ds_fsmoe.distributed.agreement import DisagreementError
+from tests.ranks import run_on_ranks
+from tests.scripts import ROOT, free_port, launch
+
+DOOR = ROOT / "ds_fsmoe" / "ds_fsmoe_door.pth"
+HEAVY = "print(*(name for name in ('ds_fsmoe', 'torch', 'deepspeed') if name in sys.modules))"
+WHOSE = "import ds_fsmoe; print(deepspeed.initialize is ds_fsmoe.initialize)"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder that on PYTHONPATH does what a folder of installed packages does: its .pth files are read at start."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / DOOR.name).write_text(DOOR.read_text())
+    (folder / "sitecustomize.py").write_text("import os, site; site.addsitedir(os.path.dirname(__file__))\n")
+    return folder
+
+
+def python(site: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    others = {name: value for name, value in os.environ.items() if name != "DS_FSMOE"}
+    environment = others | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "DS_ACCELERATOR": "cpu"} | variables
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.parametrize(("variables", "loaded"), [({}, ""), ({"DS_FSMOE": ""}, ""), ({"DS_FSMOE": "1"}, "ds_fsmoe")])
+def test_an_interpreter_imports_nothing_at_its_start_unless_the_variable_is_set_and_then_nothing_heavy(
+    variables: dict[str, str], loaded: str, site: Path
+) -> None:
+    done = python(site, f"import sys; {HEAVY}", **variables)
+    assert (done.stdout.strip(), done.stderr) == (loaded, "")
+
+
+@pytest.mark.parametrize(("value", "is_ours"), [("1", True), ("TRUE", True), ("0", False), ("false", False)])
+def test_deepspeed_is_ours_as_soon_as_it_is_imported_if_the_variable_says_so(
+    value: str, is_ours: bool, site: Path
+) -> None:
+    done = python(site, f"import deepspeed; {WHOSE}", DS_FSMOE=value)
+    assert done.stdout.split()[-1:] == [str(is_ours)], done.stderr
+
+
+def test_another_value_ends_the_import_of_deepspeed_and_no_interpreter_without_it(site: Path) -> None:
+    assert python(site, "print('through')", DS_FSMOE="yes").stdout.strip() == "through"
+    done = python(site, "import deepspeed", DS_FSMOE="yes")
+    assert done.returncode == 1
+    assert "ds_fsmoe: DS_FSMOE = 'yes' in the environment: write 1 to have deepspeed.initialize" in done.stderr
+
+
+# ---- ranks
+
+
+def begin_on_the_first_rank_only(rank: int, world_size: int, stage: int) -> tuple[str, str]:
+    """What rank 0 raises, and what it said before, where the last rank runs stock DeepSpeed."""
+    import deepspeed
+
+    from ds_fsmoe.log import logger
+    from tests.logged import Said
+
+    said = Said()
+    logger.addHandler(said)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "Adam", "params": {"torch_adam": True}}
+    model = MoE(7, torch.nn.Linear(7, 7), num_experts=2)
+    if rank == world_size - 1:
+        return "", ""  # DeepSpeed's own initialize would know nothing of us, and wait for the others in its collectives
+    config["fsmoe"] = {"enabled": True, "debug": {"hang_timeout_s": 2.0}}
+    ds_fsmoe.install()
+    with pytest.raises(DisagreementError) as caught:
+        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return str(caught.value), "\n".join(said.lines)
+
+
+def test_ranks_that_do_not_honour_the_block_are_named_on_all_that_do(tmp_path: Path) -> None:
+    *ours, _ = run_on_ranks(begin_on_the_first_rank_only, 3, tmp_path, 1)
+    for rank, (raised, said) in enumerate(ours):
+        assert raised.startswith("rank 2 of 3 did not come to initialize with ds_fsmoe and an enabled block, and rank")
+        assert "Every rank needs DS_FSMOE=1 in its environment" in raised
+        assert ("rank 2 of 3 did not come to initialize" in said) == (rank == 0)
+
+
+# ---- frameworks with a launcher of their own
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: false}
+num_machines: 1
+num_processes: 2
+"""
+DATA = [{"text": f"{number} and {number % 7} are {number + number % 7}"} for number in range(32)]
+
+
+def losses_of_trl(folder: Path, site: Path, out: str, **variables: str) -> tuple[list[float], str]:
+    """The losses of ``trl sft``, started as its users start it, and what it printed."""
+    words = {"model_name_or_path": "base", "dataset_name": "data", "output_dir": out, "max_steps": 4, "save_steps": 4}
+    words |= {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none"}
+    words |= {"max_length": 64, "bf16": False, "gradient_checkpointing": False}
+    (folder / "train.json").write_text(json.dumps(words))  # JSON is YAML
+    environment = {name: value for name, value in os.environ.items() if name != "DS_FSMOE"} | variables
+    environment |= {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    command = ["trl", "sft", "--config", "train.json", "--accelerate_config", "accelerate.yaml"]
+    command += ["--main_process_port", str(free_port())]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    history = json.loads((folder / out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    return [each["loss"] for each in history if "loss" in each], done.stdout
+
+
+@pytest.mark.slow
+def test_trls_command_trains_as_it_is_with_the_losses_of_stock_deepspeed(site: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    with (site / "sitecustomize.py").open("a") as file:
+        file.write(f"import runpy; runpy.run_path({str(ROOT / 'examples' / 'on_cpu' / 'sitecustomize.py')!r})\n")
+    (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, DATA)))
+    (tmp_path / "ds.json").write_text((ROOT / "examples" / "hf" / "zero2.json").read_text())
+    subprocess.run(
+        [sys.executable, ROOT / "examples" / "hf" / "make_model.py", "base"], cwd=tmp_path, check=True, timeout=600
+    )
+    stock, said_by_stock = losses_of_trl(tmp_path, site, "stock")
+    ours, said = losses_of_trl(tmp_path, site, "ours", DS_FSMOE="1")
+    assert "is on for 2 MoE layer(s)" in said
+    assert "ds_fsmoe" not in said_by_stock
+    assert len(stock) == 4
+    assert ours == pytest.approx(stock, rel=2e-5)
+
+
+SHOW = "import sys; print(__name__, sys.argv)"
+
+
+@pytest.mark.slow
+def test_run_gives_a_script_and_a_module_the_arguments_that_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
+    (tmp_path / "shown").mkdir()
+    for name in ("show.py", "shown/__init__.py", "shown/by_module.py"):
+        (tmp_path / name).write_text("" if name.endswith("__init__.py") else SHOW)
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    for options in ((), ("--no_local_rank",)):
+        for by_launcher, by_us in (("show.py", ["show.py"]), ("shown.by_module", ["--module", "shown.by_module"])):
+            module = ["--module"] if "." in by_launcher.removesuffix(".py") else []
+            stock = launch(tmp_path, *options, *module, by_launcher, "sft", "--x", "1", **paths)
+            ours = launch(tmp_path, *options, "--module", "ds_fsmoe.run", *by_us, "sft", "--x", "1", **paths)
+            wanted = re.findall(r"__main__ \[.*\]", stock)
+            assert len(wanted) == 2
+            assert sorted(re.findall(r"__main__ \[.*\]", ours)) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--module", "no.such"], "ds_fsmoe.run: no.such: no such module"),
+        (["--module"], "ds_fsmoe.run: no module given"),
+    ],
+)
+def test_run_names_a_module_that_is_not_there(arguments: list[str], sentence: str, site: Path) -> None:
+    command = f"import runpy, sys; sys.argv = ['run', '--local_rank=0', *{arguments!r}]; "
+    done = python(site, command + "runpy.run_module('ds_fsmoe.run', run_name='__main__')")
+    assert done.returncode == 1
+    assert sentence in done.stderr
+
+
+def test_run_runs_a_module_as_python_does(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(SHOW + "\nimport deepspeed; " + WHOSE)
+    command = [sys.executable, "-m", "ds_fsmoe.run", "--module", "shown", "sft", "--module", "x"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    shown = f"__main__ ['{tmp_path}/shown.py', 'sft', '--module', 'x']"
+    assert [each for each in (shown, "True") if each not in done.stdout.splitlines()] == [], done.stderr
