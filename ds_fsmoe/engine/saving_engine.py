@@ -15,6 +15,7 @@ from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.distributed.waits import at_work
 from ds_fsmoe.layer.inference import refuse_within
 
 _LOAD_OPTIONS = (
@@ -36,6 +37,7 @@ class SavingEngine(DeepSpeedEngine):
     spreads_experts = False
     """Whether experts of a Hugging Face model are spread over ranks: over those of any stage, in a pipeline."""
 
+    @at_work("saving a checkpoint")
     def save_checkpoint(
         self,
         save_dir: str,
@@ -81,6 +83,7 @@ class SavingEngine(DeepSpeedEngine):
         placement = self.fsmoe.placement
         return nullcontext() if placement is None else placement.at_home()
 
+    @at_work("saving weights")
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> Any:
@@ -127,6 +130,7 @@ class SavingEngine(DeepSpeedEngine):
         if not self.spreads_experts:
             super()._copy_recovery_script(save_path)
 
+    @at_work("loading a checkpoint")
     def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
         """Load DeepSpeed's checkpoint from checked files; random generators and plans go on as they were.
 

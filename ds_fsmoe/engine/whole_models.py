@@ -16,6 +16,7 @@ from torch import nn
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.distributed.waits import at_work
 from ds_fsmoe.engine.saving_engine import SavingEngine
 
 
@@ -33,6 +34,7 @@ def save_whole_models(model: nn.Module) -> None:
 def _refusing(model: nn.Module, save: Any) -> Any:
     """Return ``save_pretrained`` that refuses to write parts."""
 
+    @at_work("saving weights")
     @functools.wraps(save)
     def save_pretrained(*args: Any, **options: Any) -> Any:
         # Of a model with adapters only these are written.

@@ -200,6 +200,7 @@ class FSMoEExperts(nn.Module):
             )
         chosen_KS = state.settle_choice(choice, index_SK)
         state.last_shape = x_SM.shape
+        forward = state.begin_forward(self.training)
         if state.pipeline is None:
             state.run_alone(None)
         for check in state.checks:
@@ -227,6 +228,7 @@ class FSMoEExperts(nn.Module):
             name=state.path,
             in_rows=True,
             placed=placed,
+            forward=forward,
         )
         return result.output.view(shape).to(hidden_states.dtype)
 

@@ -22,7 +22,7 @@ from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert import LocalExperts
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.gate import GateBase, in_backward
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase, kind_of
 from ds_fsmoe.execution.chunking import cut
@@ -34,6 +34,7 @@ from ds_fsmoe.execution.node_exchange import NodeExchange
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.row_chunks import RowLayout
 from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
 from ds_fsmoe.execution.token_cuts import TokenCuts
@@ -92,6 +93,7 @@ def token_path(
     name: str = "",
     in_rows: bool = False,
     placed: Placed | None = None,
+    forward: Forward | None = None,
 ) -> MoEOutput:
     """Run gate, order, the way to the experts and back chunk by chunk, i-order.
 
@@ -109,10 +111,12 @@ def token_path(
         name: the layer's name for messages; the pipeline's label unless given.
         in_rows: whether rows travel, as many as tokens were given to each expert, or all slots.
         placed: where experts are, if not in the model's own order; the gate then gives a :class:`Routing`.
+        forward: the forward, which ranks that exchange counts compare; ``None``: not known.
 
     Raises:
         LayerError: an input or an expert has another width.
         RoutingError: the gate's decision contradicts itself, on every rank that shares the experts.
+        DisagreementError: ranks that share the experts are in different forwards, on every one of them.
     """
     name = name or pipeline.label
     routing: RoutingBase | None = None
@@ -135,7 +139,7 @@ def token_path(
     # What hooks, losses and counts see is about experts; what is sent is about places.
     sent = routing if placed is None else placed.routing(routing)
     if in_rows:
-        y_SM = _through_rows(x_SM, sent, order, run, pipeline, name, experts)
+        y_SM = _through_rows(x_SM, sent, order, run, pipeline, name, experts, forward)
     else:
         y_SM = _through_slots(x_SM, sent, order, run, pipeline, name, experts, duplicates)
     y = hooked("before_moe_end_hook", y_SM.reshape(x.shape))
@@ -174,6 +178,7 @@ def _through_rows(
     pipeline: Pipeline,
     name: str,
     experts: ExpertSet | WholeExperts,
+    forward: Forward | None,
 ) -> torch.Tensor:
     """Send a row for every choice that a token made; [S, M] to [S, M]. Their counts travel while the order runs."""
     if not isinstance(routing, Routing):
@@ -184,10 +189,10 @@ def _through_rows(
     collectives = pipeline.collectives
     cuts = TokenCuts(*pipeline.degrees)
     if collectives.nodes is not None:
-        return _through_nodes(x_SM, routing, order, run, collectives, cuts, name, experts)
+        return _through_nodes(x_SM, routing, order, run, collectives, cuts, name, experts, forward)
     numbered = number_rows(routing, cuts, order.ops)
     counts = CountsExchange.begin(
-        numbered.counts_ET, numbered.fault, collectives.block, cuts, collectives.passes_on, name
+        numbered.counts_ET, numbered.fault, collectives.block, cuts, collectives.passes_on, name, forward
     )
     x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
     with naming_widths(name, experts, x_RM):
@@ -204,11 +209,12 @@ def _through_nodes(
     cuts: TokenCuts,
     name: str,
     experts: ExpertSet | WholeExperts,
+    forward: Forward | None,
 ) -> torch.Tensor:
     """Send a row of a token to each node that has one of its experts; [S, M] to [S, M]."""
     assert collectives.nodes is not None
     numbered = number_by_node(routing, cuts, collectives.nodes, order.ops)
-    exchange = NodeExchange.begin(numbered.rows, collectives.block, collectives.nodes, cuts, name)
+    exchange = NodeExchange.begin(numbered.rows, collectives.block, collectives.nodes, cuts, name, forward)
     x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
     choice_of_row_R = numbered.choice_of_row(exchange.wait())
     weights_R = numbered.weights_of(choice_of_row_R)
@@ -352,6 +358,7 @@ class MOELayer(nn.Module):
         self._degrees, self._alltoall = degrees, alltoall_impl
         self._running: tuple[Pipeline, ExpertSet] | None = None
         self._looked: set[bool] = set()
+        self._forwards = Forwards("MOELayer")
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
         """Map [..., M] to [..., M]; with ``return_stats`` return a :class:`MoEOutput`.
@@ -383,6 +390,7 @@ class MOELayer(nn.Module):
             width=self.gate.takes_width,
             name="MOELayer",
             in_rows=in_rows,
+            forward=self._forwards.begin(self.training, in_backward()),
         )
         return result if self.return_stats else result.output
 
