@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 _T = TypeVar("_T")
 
@@ -22,7 +22,7 @@ class _Mark:
     """Stands for something that is under way in a thread."""
 
     __slots__ = ("_what", "since_s", "thread")
-    _under_way: ClassVar[dict[int, _Mark]]
+    _under_way: ClassVar[dict[int, Any]]
 
     def __init__(self, *what: str) -> None:
         """
@@ -47,7 +47,7 @@ class _Mark:
         return " ".join(self._what)
 
     @classmethod
-    def now(cls) -> list[_Mark]:
+    def now(cls) -> list[Self]:
         """Return those that are under way, the oldest first."""
         return list(cls._under_way.values())
 
@@ -56,14 +56,14 @@ class waiting(_Mark):
     """Marks one collective in which this rank waits for others: ``with waiting("the counts of", path): ...``."""
 
     __slots__ = ()
-    _under_way: ClassVar[dict[int, _Mark]] = {}
+    _under_way: ClassVar[dict[int, Any]] = {}
 
 
 class working(_Mark):
     """Marks work with files, in which a rank may keep others waiting for long: no wait inside of it is a hang."""
 
     __slots__ = ()
-    _under_way: ClassVar[dict[int, _Mark]] = {}
+    _under_way: ClassVar[dict[int, Any]] = {}
 
 
 def at_work(what: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:

@@ -23,7 +23,6 @@ from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.alltoall_tasks import Exchange
-from ds_fsmoe.layer.moe_layer import pipeline_without_engine
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.placed import Placed
 from ds_fsmoe.layer.recomputed import runs_again, take
@@ -31,6 +30,7 @@ from ds_fsmoe.layer.replicas import Replicas
 from ds_fsmoe.layer.row_routing import sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.unsharded import UnshardedExperts
+from ds_fsmoe.layer.without_engine import pipeline_without_engine
 from ds_fsmoe.observing.instruments import Check, Instrument
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.layer_plan import LayerPlan

@@ -113,7 +113,8 @@ class OtherRanks:
 
 def _own_store() -> Any:
     """Return the job's store by a connection of our own: on the main thread's it might wait behind a collective."""
-    return dist.distributed_c10d._get_default_store().clone()
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def _key(rank: int) -> str:

@@ -280,7 +280,7 @@ class Watchdog:
                 with self._writing:
                     self._write(reason, details)
                 written.append(self.file)
-                more = "".join(f"\n  {each}" for each in (said(), *self._states))
+                more = "".join(f"\n  {each}" for each in ((said(), *self._states) if self._states else ()))
                 logger.error("rank %s: %s; what it was doing: %s%s", self._rank, reason, self.file, more)
             except OSError as error:
                 logger.error("%s\nno report could be written: %s", self._head(reason), error)
