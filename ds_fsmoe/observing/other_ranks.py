@@ -20,7 +20,6 @@ from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.observing.clock import Clock
 
 _ASKED, _HANG = "fsmoe/watchdog/asked", "fsmoe/watchdog/hang"
-_MOST_RANKS = 32
 _PACKAGES = str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<"
 """What paths of our code, of Python's own and of none begin with."""
 
@@ -63,7 +62,8 @@ class OtherRanks:
             self._has_asked = is_long
             self._is_asked = is_long or store.check([_ASKED])
             if self._is_asked:
-                store.set(_key(rank_now()), ("w" if waits.working.now() else "-") + said())
+                is_at_work = waits.working.now() and not waits.waiting.now()
+                store.set(_key(rank_now()), ("w" if is_at_work else "-") + said())
             return store.get(_HANG).decode() if store.check([_HANG]) else None
 
         before, self._told_of = self._told_of, self._in_time(look) or self._told_of
@@ -79,16 +79,16 @@ class OtherRanks:
         self._in_time(tell)
 
     def states(self) -> list[tuple[str, bool]]:
-        """Return for each other rank what it said of itself when it was asked, and whether it is at work with files."""
+        """Return for each other rank what it said of itself when it was asked, and whether it is at work with files,
+        waiting for nobody."""
 
         def read(store: Any) -> list[tuple[str, bool]]:
             others = [each for each in range(world_size_now()) if each != rank_now()]
             found = []
-            for rank in others[:_MOST_RANKS]:
+            for rank in others:
                 text = store.get(_key(rank)).decode() if store.check([_key(rank)]) else "-has not answered"
                 found.append((f"rank {rank}: {text[1:]}", text[0] == "w"))
-            more = len(others) - len(found)
-            return [*found, *([(f"and {more} more ranks", False)] if more else [])]
+            return found
 
         return self._in_time(read) or []
 

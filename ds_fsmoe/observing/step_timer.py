@@ -323,11 +323,16 @@ class StepClock:
         return None if lacks else DenseTimes(*times_ms)
 
 
-def most_of(numbers: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return the largest of each number over ranks. Collective."""
+def most_of(
+    numbers: list[float],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    what: str = "numbers that ranks compare",
+) -> list[float]:
+    """Return the largest of each number over ranks. Collective. ``what`` says what it is for, to a watchdog."""
     if world_size_now() == 1:
         return numbers
     held = torch.tensor(numbers, dtype=torch.float64, device=device)
-    with waiting("numbers that ranks compare"):
+    with waiting(what):
         dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
         return held.tolist()

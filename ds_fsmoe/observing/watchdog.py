@@ -48,6 +48,8 @@ _REPORT_LIMIT_S = 10.0
 _AT_END_LIMIT_S = 5.0
 # A job that goes on after errors does not fill the disk: this many reports in a file, then it begins anew.
 _MAX_REPORTS = 8
+# Of a job of a thousand ranks it should still be read.
+_MOST_RANKS = 32
 
 _Progress = dict[Lane, tuple[str, str]]
 
@@ -207,8 +209,11 @@ class Watchdog:
         """
         reason = f"hang: {what} (fsmoe.debug.hang_timeout_s = {self._hang_timeout_s:g})"
         states = self._others.states()
-        self._states = [text for text, _ in states]
-        if wait is not None and (waits.is_patient(wait) or any(works for _, works in states)):
+        self._states = [text for text, _ in states[:_MOST_RANKS]]
+        if len(states) > _MOST_RANKS:
+            self._states.append(f"and {len(states) - _MOST_RANKS} more ranks")
+        others_work = any(works for _, works in states) if states else wait is not None and waits.is_patient(wait)
+        if wait is not None and others_work:
             if wait is not self._patient_in:
                 self._patient_in = wait
                 self._report_and_save(f"{reason}; files are written or read meanwhile, so it goes on waiting")
