@@ -96,8 +96,9 @@ def test_two_forwards_that_meet_are_an_error_by_name_on_every_rank(
 ) -> None:
     errors = errors_of(tmp_path, 2, name, 0)
     for rank in range(2):
-        assert f"rank 0: forward 4 ({of_one}) of {EXPERTS}; rank 1: forward 4 ({of_others}) of {EXPERTS}" in "; ".join(
-            sorted(re.findall(r"rank \d: forward \d \(\w+\) of [\w.]+", errors[rank]))
+        assert (
+            f": rank 0: forward 4 ({of_one}) of {EXPERTS}; rank 1: forward 4 ({of_others}) of {EXPERTS}. "
+            in errors[rank]
         )
         assert "DisagreementError: ds_fsmoe: ranks that share experts are in different forwards" in errors[rank]
         assert "engine.fsmoe_dummy_forward()" in errors[rank]

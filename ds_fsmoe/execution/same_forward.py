@@ -97,7 +97,7 @@ def faults_of(headers_N: np.ndarray, block: Block) -> np.ndarray:
             index = block.sources[source]
             rank = index if block.group is None else dist.get_global_rank(block.group, index)
             ranks_of.setdefault(str(Forward.of(header)), []).append(rank)
-        parts = [f"{in_words(sorted(ranks))}: {forward}" for forward, ranks in sorted(ranks_of.items())]
+        parts = sorted(f"{in_words(sorted(ranks))}: {forward}" for forward, ranks in ranks_of.items())
         raise DisagreementError(
             f"ds_fsmoe: ranks that share experts are in different forwards: {'; '.join(parts)}. Every forward of a "
             "model with experts on several ranks (an evaluation, generate, one more batch) has to run on all of them: "

@@ -182,7 +182,7 @@ class Watchdog:
             still_s = still_s + passed_s if self._stands_still(lanes) else 0.0
             limit_s = max(self._hang_timeout_s, self._first_use_s if self._is_first_use else 0.0)
             wait, waited_s = self._longest_wait(passed_s)
-            told = self._others.look(max(still_s, waited_s) >= 0.75 * limit_s)
+            told = self._others.look(max(still_s, waited_s) >= 0.5 * limit_s)
             if still_s >= limit_s:
                 self._hangs(f"a run is under way, and for {still_s:.1f} s no task has begun or finished")
                 still_s = float("-inf")  # until something moves
