@@ -88,7 +88,7 @@ def errors_of(folder: Path, world_size: int, name: str, alone: int, **block: Any
     ("name", "of_one", "of_others"),
     [
         ("a later sample", "evaluation", "training"),
-        ("a later batch", "training", "evaluation"),
+        pytest.param("a later batch", "training", "evaluation", marks=pytest.mark.long),
     ],
 )
 def test_two_forwards_that_meet_are_an_error_by_name_on_every_rank(
@@ -131,7 +131,7 @@ def reports_of(folder: Path, world_size: int) -> list[str]:
     ("name", "waits"),
     [
         ("a sample", [f"the comparison of the size of a batch in {EXPERTS}", f"the exchange of counts of {EXPERTS}"]),
-        ("generate", ["", ""]),
+        pytest.param("generate", ["", ""], marks=pytest.mark.long),
         ("a batch beside a save", [f"the exchange of counts of {EXPERTS}", "the comparison of what to save"]),
     ],
 )

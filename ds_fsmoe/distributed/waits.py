@@ -2,7 +2,7 @@
 """Notes what this process waits for, since when, and what it did last: for a watchdog, from any thread.
 
 A collective whose other ranks never come says nothing. Each one of ours that blocks the host, and is no task of a lane,
-is marked by :class:`waiting`, which costs about a microsecond and no lock.
+is marked by :class:`waiting`, which costs a few microseconds and no lock.
 """
 
 from __future__ import annotations
