@@ -38,7 +38,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.routes", "ds_fsmoe.terminal"),
     ),
     "ops": ("torch",),
-    "components": ("torch", "ds_fsmoe.components", "ds_fsmoe.ops"),
+    "components": ("torch", "ds_fsmoe.components", "ds_fsmoe.distributed.waits", "ds_fsmoe.ops"),
     "components/alltoalls": ("torch", "ds_fsmoe.components", "ds_fsmoe.registry"),
     "components/experts": ("torch", "ds_fsmoe.components", "ds_fsmoe.registry"),
     "components/gates": ("torch", "ds_fsmoe.components", "ds_fsmoe.ops", "ds_fsmoe.registry"),
@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components/orders": ("torch", "ds_fsmoe.components", "ds_fsmoe.ops", "ds_fsmoe.registry"),
     "components/expert_compute": ("torch", "ds_fsmoe.components"),
     "distributed": ("torch", "ds_fsmoe.planning"),
-    "execution": ("torch", "numpy", "ds_fsmoe.planning"),
+    "execution": ("torch", "numpy", "ds_fsmoe.distributed", "ds_fsmoe.planning"),
     "observing": (
         *("torch", "ds_fsmoe.components", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
         *("ds_fsmoe.files", "ds_fsmoe.planning", "ds_fsmoe.terminal"),

@@ -16,6 +16,7 @@ from deepspeed.runtime import engine as stock_engine
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.distributed.agreement import DisagreementError, check_agreement, in_words
 from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.waits import waiting
 
 _T = TypeVar("_T")
 
@@ -126,7 +127,8 @@ class _Meeting:
 
     def barrier(self, *args: Any, **options: Any) -> None:
         if args or options:  # of some ranks only
-            self._comm.barrier(*args, **options)
+            with waiting("a barrier of a save or load"):
+                self._comm.barrier(*args, **options)
         else:
             self._meet()
 

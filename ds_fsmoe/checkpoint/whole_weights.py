@@ -13,6 +13,7 @@ from deepspeed.utils import groups as stock_groups
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, part_of
 from ds_fsmoe.distributed.fail_together import device_of, on_every_rank
 from ds_fsmoe.distributed.partitioned import gathered
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.layer.inference import refuse_within
 
 
@@ -62,10 +63,12 @@ def _of_all_stages(own: dict[str, torch.Tensor] | None) -> dict[str, torch.Tenso
         for name, shape, dtype in described:
             if sender == rank:
                 assert own is not None
-                dist.send(own[name].to(device).contiguous(), 0)
+                with waiting("the whole weights of stages"):
+                    dist.send(own[name].to(device).contiguous(), 0)
             elif rank == 0:
                 arrived = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(arrived, sender)
+                with waiting("the whole weights of stages"):
+                    dist.recv(arrived, sender)
                 # What stages share is alike in them.
                 found.setdefault(name, arrived.cpu())
     return found if rank == 0 else None
@@ -101,7 +104,8 @@ def _whole(value: torch.Tensor, part: ExpertPart | None, first: int) -> torch.Te
         return None
     own = value.detach().contiguous()
     parts = [torch.empty_like(own) for _ in range(part.num_parts)] if dist.get_rank() == first else None
-    dist.gather(own, parts, dst=first, group=group)
+    with waiting("the whole weights of experts"):
+        dist.gather(own, parts, dst=first, group=group)
     return None if parts is None else part.join(parts)
 
 

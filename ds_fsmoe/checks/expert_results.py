@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ds_fsmoe.components.expert_compute.calls import ExpertCall, ExpertSet
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.unchunked import WholeExperts
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.observing.instruments import LayerCall
@@ -116,7 +117,8 @@ class ExpertResults:
             return
         found = torch.cat(list(self._found_E.values()))
         if world_size_now() > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            with waiting("the check of experts' results"):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         states = found.split([len(each) for each in self._found_E.values()])
         for each in self._found_E.values():
             each.zero_()

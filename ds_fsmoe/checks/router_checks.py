@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.observing.instruments import LayerCall
 
 _MOST_RANKS = 8  # that a message names
@@ -59,7 +60,8 @@ class RouterCheck:
         counts = [is_bad_S.sum()]
         if world_size_now() > 1:
             counts = [torch.zeros_like(counts[0]) for _ in range(dist.get_world_size(self._group))]
-            dist.all_gather(counts, is_bad_S.sum(), group=self._group)
+            with waiting("the check of the router's input of", path):
+                dist.all_gather(counts, is_bad_S.sum(), group=self._group)
         tokens_of = {place: tokens for place, tokens in enumerate(torch.stack(counts).tolist()) if tokens}
         if not tokens_of:
             return

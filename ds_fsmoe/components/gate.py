@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.routing import Given, Routing, RoutingBase
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.ops import REFERENCE, Ops
 
 
@@ -156,7 +157,8 @@ def update_gates(gates: Iterable[GateBase], groups: Sequence[dist.ProcessGroup |
     total = torch.cat([counts.reshape(-1) for _, counts in counted])
     if dist.is_available() and dist.is_initialized():
         for group in groups:
-            dist.all_reduce(total, group=group)
+            with waiting("the counts by which gates are balanced"):
+                dist.all_reduce(total, group=group)
     parts = total.split([counts.numel() for _, counts in counted])
     for (gate, counts), part in zip(counted, parts, strict=True):
         gate.after_optimizer_step(part.view_as(counts))
@@ -184,6 +186,7 @@ def dropless_capacity(counts_E: torch.Tensor, group: dist.ProcessGroup | None) -
     The one place in a step where the host has to wait for the device: buffers cannot be sized otherwise.
     """
     largest = counts_E.max()
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return int(largest)
+    with waiting("the capacity that ranks agree on"):
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return int(largest)

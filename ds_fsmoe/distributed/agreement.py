@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_fsmoe.distributed.fail_together import device_of, on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.planning.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ def check_agreement(facts: Mapping[str, str], group: dist.ProcessGroup | None = 
     own = torch.frombuffer(bytearray(_digest(stated)), dtype=torch.uint8).to(device_of(group))
     size = dist.get_world_size(group)
     digests = own.new_empty(size, _DIGEST_BYTES)
-    dist.all_gather(list(digests.unbind()), own, group=group)
-    # All ranks look at the same digests, so all of them take the same branch.
-    if bool((digests == digests[0]).all()):
+    with waiting("the comparison of", what):
+        dist.all_gather(list(digests.unbind()), own, group=group)
+        # All ranks look at the same digests, so all of them take the same branch.
+        is_alike = bool((digests == digests[0]).all())
+    if is_alike:
         return
     ranks = list(range(size)) if group is None else dist.get_process_group_ranks(group)
     raise DisagreementError(describe(dict(zip(ranks, on_every_rank(stated, group), strict=True)), what))

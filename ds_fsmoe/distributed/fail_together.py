@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 
 _T = TypeVar("_T")
 
@@ -45,8 +46,10 @@ def raise_on_all_ranks(
         return
     # Most of the time nobody has failed, and a number is enough to know that.
     failed = torch.tensor([float(error is not None)], device=device_of(group))
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-    if not failed.item():
+    with waiting("whether a rank has failed while", what):
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+        has_failed = bool(failed.item())
+    if not has_failed:
         return
     texts = {index: text for index, text in enumerate(on_every_rank(own, group)) if text is not None}
     index, others = min(texts), len(texts) - 1
@@ -60,7 +63,8 @@ def from_first_rank(value: _T, group: dist.ProcessGroup | None = None) -> _T:
     if world_size_now() == 1:
         return value
     held = [value]
-    dist.broadcast_object_list(held, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+    with waiting("what the first rank says"):
+        dist.broadcast_object_list(held, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
     return held[0]
 
 
@@ -69,7 +73,8 @@ def on_every_rank(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]
     if world_size_now() == 1:
         return [value]
     of_ranks = [value] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, value, group=group)
+    with waiting("what every rank says"):
+        dist.all_gather_object(of_ranks, value, group=group)
     return of_ranks
 
 

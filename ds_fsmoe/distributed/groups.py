@@ -36,6 +36,7 @@ from ds_fsmoe.distributed.topology import (
     why_not_sharded,
     world_size_now,
 )
+from ds_fsmoe.distributed.waits import waiting
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,8 @@ def _communicator(
     for ranks in groups:
         if len(ranks) > 1:
             asked = nccl.options(max_ctas, timeout)
-            group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=f"fsmoe_{kind}")
+            with waiting("a new process group"):
+                group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=f"fsmoe_{kind}")
             own = group if rank in ranks else own
     _connect(own)
     return own
@@ -362,7 +364,8 @@ def passing_communicators(
         for groups in kinds:
             for ranks in groups:
                 asked = nccl.options(max_ctas, timeout)
-                group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=name)
+                with waiting("a new process group"):
+                    group = dist.new_group(list(ranks), timeout=timeout, pg_options=asked, group_desc=name)
                 made += [group] if dist.get_rank() in ranks else []
         yield made
     finally:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.launch_order import VARIABLE
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 
 ORDERED_FROM = (2, 26)
 """The first NCCL version that starts kernels in the order of issue when asked to."""
@@ -105,10 +106,11 @@ def warm(group: dist.ProcessGroup) -> None:
     device = _device_of(group)
     for num_bytes in _WARM_BYTES:
         whole = torch.zeros(max(1, num_bytes // (4 * group.size())) * group.size(), device=device)
-        for collective in _COLLECTIVES:
-            collective(group, whole)
-    if is_used(group):
-        torch.cuda.synchronize(device)
+        with waiting("the connections of a communicator"):
+            for collective in _COLLECTIVES:
+                collective(group, whole)
+            if is_used(group):
+                torch.cuda.synchronize(device)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

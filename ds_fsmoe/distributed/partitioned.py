@@ -10,12 +10,14 @@ module, activation functions within experts too, which run while lanes are at wo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from ds_fsmoe.distributed.waits import waiting
 
 _GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 
@@ -25,14 +27,17 @@ def is_shared_out(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def gathered(parameters: Iterable[torch.Tensor]) -> AbstractContextManager:
+@contextmanager
+def gathered(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Have parameters whole meanwhile. Collective over the ranks that share them, if there are such."""
     shared = [each for each in parameters if is_shared_out(each)]
-    if not shared:
-        return nullcontext()
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    with ExitStack() as stack:
+        if shared:
+            from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    return GatheredParameters(shared)
+            with waiting("weights that ZeRO 3 has shared out"):
+                stack.enter_context(GatheredParameters(shared))
+        yield
 
 
 def gather_with(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:

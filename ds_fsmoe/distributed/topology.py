@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.planning.groups import Groups, Placement
 from ds_fsmoe.planning.schedule import Lane
 
@@ -110,7 +111,8 @@ def find_topology(ranks_per_node: int | None = None) -> Topology:
         return topology_of_size(world_size, ranks_per_node)
     hosts = [socket.gethostname()] * world_size
     if world_size > 1:
-        dist.all_gather_object(hosts, socket.gethostname())
+        with waiting("the names of hosts"):
+            dist.all_gather_object(hosts, socket.gethostname())
     return topology_of_hosts(hosts)
 
 

@@ -19,6 +19,7 @@ from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.guards import write_script
 from ds_fsmoe.checkpoint_files.numbering import expert_name
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.distributed.waits import at_work
 from ds_fsmoe.engine.marked_experts import refuse_parts
 from ds_fsmoe.layer.expert_shard import TRUSTED, asking
 from ds_fsmoe.layer.inference import refuse_within
@@ -42,6 +43,7 @@ class SavingEngine(DeepSpeedEngine):
     spreads_experts = False
     """Whether experts of a Hugging Face model are spread over ranks: over those of any stage, in a pipeline."""
 
+    @at_work("saving a checkpoint")
     def save_checkpoint(
         self,
         save_dir: str,
@@ -87,6 +89,7 @@ class SavingEngine(DeepSpeedEngine):
         placement = self.fsmoe.placement
         return nullcontext() if placement is None else placement.at_home()
 
+    @at_work("saving weights")
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> Any:
@@ -150,6 +153,7 @@ class SavingEngine(DeepSpeedEngine):
         else:
             write_script(Path(save_path))
 
+    @at_work("loading a checkpoint")
     def load_checkpoint(self, load_dir: str, tag: Any = None, *others: Any, **options: Any) -> Any:
         """Load DeepSpeed's checkpoint from checked files; random generators and plans go on as they were.
 

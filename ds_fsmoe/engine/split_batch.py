@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.halves.splitter import Splitter
 from ds_fsmoe.layer.experts_layer import FSMoEExperts
 from ds_fsmoe.log import log_on_rank_0
@@ -71,5 +72,6 @@ class _Agreement:
         if world_size_now() == 1:
             return facts
         held = torch.tensor([int(each) for each in facts], device=self._device)
-        dist.all_reduce(held, dist.ReduceOp.MIN, group=self._group)
-        return [bool(each) for each in held.tolist()]
+        with waiting("whether batches are split in halves"):
+            dist.all_reduce(held, dist.ReduceOp.MIN, group=self._group)
+            return [bool(each) for each in held.tolist()]

@@ -17,6 +17,7 @@ from torch import nn
 from ds_fsmoe.checkpoint.whole_weights import whole_state_dict
 from ds_fsmoe.checkpoint_files.expert_parts import parts_in
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.distributed.waits import at_work
 from ds_fsmoe.engine.generation import generate_together, put_over
 from ds_fsmoe.engine.marked_experts import check_whole
 from ds_fsmoe.engine.saving_engine import SavingEngine
@@ -56,6 +57,7 @@ def _refuse_copies(model: nn.Module) -> Callable[[], None]:
 def _refusing(model: nn.Module, save: Any) -> Any:
     """Return ``save_pretrained`` that refuses to write parts."""
 
+    @at_work("saving weights")
     @functools.wraps(save)
     def save_pretrained(*args: Any, **options: Any) -> Any:
         # Of a model with adapters only these are written.

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.row_orders import moves
 from ds_fsmoe.execution.row_sizes import Block, ChunkSizes, PhaseSizes, RowSizes, expert_ends, sizes_of_phases
+from ds_fsmoe.execution.same_forward import Forward, faults_of, headed
 from ds_fsmoe.execution.token_cuts import TokenCuts
 
 FAULTS = {
@@ -36,17 +38,19 @@ class RoutingError(ValueError):
     """A gate's decision contradicts itself. Raised on every rank that shares the experts."""
 
 
-def raise_fault(faults_N: np.ndarray, block: Block, name: str) -> None:
+def raise_fault(headers_N: np.ndarray, block: Block, name: str) -> None:
     """Raise what is wrong with the decision of a rank, if anything is.
 
     Args:
-        faults_N: the fault of each source.
+        headers_N: the header of each source: its fault and its forward.
         block: the ranks that share the experts.
         name: the layer's name.
 
     Raises:
         RoutingError: a decision contradicts itself.
+        DisagreementError: ranks are in different forwards.
     """
+    faults_N = faults_of(headers_N, block)
     if not faults_N.any():
         return
     source = int(np.flatnonzero(faults_N)[0])
@@ -65,7 +69,7 @@ class CountsExchange:
     cuts: TokenCuts
     own_ET: torch.Tensor
     received_BX: torch.Tensor
-    """[B, 1 + e * T + G * T] int64: of each rank its fault, its rows for each expert here in each segment, and, only
+    """[B, 1 + e * T + G * T] int64: of each rank its header, its rows for each expert here in each segment, and, only
     where an all-to-all passes rows on, its rows for each rank of its EP group."""
     work: Any
     name: str
@@ -79,6 +83,7 @@ class CountsExchange:
         cuts: TokenCuts,
         passes_on: bool = False,
         name: str = "",
+        forward: Forward | None = None,
     ) -> CountsExchange:
         """Begin the exchange. Collective over the block.
 
@@ -89,10 +94,11 @@ class CountsExchange:
             cuts: the cuts of the tokens.
             passes_on: whether the all-to-all passes rows on over other ranks, which then have to know their sizes.
             name: the layer's name, for messages.
+            forward: the forward, which has to be that of all ranks; ``None``: not known.
         """
         ranks, num_segments = block.num_exchanging, cuts.num_segments
         own_GX = counts_ET.reshape(ranks, -1)
-        parts = [fault.expand(ranks, 1), own_GX]
+        parts = [headed(fault, forward).expand(ranks, 1), own_GX]
         if passes_on:
             totals_GT = own_GX.view(ranks, -1, num_segments).sum(1)
             parts.append(totals_GT.reshape(1, -1).expand(ranks, -1))
@@ -110,15 +116,17 @@ class CountsExchange:
 
         Raises:
             RoutingError: the decision of a rank contradicts itself.
+            DisagreementError: ranks are in different forwards.
         """
-        if self.work is not None:
-            self.work.wait()
-        received_NX = self.received_BX
-        if self.block.sources != tuple(range(len(self.block.sources))):
-            received_NX = torch.stack([received_NX[source] for source in self.block.sources])
+        with waiting("the exchange of counts of", self.name):
+            if self.work is not None:
+                self.work.wait()
+            received_NX = self.received_BX
+            if self.block.sources != tuple(range(len(self.block.sources))):
+                received_NX = torch.stack([received_NX[source] for source in self.block.sources])
+            host = torch.cat([self.own_ET.reshape(-1), received_NX.reshape(-1)]).cpu().numpy()
         num_local = self.own_ET.shape[0] // self.block.num_exchanging
         here = 1 + num_local * self.cuts.num_segments
-        host = torch.cat([self.own_ET.reshape(-1), received_NX.reshape(-1)]).cpu().numpy()
         own_ET = host[: self.own_ET.numel()].reshape(self.own_ET.shape)
         host_NX = host[self.own_ET.numel() :].reshape(received_NX.shape)
         raise_fault(host_NX[:, 0], self.block, self.name)

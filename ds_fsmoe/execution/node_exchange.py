@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.counts_exchange import raise_fault
 from ds_fsmoe.execution.node_links import NodeLinks, exchange_sized
 from ds_fsmoe.execution.node_sizes import NodeCounts, NodePhase
 from ds_fsmoe.execution.row_sizes import Block, RowSizes
+from ds_fsmoe.execution.same_forward import Forward, headed
 from ds_fsmoe.execution.token_cuts import TokenCuts
 
 
@@ -56,14 +58,22 @@ class NodeExchange:
     links: NodeLinks
     cuts: TokenCuts
     received_GX: torch.Tensor
-    """[G, 1 + e * T + (1 + p) * T] int64: of each rank its fault, its choices of each expert here, its tokens with an
+    """[G, 1 + e * T + (1 + p) * T] int64: of each rank its header, its choices of each expert here, its tokens with an
     expert in this node and with one on each of its ranks."""
     work: Any
     name: str
     _counts: NodeCounts | None = field(default=None, init=False)
 
     @classmethod
-    def begin(cls, rows: NodeRows, block: Block, links: NodeLinks, cuts: TokenCuts, name: str = "") -> NodeExchange:
+    def begin(
+        cls,
+        rows: NodeRows,
+        block: Block,
+        links: NodeLinks,
+        cuts: TokenCuts,
+        name: str = "",
+        forward: Forward | None = None,
+    ) -> NodeExchange:
         """Begin the exchange. Collective over the block.
 
         Args:
@@ -72,11 +82,13 @@ class NodeExchange:
             links: the levels of the EP group.
             cuts: the cuts of the tokens.
             name: the layer's name, for messages.
+            forward: the forward, which has to be that of all ranks; ``None``: not known.
         """
         ranks, num_segments = len(rows.counts_GT), cuts.num_segments
         node_G = links.node_of_each(rows.counts_GT)
         of_ranks = rows.counts_GT[links.rank_of_each(rows.counts_GT)].view(links.num_nodes, -1)
-        parts = rows.fault.expand(ranks, 1), rows.counts_ET.reshape(ranks, -1), rows.counts_nT[node_G], of_ranks[node_G]
+        header = headed(rows.fault, forward)
+        parts = header.expand(ranks, 1), rows.counts_ET.reshape(ranks, -1), rows.counts_nT[node_G], of_ranks[node_G]
         sent_GX = torch.cat(parts, dim=1)
         received_GX = torch.empty_like(sent_GX)
         assert sent_GX.shape[1] == 1 + (len(rows.counts_ET) // ranks + 1 + links.per_node) * num_segments
@@ -88,11 +100,13 @@ class NodeExchange:
 
         Raises:
             RoutingError: the decision of a rank contradicts itself.
+            DisagreementError: ranks are in different forwards.
         """
-        self.work.wait()
         rows, links, segments = self.rows, self.links, self.cuts.num_segments
         own = rows.counts_ET, rows.counts_GT, rows.counts_nT
-        host = torch.cat([*(each.reshape(-1) for each in own), self.received_GX.reshape(-1)]).cpu().numpy()
+        with waiting("the exchange of counts of", self.name):
+            self.work.wait()
+            host = torch.cat([*(each.reshape(-1) for each in own), self.received_GX.reshape(-1)]).cpu().numpy()
         parts = []
         for each in (*own, self.received_GX):
             parts.append(host[: each.numel()].reshape(each.shape))
@@ -134,7 +148,8 @@ class NodeExchange:
         row_R = on_rank_GS[rows.rank_KS.reshape(-1)[choice_of_row_R], token_R]
         words_R1 = (row_R * num_choices + choice_R).to(torch.int32).unsqueeze(1)
         packed_RW = torch.cat([words_R1, _as_words(weights_R)], dim=1)
-        received_RW = exchange_sized(packed_RW, *counts.choice_sizes, self.block.group)
+        with waiting("the exchange of records of", self.name):
+            received_RW = exchange_sized(packed_RW, *counts.choice_sizes, self.block.group)
         weights = received_RW[:, 1:].flatten().clone().view(weights_R.dtype)
         # To the relay in a node go the copies for its ranks: the tokens with an expert on each, rank by rank.
         is_on_GS = rows.is_on_GS[self.links.rank_of_each(rows.is_on_GS)]
@@ -143,7 +158,8 @@ class NodeExchange:
         place_GS = torch.where(is_on_GS, is_on_GS.view(-1).cumsum(0).view_as(numbers_GS) - 1, sum(copies_sent))
         copies = numbers_GS.new_empty(sum(copies_sent) + 1)
         copies = copies.scatter_(0, place_GS.reshape(-1), numbers_GS.reshape(-1))[:-1]
-        relay_records = exchange_sized(copies.to(torch.int32), copies_sent, copies_received, self.block.group)
+        with waiting("the exchange of records of", self.name):
+            relay_records = exchange_sized(copies.to(torch.int32), copies_sent, copies_received, self.block.group)
         shape = counts.choices_GeT.shape
         choices_GeT = self.received_GX[:, 1 : 1 + shape[1] * shape[2]].reshape(shape)
         sizes = counts.sizes(rows.counts_nT, choices_GeT, relay_records.long(), received_RW[:, 0].long(), num_choices)
@@ -176,4 +192,5 @@ class NodeCall:
         Args:
             gradients_R: those of the choices of experts here, in the order of records.
         """
-        return exchange_sized(gradients_R, self.choices_received, self.choices_sent, self.block.group)
+        with waiting("the gradients of the weights of choices"):
+            return exchange_sized(gradients_R, self.choices_received, self.choices_sent, self.block.group)

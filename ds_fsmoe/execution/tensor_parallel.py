@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.chunking import Cutting
 from ds_fsmoe.execution.collectives import Collectives, all_gather
 from ds_fsmoe.execution.row_sizes import ChunkSizes
@@ -101,7 +102,8 @@ def _own_part(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _all_parts(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     gathered = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    all_gather(gathered, rows.contiguous(), group=group)
+    with waiting("the slots of tensor-parallel ranks"):
+        all_gather(gathered, rows.contiguous(), group=group)
     return gathered
 
 
@@ -145,7 +147,8 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        with waiting("the gradients of a gate"):
+            dist.all_reduce(total, group=group)
         return total
 
     for parameter in parameters:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.gradients.ways import Steps
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER
 
@@ -43,7 +44,8 @@ class Beside(ABC):
 
         def wait() -> None:
             self.flush()
-            self._await(done[-1])
+            with waiting("messages that travel beside others"):
+                self._await(done[-1])
 
         return wait
 

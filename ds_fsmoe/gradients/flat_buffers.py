@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.gradients.beside import Beside
 from ds_fsmoe.gradients.ways import (
@@ -215,7 +216,8 @@ class FlatGradients:
 
     def _reduce(self, gradients: torch.Tensor) -> None:
         self._scale(gradients)
-        dist.all_reduce(gradients, group=self.group)
+        with waiting("gradients that came late"):
+            dist.all_reduce(gradients, group=self.group)
         self._finish(gradients)
 
     def start(self, first: int, stop: int, with_extra: bool = False) -> Callable[[], None]:
@@ -230,7 +232,8 @@ class FlatGradients:
         waits: list[Callable[[], object]] = []
 
         def all_reduce(message: torch.Tensor) -> None:
-            work = dist.all_reduce(message, group=self.group, async_op=self._beside is not None)
+            with waiting("the reduction of gradients"):
+                work = dist.all_reduce(message, group=self.group, async_op=self._beside is not None)
             waits.extend([] if work is None else [work.wait])
 
         if self._in_one_message:
@@ -244,8 +247,9 @@ class FlatGradients:
                 self._run(extra, waits)
 
         def wait() -> None:
-            for each in waits:
-                each()
+            with waiting("the reduction of gradients"):
+                for each in waits:
+                    each()
             self._finish(gradients)
 
         return wait
@@ -255,8 +259,9 @@ class FlatGradients:
         if self._beside is not None:
             waits.append(self._beside.start(steps))
             return
-        for step in steps.values():
-            step()
+        with waiting("the reduction of gradients"):
+            for step in steps.values():
+                step()
 
     def _pieces(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Return the pieces in which a message travels; the same on every rank."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.lanes import Observer
 from ds_fsmoe.gradients.flat_buffers import MOST_PIECES, PIECE_NUMEL, FlatGradients
 from ds_fsmoe.gradients.reducer import GradientReducer
@@ -85,8 +86,9 @@ class IdleTimes:
         times = [[(each.moe_ms, each.dense_ms) for each in windows[:num_windows]] for windows in rounds]
         medians = torch.tensor(np.median(np.array(times).reshape(len(rounds), num_windows, 2), axis=0))
         medians = medians.to(self.device)
-        dist.all_reduce(medians, dist.ReduceOp.MIN, group=group)
-        return [Idle(*each) for each in medians.tolist()]
+        with waiting("the idle times of windows"):
+            dist.all_reduce(medians, dist.ReduceOp.MIN, group=group)
+            return [Idle(*each) for each in medians.tolist()]
 
 
 class _Backwards(Observer):

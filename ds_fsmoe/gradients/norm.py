@@ -25,6 +25,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import nn
 
 from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.waits import waiting
 
 
 def norm_of_reduced(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torch.Tensor:
@@ -53,11 +54,13 @@ def norm_of_reduced(parameters: Iterable[nn.Parameter], mpu: Any = None) -> torc
     # By name: every rank that holds experts of a group has parameters of that name.
     for name in sorted(split):
         of_group = _sum_of_squares(split[name], device)
-        dist.all_reduce(of_group, group=_ranks_of(name))
+        with waiting("the norm of gradients"):
+            dist.all_reduce(of_group, group=_ranks_of(name))
         # Tensor-parallel ranks are among those of the group, and have all found the same.
         total = total + of_group if is_counted else total
     if mpu is not None:
-        dist.all_reduce(total, group=mpu.get_model_parallel_group())
+        with waiting("the norm of gradients"):
+            dist.all_reduce(total, group=mpu.get_model_parallel_group())
     return total.sqrt()
 
 

@@ -127,7 +127,7 @@ def agreed(
     """
     worst, texts = 2 if is_error else int(bool(found.text)), [found.text]
     if not is_alone:
-        worst = int(most_of([float(worst)], device, group)[0])
+        worst = int(most_of([float(worst)], device, group, f"the first look at the experts of {path}")[0])
         if worst:
             texts = on_every_rank(found.text, group)
     if worst == 2:

@@ -225,6 +225,7 @@ class FSMoEExperts(nn.Module):
             )
         chosen_KS = state.settle_choice(choice, index_SK)
         state.last_shape = x_SM.shape
+        forward = state.begin_forward(self.training)
         if state.pipeline is None:
             state.run_alone(None)
         for check in state.checks:
@@ -261,6 +262,7 @@ class FSMoEExperts(nn.Module):
             name=state.path,
             in_rows=True,
             placed=placed,
+            forward=forward,
         )
         return result.output
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.row_call import CallRows, RowCall
 from ds_fsmoe.distributed.partitioned import is_shared_out
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.row_sizes import Block
 from ds_fsmoe.layer.dealt import HeldTable
 from ds_fsmoe.layer.expert_forms import CalledExperts, ExpertForm
@@ -221,7 +222,8 @@ class Buffered:
             torch.cuda.current_stream(self._form.device).wait_stream(self._side)
         fetching, self._fetching = self._fetching, {}
         for name, (work, _, y) in fetching.items():
-            work.wait()
+            with waiting("the weights of experts"):
+                work.wait()
             buffer = self._buffers[name]
             for expert, weight in zip(self._coming, y, strict=True):
                 buffer[self._held.index(expert)] = weight.view(buffer.shape[1:])
@@ -242,7 +244,8 @@ def gather_stacks(
         for index in range(len(homes[0])):
             own = form.own(name, index).contiguous()
             parts = [torch.empty_like(own) for _ in block.places]
-            dist.all_gather(parts, own, group=block.group)
+            with waiting("the weights of experts"):
+                dist.all_gather(parts, own, group=block.group)
             for (ep, _), part in zip(block.places, parts, strict=True):
                 stack[homes[ep][index]] = part
 

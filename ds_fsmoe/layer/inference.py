@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.row_sizes import Block
 from ds_fsmoe.execution.wires import FULL
 from ds_fsmoe.layer.dealt import HeldTable, dealt, rows_of_experts
@@ -146,7 +147,8 @@ class InferenceLayer:
     def summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Return counts summed over the block, on which all ranks wait."""
         counts = counts.clone()
-        dist.all_reduce(counts, group=self.block.group)
+        with waiting("the counts of choices of", self.label):
+            dist.all_reduce(counts, group=self.block.group)
         return counts
 
     def _correct(self, actual_E: np.ndarray, k: int) -> None:
@@ -254,7 +256,8 @@ class InferenceRun:
         work = dist.all_reduce(units_E, group=coming.block.group, async_op=True)
         self._summing = coming, work, units_E
         if not self._overlaps:
-            work.wait()
+            with waiting("the estimate of choices of", coming.label):
+                work.wait()
 
     def after(self, *_: Any) -> None:
         """End a call of a layer: make the table of the next one, and begin to have its experts."""
@@ -272,7 +275,8 @@ class InferenceRun:
     def _forget(self) -> None:
         """Wait for the sum that is under way, if one is, and expect no layer's call."""
         if self._summing is not None:
-            self._summing[1].wait()
+            with waiting("the estimate of choices of", self._summing[0].label):
+                self._summing[1].wait()
         self._summing = self._expected = None
 
     def _settle(self) -> None:
@@ -280,8 +284,10 @@ class InferenceRun:
         if self._summing is None:
             return
         (layer, work, units_E), self._summing = self._summing, None
-        work.wait()
-        layer.expect(units_E.cpu().numpy())
+        with waiting("the estimate of choices of", layer.label):
+            work.wait()
+            units_E = units_E.cpu()
+        layer.expect(units_E.numpy())
         self._expected = layer
 
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,18 @@ from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert import LocalExperts
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.gate import GateBase
+from ds_fsmoe.components.gate import GateBase, in_backward
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, RoutingBase, kind_of
 from ds_fsmoe.execution.chunking import cut
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.counts_exchange import CountsExchange
-from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.execution.node_chunks import NodeLayout
 from ds_fsmoe.execution.node_exchange import NodeExchange
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.execution.row_chunks import RowLayout
-from ds_fsmoe.execution.row_sizes import Block
+from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens
 from ds_fsmoe.execution.token_cuts import TokenCuts
@@ -44,11 +44,9 @@ from ds_fsmoe.layer.placed import Placed
 from ds_fsmoe.layer.recomputed import remembering, take, tape_torchs_functions
 from ds_fsmoe.layer.row_routing import number_rows, sends_rows
 from ds_fsmoe.layer.widths import check_width, naming_widths
+from ds_fsmoe.layer.without_engine import pipeline_without_engine
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.ops import REFERENCE, Ops
-from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.phase_plan import PhasePlan
 
 Run = Callable[..., torch.Tensor]
 """Sends rows to the experts and back, see :meth:`Pipeline.run`."""
@@ -92,6 +90,7 @@ def token_path(
     name: str = "",
     in_rows: bool = False,
     placed: Placed | None = None,
+    forward: Forward | None = None,
 ) -> MoEOutput:
     """Run gate, order, the way to the experts and back chunk by chunk, i-order.
 
@@ -109,10 +108,12 @@ def token_path(
         name: the layer's name for messages; the pipeline's label unless given.
         in_rows: whether rows travel, as many as tokens were given to each expert, or all slots.
         placed: where experts are, if not in the model's own order; the gate then gives a :class:`Routing`.
+        forward: the forward, which ranks that exchange counts compare; ``None``: not known.
 
     Raises:
         LayerError: an input or an expert has another width.
         RoutingError: the gate's decision contradicts itself, on every rank that shares the experts.
+        DisagreementError: ranks that share the experts are in different forwards, on every one of them.
     """
     name = name or pipeline.label
     routing: RoutingBase | None = None
@@ -131,13 +132,18 @@ def token_path(
     x_SM = x.reshape(-1, x.shape[-1])
     routing = gate(x_SM, used_token_S, group)
     inputs = None if placed is None else placed.inputs
-    run = partial(pipeline.run, experts=experts, hook=hooked if callbacks else None, inputs=inputs)
+    hook = hooked if callbacks else None
+
+    def run(x_RM: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        with naming_widths(name, experts, x_RM):
+            return pipeline.run(x_RM, *args, experts=experts, hook=hook, inputs=inputs, **options)
+
     # What hooks, losses and counts see is about experts; what is sent is about places.
     sent = routing if placed is None else placed.routing(routing)
     if in_rows:
-        y_SM = _through_rows(x_SM, sent, order, run, pipeline, name, experts)
+        y_SM = _through_rows(x_SM, sent, order, run, pipeline, name, forward)
     else:
-        y_SM = _through_slots(x_SM, sent, order, run, pipeline, name, experts, duplicates)
+        y_SM = _through_slots(x_SM, sent, order, run, pipeline, duplicates)
     y = hooked("before_moe_end_hook", y_SM.reshape(x.shape))
     return MoEOutput(y, routing.aux_loss, routing.counts_E)
 
@@ -148,8 +154,6 @@ def _through_slots(
     order: OrderBase,
     run: Run,
     pipeline: Pipeline,
-    name: str,
-    experts: ExpertSet | WholeExperts,
     duplicates: TensorParallelTokens | None,
 ) -> torch.Tensor:
     """Send all slots, [E, C] of them, empty or not; [S, M] to [S, M]."""
@@ -158,8 +162,7 @@ def _through_slots(
     x_RM = x_ECM.reshape(chunked.num_slots, x_ECM.shape[-1])
     if duplicates is not None:
         x_RM = duplicates.drop(x_RM)
-    with naming_widths(name, experts, x_RM):
-        y_RM = run(x_RM, SlotLayout(routing.num_experts, capacity, pipeline.degrees))
+    y_RM = run(x_RM, SlotLayout(routing.num_experts, capacity, pipeline.degrees))
     if duplicates is not None:
         y_RM = duplicates.gather(y_RM)
     y_ECM = y_RM.view(routing.num_experts, chunked.capacity, y_RM.shape[-1])
@@ -173,7 +176,7 @@ def _through_rows(
     run: Run,
     pipeline: Pipeline,
     name: str,
-    experts: ExpertSet | WholeExperts,
+    forward: Forward | None,
 ) -> torch.Tensor:
     """Send a row for every choice that a token made; [S, M] to [S, M]. Their counts travel while the order runs."""
     if not isinstance(routing, Routing):
@@ -184,14 +187,13 @@ def _through_rows(
     collectives = pipeline.collectives
     cuts = TokenCuts(*pipeline.degrees)
     if collectives.nodes is not None:
-        return _through_nodes(x_SM, routing, order, run, collectives, cuts, name, experts)
+        return _through_nodes(x_SM, routing, order, run, collectives, cuts, name, forward)
     numbered = number_rows(routing, cuts, order.ops)
     counts = CountsExchange.begin(
-        numbered.counts_ET, numbered.fault, collectives.block, cuts, collectives.passes_on, name
+        numbered.counts_ET, numbered.fault, collectives.block, cuts, collectives.passes_on, name, forward
     )
     x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
-    with naming_widths(name, experts, x_RM):
-        y_RM = run(x_RM, RowLayout(counts.wait(), routing.num_experts, len(x_SM), routing.slots_KS.shape[0]))
+    y_RM = run(x_RM, RowLayout(counts.wait(), routing.num_experts, len(x_SM), routing.slots_KS.shape[0]))
     return order.restore(y_RM.unsqueeze(0), numbered.routing)
 
 
@@ -203,41 +205,19 @@ def _through_nodes(
     collectives: Collectives,
     cuts: TokenCuts,
     name: str,
-    experts: ExpertSet | WholeExperts,
+    forward: Forward | None,
 ) -> torch.Tensor:
     """Send a row of a token to each node that has one of its experts; [S, M] to [S, M]."""
     assert collectives.nodes is not None
     numbered = number_by_node(routing, cuts, collectives.nodes, order.ops)
-    exchange = NodeExchange.begin(numbered.rows, collectives.block, collectives.nodes, cuts, name)
+    exchange = NodeExchange.begin(numbered.rows, collectives.block, collectives.nodes, cuts, name, forward)
     x_RM = order.arrange(x_SM, numbered.routing).reshape(numbered.routing.num_slots, x_SM.shape[-1])
     choice_of_row_R = numbered.choice_of_row(exchange.wait())
     weights_R = numbered.weights_of(choice_of_row_R)
     call = exchange.records(choice_of_row_R, weights_R.detach())
     layout = NodeLayout(call, routing.num_experts, len(x_SM), routing.slots_KS.shape[0], order.ops.restore)
-    with naming_widths(name, experts, x_RM):
-        y_RM = run(x_RM, layout, weights_R=weights_R)
+    y_RM = run(x_RM, layout, weights_R=weights_R)
     return order.restore(y_RM.unsqueeze(0), numbered.routing)
-
-
-def pipeline_without_engine(
-    alltoall: AllToAllBase, group: dist.ProcessGroup | None, lanes: Lanes, degrees: tuple[int, int] = (1, 1)
-) -> Pipeline:
-    """Return the pipeline of a layer that belongs to no engine of ours.
-
-    Args:
-        alltoall: the all-to-all.
-        group: the ranks that share the experts; ``None`` for this process alone.
-        lanes: the lanes that run tasks.
-        degrees: the numbers of chunks (forward, backward).
-    """
-    ranks = 1 if group is None else dist.get_world_size(group)
-    groups = Groups(world=ranks, gpus_per_node=ranks, ep=ranks)
-    plans = [PhasePlan(BlockPlan(each), groups, i == 1) for i, each in enumerate(degrees)]
-    if ranks == 1:
-        return Pipeline(lanes, Collectives(alltoall.exchange, None, None), *plans)
-    block = Block(group, tuple((each, 0) for each in range(ranks)), dist.get_rank(group))
-    rows = alltoall.exchange_rows if alltoall.takes_rows else None
-    return Pipeline(lanes, Collectives(alltoall.exchange, group, None, exchange_rows=rows, block=block), *plans)
 
 
 def _in_chunks(
@@ -352,6 +332,7 @@ class MOELayer(nn.Module):
         self._degrees, self._alltoall = degrees, alltoall_impl
         self._running: tuple[Pipeline, ExpertSet] | None = None
         self._looked: set[bool] = set()
+        self._forwards = Forwards("MOELayer")
 
     def forward(self, x: torch.Tensor, used_token_S: torch.Tensor | None = None) -> torch.Tensor | MoEOutput:
         """Map [..., M] to [..., M]; with ``return_stats`` return a :class:`MoEOutput`.
@@ -383,6 +364,7 @@ class MOELayer(nn.Module):
             width=self.gate.takes_width,
             name="MOELayer",
             in_rows=in_rows,
+            forward=self._forwards.begin(self.training, in_backward()),
         )
         return result if self.return_stats else result.output
 

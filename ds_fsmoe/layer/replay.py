@@ -13,6 +13,7 @@ from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.routing import Given
 from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 
 
 class ReplayError(ValueError):
@@ -45,7 +46,8 @@ class Replay:
         if not self._has_control:
             self._has_control = True
             if world_size_now() > 1 and dist.get_backend() != dist.Backend.GLOO:
-                self._control = dist.new_group(backend="gloo")
+                with waiting("a new process group"):
+                    self._control = dist.new_group(backend="gloo")
         return self._control
 
     def arm(self, choices: Mapping[str, Given | None] | None, names: Mapping[str, str]) -> None:

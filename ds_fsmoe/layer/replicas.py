@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.contract import contract_of, shape_of
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.planning.expert_placement import EMPTY, ExpertPlacement
 
 
@@ -186,13 +187,10 @@ class Replicas:
         parts = [part for of_rank in packed for part in of_rank]
         device = self.weights[0].device
         arrived = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(
-            arrived,
-            torch.cat(parts) if parts else arrived.new_empty(0),
-            sizes,
-            [sum(map(len, of_rank)) for of_rank in packed],
-            group=self._group,
-        )
+        packed_bytes = torch.cat(parts) if parts else arrived.new_empty(0)
+        sent_sizes = [sum(map(len, of_rank)) for of_rank in packed]
+        with waiting("the weights of replicas, or their gradients"):
+            dist.all_to_all_single(arrived, packed_bytes, sizes, sent_sizes, group=self._group)
         every = [each for of_rank in wanted for each in of_rank]
         values = arrived.split([each.nbytes for each in every]) if every else ()
         # In memory of its own: elements of a type may not begin just anywhere.

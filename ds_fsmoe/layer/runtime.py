@@ -14,6 +14,7 @@ from ds_fsmoe import registry
 from ds_fsmoe.checks.first_forwards import FirstForwards
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError, shown
+from ds_fsmoe.distributed import waits
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups, sizes_of_mpu
 from ds_fsmoe.distributed.launch_order import VARIABLE
 from ds_fsmoe.distributed.nccl import why_one_link
@@ -239,6 +240,7 @@ class LayerRuntime:
 
     def at_step(self, number: int) -> None:
         """Take note that optimizer step ``number`` is about to begin, or goes on."""
+        waits.at_step(number)
         if self.tracer is not None:
             self.tracer.step(number)
 

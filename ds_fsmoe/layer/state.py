@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Given
 from ds_fsmoe.config.reading import ConfigError
@@ -19,9 +20,9 @@ from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.execution.call import Window
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
 from ds_fsmoe.execution.pipeline import Pipeline
+from ds_fsmoe.execution.same_forward import Forward, Forwards
 from ds_fsmoe.execution.tensor_parallel import TensorParallelTokens, TensorParallelUse
 from ds_fsmoe.layer.alltoall_tasks import Exchange
-from ds_fsmoe.layer.moe_layer import pipeline_without_engine
 from ds_fsmoe.layer.parts import Parts
 from ds_fsmoe.layer.placed import Placed
 from ds_fsmoe.layer.recomputed import runs_again, take
@@ -29,6 +30,7 @@ from ds_fsmoe.layer.replicas import Replicas
 from ds_fsmoe.layer.row_routing import sends_rows, takes_rows
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.unsharded import UnshardedExperts
+from ds_fsmoe.layer.without_engine import pipeline_without_engine
 from ds_fsmoe.observing.instruments import Check, Instrument
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.layer_plan import LayerPlan
@@ -75,6 +77,8 @@ class LayerState:
     """Where the experts are; ``None``: in the model's own order."""
     replicas: Replicas | None = None
     """The spare places for experts of other ranks, where there are any."""
+    forwards: Forwards | None = None
+    """The forwards so far."""
     checks_without_engine: list[Check] = field(default_factory=list)
     """The checks of a layer outside of an engine of ours."""
     _exchanges: dict[str, Exchange] = field(default_factory=dict)
@@ -117,6 +121,12 @@ class LayerState:
     def mp_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel ranks, see :class:`~ds_fsmoe.distributed.groups.FSMoEGroups`."""
         return None if self.groups is None else self.groups.mp_group
+
+    def begin_forward(self, is_training: bool) -> Forward:
+        """Return the forward that begins, as ranks that share the experts compare it."""
+        if self.forwards is None:
+            self.forwards = Forwards(self.path or self.label)
+        return self.forwards.begin(is_training, in_backward())
 
     def next_given(self) -> Given | None:
         """Return the choice by which the call that begins is to go: of its forward, if it runs again; or replayed."""

@@ -171,6 +171,7 @@ class FSMoELayer(StockMOELayer):
         """
         state = self.fsmoe
         state.last_shape = hidden_states.shape
+        forward = state.begin_forward(self.training)
         if state.pipeline is None:
             self._run_alone()
         for check in state.checks:
@@ -200,6 +201,7 @@ class FSMoELayer(StockMOELayer):
                 name=state.path,
                 in_rows=in_rows,
                 placed=placed,
+                forward=forward,
             )
         self.l_aux, self.exp_counts = result.aux_loss, result.counts_E
         if state.mp_group is not None and not state.tensor_parallel.same_tokens:

@@ -133,7 +133,7 @@ class Uncut:
         Args:
             layers: the layers by label.
         """
-        if not int(most_of([float(len(self._reasons))], self._device, self._group)[0]):
+        if not int(most_of([float(len(self._reasons))], self._device, self._group, "which layers are run uncut")[0]):
             return
         of_ranks = on_every_rank(self._reasons, self._group)
         # Where ranks have different reasons, the first rank's.

@@ -20,6 +20,7 @@ from torch import nn
 from ds_fsmoe.checkpoint_files.numbering import Cut, cut_out
 from ds_fsmoe.components.expert_compute.shards import cuts_of
 from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.log import log_on_rank_0
 
 _SAMPLES = 1024
@@ -59,13 +60,14 @@ class UnshardedExperts:
             sizes = [target.nbytes for target in targets.values()]
             device = next(shard.parameters()).device
             received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            dist.all_to_all_single(
-                received,
-                torch.cat(sent) if sent else received.new_empty(0),
-                [sum(sizes) if rank == deciding[own // esp] else 0 for rank in range(len(rules))],
-                [sum(sizes) if rank in receivers else 0 for rank in range(len(rules))],
-                group=group,
-            )
+            with waiting("the shards of experts of", path):
+                dist.all_to_all_single(
+                    received,
+                    torch.cat(sent) if sent else received.new_empty(0),
+                    [sum(sizes) if rank == deciding[own // esp] else 0 for rank in range(len(rules))],
+                    [sum(sizes) if rank in receivers else 0 for rank in range(len(rules))],
+                    group=group,
+                )
             for target, values in zip(targets.values(), received.split(sizes), strict=True):
                 # A copy, as a part of a larger buffer need not begin where an element of its type may.
                 target.copy_(values.clone().view(target.dtype).view(target.shape))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 
@@ -148,7 +149,8 @@ class Stopwatch:
         """
         self._delay(delay_ms)
         if meets and world_size_now() > 1:
-            dist.all_reduce(self._token, group=group)
+            with waiting("the start of what is measured"):
+                dist.all_reduce(self._token, group=group)
 
     @cached_property
     def _delay(self) -> Delay:
@@ -192,7 +194,8 @@ class Stopwatch:
                 if group is not None:
                     self.host.sleep(SETTLE_S)
                 self._wait()
-                times_ms.append(time_ms(place, work))
+                with waiting(doing):
+                    times_ms.append(time_ms(place, work))
             del work
         return times_ms
 
@@ -204,15 +207,17 @@ class Stopwatch:
         times = torch.tensor(values, dtype=torch.float64)
         if world_size_now() > 1:
             times = times.to(self.device)
-            dist.all_reduce(times, dist.ReduceOp.MIN, group=self.group)
+            with waiting("measured times"):
+                dist.all_reduce(times, dist.ReduceOp.MIN, group=self.group)
         return times.cpu()
 
     def _over_ranks(self, values: Sequence[Sequence[float]], group: dist.ProcessGroup | None) -> torch.Tensor:
         times = torch.tensor(values, dtype=torch.float64)
         if world_size_now() > 1:
             times = times.to(self.device)
-            if group is not None:
-                dist.all_reduce(times, dist.ReduceOp.SUM, group=group)
-                times /= group.size()
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
+            with waiting("measured times"):
+                if group is not None:
+                    dist.all_reduce(times, dist.ReduceOp.SUM, group=group)
+                    times /= group.size()
+                dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
         return times.cpu()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.spans import Recorder, clock_of
 from ds_fsmoe.planning.schedule import Schedule
@@ -322,10 +323,16 @@ class StepClock:
         return None if lacks else DenseTimes(*times_ms)
 
 
-def most_of(numbers: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> list[float]:
-    """Return the largest of each number over ranks. Collective."""
+def most_of(
+    numbers: list[float],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    what: str = "numbers that ranks compare",
+) -> list[float]:
+    """Return the largest of each number over ranks. Collective. ``what`` says what it is for, to a watchdog."""
     if world_size_now() == 1:
         return numbers
     held = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
-    return held.tolist()
+    with waiting(what):
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+        return held.tolist()

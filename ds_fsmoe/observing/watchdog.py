@@ -25,11 +25,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ds_fsmoe.distributed import waits
+from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.execution.lanes import Lanes
 from ds_fsmoe.files.whole_files import new_file, read_regular
 from ds_fsmoe.observing import exit_hooks
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.observing.exit_hooks import TERMINATED_STATUS
+from ds_fsmoe.observing.other_ranks import OtherRanks, said
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.terminal.tables import Table
 
@@ -45,6 +48,8 @@ _REPORT_LIMIT_S = 10.0
 _AT_END_LIMIT_S = 5.0
 # A job that goes on after errors does not fill the disk: this many reports in a file, then it begins anew.
 _MAX_REPORTS = 8
+# Of a job of a thousand ranks it should still be read.
+_MOST_RANKS = 32
 
 _Progress = dict[Lane, tuple[str, str]]
 
@@ -64,12 +69,15 @@ def end_process(file: Path | None) -> None:
 
 
 class Watchdog:
-    """Watches lanes from a thread of its own, and reports.
+    """Watches lanes, and the waits of this process outside of them, from a thread of its own, and reports.
 
-    - A hang: a run is under way and no task has begun or finished for ``hang_timeout_s``. Between runs the clock stands
-      still, however long data are loaded or code is compiled, and so it does for a process that is stopped or gets no
-      time. A rank that waits for a slower one looks the same, so the time has to be above what ranks may be apart.
-      After the report ``on_hang`` ends the process, and with that the launcher ends the job.
+    - A hang: a run is under way and no task has begun or finished for ``hang_timeout_s``; or one wait for other ranks
+      (:mod:`~ds_fsmoe.distributed.waits`) has lasted for that long. Otherwise the clock stands still, however long data
+      are loaded or code is compiled, and so it does for a process that is stopped or gets no time. A rank that waits
+      for a slower one looks the same, so the time has to be above what ranks may be apart.
+      After the report ``on_hang`` ends the process, and with that the launcher ends the job. A wait for ranks that are
+      at work with files is reported only.
+    - A hang of another rank, which its watchdog tells through the job's store; this process goes on.
     - An error that nobody catches is seen through ``sys.excepthook``; one of a run is passed to :meth:`failed`.
     - SIGTERM, also while the main thread sits in a collective: then the earlier behaviour goes on, a handler or the end
       of the process. It is left alone where it is ignored or an event loop handles signals; only a watchdog that is
@@ -120,6 +128,10 @@ class Watchdog:
         self._seen_progress: _Progress | None = None
         self._answer: tuple[bool, _Progress] = False, {}
         self._asking: threading.Thread | None = None
+        self._others = OtherRanks(host, self._poll_s, max(1, int(hang_timeout_s / 8 / self._poll_s)))
+        self._states: list[str] = []
+        self._waited: dict[int, tuple[waits.waiting, float]] = {}
+        self._patient_in: waits.waiting | None = None
         self._num_reports = 0
         self._writing = threading.Lock()
         self._closed = threading.Event()
@@ -169,14 +181,49 @@ class Watchdog:
             passed_s, last_s = min(now_s - last_s, 2 * self._poll_s), now_s
             still_s = still_s + passed_s if self._stands_still(lanes) else 0.0
             limit_s = max(self._hang_timeout_s, self._first_use_s if self._is_first_use else 0.0)
+            wait, waited_s = self._longest_wait(passed_s)
+            told = self._others.look(max(still_s, waited_s) >= 0.5 * limit_s)
             if still_s >= limit_s:
-                reason = (
-                    f"hang: a run is under way, and for {still_s:.1f} s no task has begun or finished "
-                    f"(fsmoe.debug.hang_timeout_s = {self._hang_timeout_s:g})"
-                )
-                self._on_hang(self._report_and_save(reason))
+                self._hangs(f"a run is under way, and for {still_s:.1f} s no task has begun or finished")
                 still_s = float("-inf")  # until something moves
+            elif wait is not None and waited_s >= limit_s:
+                self._waited[id(wait)] = wait, self._hangs(f"waits for other ranks in {wait.what}", wait)
+            elif told is not None:
+                self._report_and_save(f"another rank hangs: {told}")
             del lanes  # not kept alive from here
+
+    def _longest_wait(self, passed_s: float) -> tuple[waits.waiting | None, float]:
+        """Return the wait outside of lanes that has lasted longest, and for how long."""
+        before = self._waited
+        self._waited = {}
+        for each in waits.waiting.now():
+            known, waited_s = before.get(id(each), (None, 0.0))
+            self._waited[id(each)] = each, waited_s + passed_s if known is each else 0.0
+        return max(self._waited.values(), key=lambda each: each[1], default=(None, 0.0))
+
+    def _hangs(self, what: str, wait: waits.waiting | None = None) -> float:
+        """Report a hang and end the process, unless it is a wait for others that are at work with files.
+
+        Returns:
+            The time for which such a wait counts from now on; minus infinity for what is reported once.
+        """
+        reason = f"hang: {what} (fsmoe.debug.hang_timeout_s = {self._hang_timeout_s:g})"
+        states = self._others.states()
+        self._states = [text for text, _ in states[:_MOST_RANKS]]
+        if len(states) > _MOST_RANKS:
+            self._states.append(f"and {len(states) - _MOST_RANKS} more ranks")
+        others_work = any(works for _, works in states) if states else wait is not None and waits.is_patient(wait)
+        if wait is not None and others_work:
+            if wait is not self._patient_in:
+                self._patient_in = wait
+                self._report_and_save(f"{reason}; files are written or read meanwhile, so it goes on waiting")
+            return 0.0
+        self._others.tell(reason)
+        file = self._report_and_save(reason)
+        if world_size_now() > 1:  # so that they hear of it while this rank's store is there
+            self._host.wait(self._closed, 2 * self._poll_s)
+        self._on_hang(file)
+        return float("-inf")
 
     def _stands_still(self, lanes: Lanes) -> bool:
         """Return whether a run is under way in which nothing has moved since the last call."""
@@ -238,7 +285,8 @@ class Watchdog:
                 with self._writing:
                     self._write(reason, details)
                 written.append(self.file)
-                logger.error("rank %s: %s; what it was doing: %s", self._rank, reason, self.file)
+                more = "".join(f"\n  {each}" for each in ((said(), *self._states) if self._states else ()))
+                logger.error("rank %s: %s; what it was doing: %s%s", self._rank, reason, self.file, more)
             except OSError as error:
                 logger.error("%s\nno report could be written: %s", self._head(reason), error)
             with suppress(OSError, ValueError):  # what is printed would be lost with the process
@@ -277,6 +325,8 @@ class Watchdog:
             f"host:   {socket.gethostname()}, process {os.getpid()}",
             f"reason: {reason}",
             f"run:    {run}",
+            f"rank:   {said()}",
+            *(f"        {each}" for each in self._states),
             "",
             *Table(("lane", "begun last", "finished last"), rows, has_rule=False).lines(),
         ]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ds_fsmoe.components.gate import in_backward
 from ds_fsmoe.distributed.fail_together import device_of, on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.observing.instruments import Gate, LayerCall
 from ds_fsmoe.placement.placements import Placements
 from ds_fsmoe.planning.expert_placement import EMPTY
@@ -72,7 +73,8 @@ class Loads:
         every = own.unsqueeze(0)
         if world_size_now() > 1:
             every = own.new_empty(dist.get_world_size(self._group), len(own))
-            dist.all_gather(list(every.unbind()), own, group=self._group)
+            with waiting("the loads of experts"):
+                dist.all_gather(list(every.unbind()), own, group=self._group)
         table, found, at = every.cpu().numpy(), {}, 0
         for label in self._num_calls:
             now = self._placements.now[label]

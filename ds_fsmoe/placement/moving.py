@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.fail_together import device_of, on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.placement.holdings import ExpertTensor, Fragment, PlacementError, fragments_of
 
 Facts = tuple[str, str, int, int, int, str]
@@ -154,8 +155,9 @@ class Mover:
                 rank = index if self._group is None else dist.get_global_rank(self._group, index)
                 if index != own and len(values):
                     operations.append(dist.P2POp(do, values, rank, self._group))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        with waiting("experts that move"):
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     @torch.no_grad()
     def _unpack(
@@ -233,4 +235,5 @@ def _make_whole_again(tensors: Sequence[ExpertTensor]) -> None:
     kept: list[Any] = [each.tensor for each in tensors if getattr(each.tensor, "ds_persist", False)]
     if kept:
         kept[0].partition(kept)
-        kept[0].all_gather(kept)
+        with waiting("weights that ZeRO 3 keeps whole"):
+            kept[0].all_gather(kept)

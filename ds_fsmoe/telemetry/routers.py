@@ -21,6 +21,7 @@ from ds_fsmoe.components.router import entropy_of
 from ds_fsmoe.components.routing import RoutingBase
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.telemetry.router_outputs import RouterOutput, probabilities_of
 
 _PLACED, _ASKED, _AUX_LOSS, _CALLS, _ENTROPY, _ENTROPIES = range(6)
@@ -181,9 +182,10 @@ class RouterMetrics:
             gates: the gates that :meth:`listen` was given.
         """
         self._tell(gates, False)
-        if world_size_now() > 1:
-            dist.all_reduce(self._counts)
-        numbers = self._counts.tolist()
+        with waiting("the counts of routers"):
+            if world_size_now() > 1:
+                dist.all_reduce(self._counts)
+            numbers = self._counts.tolist()
         return {name: _load(numbers[place.first : place.stop], place) for name, place in self._places.items()}
 
 

@@ -17,6 +17,7 @@ from ds_fsmoe.checks.first_forwards import FirstCall
 from ds_fsmoe.distributed.agreement import check_agreement
 from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.topology import world_size_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.pipeline import Pipeline
 from ds_fsmoe.layer.alltoall_tasks import exchange_in
@@ -83,9 +84,10 @@ class LayerKind:
         counted = torch.zeros(3, dtype=torch.float64, device=device)
         for expert_KS in self.choices:
             counted += torch.tensor(_places_of(expert_KS, self.subject, nodes), dtype=torch.float64, device=device)
-        if world_size_now() > 1:
-            dist.all_reduce(counted, group=group)
-        in_nodes, on_ranks, num_choices = counted.tolist()
+        with waiting("the crossings of tokens"):
+            if world_size_now() > 1:
+                dist.all_reduce(counted, group=group)
+            in_nodes, on_ranks, num_choices = counted.tolist()
         if num_choices:
             return Crossings(in_nodes / num_choices, on_ranks / num_choices)
         # Nobody had a token: as with balanced routing.
@@ -158,7 +160,8 @@ def find_kinds(
     device = next(next(iter(layers.values())).parameters()).device
     capacities = torch.tensor([each.sizes.capacity for each in subjects.values()], device=device)
     if world_size_now() > 1:
-        dist.all_reduce(capacities, dist.ReduceOp.MAX, group=group)
+        with waiting("the capacities of layers"):
+            dist.all_reduce(capacities, dist.ReduceOp.MAX, group=group)
     found: dict[tuple[str, int], LayerKind] = {}
     for (label, subject), capacity in zip(subjects.items(), capacities.tolist(), strict=True):
         subject = replace(subject, sizes=replace(subject.sizes, capacity=capacity))

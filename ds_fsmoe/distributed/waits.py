@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notes what this process waits for, since when, and what it did last: for a watchdog, from any thread.
+
+A collective whose other ranks never come says nothing. Each one of ours that blocks the host, and is no task of a lane,
+is marked by :class:`waiting`, which costs a few microseconds and no lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeVar
+
+_T = TypeVar("_T")
+
+
+class _Mark:
+    """Stands for something that is under way in a thread."""
+
+    __slots__ = ("_what", "since_s", "thread")
+    _under_way: ClassVar[dict[int, Any]]
+
+    def __init__(self, *what: str) -> None:
+        """
+        Args:
+            what: the words for it, and what it is of, such as the path of a layer.
+        """
+        self._what = what
+
+    def __enter__(self) -> None:
+        self.since_s = time.monotonic()
+        self.thread = threading.get_ident()
+        self._under_way[id(self)] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._under_way[id(self)]
+
+    @property
+    def what(self) -> str:
+        """The words for it."""
+        return " ".join(self._what)
+
+    @classmethod
+    def now(cls) -> list[Self]:
+        """Return those that are under way, the oldest first."""
+        return list(cls._under_way.values())
+
+
+class waiting(_Mark):
+    """Marks one collective in which this rank waits for others: ``with waiting("the counts of", path): ...``."""
+
+    __slots__ = ()
+    _under_way: ClassVar[dict[int, Any]] = {}
+
+
+class working(_Mark):
+    """Marks work with files, in which a rank may keep others waiting for long: no wait inside of it is a hang."""
+
+    __slots__ = ()
+    _under_way: ClassVar[dict[int, Any]] = {}
+
+
+def at_work(what: str) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+    """Mark a function as work with files, see :class:`working`."""
+
+    def marked(function: Callable[..., _T]) -> Callable[..., _T]:
+        @functools.wraps(function)
+        def at_work(*args: Any, **kwargs: Any) -> _T:
+            with working(what):
+                return function(*args, **kwargs)
+
+        return at_work
+
+    return marked
+
+
+class _Last:
+    """What this process did last."""
+
+    forward: tuple[object, float] | None = None
+    step: int | None = None
+
+
+def forward_begins(forward: object) -> None:
+    """Note that the forward of a layer begins.
+
+    Args:
+        forward: shown as text when somebody asks.
+    """
+    _Last.forward = forward, time.monotonic()
+
+
+def at_step(number: int) -> None:
+    """Note that optimizer step ``number`` is about to begin, or goes on."""
+    _Last.step = number
+
+
+def is_patient(wait: _Mark) -> bool:
+    """Return whether a wait may be long, as others may be at work with files."""
+    return any(each.thread == wait.thread for each in working.now())
+
+
+def said() -> str:
+    """Return what this process waits for and what it did last, in a line."""
+    parts = [f"waits for other ranks in {each.what}, {_since(each.since_s)}" for each in waiting.now()]
+    parts = parts or ["is in no wait of ds_fsmoe"]
+    parts += [f"is {each.what}, {_since(each.since_s)}" for each in working.now()]
+    last = _Last.forward
+    parts.append("has run no forward" if last is None else f"last forward: {last[0]}, {_since(last[1])}")
+    return "; ".join([*parts, *([] if _Last.step is None else [f"at step {_Last.step}"])])
+
+
+def _since(since_s: float) -> str:
+    passed_s = time.monotonic() - since_s
+    return f"since {datetime.now() - timedelta(seconds=passed_s):%H:%M:%S} ({passed_s:.1f} s)"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every collective that blocks the host outside of lanes is marked as a wait, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "ds_fsmoe"
+BLOCKING = re.compile(
+    r"dist\.(all_reduce|reduce|reduce_scatter\w*|all_gather\w*|gather\w*|scatter\w*|broadcast\w*|barrier|monitored_barrier"
+    r"|all_to_all\w*|send\w*|recv\w*|new_group|new_subgroups\w*|split_group)"
+    # What stands for one of them here, and what waits for one that was only begun.
+    r"|all_gather|_reduce_scatter|_gather|_scatter|exchange_sized|(\w+\.)*(work|_summing\[1\])\.wait"
+)
+# Files, or functions of files, where they need no mark, each with its reason.
+UNMARKED: dict[str, str] = {
+    "components/alltoalls/flat.py": "tasks of lanes, which the watchdog sees",
+    "components/hierarchical.py": "tasks of lanes",
+    "execution/collectives.py": "tasks of lanes",
+    "execution/node_links.py": "tasks of lanes; others mark what they exchange by it",
+    "gradients/ways.py": "tasks of lanes, or steps that FlatBuffer marks",
+    "gradients/updated_parameters.py": "steps that Beside waits for, with a mark",
+    "measuring/microbenchmarks.py": "timed by the stopwatch, which marks each round",
+    "measuring/packing_times.py": "timed by the stopwatch",
+    "measuring/stage_links.py": "timed by the stopwatch",
+    "distributed/nccl.py:_all_to_all": "called by warm, with a mark",
+    "distributed/nccl.py:_all_gather": "called by warm",
+    "distributed/nccl.py:_reduce_scatter": "called by warm",
+    "distributed/nccl.py:_all_reduce": "called by warm",
+    "ops/loading.py:_gathered": "ends every few seconds, however long another rank compiles; there is no watchdog yet",
+}
+
+
+def unmarked(source: str) -> Iterator[tuple[str, str]]:
+    """The function and the text of each call that blocks outside of a ``with waiting(...)``."""
+
+    def visit(node: ast.AST, function: str, is_marked: bool) -> Iterator[tuple[str, str]]:
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            function = getattr(node, "name", function)
+            is_marked = False  # it may be called elsewhere
+        if isinstance(node, ast.With):
+            is_marked |= any(ast.unparse(each.context_expr).startswith("waiting(") for each in node.items)
+        if isinstance(node, ast.Call) and not is_marked and BLOCKING.fullmatch(ast.unparse(node.func)):
+            begins_only = any(each.arg == "async_op" and ast.unparse(each.value) == "True" for each in node.keywords)
+            if not begins_only:
+                yield function, ast.unparse(node)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function, is_marked)
+
+    yield from visit(ast.parse(source), "", False)
+
+
+def test_every_collective_that_blocks_outside_of_lanes_is_marked() -> None:
+    used, wrong = set(), []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = file.relative_to(PACKAGE).as_posix()
+        for function, text in unmarked(file.read_text()):
+            known = {name, f"{name}:{function}"} & UNMARKED.keys()
+            used |= known
+            wrong += [] if known else [f"{name}, {function}: {text}"]
+    assert wrong == []
+    assert used == UNMARKED.keys(), "no exception outlives its reason"
+
+
+def test_the_search_sees_what_is_not_marked() -> None:
+    for code in ("dist.all_reduce(x)", "work.wait()", "self.work.wait()", "y = exchange_sized(x, a, b, group)"):
+        assert list(unmarked(f"def f():\n    {code}")) != [], code
+        assert list(unmarked(f"def f():\n    with waiting('x'):\n        {code}")) == [], code
+    assert list(unmarked("with waiting('x'):\n    run(lambda: dist.barrier())")) != []
+    assert list(unmarked("work = dist.all_reduce(x, async_op=True)")) == []
