@@ -19,6 +19,7 @@ from deepspeed.utils import groups as stock_groups
 from torch import nn
 
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.layer.expert_shard import TRUSTED, ExpertShard, asking, origin_of
 from ds_fsmoe.layer.inference import refuse_within
 from ds_fsmoe.layer.over_ranks import WholeOfParts, joined
@@ -90,7 +91,8 @@ class _Gathering:
         if self._modifier is not None:
             group = stock_groups._get_sequence_data_parallel_group()
             whole = parameter.data.contiguous()
-            dist.broadcast(whole, dist.get_global_rank(group, self._modifier), group=group)
+            with waiting("a change within GatheredParameters of", parameter.fsmoe_origin.name):
+                dist.broadcast(whole, dist.get_global_rank(group, self._modifier), group=group)
             parameter.data = whole
         own.copy_(parameter.fsmoe_origin.part.cut(parameter.data))
 

@@ -235,13 +235,13 @@ class FSMoEExperts(nn.Module):
             return replace(routing_of_choices(index_SK, weights_SK, state.total_experts), experts_KS=chosen_KS)
 
         with torch._C.DisableTorchFunctionSubclass():  # the weights are marked, for scripts
-            output = self._run(x_SM, route).view(shape).to(hidden_states.dtype)
+            output = self._run(x_SM, route, forward).view(shape).to(hidden_states.dtype)
         if output.requires_grad and state.is_a_part_without_engine:
             output.register_hook(state.refuse_gradient)
         return output
 
-    def _run(self, x_SM: torch.Tensor, route: Route) -> torch.Tensor:
-        """Run the experts on tokens, [S, M]."""
+    def _run(self, x_SM: torch.Tensor, route: Route, forward: Any) -> torch.Tensor:
+        """Run the experts on tokens, [S, M], in a forward whose kind and number go with the counts."""
         state = self.fsmoe
         local = self.local_experts()
         placed = state.placed_call(local.parameters)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart
+from ds_fsmoe.distributed.waits import waiting
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -54,11 +55,13 @@ def joined(part: torch.Tensor, description: ExpertPart, group: dist.ProcessGroup
     """
     own = part.detach().contiguous()
     parts = [torch.empty_like(own) for _ in range(description.num_parts)]
-    dist.all_gather(parts, own, group=group)
+    with waiting("all parts of a weight of experts"):
+        dist.all_gather(parts, own, group=group)
     return description.join(parts)
 
 
 def _sum(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = value.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    with waiting("the sum of a loss on weights of experts"):
+        dist.all_reduce(total, group=group)
     return total
